@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import Prepared
-from implicit_attn.energies.feature_maps import FEATURE_MAPS, Mapped, map_features
 from implicit_attn.energies.heads import (
     AttentionInput,
     HasTemperatures,
@@ -23,17 +22,16 @@ from implicit_attn.energies.heads import (
     project_input,
     read_pairs,
 )
-from implicit_attn.energies.projected import Given, ProjectedEnergy, Projection
-from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
+from implicit_attn.energies.projected import FEATURE_MAPS, Given, ProjectedEnergy, Projection
+from implicit_attn.energies.tokens import Pair, accumulation_dtype, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
-    bisoftmax_hvp,
     check_backend,
     frozen_key_attention,
     sigmoid_attention,
-    sigmoid_attention_hvp,
 )
 from implicit_attn.kernels.arguments import rescaled
+from implicit_attn.kernels.pairs import Pairs
 from solvers.core.checks import require_choice
 
 if TYPE_CHECKING:
@@ -109,9 +107,6 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
     def force(self, y: Tensor, given: Given) -> Tensor:
         return self.potential_and_force(y, given)[1]
 
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        return self.force_and_curvature(y, v, given)[1]
-
     def _roots(self, y: Tensor) -> tuple[Tensor, float, Tensor | None]:
         """Features and a number for beta that give the scores, and ``beta^1/2`` where heads differ.
 
@@ -140,7 +135,7 @@ class BiSoftmaxAttention(HeadsEnergy):
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
             carries information from later to earlier tokens, so the layer is not autoregressive.
         exclude_self: no token attends to itself.
-        backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
+        backend: what computes the gradient and its derivatives: "reference" (dense), "blocks"
             (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` says
             which one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
 
@@ -148,8 +143,8 @@ class BiSoftmaxAttention(HeadsEnergy):
         >>> import torch
         >>> energy = BiSoftmaxAttention(64, heads=4)
         >>> z = torch.randn(2, 16, 64)
-        >>> energy(z).shape, energy.grad(z).shape, energy.hvp(z, z).shape
-        (torch.Size([2]), torch.Size([2, 16, 64]), torch.Size([2, 16, 64]))
+        >>> energy(z).shape, energy.grad(z).shape
+        (torch.Size([2]), torch.Size([2, 16, 64]))
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7, with the
     full derivative of the norm.
@@ -171,28 +166,13 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.exclude_self = check_exclude_self(exclude_self, backend)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        force, lse = self._bisoftmax(y, given)
-        return self.over_beta(lse), force
-
-    def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
-        force, lse = self._bisoftmax(y, given)
         u, beta, root = self._roots(y)
-        moved = v if root is None else v.to(root.dtype)
-        curved = bisoftmax_hvp(u, moved, beta, lse=lse, **self._options(given))
-        return force, curved.to(y.dtype)
-
-    def _bisoftmax(self, y: Tensor, given: Given) -> Pair:
-        u, beta, root = self._roots(y)
-        force, lse = bisoftmax(u, beta, **self._options(given))
-        return force if root is None else (force / root).to(y.dtype), lse
-
-    def _options(self, given: Given) -> dict[str, Any]:
         limit = self.temperatures.largest  # |y_i| <= sqrt(p) after the norm
         limit = None if self.norm is None or limit is None else limit * self.width
-        options = {"mask": given.mask, "causal": self.causal, "limit": limit}
-        if given.pairs is not None:
-            options |= {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
-        return {**options, "backend": self.backend}
+        pairs, bias = given.pairs or Pairs()
+        options: dict[str, Any] = {"causal": self.causal, "limit": limit, "backend": self.backend}
+        force, lse = bisoftmax(u, beta, mask=given.mask, pairs=pairs, bias=bias, **options)
+        return self.over_beta(lse), force if root is None else (force / root).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
@@ -201,7 +181,7 @@ class BiSoftmaxAttention(HeadsEnergy):
 class RowSoftmaxAttention(BiSoftmaxAttention):
     """Softmax attention of a step in which each token descends its own term, the others held fixed.
 
-    Value, gradient and Hessian-vector product are those of ``BiSoftmaxAttention``. Only
+    Value and gradient are those of ``BiSoftmaxAttention``. Only
     ``straight_gradient`` differs: its force is ``P Y``, the row term of ``(P + P^T) Y``, which is the
     gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by ``y_i`` with the keys ``k = y`` constant.
     Such a step descends no energy of all tokens.
@@ -233,30 +213,23 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
 
 
 class Score(NamedTuple):
-    """A function F of a score, the weight ``w = 2 F'``, and ``w'``, entry by entry."""
+    """A function F of a score and the weight ``w = 2 F'``, entry by entry."""
 
     value: Callable[[Tensor], Tensor]
     weight: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
 
 
-def _powers(gate: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """``w = g^power (1 - g)`` and ``w'`` of ``g = sigma(s)``."""
-    weight = gate**power * (1.0 - gate)
-    return weight, weight * (power - (power + 1) * gate)
+def _weight_of_gates(scores: Tensor, power: int) -> Tensor:
+    """``g^power (1 - g)`` of ``g = sigma(s)``."""
+    gate = scores.sigmoid()
+    return gate**power * (1.0 - gate)
 
 
 SCORES = {
-    "sigmoid": Score(
-        lambda s: s.sigmoid() / 2.0,
-        lambda s: _powers(s.sigmoid(), 1)[0],
-        lambda s: _powers(s.sigmoid(), 1)[1],
-    ),
-    "relu": Score(lambda s: F.relu(s).square() / 4.0, F.relu, lambda s: (s > 0).to(s.dtype)),
+    "sigmoid": Score(lambda s: s.sigmoid() / 2.0, lambda s: _weight_of_gates(s, 1)),
+    "relu": Score(lambda s: F.relu(s).square() / 4.0, F.relu),
     "sigmoid-squared": Score(
-        lambda s: s.sigmoid().square() / 4.0,
-        lambda s: _powers(s.sigmoid(), 2)[0],
-        lambda s: _powers(s.sigmoid(), 2)[1],
+        lambda s: s.sigmoid().square() / 4.0, lambda s: _weight_of_gates(s, 2)
     ),
 }
 
@@ -297,16 +270,6 @@ class ScoreAttention(HeadsEnergy):
         self.backend = check_backend(backend, "sigmoid")
         if score != "sigmoid" and backend == "blocks":
             raise ValueError(f'backend="blocks" needs score="sigmoid", got {score!r}')
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        u, beta, root = self._roots(y)
-        moved = v if root is None else v.to(root.dtype)
-        if self.score == "sigmoid":
-            options: dict[str, Any] = {"mask": given.mask, "backend": self.backend}
-            return sigmoid_attention_hvp(u, moved, beta, **options).to(y.dtype)
-        scores, one_side = (u @ u.mT) * beta, moved @ u.mT
-        changes = SCORES[self.score].slope(scores) * ((one_side + one_side.mT) * beta)
-        return (SCORES[self.score].weight(scores) @ moved + changes @ u).to(y.dtype)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
         u, beta, root = self._roots(y)
@@ -349,31 +312,14 @@ class LinearAttention(HeadsEnergy):
         self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        mapped = self._map(y, given.mask, bent=False)
-        phi, beta = mapped.value, self.score_beta(y)
+        mapped, beta = FEATURE_MAPS[self.feature_map](y), self.score_beta(y)
+        phi = mapped.value
+        if given.mask is not None:  # phi(0) may be another number than 0
+            phi = phi.masked_fill(~given.mask[:, None, :, None], 0.0)
         moment = phi.mT @ phi
         squares = moment.to(accumulation_dtype(moment.dtype)).square() * (beta / 4.0)
-        return sum_samples(squares), mapped.push((phi @ moment) * self._factor(y))
-
-    def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
-        mapped = self._map(y, given.mask)
-        phi, shift = mapped.value, mapped.push(v)
-        moment = phi.mT @ phi
-        one_side, beta = shift.mT @ phi, self._factor(y)
-        force = (phi @ moment) * beta
-        curved = (shift @ moment + phi @ (one_side + one_side.mT)) * beta
-        return mapped.push(force), mapped.pull_back_curvature(force, curved, v)
-
-    def _factor(self, y: Tensor) -> float | Tensor:
-        beta = self.score_beta(y)
-        return beta.to(y.dtype) if isinstance(beta, Tensor) else beta
-
-    def _map(self, y: Tensor, mask: Tensor | None, *, bent: bool = True) -> Mapped:
-        mapped = map_features(self.feature_map, y, bent=bent)
-        if mask is None or self.feature_map in ("identity", "relu"):
-            return mapped
-        # phi(0) may be another number than 0: masked tokens have to be hidden again, (B, H, N, p).
-        return mapped._replace(value=hide(mapped.value.transpose(1, 2), mask).transpose(1, 2))
+        factor = beta.to(y.dtype) if isinstance(beta, Tensor) else beta
+        return sum_samples(squares), mapped.push((phi @ moment) * factor)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_map={self.feature_map}"

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, FunctionEnergy
-from implicit_attn.energies.tokens import check_mask, check_values
+from implicit_attn.energies.tokens import check_values
 from solvers.core.checks import require_count, require_flag, require_positive
+from solvers.core.layout import Layout, check_mask
 
 
 class Finding(NamedTuple):
@@ -61,6 +62,7 @@ class EnergyReport:
 FLOOR = 1e-3  # below this norm an error is measured against it, so that 0 may be 1e-12
 DIFFERENCE = 1e-5  # relative error that a central difference may have
 STEP = 1e-5  # of central differences, times the size of the state
+HIDE = "hide(z, mask) of implicit_attn.energies.tokens"
 
 
 class Unchecked(Exception):
@@ -76,7 +78,7 @@ class Broken(Exception):
 
 
 class Probe:
-    """``energy`` in float64 at ``z``, ``x``, ``mask``, with two random directions like ``z``.
+    """``energy`` in float64 at ``z``, ``x``, ``mask``, with two random directions ``u``, ``v`` like ``z``.
 
     ``original``, ``given`` and ``given_x`` are copies of the energy, the state and the input as they came.
     """
@@ -86,26 +88,22 @@ class Probe:
         self.given, self.given_x = copied(z), copied(x)
         self.z, self.x, self.mask = copied(z, torch.float64), copied(x, torch.float64), mask
         generator = torch.Generator().manual_seed(seed)
-        self.u, self.v = (
-            pytree.tree_map(
-                lambda t: torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device),
-                self.z,
-            )
-            for _ in range(2)
-        )
-        leaves = pytree.tree_leaves(self.z)
-        self.batch: int = leaves[0].shape[0]
-        self.step = STEP * max(1.0, max(t.abs().max().item() for t in leaves))
-        self.before = {name: t.detach().clone() for name, t in self.kept().items()}
+
+        def drawn(leaf: Tensor) -> Tensor:
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+
+        self.u, self.v = (pytree.tree_map(drawn, self.z) for _ in range(2))
+        self.leaves: list[Tensor] = pytree.tree_leaves(self.z)
+        self.batch: int = self.leaves[0].shape[0]
+        self.step = STEP * max(1.0, *(t.abs().max().item() for t in self.leaves))
+        self.before = copied(self.kept())
 
     def kept(self) -> dict[str, Tensor]:
         """What no evaluation may change: state, input, mask, parameters and buffers."""
         found = {f"parameter {name}": t for name, t in self.energy.named_parameters()}
         found |= {f"buffer {name}": t for name, t in self.energy.named_buffers()}
         for name, tree in (("z", self.z), ("x", self.x), ("mask", self.mask)):
-            leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
-            for number, leaf in enumerate(leaves):
-                found[name if len(leaves) == 1 else f"{name} (tensor {number})"] = leaf
+            found |= named_leaves(name, tree)
         return found
 
     def value(self, z: Any = None) -> Tensor:
@@ -113,30 +111,19 @@ class Probe:
         with torch.no_grad():
             return self.energy(self.z if z is None else z, self.x, mask=self.mask)
 
-    def grad(self, z: Any = None) -> list[Tensor]:
-        """The leaves of ``grad`` at ``z``, without a graph."""
-        with torch.enable_grad():
-            found = self.energy.grad(self.z if z is None else z, self.x, mask=self.mask)
-        return [leaf.detach() for leaf in pytree.tree_leaves(found)]
-
-    def hvp(self, v: Any) -> list[Tensor]:
-        """The leaves of ``hvp`` in the direction ``v``."""
-        product = self.energy.hvp(self.z, v, self.x, mask=self.mask)
-        return [leaf.detach() for leaf in pytree.tree_leaves(product)]
-
-    def results(self, z: Any, x: Any, mask: Tensor | None, record: bool = False) -> dict[str, Any]:
-        """Value, gradient and product with the direction v, each by all methods that give it."""
+    def results(
+        self, z: Any, x: Any, mask: Tensor | None, record: bool = False
+    ) -> dict[str, tuple[Any, Any]]:
+        """Value and gradient, each by both methods that give it."""
         with torch.set_grad_enabled(record):
             value, gradient = self.energy.value_and_grad(z, x, mask=mask)
-            return {
-                "value": (value, self.energy(z, x, mask=mask)),
-                "gradient": (gradient, self.energy.grad(z, x, mask=mask)),
-                "product": self.energy.hvp(z, self.v, x, mask=mask),
-            }
+            own = self.energy(z, x, mask=mask), self.energy.grad(z, x, mask=mask)
+        return {"value": (value, own[0]), "gradient": (gradient, own[1])}
 
-    def slope(self, leaves: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor]:
-        """Autograd's gradient of ``forward``'s sum by ``leaves`` of the state, which require grad."""
+    def slope(self, *, create_graph: bool = False) -> list[Tensor]:
+        """Autograd's gradient of ``forward``'s sum by the state."""
         with torch.enable_grad():
+            leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
             value = self.energy(self.like(leaves), self.x, mask=self.mask)
             return derivatives(value.sum(), leaves, create_graph=create_graph)
 
@@ -144,26 +131,22 @@ class Probe:
         """``leaves`` as a state."""
         return pytree.tree_unflatten(list(leaves), pytree.tree_structure(self.z))
 
-    def fresh(self) -> list[Tensor]:
-        """The state's leaves as new ones that require grad."""
-        return [leaf.clone().requires_grad_() for leaf in pytree.tree_leaves(self.z)]
-
-    def ahead_and_behind(self) -> tuple[Any, Any]:
-        """``z + h v`` and ``z - h v``, the states of a central difference."""
-        return tuple(  # type: ignore[return-value]
-            pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v)
+    def difference(self, function: Callable[[Any], Any]) -> list[Tensor]:
+        """``(f(z + h v) - f(z - h v)) / 2h``, the leaves."""
+        ahead, behind = (
+            function(pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v))
             for h in (self.step, -self.step)
         )
+        pairs = zip(pytree.tree_leaves(ahead), pytree.tree_leaves(behind), strict=True)
+        return [(a - b) / (2 * self.step) for a, b in pairs]
 
 
-def takes_mask(leaves: Sequence[Tensor], mask: Tensor) -> list[bool]:
-    """Which leaves of a state a mask (B, N) is for, as in a solve.
-
-    Those of tokens, (B, N, ...) of three dimensions or more; where there is none, those of shape (B, N).
-    """
-    fitting = [t.shape[:2] == mask.shape for t in leaves]
-    tokens = [fits and t.dim() > 2 for fits, t in zip(fitting, leaves, strict=True)]
-    return tokens if any(tokens) else fitting
+def named_leaves(name: str, tree: Any) -> dict[str, Tensor]:
+    """The tensors in ``tree``, by its name, with numbers where there are several."""
+    leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+    if len(leaves) == 1:
+        return {name: leaves[0]}
+    return {f"{name} (tensor {number})": leaf for number, leaf in enumerate(leaves)}
 
 
 def derivatives(
@@ -208,6 +191,19 @@ def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
 # A check yields what it got, what it expected, what to say if they differ, and whether the second is a
 # central difference; or it raises Broken or Unchecked.
 Comparisons = Iterable[tuple[Any, Any, str] | tuple[Any, Any, str, bool]]
+Check = Callable[[Probe], Comparisons]
+CHECKS: dict[str, tuple[Check, str]] = {}  # name -> the check and what it says when it passes
+FIRST = ("value", "deterministic")  # without these the others mean nothing
+
+
+def check(name: str, said: str) -> Callable[[Check], Check]:
+    """Enter a function in ``CHECKS``."""
+
+    def enter(function: Check) -> Check:
+        CHECKS[name] = function, said
+        return function
+
+    return enter
 
 
 def each(found: dict[str, Any], expected: dict[str, Any], wrong: str) -> list[tuple[Any, Any, str]]:
@@ -215,6 +211,7 @@ def each(found: dict[str, Any], expected: dict[str, Any], wrong: str) -> list[tu
     return [(found[name], copied(tree), wrong.format(name)) for name, tree in expected.items()]
 
 
+@check("value", "one finite number for each sample")
 def check_value(p: Probe) -> Comparisons:
     value = p.value()
     try:
@@ -232,6 +229,7 @@ def check_value(p: Probe) -> Comparisons:
     return ()
 
 
+@check("deterministic", "two calls are equal")
 def check_deterministic(p: Probe) -> Comparisons:
     """Bit by bit."""
     first, second = (pytree.tree_leaves(p.results(p.z, p.x, p.mask, record=True)) for _ in range(2))
@@ -244,6 +242,7 @@ def check_deterministic(p: Probe) -> Comparisons:
     return ()
 
 
+@check("inputs", "nothing is changed in place")
 def check_untouched(p: Probe) -> Comparisons:
     for name, tensor in p.kept().items():
         if not torch.equal(tensor, p.before[name]):
@@ -251,56 +250,58 @@ def check_untouched(p: Probe) -> Comparisons:
     return ()
 
 
+@check("samples", "no sample influences another")
 def check_samples(p: Probe) -> Comparisons:
     """The first sample and the last, each among copies of itself."""
     if p.batch < 2:
         raise Unchecked("z has one sample; give two or more")
-    value, gradient = p.value(), p.grad()
+    expected = p.results(p.z, p.x, p.mask)
     for kept in (0, p.batch - 1):
 
         def repeat(leaf: Any, kept: int = kept) -> Any:
             batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == p.batch
             return leaf[kept : kept + 1].expand_as(leaf).clone() if batched else leaf
 
-        z, x, mask = (pytree.tree_map(repeat, tree) for tree in (p.z, p.x, p.mask))
+        found = p.results(*(pytree.tree_map(repeat, tree) for tree in (p.z, p.x, p.mask)))
         wrong = (
             f"the {{}} of sample {kept} is another when the other samples are: sum, normalise and "
             "compare within a sample, over every dimension but the first"
         )
-        yield p.energy(z, x, mask=mask)[kept], value[kept], wrong.format("energy")
-        other = pytree.tree_leaves(p.energy.grad(z, x, mask=mask))
-        found, expected = ([t[kept] for t in leaves] for leaves in (other, gradient))
-        yield found, expected, wrong.format("gradient")
+        one = (
+            pytree.tree_map(lambda leaf, kept=kept: leaf[kept], tree) for tree in (found, expected)
+        )
+        yield from each(*one, wrong)
 
 
+@check("slope", "autograd's gradient of forward is its slope")
 def check_slope(p: Probe) -> Comparisons:
-    """``<dE/dz, v>`` by autograd, beside ``(E(z + hv) - E(z - hv)) / 2h``, of all samples together."""
-    ahead, behind = p.ahead_and_behind()
+    """``<dE/dz, v>`` by autograd, beside its central difference, of all samples together."""
     yield (
-        inner(p.slope(p.fresh()), p.v),
-        (p.value(ahead) - p.value(behind)).sum() / (2 * p.step),
+        inner(p.slope(), p.v),
+        p.difference(p.value)[0].sum(),
         "autograd's gradient of forward is not its slope: something in forward is cut from the graph "
         "(.detach(), .item(), .data, no_grad) or has a wrong backward; mend that operation",
         True,
     )
 
 
+@check("gradient", "grad and value_and_grad agree with forward")
 def check_gradient(p: Probe) -> Comparisons:
-    expected = p.slope(p.fresh())
-    value, gradient = p.energy.value_and_grad(p.z, p.x, mask=p.mask)
-    if pytree.tree_structure(gradient) != pytree.tree_structure(p.z):
+    (value, own), gradients = p.results(p.z, p.x, p.mask, record=True).values()
+    if pytree.tree_structure(gradients[0]) != pytree.tree_structure(p.z):
         raise Broken("value_and_grad's gradient has another structure than z: return it like z")
-    wrong = "the value of value_and_grad is not that of forward: define one of them, or mend one"
-    yield value, p.value(), wrong
-    for name, found in (("the gradient of value_and_grad", gradient), ("grad", p.grad())):
+    yield value, own, "the value of value_and_grad is not that of forward: define one, or mend one"
+    names = "the gradient of value_and_grad", "grad"
+    for name, found in zip(names, gradients, strict=True):
         yield (
             found,
-            expected,
+            p.slope(),
             f"{name} is not the gradient of forward: a factor, a sign or a term is wrong in the closed "
             "form, or it is a parent's; mend it, or leave it out to be differentiated",
         )
 
 
+@check("no_grad", "the same under torch.no_grad()")
 def check_no_grad(p: Probe) -> Comparisons:
     """As solvers evaluate it."""
     results = p.results(p.z, p.x, p.mask)
@@ -313,45 +314,23 @@ def check_no_grad(p: Probe) -> Comparisons:
     return each(results, p.results(p.z, p.x, p.mask, record=True), wrong)
 
 
+@check("hessian", "the derivative of grad is its slope")
 def check_hessian(p: Probe) -> Comparisons:
-    """``hvp`` beside autograd's product and the central difference; ``<u, Hv> = <v, Hu>``."""
-    leaves = p.fresh()
-    with torch.enable_grad():
-        gradient = p.energy.grad(p.like(leaves), p.x, mask=p.mask)
-        automatic = derivatives(inner(gradient, p.v), leaves)
-    ahead, behind = (p.grad(z) for z in p.ahead_and_behind())
-    product, other = p.hvp(p.v), p.hvp(p.u)
-    size = max(inner(product, product).item(), inner(other, other).item(), 1e-6) ** 0.5
-    size *= max(inner(direction, direction).item() for direction in (p.u, p.v)) ** 0.5
     yield (
-        1 + (inner(product, p.u) - inner(other, p.v)) / size,
-        torch.ones(()),
-        "hvp is not symmetric, <u, H v> differs from <v, H u>: a term is missing from it or belongs "
-        "to its transpose; mend it, or leave it out to be differentiated",
-    )
-    yield (
-        automatic,
-        [(a - b) / (2 * p.step) for a, b in zip(ahead, behind, strict=True)],
+        p.energy.hvp(p.z, p.v, p.x, mask=p.mask),
+        p.difference(lambda z: copied(p.energy.grad(z, p.x, mask=p.mask))),
         "autograd's derivative of grad is not its slope: something in grad is cut from the graph "
         "(.detach(), .item(), no_grad); gradients of a layer would be wrong",
         True,
     )
-    yield (
-        product,
-        automatic,
-        "hvp is not the derivative of grad times v: mend its closed form, or leave it out to be "
-        "differentiated",
-    )
 
 
+@check("second order", "gradients reach parameters and input through grad")
 def check_second_order(p: Probe) -> Comparisons:
     """Derivatives of ``<grad, v>`` by parameters and input, beside those of autograd's gradient."""
-    sources: dict[str, Tensor] = {
-        f"parameter {n}": t for n, t in p.energy.named_parameters() if t.requires_grad
-    }
-    given = [t for t in pytree.tree_leaves(p.x) if isinstance(t, Tensor) and t.is_floating_point()]
-    for number, leaf in enumerate(given):
-        sources["x" if leaf is p.x else f"x (tensor {number})"] = leaf.requires_grad_()
+    sources = {f"parameter {n}": t for n, t in p.energy.named_parameters() if t.requires_grad}
+    given = {n: t for n, t in named_leaves("x", p.x).items() if t.is_floating_point()}
+    sources |= {name: leaf.requires_grad_() for name, leaf in given.items()}
     if not sources:
         raise Unchecked("there are no parameters that require grad, and no floating x")
     wanted = list(sources.values())
@@ -359,10 +338,9 @@ def check_second_order(p: Probe) -> Comparisons:
         with torch.enable_grad():
             gradient = p.energy.grad(p.z, p.x, mask=p.mask)
             got = derivatives(inner(gradient, p.v), wanted)
-            slope = p.slope(p.fresh(), create_graph=True)
-            expected = derivatives(inner(slope, p.v), wanted)
+            expected = derivatives(inner(p.slope(create_graph=True), p.v), wanted)
     finally:
-        for leaf in given:
+        for leaf in given.values():
             leaf.requires_grad_(False)
     for name, a, b in zip(sources, got, expected, strict=True):
         yield (
@@ -373,12 +351,13 @@ def check_second_order(p: Probe) -> Comparisons:
         )
 
 
+@check("concave", "no positive curvature along two random directions")
 def check_concave(p: Probe) -> Comparisons:
     """``<v, H v> <= 0`` for energies that say that they are concave."""
     if not p.energy.concave:
         raise Unchecked("concave is False")
     for v in (p.u, p.v):
-        product = p.hvp(v)
+        product = p.energy.hvp(p.z, v, p.x, mask=p.mask)
         size = (inner(product, product) * inner(v, v)).item() ** 0.5
         curvature = inner(product, v)
         yield (
@@ -389,6 +368,7 @@ def check_concave(p: Probe) -> Comparisons:
         )
 
 
+@check("prepare", "prepare(x) in place of x gives the same")
 def check_prepared(p: Probe) -> Comparisons:
     prepared = p.energy.prepare(p.x, mask=p.mask)
     if prepared is p.x:
@@ -397,41 +377,34 @@ def check_prepared(p: Probe) -> Comparisons:
     return each(p.results(p.z, prepared, p.mask), p.results(p.z, p.x, p.mask), wrong)
 
 
+@check("mask of ones", "a mask of ones is no mask")
 def check_mask_of_ones(p: Probe) -> Comparisons:
     wrong = "with a mask of ones {} is another than without a mask: a mask may hide tokens, no more"
     found = p.results(p.z, p.x, torch.ones_like(_mask(p)))
     return each(found, p.results(p.z, p.x, None), wrong)
 
 
+@check("masked tokens", "masked tokens influence nothing")
 def check_masked_tokens(p: Probe) -> Comparisons:
     """Other content and NaN in masked tokens; nothing comes from them."""
-    mask = _mask(p)
+    mask, layout = _mask(p), Layout.of(p.z)
     if mask.all():
         raise Unchecked("the mask hides no token")
-    leaves = pytree.tree_leaves(p.z)
-    hidden = [torch.zeros_like(leaf, dtype=torch.bool) for leaf in leaves]
-    for where, takes in zip(hidden, takes_mask(leaves, mask), strict=True):
-        if takes:
-            where[~mask] = True
-    expected = p.results(p.z, p.x, mask)
-    for name in ("gradient", "product"):
-        for number, leaf in enumerate(pytree.tree_leaves(expected[name])):  # of one result or two
-            there = leaf[hidden[number % len(hidden)]]
-            if there.count_nonzero():
-                raise Broken(
-                    f"the {name} at a masked token is {there.abs().max().item():.3g}: it must be 0 "
-                    "there; start from hide(z, mask) of implicit_attn.energies.tokens, or end with "
-                    "hide(gradient, mask)"
-                )
+    hidden, expected = ~layout.mask_vector(mask), p.results(p.z, p.x, mask)
+    for gradient in expected["gradient"]:
+        there = layout.vector(gradient)[hidden]
+        if there.count_nonzero():
+            raise Broken(
+                f"the gradient at a masked token is {there.abs().max().item():.3g}: it must be 0 "
+                f"there; start from {HIDE}, or end with hide(gradient, mask)"
+            )
     for filler, said in ((3.0, "the content of"), (float("nan"), "NaN in")):
-        pairs = zip(leaves, hidden, strict=True)
-        filled = p.like([leaf.masked_fill(where, filler) for leaf, where in pairs])
-        found = p.results(filled, p.x, mask)
+        filled = layout.tree(layout.vector(p.z).masked_fill(hidden, filler))
         wrong = (
-            f"{said} masked tokens changes the {{}}: start from hide(z, mask) of "
-            "implicit_attn.energies.tokens, and leave masked tokens out of sums and softmaxes"
+            f"{said} masked tokens changes the {{}}: start from {HIDE}, and leave masked tokens out of "
+            "sums and softmaxes"
         )
-        yield from each(found, expected, wrong)
+        yield from each(p.results(filled, p.x, mask), expected, wrong)
 
 
 def _mask(p: Probe) -> Tensor:
@@ -440,6 +413,7 @@ def _mask(p: Probe) -> Tensor:
     return p.mask
 
 
+@check("dtype", "the gradient is like z, as given and in float64")
 def check_dtype(p: Probe) -> Comparisons:
     """Of what is computed from ``z`` as it was given, and of the copy in float64."""
     if p.value().dtype != torch.float64:
@@ -453,41 +427,17 @@ def check_dtype(p: Probe) -> Comparisons:
         ("as given", p.original, p.given, p.given_x),
     ):
         if when == "as given" and len(kept) > 1:
-            raise Unchecked(
-                f"z and the parameters are of different dtypes, {sorted(map(str, kept))}"
-            )
+            dtypes = sorted(map(str, kept))
+            raise Unchecked(f"z and the parameters are of different dtypes, {dtypes}")
         with torch.no_grad():
-            gradient = energy.grad(z, x, mask=p.mask)
-            product = energy.hvp(z, gradient, x, mask=p.mask)
-        leaves = pytree.tree_leaves(z)
-        for name, tree in (("gradient", gradient), ("product", product)):
-            for leaf, like in zip(pytree.tree_leaves(tree), leaves, strict=True):
-                got, wanted = (leaf.dtype, leaf.device), (like.dtype, like.device)
-                if got != wanted:
-                    raise Broken(
-                        f"{when} the {name} is of {got}, and z of {wanted}: return it like z"
-                    )
+            leaves = pytree.tree_leaves(energy.grad(z, x, mask=p.mask))
+        for leaf, like in zip(leaves, pytree.tree_leaves(z), strict=True):
+            got, wanted = (leaf.dtype, leaf.device), (like.dtype, like.device)
+            if got != wanted:
+                raise Broken(
+                    f"{when} the gradient is of {got}, and z of {wanted}: return it like z"
+                )
     return ()
-
-
-Check = Callable[[Probe], Comparisons]
-CHECKS: dict[str, tuple[Check, str]] = {  # name -> the check and what it says when it passes
-    "value": (check_value, "one finite number for each sample"),
-    "deterministic": (check_deterministic, "two calls are equal"),
-    "inputs": (check_untouched, "nothing is changed in place"),
-    "samples": (check_samples, "no sample influences another"),
-    "slope": (check_slope, "autograd's gradient of forward is its slope"),
-    "gradient": (check_gradient, "grad and value_and_grad agree with forward"),
-    "no_grad": (check_no_grad, "the same under torch.no_grad()"),
-    "hessian": (check_hessian, "hvp is symmetric and the derivative of grad"),
-    "second order": (check_second_order, "gradients reach parameters and input through grad"),
-    "concave": (check_concave, "no positive curvature along two random directions"),
-    "prepare": (check_prepared, "prepare(x) in place of x gives the same"),
-    "mask of ones": (check_mask_of_ones, "a mask of ones is no mask"),
-    "masked tokens": (check_masked_tokens, "masked tokens influence nothing"),
-    "dtype": (check_dtype, "gradient and product are like z, as given and in float64"),
-}
-FIRST = ("value", "deterministic")  # without these the others mean nothing
 
 
 def check_energy(
@@ -539,14 +489,9 @@ def check_energy(
     require_flag("strict", strict)
     require_count("seed", seed, low=0)
     energy = energy if isinstance(energy, Energy) else FunctionEnergy(energy)
-    leaves = pytree.tree_leaves(z)
-    if not leaves or not all(
-        isinstance(t, Tensor) and t.is_floating_point() and t.dim() for t in leaves
-    ):
-        raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {z!r}")
-    takes = takes_mask(leaves, mask) if isinstance(mask, Tensor) else []
-    tokens = [leaves[number] for number, fits in enumerate(takes) if fits]
-    check_mask(mask, (tokens or leaves)[0], "check_energy")
+    layout, first = Layout.of(z, "z"), pytree.tree_leaves(z)[0]
+    if mask is not None:
+        check_mask(mask, layout, first.shape[0], first.device)
     findings: list[Finding] = []
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         probe = Probe(energy, z, x, mask, seed)

@@ -37,7 +37,6 @@ from implicit_attn.energies.tokens import (
     accumulation_dtype,
     check_mask,
     check_tokens,
-    check_vector,
     hide,
     sum_samples,
 )
@@ -240,20 +239,6 @@ class ConditionalAttention(HasTemperatures, Energy):
             attended = self._scores(frozen, y).softmax(-1).to(y.dtype) @ frozen.value
         attended, _ = _where_attends(attended, None, frozen.attends)
         return -hide(merge_heads(attended) @ weight, mask).to(z.dtype)
-
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        frozen, y, weight = self._evaluate(z, x, mask)
-        check_vector(v, z)
-        if frozen.log_weights is None:
-            return super().hvp(z, v, x, mask=mask)  # no N x M matrix
-        weights, _ = self._weights(frozen, y)
-        moved = split_heads(nn.functional.linear(hide(v, mask), weight), self.heads)
-        wide, values = weights.dtype, frozen.value.to(weights.dtype)
-        tangent = (moved.to(wide) @ values.mT) * self.tau
-        tilted = weights * (tangent - (weights * tangent).sum(-1, keepdim=True))
-        curved = (tilted @ values).to(y.dtype)
-        curved, _ = _where_attends(curved, None, frozen.attends)
-        return -hide(merge_heads(curved) @ weight, mask).to(z.dtype)
 
     def _evaluate(
         self, z: Tensor, x: Any, mask: Tensor | None

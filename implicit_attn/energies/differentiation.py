@@ -71,6 +71,8 @@ def _by_transform(
 
 def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
     """Jacobian of ``gradient(z, *inputs)`` by ``z`` (symmetric: a Hessian) times ``v``."""
+    if in_transform() or torch.compiler.is_dynamo_compiling():
+        return torch.func.vjp(lambda point: gradient(point, *inputs), z)[1](v)[0]
     record = torch.is_grad_enabled()
     with recording():
         point, leaves, spec = _fresh(z, record)

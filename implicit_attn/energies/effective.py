@@ -296,10 +296,6 @@ class EffectiveRBM(PatternEnergy):
     def force(self, y: Tensor, given: Given) -> Tensor:
         return -self.prior.activation(self._fields(y)).flatten(-2).to(y.dtype)
 
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        curved = self.prior.hessian_product(self._fields(y), self._fields(v))
-        return -curved.flatten(-2).to(y.dtype)
-
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The hidden units given the visible ones (..., d): (..., units), or (..., units, components).
 

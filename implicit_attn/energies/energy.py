@@ -1,7 +1,7 @@
 """Energies: one number per sample, and the algebra that builds a layer's energy from terms.
 
 To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,), or
-``value_and_grad(self, z, x=None, *, mask=None)``, value and gradient in closed form, and optionally ``hvp``.
+``value_and_grad(self, z, x=None, *, mask=None)``, value and gradient in closed form.
 ``forward`` may leave out ``x`` and ``mask``; without ``mask`` it is never given one. Masked tokens must
 influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
 """
@@ -31,7 +31,6 @@ from implicit_attn.energies.tokens import (
     check_input,
     check_tokens,
     check_values,
-    check_vector,
     hide,
     sum_samples,
     sum_squares,
@@ -178,7 +177,9 @@ class Energy(nn.Module):
         return self.value_and_grad(z, x, mask=mask)[1]
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """Hessian by ``z`` times ``v``, like ``z``."""
+        """Hessian by ``z`` times ``v``, like ``z``: the derivative of ``grad``, without an N x N matrix
+        where ``grad`` holds none. No solve asks for it.
+        """
         return hessian_product(lambda z, x, mask: self.grad(z, x, mask=mask), z, v, x, mask)
 
     def select(self, key: Any) -> Select:
@@ -239,9 +240,6 @@ class _Multiple(Energy):
         value, gradient = self.energy.value_and_grad(z, x, mask=mask)
         factor = self.factor()
         return value * factor, scale_tree(gradient, factor)
-
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return scale_tree(self.energy.hvp(z, v, x, mask=mask), self.factor())
 
 
 class Scaled(_Multiple):
@@ -335,12 +333,6 @@ class SummedEnergy(Energy):
             total = add_trees(total, gradient, factor, owned=index > 1)
         return total
 
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        total: Any = None
-        for index, (term, part) in enumerate(self.with_parts(x, mask)):
-            total = add_trees(total, term.hvp(z, v, part, mask=mask), 1.0, owned=index > 1)
-        return total
-
     def _weighted_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any, Any]]:
         """Energies with their factors, by which they are weighted while they are added."""
         for term, part in self.with_parts(x, mask):
@@ -404,9 +396,6 @@ class Select(Energy):
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         return self.energy.value_and_grad(z, self._part(x), mask=mask)
 
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return self.energy.hvp(z, v, self._part(x), mask=mask)
-
     def extra_repr(self) -> str:
         return f"key={self.key!r}"
 
@@ -437,11 +426,6 @@ class Quadratic(Energy):
         check_tokens(z, mask, "Quadratic", features=0)
         return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
 
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        check_tokens(z, mask, "Quadratic", features=0)
-        check_vector(v, z)
-        return hide(v, mask)
-
 
 class Field(Energy):
     """``E = -<x, z>``: the input as an external field. Gradient ``-x``, Hessian zero.
@@ -454,11 +438,6 @@ class Field(Energy):
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         field = self._field(z, x, mask)
         return -sum_samples(field * hide(z, mask)), -field
-
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        self._field(z, x, mask)
-        check_vector(v, z)
-        return torch.zeros_like(v)
 
     def _field(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
         check_tokens(z, mask, "Field", features=0)

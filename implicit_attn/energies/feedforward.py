@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import Prepared
-from implicit_attn.energies.feature_maps import (
+from implicit_attn.energies.projected import (
+    FEATURE_MAPS,
     NONLINEAR_MAPS,
-    Mapped,
-    gelu_slope,
-    map_features,
+    SOFT_NORM,
+    Given,
+    ProjectedEnergy,
+    Projection,
+    RMSNorm,
     normal_density,
 )
-from implicit_attn.energies.projected import SOFT_NORM, Given, ProjectedEnergy, Projection, RMSNorm
 from implicit_attn.energies.tokens import accumulation_dtype, visible_input
 from solvers.core.checks import require_choice, require_count, require_flag
 
@@ -156,9 +158,6 @@ class ReLUFeedForward(MemoryEnergy):
     def force(self, y: Tensor, given: Given) -> Tensor:
         return -gated(F.relu(y), given)
 
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        return -gated(v * (y > 0).to(v.dtype), given)
-
 
 class GELUFeedForward(MemoryEnergy):
     """``E = -1/2 sum_i sum_m g ( (y^2 - 1) Phi(y) + y phi(y) )``, ``y = norm(D^T z + U x + c)_im``.
@@ -178,9 +177,6 @@ class GELUFeedForward(MemoryEnergy):
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         return -gated(F.gelu(y), given)
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        return -gated(v * gelu_slope(y), given)
 
 
 class SoftmaxFeedForward(MemoryEnergy):
@@ -203,10 +199,6 @@ class SoftmaxFeedForward(MemoryEnergy):
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         return -y.softmax(-1)
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        share = y.softmax(-1)
-        return share * ((share * v).sum(-1, keepdim=True) - v)
 
 
 class GatedFeedForward(MemoryEnergy):
@@ -233,20 +225,13 @@ class GatedFeedForward(MemoryEnergy):
         self.concave = self.norm is None and activation == "relu"
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
-        phi = map_features(self.activation, y, bent=False).value
+        phi = FEATURE_MAPS[self.activation](y).value
         return -0.5 * _total(phi, given).squeeze(-1).square()
 
     def force(self, y: Tensor, given: Given) -> Tensor:
-        mapped = map_features(self.activation, y, bent=False)
-        return -_total(mapped.value, given).to(y.dtype) * _slope(mapped, given)
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        mapped = map_features(self.activation, y)
-        slope = _slope(mapped, given)
-        curved = -slope * (slope * v).sum(-1, keepdim=True)
-        if mapped.bend is None:
-            return curved
-        return curved - _total(mapped.value, given).to(y.dtype) * gated(mapped.bend, given) * v
+        phi, slope = FEATURE_MAPS[self.activation](y)
+        assert slope is not None  # no map here is linear
+        return -_total(phi, given).to(y.dtype) * gated(slope, given)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
@@ -259,8 +244,3 @@ def gated(units: Tensor, given: Given) -> Tensor:
 
 def _total(phi: Tensor, given: Given) -> Tensor:
     return gated(phi, given).sum(-1, keepdim=True, dtype=accumulation_dtype(phi.dtype))
-
-
-def _slope(mapped: Mapped, given: Given) -> Tensor:
-    assert mapped.slope is not None  # no map here is linear
-    return gated(mapped.slope, given)

@@ -101,10 +101,6 @@ class PatternEnergy(ProjectedEnergy):
         gradient = z + gradient if self.confined else gradient
         return gradient if self.bias is None else hide(gradient + self.bias_sign * self.bias, mask)
 
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        product = super().hvp(z, v, x, mask=mask)
-        return product + hide(v, mask) if self.confined else product
-
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}"
 
@@ -145,10 +141,6 @@ class Hopfield(PatternEnergy):
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         return -(y * self.beta).softmax(-1)
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        share = (y * self.beta).softmax(-1)
-        return share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
 
     def log_partition(self, cooling: int = 1) -> Tensor:
         """``log Z`` of one token at temperature ``1 / (cooling beta)``, a scalar, differentiable.
@@ -264,11 +256,6 @@ class DenseAssociative(PatternEnergy):
             return -self._exp(y)
         return -self.power * y.pow(self.power - 1)
 
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        if isinstance(self.power, str):
-            return -self._exp(y) * v
-        return (-self.power * (self.power - 1)) * y.pow(self.power - 2) * v
-
     def _exp(self, y: Tensor) -> Tensor:
         return (y - self.shift).exp() if self.shift else y.exp()
 
@@ -302,9 +289,6 @@ class ClassicalHopfield(PatternEnergy):
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         return -y
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        return -v
 
 
 class QueryEnergy(HasTemperatures, Energy):

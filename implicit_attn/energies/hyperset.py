@@ -14,7 +14,6 @@ from implicit_attn.energies.attention import (
     ScoreAttention,
 )
 from implicit_attn.energies.energy import Quadratic, SummedEnergy
-from implicit_attn.energies.feature_maps import NONLINEAR_MAPS
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
     GELUFeedForward,
@@ -22,7 +21,7 @@ from implicit_attn.energies.feedforward import (
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
-from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
+from implicit_attn.energies.projected import NONLINEAR_MAPS, SOFT_NORM, RMSNorm
 from solvers.core.checks import require_choice, require_flag
 
 ATTENTIONS: dict[str, Callable[..., HeadsEnergy]] = {

@@ -1,8 +1,10 @@
-"""Features of states: norm, projection and its bound, and the base of energies that are functions of them."""
+"""Features of states: norm, projection and its bound, maps of features, and the energies of features."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +17,6 @@ from implicit_attn.energies.tokens import (
     Pair,
     accumulation_dtype,
     check_tokens,
-    check_vector,
     hide,
     sum_samples,
 )
@@ -59,24 +60,6 @@ class RMSNorm:
         """Jacobian times ``g``, ``(g - y_hat mean(g y_hat)) / r``; ``unit`` is y_hat, ``radius`` r."""
         along = (g * unit).mean(-1, keepdim=True)
         return torch.addcmul(g, unit, along, value=-1.0) / radius
-
-    @staticmethod
-    def hessian_product(
-        unit: Tensor, radius: Tensor, g: Tensor, curved: Tensor, v: Tensor
-    ) -> Tensor:
-        """Hessian of ``E(y / r)`` by y times ``v``.
-
-        With g the gradient of E at ``y_hat``, ``curved = Hessian of E at y_hat * Jacobian * v``,
-        ``m = mean(g y_hat)`` and ``c = mean(v y_hat)`` it is
-        ``(curved - (m v + c g) / r - y_hat (mean(curved y_hat) + (mean(g v) - 3 m c) / r)) / r``.
-        """
-        m = (g * unit).mean(-1, keepdim=True) / radius
-        c = (v * unit).mean(-1, keepdim=True)
-        along = (g * v).mean(-1, keepdim=True) / radius - 3.0 * m * c
-        along = along + (curved * unit).mean(-1, keepdim=True)
-        total = torch.addcmul(curved, v, m, value=-1.0)
-        total = torch.addcmul(total, g, c / radius, value=-1.0)
-        return torch.addcmul(total, unit, along, value=-1.0) / radius
 
 
 SOFT_NORM = RMSNorm(epsilon=1.0)
@@ -180,56 +163,30 @@ def project(
 
 
 class Features(NamedTuple):
-    """Features ``norm(z W^T + constant)``, and the way of derivatives through them.
+    """Features ``norm(z W^T + constant)``, and the way of gradients back through them.
 
     Attributes:
         unit: after the norm, (B, H, N, p), or (B, ..., rows) without heads.
         radius: of the norm, (..., 1); None where there is no norm.
-        weight: W (rows, d); None where the features do not depend on the state.
+        weight: W (rows, d).
         heads: H, or None.
     """
 
     unit: Tensor
     radius: Tensor | None
-    weight: Tensor | None
+    weight: Tensor
     heads: int | None
 
     @classmethod
-    def of(
-        cls, raw: Tensor, norm: RMSNorm | None, weight: Tensor | None, heads: int | None
-    ) -> Features:
+    def of(cls, raw: Tensor, norm: RMSNorm | None, weight: Tensor, heads: int | None) -> Features:
         unit, radius = (raw, None) if norm is None else norm.normalise(raw)
         return cls(unit, radius, weight, heads)
 
-    def push(self, v: Tensor) -> Pair:
-        """What a change ``v`` of the state changes, before and after the norm."""
-        if self.weight is None:
-            still = torch.zeros_like(self.unit)
-            return still, still
-        raw = split_heads(F.linear(v, self.weight), self.heads)
-        if self.radius is None:
-            return raw, raw
-        return raw, RMSNorm.jacobian_product(self.unit, self.radius, raw)
-
-    def pull_back(self, force: Tensor, *, straight: bool = False) -> Tensor | float:
-        """A gradient by the features as one by the state; 0 where they are constant.
-
-        ``straight``: without the derivative of the norm.
-        """
-        if self.weight is None:
-            return 0.0
+    def pull_back(self, force: Tensor, *, straight: bool = False) -> Tensor:
+        """A gradient by the features as one by the state; ``straight``: without the norm's derivative."""
         if self.radius is not None and not straight:
             force = RMSNorm.jacobian_product(self.unit, self.radius, force)
         return (force if self.heads is None else merge_heads(force)) @ self.weight
-
-    def pull_back_curvature(self, force: Tensor, curved: Tensor, raw: Tensor) -> Tensor | float:
-        """The change of :meth:`pull_back` of ``force`` as that changes by ``curved``.
-
-        ``raw`` is the change of the features before the norm.
-        """
-        if self.radius is not None:
-            curved = RMSNorm.hessian_product(self.unit, self.radius, force, curved, raw)
-        return self.pull_back(curved, straight=True)
 
 
 class Given(NamedTuple):
@@ -247,7 +204,7 @@ class Given(NamedTuple):
 
 
 class ProjectedEnergy(Energy):
-    """``E(z) = potential(y)`` of features ``y = norm(z W^T)``, with closed-form derivatives.
+    """``E(z) = potential(y)`` of features ``y = norm(z W^T)``, with its gradient in closed form.
 
     A subclass sets ``projection`` (or overrides ``weight``) and says what the potential is, by methods of
     the features ``y``, (B, heads, N, p) or (B, ..., rows), and of what else is :class:`Given`::
@@ -255,9 +212,7 @@ class ProjectedEnergy(Energy):
         token_value(y, given)         of each token, (B, ...); masked tokens are left out of their sum
         potential(y, given)           in place of that, the value of each sample, (B,)
         force(y, given)               the gradient of the potential by y, like y
-        curvature(y, v, given)        the Hessian by y times v, like y
-        potential_and_force(...)      two at once, where they share work
-        force_and_curvature(...)      likewise
+        potential_and_force(...)      both at once, where they share work
 
     What features see of the input comes from ``seen(x, mask, z)``. Features of masked tokens may be
     anything finite: the gradient is zero there all the same.
@@ -290,17 +245,11 @@ class ProjectedEnergy(Energy):
     @abstractmethod
     def force(self, y: Tensor, given: Given) -> Tensor: ...
 
-    @abstractmethod
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor: ...
-
     def potential(self, y: Tensor, given: Given) -> Tensor:
         return sum_samples(hide(self.token_value(y, given), given.mask))
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
         return self.potential(y, given), self.force(y, given)
-
-    def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
-        return self.force(y, given), self.curvature(y, v, given)
 
     def features(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
@@ -339,17 +288,6 @@ class ProjectedEnergy(Energy):
         at, given = self._at(z, x, mask)
         return like_state(at.pull_back(self.force(at.unit, given)), z, mask)
 
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        at, given = self._at(z, x, mask)
-        check_vector(v, z)
-        raw, moved = at.push(hide(v, mask))
-        if self.norm is None:
-            product = at.pull_back(self.curvature(at.unit, moved, given))
-        else:
-            force, curved = self.force_and_curvature(at.unit, moved, given)
-            product = at.pull_back_curvature(force, curved, raw)
-        return like_state(product, z, mask)
-
     def _at(
         self, z: Tensor, x: Any, mask: Tensor | None, weight: Tensor | None = None
     ) -> tuple[Features, Given]:
@@ -365,7 +303,58 @@ class ProjectedEnergy(Energy):
         return f"norm={self.norm}"
 
 
-def like_state(gradient: Tensor | float, z: Tensor, mask: Tensor | None) -> Tensor:
+def like_state(gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
     """A gradient in the dtype of the state, zero at masked tokens."""
-    assert isinstance(gradient, Tensor)  # some features depend on the state
     return hide(gradient, mask).to(z.dtype)
+
+
+class Mapped(NamedTuple):
+    """A feature map ``phi(y)`` and its slope ``phi'(y)``, each like y; None stands for a slope of 1."""
+
+    value: Tensor
+    slope: Tensor | None
+
+    def push(self, v: Tensor) -> Tensor:
+        """``phi'(y) v``, also the pullback of a cotangent."""
+        return v if self.slope is None else self.slope * v
+
+
+def _elu(y: Tensor) -> Mapped:
+    slope = y.clamp_max(0.0).exp()
+    # max(y, 0) + exp(min(y, 0)): elu(y) + 1 would round to 0 where y is far below 0.
+    return Mapped(F.relu(y) + slope, slope)
+
+
+def _sigmoid(y: Tensor) -> Mapped:
+    gate = y.sigmoid()
+    return Mapped(gate, gate * (1.0 - gate))
+
+
+def _tanh(y: Tensor) -> Mapped:
+    value = y.tanh()
+    return Mapped(value, 1.0 - value.square())
+
+
+def _silu(y: Tensor) -> Mapped:
+    gate = y.sigmoid()
+    return Mapped(F.silu(y), gate + y * (gate * (1.0 - gate)))
+
+
+def normal_density(y: Tensor) -> Tensor:
+    """Density of N(0, 1)."""
+    return torch.exp(-0.5 * y.square()) / math.sqrt(2.0 * math.pi)
+
+
+# Entry by entry. "elu" is elu(y) + 1, which is exp(y) for y < 0; "gelu" is the exact one.
+FEATURE_MAPS: dict[str, Callable[[Tensor], Mapped]] = {
+    "identity": lambda y: Mapped(y, None),
+    "relu": lambda y: Mapped(F.relu(y), (y > 0).to(y.dtype)),
+    "elu": _elu,
+    "plain-elu": lambda y: _elu(y)._replace(value=F.elu(y)),
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "softplus": lambda y: Mapped(F.softplus(y), y.sigmoid()),
+    "silu": _silu,
+    "gelu": lambda y: Mapped(F.gelu(y), torch.special.ndtr(y) + y * normal_density(y)),
+}
+NONLINEAR_MAPS = tuple(FEATURE_MAPS)[1:]

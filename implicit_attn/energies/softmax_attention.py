@@ -28,18 +28,15 @@ from implicit_attn.energies.tokens import (
     Pair,
     check_dtype,
     check_tokens,
-    check_vector,
     hide,
     sum_squares,
 )
 from implicit_attn.kernels import (
     check_backend,
-    explain_frozen_keys,
-    free_energy,
     frozen_key_attention,
 )
-from implicit_attn.kernels.free_energy import Attended
 from implicit_attn.kernels.pairs import Pairs, token_pairs
+from implicit_attn.kernels.softmax import Attended, attend, forces
 from solvers.core.checks import require_choice
 
 if TYPE_CHECKING:
@@ -52,7 +49,7 @@ class _Evaluation(NamedTuple):
     """Queries and keys at a state, and the pairs that attend."""
 
     query: Features
-    key: Features
+    key: Features  # in cross-attention their ``unit`` alone has a meaning
     mask: Tensor | None  # (B, M) bool, of the keys in cross-attention
     pairs: Pairs | None
 
@@ -120,16 +117,11 @@ class SoftmaxAttention(HasTemperatures, Energy):
             raise ValueError("backend='flash' needs cross=True, got cross=False")
         options = self.set_heads(dim, heads, **shared)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.norm, self._elastic, self.context_dim = (
-            options.norm,
-            energy == "elastic",
-            options.context_dim,
-        )
-        if cross and options.context_dim is None:
-            self.context_dim = dim
+        self.norm, self._elastic = options.norm, energy == "elastic"
+        self.context_dim = options.context_dim or (dim if cross else None)
         rows, seen = heads * self.width, None if cross else self.context_dim
         self.query = Projection(dim, rows, options.bound)
-        self.key = Projection((self.context_dim if cross else None) or dim, rows, options.bound)
+        self.key = Projection(self.context_dim or dim if cross else dim, rows, options.bound)
         self.query_context = None if seen is None else Projection(seen, rows)
         self.key_context = None if seen is None else Projection(seen, rows)
         biased = options.bias or seen is not None
@@ -146,42 +138,49 @@ class SoftmaxAttention(HasTemperatures, Energy):
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at = self._evaluate(z, x, mask)
-        if self.cross:
-            attended, by_query = self._among_frozen_keys(at, mask)
-            gradient = at.query.pull_back(by_query)
-        else:
-            attended = self._attend(at, mask)
-            units, elastic = (at.query.unit, at.key.unit), self._elastic
-            by_query, by_key = free_energy.forces(*units, attended, elastic=elastic)
-            gradient = at.query.pull_back(by_query) + at.key.pull_back(by_key)
+        attended, gradient = (self._across if self.cross else self._within)(at, mask)
         value = -self.over_beta(attended.lse)
         if self._elastic:
             value = value + 0.5 * sum_squares(attended.only(at.query.unit))
         return value, like_state(gradient, z, mask)
 
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        at = self._evaluate(z, x, mask)
-        check_vector(v, z)
-        if self.cross:
-            arguments, options = self._frozen(at)
-            if explain_frozen_keys(*arguments, **options).backend != "reference":
-                return super().hvp(z, v, x, mask=mask)  # no N x M matrix
-        query, key, attended = at.query, at.key, self._attend(at, mask)
-        raw_query, by_query = query.push(hide(v, mask))
-        by_query, beta = by_query.to(query.unit.dtype), self.score_beta(query.unit)
-        units, elastic = (query.unit, key.unit), self._elastic
-        if self.cross:  # the keys stay
-            both = free_energy.query_curvature(*units, by_query, beta, attended, elastic=elastic)
-            product = query.pull_back_curvature(*both, raw_query)
-            return like_state(product, z, mask)
-        raw_key, by_key = key.push(hide(v, mask))
-        first = free_energy.forces(*units, attended, elastic=elastic)
-        moved = by_query, by_key.to(key.unit.dtype)
-        second = free_energy.curvatures(*units, moved, beta, attended, elastic=elastic)
-        product = query.pull_back_curvature(
-            first[0], second[0], raw_query
-        ) + key.pull_back_curvature(first[1], second[1], raw_key)
-        return like_state(product, z, mask)
+    def _within(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
+        """What attends to what among the tokens of the state, and the gradient by it."""
+        query, key = at.query.unit, at.key.unit
+        pairs = at.pairs
+        order = token_pairs(mask, self.causal, query.shape[2], query.device)
+        if order is not None:
+            pairs = (pairs or Pairs()).intersect(order)
+        largest, limit = self.temperatures.largest, None
+        if self.norm is not None and largest is not None:
+            limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
+        options: dict[str, Any] = {"elastic": self._elastic, "pairs": pairs, "limit": limit}
+        attended = attend(query, key, self.score_beta(query), **options)
+        by_query, by_key = forces(query, key, attended, elastic=self._elastic)
+        return attended, at.query.pull_back(by_query) + at.key.pull_back(by_key)
+
+    def _across(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
+        """Likewise among keys that stay, without the weights."""
+        own, key = at.query.unit, at.key.unit
+        query, (allowed, bias) = own, at.pairs or Pairs()
+        if self._elastic:  # q.k - |k|^2 / 2, as a product of wider features
+            half = key.square().sum(-1, keepdim=True) * -0.5
+            query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
+            key = torch.cat((key, half), -1)
+        options: dict[str, Any] = {"mask": at.mask, "pairs": allowed, "bias": bias}
+        arguments = self.at_one(query, key)
+        mean, lse = frozen_key_attention(*arguments, **options, backend=self.backend)
+        attends = None if mask is None else mask[:, None]  # the queries that have a key
+        if at.mask is not None:
+            seen = at.mask[:, None, None]
+            allowed = seen if allowed is None else allowed & seen
+        if allowed is not None:
+            attends = allowed.any(-1) if attends is None else allowed.any(-1) & attends
+        lse = lse if attends is None else lse.masked_fill(~attends, 0.0)
+        attended = Attended(mean[..., : self.width].to(own.dtype), lse, attends)
+        force = -attended.only(attended.weights)
+        force = force + attended.only(own) if self._elastic else force
+        return attended, at.query.pull_back(force)
 
     def _ignores(self, x: Any) -> bool:
         return not (self.cross or isinstance(x, AttentionInput)) and self.query_context is None
@@ -193,32 +192,31 @@ class SoftmaxAttention(HasTemperatures, Energy):
             context = x.parts
         else:
             context = _NOTHING if self._ignores(x) else self._context(x, mask, z)
-        z, heads = hide(z, mask), self.heads
+        z = hide(z, mask)
         check_added(context.query, z, name)
-        query = self._features(z, self.query.weight, self.query_bias, mask, context.query)
+        bias = self.query_bias if context.query is None else context.query
+        query = self._features(z, self.query, bias, mask)
         if self.cross:
             assert context.key is not None  # made of the memory
-            key = Features(context.key, None, None, heads)
+            key = Features(context.key, None, self.key.weight, self.heads)
             check_held(key.unit, z, name)
         else:
-            key = self._features(z, self.key.weight, self.key_bias, mask, context.key)
-        shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
+            bias = self.key_bias if context.key is None else context.key
+            key = self._features(z, self.key, bias, mask)
+        shape = z.shape[0], self.heads, z.shape[1], key.unit.shape[2]
         seen = context.mask
         pairs = fit_pairs(context.pairs, shape, z.device, self.exclude_self)
         if self.cross and not shape[3]:
             (unit, seen), pairs = masked_key(key.unit), None
-            key = Features(unit, None, None, heads)
+            key = key._replace(unit=unit)
         return _Evaluation(query, key, seen, pairs)
 
     def _features(
-        self,
-        z: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        added: Tensor | None = None,
+        self, z: Tensor, side: Projection, bias: Tensor | None, mask: Tensor | None
     ) -> Features:
-        raw = project(z, weight, bias if added is None else added, self.heads, mask)
+        """``norm(z W^T + bias)``; of ``bias``, like the features or (rows,), see :func:`project`."""
+        weight = side.weight
+        raw = project(z, weight, bias, self.heads, mask)
         return Features.of(raw, self.norm, weight, self.heads)
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
@@ -230,71 +228,11 @@ class SoftmaxAttention(HasTemperatures, Energy):
             width = self.key.weight.shape[1]
             memory, memory_mask = read_memory(x, width, z, name)
             check_dtype(memory, self.key.weight, name)
-            key = self._features(memory, self.key.weight, self.key_bias, memory_mask).unit
+            key = self._features(memory, self.key, self.key_bias, memory_mask).unit
         elif self.query_context is not None and self.key_context is not None:
             query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
             key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
         return HeadsContext(query, key, memory_mask, pairs)
-
-    def _all_pairs(self, at: _Evaluation, mask: Tensor | None) -> Pairs | None:
-        """The pairs of ``at`` among the tokens that are not masked."""
-        tokens = at.query.unit.shape[2]
-        if not self.cross:
-            allowed = token_pairs(mask, self.causal, tokens, at.query.unit.device)
-        else:
-            allowed = None if at.mask is None else at.mask[:, None, None]
-            if mask is not None:
-                rows = mask[:, None, :, None]
-                allowed = (
-                    rows.expand(-1, -1, -1, at.key.unit.shape[2])
-                    if allowed is None
-                    else rows & allowed
-                )
-        if at.pairs is not None:
-            return at.pairs.intersect(allowed)
-        return None if allowed is None else Pairs(allowed)
-
-    def _attend(self, at: _Evaluation, mask: Tensor | None) -> Attended:
-        largest, limit = self.temperatures.largest, None
-        if self.norm is not None and largest is not None:
-            limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
-        return free_energy.attend(
-            at.query.unit,
-            at.key.unit,
-            self.score_beta(at.query.unit),
-            elastic=self._elastic,
-            pairs=self._all_pairs(at, mask),
-            limit=limit,
-        )
-
-    def _frozen(self, at: _Evaluation) -> tuple[tuple[Tensor, Tensor, float], dict[str, Any]]:
-        """Arguments of ``frozen_key_attention``; the elastic scores are products of wider features."""
-        query, key = at.query.unit, at.key.unit
-        if self._elastic:  # q.k - |k|^2 / 2
-            half = key.square().sum(-1, keepdim=True) * -0.5
-            query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
-            key = torch.cat((key, half), -1)
-        allowed, bias = (None, None) if at.pairs is None else at.pairs
-        options = {"mask": at.mask, "pairs": allowed, "bias": bias, "backend": self.backend}
-        return self.at_one(query, key), options
-
-    def _among_frozen_keys(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
-        """What attends to what (without weights), and the gradient by the queries (B, H, N, p)."""
-        arguments, options = self._frozen(at)
-        mean, lse = frozen_key_attention(*arguments, **options)
-        mean = mean[..., : self.width].to(at.query.unit.dtype)
-        pairs = self._all_pairs(at, mask) if at.pairs is not None else None
-        if pairs is not None and pairs.allowed is not None:
-            attends = pairs.allowed.any(-1)
-        else:
-            attends = None if mask is None else mask[:, None]
-            if at.mask is not None:
-                some = at.mask.any(1)[:, None, None]
-                attends = some if attends is None else attends & some
-        lse = lse if attends is None else lse.masked_fill(~attends, 0.0)
-        attended = Attended(mean, lse, attends)
-        force = -attended.only(mean)
-        return attended, force + attended.only(at.query.unit) if self._elastic else force
 
     def _name(self) -> str:
         return f"{type(self).__name__} (cross)" if self.cross else type(self).__name__

@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.differentiation import value_and_gradient
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.projected import SpectralBound
@@ -18,7 +17,6 @@ from implicit_attn.energies.tokens import (
     check_input,
     check_tensor,
     check_tokens,
-    check_vector,
     hide,
     sum_samples,
 )
@@ -247,11 +245,6 @@ class SpinInteraction(Energy):
         gradient = -self.couplings(z, mask=mask)
         return 0.5 * sum_samples(hide(z, mask) * gradient), gradient
 
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        self.couplings.check(z, mask)
-        check_vector(v, z)
-        return -self.couplings(v, mask=mask)
-
 
 class VectorSpin(Energy):
     """Mean-field free energy of coupled vector spins as a function of the fields ``h``.
@@ -306,20 +299,6 @@ class VectorSpin(Energy):
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         value, force = self._value_and_force(z, x, mask)
         return value, hide(self.lagrangian.hessian_product(hide(z, mask), force), mask)
-
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        """``D (v - J D v) + (d3 log Z / dh3)(h - x - J m, v)`` with ``D = dm/dh``."""
-        _, force = self._value_and_force(z, x, mask)
-        check_vector(v, z)
-        visible, v = hide(z, mask), hide(v, mask)
-        pushed = v - self.couplings(self.lagrangian.hessian_product(visible, v), mask=mask)
-        product = self.lagrangian.hessian_product(visible, pushed)
-
-        def cubic(h: Tensor, force: Tensor, v: Tensor) -> Tensor:
-            # The third derivative is symmetric, so its product with two vectors is a gradient by h.
-            return sum_samples(self.lagrangian.hessian_product(h, force) * v)
-
-        return hide(product + value_and_gradient(cubic, visible, force, v)[1].to(z.dtype), mask)
 
     def _value_and_force(self, h: Tensor, x: Tensor | None, mask: Tensor | None) -> Pair:
         """The energy and the force ``h - x - J m``, zero at masked sites."""

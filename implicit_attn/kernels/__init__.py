@@ -13,9 +13,7 @@ from implicit_attn.kernels.dispatch import (
     explain_sigmoid,
     frozen_key_attention,
     sigmoid_attention,
-    sigmoid_attention_hvp,
 )
-from implicit_attn.kernels.free_energy import helmholtz_free_energy
 
 __all__ = [
     "Choice",
@@ -27,7 +25,5 @@ __all__ = [
     "explain_frozen_keys",
     "explain_sigmoid",
     "frozen_key_attention",
-    "helmholtz_free_energy",
     "sigmoid_attention",
-    "sigmoid_attention_hvp",
 ]

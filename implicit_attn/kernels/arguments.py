@@ -16,7 +16,6 @@ from solvers.core import modes
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
 LARGEST_EXPONENT = 60.0
 
@@ -54,23 +53,6 @@ def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> Non
     expected = (z.shape[0], z.shape[2])
     if tuple(mask.shape) != expected:
         raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
-
-
-def check_lengths(z: Tensor, lengths: Tensor) -> None:
-    """``lengths`` (B,), integers from 0 to N, or an error that says so."""
-    if lengths.dtype not in _INTEGERS:
-        raise TypeError(f"lengths must be of an integer dtype, got {lengths.dtype}")
-    if tuple(lengths.shape) != (z.shape[0],):
-        raise ValueError(
-            f"lengths must have the shape (B,) = ({z.shape[0]},), got {tuple(lengths.shape)}"
-        )
-    # Numbers are looked at only where there are any, and without a wait for a device.
-    known = type(lengths) is Tensor and lengths.device.type == "cpu"
-    if not known or not len(lengths) or torch.compiler.is_compiling() or transformed():
-        return
-    least, most = (int(end) for end in lengths.aminmax())
-    if least < 0 or most > z.shape[2]:
-        raise ValueError(f"lengths must be from 0 to N = {z.shape[2]}, got {least} to {most}")
 
 
 def check_queries(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels import frozen_keys, sigmoid
+from implicit_attn.kernels import sigmoid, softmax
 from implicit_attn.kernels.arguments import (
     Choice,
     by_rescaling,
     check_arguments,
-    check_lengths,
     check_queries,
     check_vector,
     dense_for_transforms,
@@ -54,7 +53,6 @@ def bisoftmax(
     beta: float | Tensor,
     *,
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
     pairs: Tensor | None = None,
@@ -79,10 +77,6 @@ def bisoftmax(
         z: (B, H, N, p) projected tokens, floating.
         beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
         mask: (B, N) bool, False at masked tokens; None: none is masked.
-        lengths: (B,) integers from 0 to N, in place of ``mask``: all but the first ``lengths[b]``
-            tokens are masked. Lengths on another device than the CPU are not checked, which would wait
-            for the device, but taken as the nearest end. The Triton kernels stop at the last
-            token; other backends make a mask of it.
         causal: restrict row i to columns ``j <= i``.
         limit: the caller's bound on every ``|S_ij|``, such as ``beta p`` for RMS-normalised rows; up
             to 60 it saves the search for each row's maximum.
@@ -98,23 +92,22 @@ def bisoftmax(
         at masked tokens, whose content is never used.
 
     Raises:
-        TypeError, ValueError: for a dtype, shape, ``beta``, length or ``backend`` other than the above,
-            or for both ``mask`` and ``lengths``.
+        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by another backend than "reference".
         ImportError: "triton" where Triton is not installed.
         RuntimeError: "cpp" on another kind of processor, or where the package was installed without a
             compiler.
     """
-    _check_bisoftmax(z, beta, mask, lengths, backend)
+    check_arguments(z, beta, mask)
+    check_backend(backend)
     x, number, root = _at_number(z, beta, 0.5)
     choice = _log("bi-softmax", _explain_bisoftmax(x, mask, pairs, bias, backend))
     if choice == "reference":
-        mask, given = ops.mask_of(z, mask, lengths), check_pairs(pairs, bias, _shape(z, z))
+        given = check_pairs(pairs, bias, _shape(z, z))
         options: dict[str, Any] = {"mask": mask, "causal": causal, "limit": limit, "pairs": given}
         gradient, lse = reference.bisoftmax(x, number, **options)
     else:
-        lengths = None if lengths is None else lengths.to(z.device)
-        gradient, lse = ops.forward(x, number, mask, causal, limit, choice, lengths)
+        gradient, lse = ops.forward(x, number, mask, causal, limit, choice)
     return gradient if root is None else (gradient / root).to(z.dtype), lse
 
 
@@ -124,7 +117,6 @@ def bisoftmax_hvp(
     beta: float | Tensor,
     *,
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
     lse: Tensor | None = None,
@@ -140,7 +132,7 @@ def bisoftmax_hvp(
     Args:
         z: (B, H, N, p), as in ``bisoftmax``.
         v: like ``z``.
-        beta, mask, lengths, causal, limit, pairs, bias, backend: as in ``bisoftmax``.
+        beta, mask, causal, limit, pairs, bias, backend: as in ``bisoftmax``.
         lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
 
     Returns:
@@ -149,19 +141,19 @@ def bisoftmax_hvp(
     Raises:
         TypeError, ValueError: as ``bisoftmax``; if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
     """
-    _check_bisoftmax(z, beta, mask, lengths, backend)
+    check_arguments(z, beta, mask)
+    check_backend(backend)
     check_vector(z, v, lse)
     x, number, root = _at_number(z, beta, 0.5)
     v = v if root is None else v.to(x.dtype)
     choice = _log("bi-softmax", _explain_bisoftmax(x, mask, pairs, bias, backend))
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
-        mask, given = ops.mask_of(z, mask, lengths), check_pairs(pairs, bias, _shape(z, z))
+        given = check_pairs(pairs, bias, _shape(z, z))
         options: dict[str, Any] = {"mask": mask, "causal": causal, "lse": lse, "pairs": given}
         return reference.bisoftmax_hvp(x, v, number, **options).to(z.dtype)
     refuse_forward_mode(v, choice, "bisoftmax_hvp")
     lse = None if lse is None else lse.detach()
-    lengths = None if lengths is None else lengths.to(z.device)
-    product = ops.hvp(x, v, number, mask, causal, limit, lse, None, choice, lengths)
+    product = ops.hvp(x, v, number, mask, causal, limit, lse, None, choice)
     return product.to(z.dtype)
 
 
@@ -192,36 +184,12 @@ def sigmoid_attention(
         TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by "blocks".
     """
-    _check_sigmoid(z, beta, mask, backend)
+    check_arguments(z, beta, mask)
+    check_backend(backend, "sigmoid")
     x, number, root = _at_number(z, beta, 0.5)
     dense = _log("sigmoid", _explain_sigmoid(x, backend)) == "reference"
     gradient, value = (sigmoid.dense if dense else sigmoid.forward)(x, number, mask)
     return (gradient, value) if root is None else ((gradient / root).to(z.dtype), value / root**2)
-
-
-def sigmoid_attention_hvp(
-    z: Tensor, v: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
-) -> Tensor:
-    """Hessian of the energy times ``v``: ``sigma'(S) V + (sigma''(S) * T) Z``.
-
-    ``T = beta (V Z^T + Z V^T)``; the result is like ``z``, zero at masked tokens.
-
-    Args:
-        z, beta, mask, backend: as in ``sigmoid_attention``.
-        v: like ``z``.
-
-    Raises:
-        TypeError, ValueError: as ``sigmoid_attention``; if ``v`` is not like ``z``.
-    """
-    _check_sigmoid(z, beta, mask, backend)
-    check_vector(z, v, None)
-    x, number, root = _at_number(z, beta, 0.5)
-    v = v if root is None else v.to(x.dtype)
-    choice = _log("sigmoid", _explain_sigmoid(x, backend))
-    if choice == "reference" or (backend == "auto" and has_tangent(v)):
-        return sigmoid.dense_hvp(x, v, number, mask).to(z.dtype)
-    refuse_forward_mode(v, choice, "sigmoid_attention_hvp")
-    return sigmoid.hvp(x, v, number, mask).to(z.dtype)
 
 
 def frozen_key_attention(
@@ -259,17 +227,18 @@ def frozen_key_attention(
         TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by "flash".
     """
-    _check_frozen_keys(query, key, beta, mask, backend)
+    check_queries(query, key, beta, mask)
+    check_backend(backend, "frozen keys")
     x, number, factor = _at_number(query, beta, 1.0)
     key = key if factor is None else key.to(x.dtype)
     choice = _log("frozen keys", _explain_frozen_keys(x, key, pairs, bias, backend))
     if choice == "reference":
         given = check_pairs(pairs, bias, _shape(query, key))
-        mean, lse = frozen_keys.dense(x, key, number, mask, given)
+        mean, lse = softmax.dense(x, key, number, mask, given)
     else:
         for tensor in (x, key):
             refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
-        mean, lse = frozen_keys.flash(x, key, number, mask)
+        mean, lse = softmax.flash(x, key, number, mask)
     return mean.to(query.dtype), lse
 
 
@@ -278,7 +247,6 @@ def explain(
     beta: float | Tensor,
     *,
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
     pairs: Tensor | None = None,
@@ -292,18 +260,20 @@ def explain(
     "auto" takes Triton on a GPU where it can, and the native engine's kernel on a CPU. What neither
     takes is computed by the dense formula for small problems and by strips beyond.
     """
-    _check_bisoftmax(z, beta, mask, lengths, backend)
+    check_arguments(z, beta, mask)
+    check_backend(backend)
     return _explain_bisoftmax(z, mask, pairs, bias, backend)
 
 
 def explain_sigmoid(
     z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
 ) -> Choice:
-    """Which backend ``sigmoid_attention`` and its product take for these arguments, and why.
+    """Which backend ``sigmoid_attention`` takes for these arguments, and why.
 
     It raises the errors of ``sigmoid_attention``; nothing is computed.
     """
-    _check_sigmoid(z, beta, mask, backend)
+    check_arguments(z, beta, mask)
+    check_backend(backend, "sigmoid")
     return _explain_sigmoid(z, backend)
 
 
@@ -321,36 +291,14 @@ def explain_frozen_keys(
 
     It raises the same errors; nothing is computed.
     """
-    _check_frozen_keys(query, key, beta, mask, backend)
+    check_queries(query, key, beta, mask)
+    check_backend(backend, "frozen keys")
     return _explain_frozen_keys(query, key, pairs, bias, backend)
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
     """``backend`` itself where ``kernel`` ("bi-softmax", "sigmoid", "frozen keys") has it."""
     return require_choice("backend", backend, BACKENDS[kernel])
-
-
-def _check_bisoftmax(
-    z: Tensor, beta: float | Tensor, mask: Tensor | None, lengths: Tensor | None, backend: str
-) -> None:
-    check_arguments(z, beta, mask)
-    check_backend(backend)
-    if lengths is not None and mask is not None:
-        raise ValueError("give mask or lengths, got both")
-    if lengths is not None:
-        check_lengths(z, lengths)
-
-
-def _check_sigmoid(z: Tensor, beta: float | Tensor, mask: Tensor | None, backend: str) -> None:
-    check_arguments(z, beta, mask)
-    check_backend(backend, "sigmoid")
-
-
-def _check_frozen_keys(
-    query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None, backend: str
-) -> None:
-    check_queries(query, key, beta, mask)
-    check_backend(backend, "frozen keys")
 
 
 def _at_number(
@@ -410,7 +358,7 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
 
 def _explain_sigmoid(z: Tensor, backend: str) -> Choice:
     if backend == "blocks":
-        refuse_forward_mode(z, backend, "sigmoid_attention_hvp")
+        refuse_forward_mode(z, backend, "that of the gradient")
     if backend != "auto":
         return Choice(backend, "asked for")
     # On a CUDA device no cache bounds the pairs.

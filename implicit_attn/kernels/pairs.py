@@ -77,7 +77,7 @@ def four_dimensional(name: str, tensor: Tensor, shape: tuple[int, int, int, int]
 
 
 def softmax_over_pairs(
-    scores: Tensor, pairs: Pairs, bounded: bool = False
+    scores: Tensor, pairs: Pairs | None, bounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Softmax and log-sum-exp of each row of ``scores + bias`` over the allowed pairs.
 
@@ -93,27 +93,23 @@ def softmax_over_pairs(
         weights (B, H, N, M), lse (B, H, N), and which rows have a key, (B or 1, H or 1, N) bool, or
         None where all have one.
     """
-    allowed, bias = pairs
+    allowed, bias = pairs or Pairs()
     scores = scores if bias is None else scores + bias.to(scores.dtype)
-    if allowed is None:
-        lse = scores.logsumexp(-1)
-        return (scores - lse.unsqueeze(-1)).exp(), lse, None
-    attends = allowed.any(-1)
-    # A row without keys is a row of zeros, emptied below: no NaN arises.
-    closed = scores.new_zeros(()).masked_fill(attends, -torch.inf).unsqueeze(-1)
-    scores = torch.where(allowed, scores, closed)
+    attends = None if allowed is None else allowed.any(-1)
+    if allowed is not None and attends is not None:
+        # A row without keys is a row of zeros, emptied below: no NaN arises.
+        closed = scores.new_zeros(()).masked_fill(attends, -torch.inf).unsqueeze(-1)
+        scores = torch.where(allowed, scores, closed)
     if bounded and bias is None:
         exponentials = scores.exp()
         total = exponentials.sum(-1, keepdim=True)
         weights, lse = exponentials / total, total.log().squeeze(-1)
     else:
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp()
-    return (
-        weights.masked_fill(~attends.unsqueeze(-1), 0.0),
-        lse.masked_fill(~attends, 0.0),
-        attends,
-    )
+        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    if attends is None:
+        return weights, lse, None
+    weights = weights.masked_fill(~attends.unsqueeze(-1), 0.0)
+    return weights, lse.masked_fill(~attends, 0.0), attends
 
 
 def token_pairs(

@@ -38,17 +38,6 @@ def dense(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return gradient, gates.flatten(2).sum(2) / (2.0 * beta)
 
 
-@without_autocast
-def dense_hvp(z: Tensor, v: Tensor, beta: float, mask: Tensor | None) -> Tensor:
-    dtype, wide = z.dtype, wide_dtype(z)
-    z, v = zero_masked(z, mask).to(wide), zero_masked(v, mask).to(wide)
-    gates = torch.sigmoid((z @ z.mT) * beta)
-    slope = gates - gates.square()
-    one_side = v @ z.mT
-    bend = slope * (1.0 - 2.0 * gates) * ((one_side + one_side.mT) * beta)
-    return zero_masked(slope @ v + bend @ z, mask).to(dtype)
-
-
 def sigmoid_forward(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradient (B, H, N, p) in the dtype of ``z`` and value (B, H) in float32 or wider."""
     rows, unmasked = wide_rows(z, mask), wide_mask(z, mask)

@@ -18,9 +18,8 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     ScoreAttention,
 )
-from implicit_attn.energies.feature_maps import map_features
 from implicit_attn.energies.feedforward import MemoryEnergy
-from implicit_attn.energies.projected import Given, merge_heads, split_heads
+from implicit_attn.energies.projected import FEATURE_MAPS, Given, merge_heads, split_heads
 from implicit_attn.energies.tokens import hide
 from implicit_attn.kernels import bisoftmax
 from implicit_attn.updates.gradient_step import move
@@ -187,8 +186,8 @@ def _masked_scores(beta: float, query: Tensor, key: Tensor, mask: Tensor | None)
 def _linear(
     energy: LinearAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    mapped = map_features(energy.feature_map, query, bent=False)
-    keys, values = (map_features(energy.feature_map, y, bent=False).value for y in (key, value))
+    phi = FEATURE_MAPS[energy.feature_map]
+    mapped, keys, values = phi(query), phi(key).value, phi(value).value
     if mask is not None:  # phi(0) may be another number than 0
         keys = keys.masked_fill(~mask[:, None, :, None], 0.0)
     return mapped.push(values @ (mapped.value.mT @ keys) * energy.beta)

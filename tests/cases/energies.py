@@ -136,7 +136,7 @@ ATTENTIONS: list[Row] = [
     ("softmax-cross", SoftmaxAttention, CROSS),
     ("softmax-cross-elastic", SoftmaxAttention, {**CROSS, **ELASTIC}),
 ]
-# With two heads; the derivatives of all feature maps: tests/energies/test_feature_maps.py.
+# With two heads; all feature maps: tests/energies/test_energy_formulas.py.
 HEADS: list[Row] = [
     ("bisoftmax-tiny-bound", BiSoftmaxAttention, HARD),
     ("softmax-elastic-tiny-bound", SoftmaxAttention, {**HARD, **ELASTIC}),

@@ -18,7 +18,7 @@ class Case:
     batch: int = 1
     heads: int = 2
     dtype: torch.dtype = torch.float32
-    mask: str = "none"  # "none", "random", "rows" (a sample without tokens), "lengths"
+    mask: str = "none"  # "none", "random", "rows" (a sample without tokens), "padding"
     causal: bool = False
     normalised: bool = True  # rows of norm sqrt(p), and a limit to say so
     scale: float = 1.0  # of the rows
@@ -51,7 +51,6 @@ class Problem:
     v: Tensor
     cotangent: Tensor
     mask: Tensor | None
-    lengths: Tensor | None
 
 
 def problem_of(case: Case, device: str, seed: int = 0) -> Problem:
@@ -62,8 +61,8 @@ def problem_of(case: Case, device: str, seed: int = 0) -> Problem:
         z = z / z.square().mean(-1, keepdim=True).sqrt()
     v = torch.randn(shape, generator=generator)
     cotangent = torch.randn(shape[:3], generator=generator)
-    mask, lengths = None, None
-    if case.mask == "lengths":
+    mask = None
+    if case.mask == "padding":
         lengths = torch.randint(0, case.tokens + 1, (case.batch,), generator=generator)
         mask = torch.arange(case.tokens) < lengths[:, None]
     elif case.mask != "none":
@@ -76,7 +75,7 @@ def problem_of(case: Case, device: str, seed: int = 0) -> Problem:
         v = v.masked_fill(~mask[:, None, :, None], torch.nan)
     z, v = _laid_out(z.to(device), case.strided), _laid_out(v.to(device), case.strided)
     mask = None if mask is None else mask.to(device)
-    return Problem(z, v, cotangent.to(device), mask, lengths)
+    return Problem(z, v, cotangent.to(device), mask)
 
 
 def _laid_out(x: Tensor, strided: bool) -> Tensor:

@@ -69,15 +69,6 @@ def pair(change: Wrong) -> type[Right]:
     return made(value_and_grad=both)
 
 
-def product(change: Wrong) -> type[Right]:
-    """``change(right product, v)``."""
-    return made(
-        hvp=lambda e, z, v, x=None, *, mask=None: change(
-            Energy.hvp(e, z, v, x, mask=mask), hide(v, mask)
-        )
-    )
-
-
 def lost(*_: Any) -> Tensor:
     raise KeyError("lost")
 
@@ -122,7 +113,7 @@ def multiplied(e: Any, z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 one_number = value(lambda e, z, x, mask: Right.forward(e, z, x, mask=mask).sum())
-wrong_product = product(lambda hv, v: 2 * hv)
+detached = gradient(lambda e, t, z, x: z + e.a * t.detach())
 counts = density(lambda e, d, z, x: d + 0 * e.calls.add_(1))
 
 
@@ -160,7 +151,7 @@ WRONG: list[tuple[str, type[Energy], str]] = [
     (
         "samples",
         density(lambda e, d, z, x: Right.density(e, z, x - x.mean(0))),
-        "the energy of sample 0 is another when the other samples are",
+        "the value of sample 0 is another when the other samples are",
     ),
     (
         "samples",
@@ -183,9 +174,7 @@ WRONG: list[tuple[str, type[Energy], str]] = [
         gradient(lambda e, t, z, x: z + e.a * (t if torch.is_grad_enabled() else z - x)),
         "the gradient is another under torch.no_grad",
     ),
-    ("hessian", wrong_product, "hvp is not the derivative of grad times v"),
-    ("hessian", product(lambda hv, v: hv + v.cumsum(-1)), "hvp is not symmetric"),
-    ("hessian", gradient(lambda e, t, z, x: z + e.a * t.detach()), "derivative of grad is not its"),
+    ("hessian", detached, "derivative of grad is not its"),
     (
         "second order",
         gradient(lambda e, t, z, x: z + e.a.detach() * t),
@@ -222,8 +211,8 @@ WRONG: list[tuple[str, type[Energy], str]] = [
     ),
     (
         "dtype",
-        product(lambda hv, v: hv.double().float()),
-        r"in float64 the product is of .*torch.float32.*: return it like z",
+        gradient(lambda e, t, z, x: (z + e.a * t).float()),
+        r"in float64 the gradient is of .*torch.float32.*: return it like z",
     ),
 ]
 
@@ -248,8 +237,8 @@ def test_after_a_broken_value_nothing_else_is_checked() -> None:
 
 
 def test_strict_raises_the_report() -> None:
-    with pytest.raises(ValueError, match=r"(?s)Wrong: .*FAIL hessian.*error 1\.0e\+00"):
-        check_energy(wrong_product(), STATE, INPUT, strict=True)
+    with pytest.raises(ValueError, match=r"(?s)Wrong: .*FAIL hessian.*error \d\.\de"):
+        check_energy(detached(), STATE, INPUT, strict=True)
 
 
 def test_what_was_not_given_is_said() -> None:
@@ -295,12 +284,12 @@ def test_the_energy_and_its_inputs_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"z": STATE.long()}, TypeError, "z must be a floating tensor"),
-        ({"z": {}}, TypeError, "z must be a floating tensor"),
+        ({"z": STATE.long()}, TypeError, "z must be of a floating dtype"),
+        ({"z": {}}, ValueError, "z must hold at least one tensor"),
         ({"tolerance": 0.0}, ValueError, "tolerance"),
         ({"seed": -1}, ValueError, "seed"),
         ({"strict": 1}, TypeError, "strict"),
-        ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must have the shape"),
+        ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask has 4 tokens"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], error: Any, words: str) -> None:
@@ -326,5 +315,5 @@ def test_a_mask_of_a_pytree_is_of_its_tokens() -> None:
     report = check_energy(Mixed(), state, mask=mask)
     assert report.ok and "not checked: the mask" not in str(report), str(report)
     assert [f.check for f in check_energy(Seen(), state, mask=mask).failures] == ["masked tokens"]
-    with pytest.raises(ValueError, match="mask must have the shape"):
+    with pytest.raises(ValueError, match="mask has 4 tokens"):
         check_energy(Mixed(), state, mask=mask[:, :4])

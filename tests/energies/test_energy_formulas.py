@@ -94,7 +94,11 @@ def x() -> Tensor:
 
 def assert_energy(energy: Energy, z: Tensor, x: Tensor | None, expected: list[float]) -> None:
     reference = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(energy(z, x).detach(), reference, rtol=1e-12, atol=0)
+    point = z.clone().requires_grad_()
+    value = energy(point, x)
+    torch.testing.assert_close(value.detach(), reference, rtol=1e-12, atol=0)
+    (slope,) = torch.autograd.grad(value.sum(), point)
+    torch.testing.assert_close(energy.grad(z, x).detach(), slope, rtol=1e-10, atol=1e-12)
 
 
 def attention_options(norm: RMSNorm | None) -> dict[str, object]:

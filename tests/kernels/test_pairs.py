@@ -17,8 +17,8 @@ from implicit_attn.kernels import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.free_energy import attend, curvatures, forces, query_curvature
 from implicit_attn.kernels.pairs import Pairs
+from implicit_attn.kernels.softmax import attend, forces
 
 B, H, N, P, BETA = 2, 2, 4, 3, 0.7
 MASK = torch.tensor([[True, True, False, True], [True] * 4])
@@ -84,11 +84,8 @@ def test_derivatives_by_tokens_bias_and_temperature() -> None:
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("paired", [False, True])
-def test_forces_and_curvatures_are_derivatives_of_the_free_energy(
-    elastic: bool, paired: bool
-) -> None:
+def test_forces_are_derivatives_of_the_free_energy(elastic: bool, paired: bool) -> None:
     query, key, allowed, bias = state()
-    moved = torch.flip(query, (0, 2)), torch.flip(key, (1, 2))
     beta = torch.tensor([0.4, 1.1], dtype=torch.float64).view(H, 1, 1)
     pairs = Pairs(allowed, bias) if paired else None
 
@@ -98,13 +95,11 @@ def test_forces_and_curvatures_are_derivatives_of_the_free_energy(
         return own - (found.lse / beta.squeeze(-1)).sum()
 
     points = [t.clone().requires_grad_() for t in (query, key)]
-    first = torch.autograd.grad(total(*points), points, create_graph=True)
-    second = torch.autograd.grad(first, points, moved)
+    expected = torch.autograd.grad(total(*points), points)
     attended = attend(query, key, beta, elastic=elastic, pairs=pairs)
     found = forces(query, key, attended, elastic=elastic)
-    curved = curvatures(query, key, moved, beta, attended, elastic=elastic)
-    for ours, theirs in zip((*found, *curved), (*first, *second), strict=True):
-        assert difference(ours, theirs.detach()) <= 1e-12
+    for ours, theirs in zip(found, expected, strict=True):
+        assert difference(ours, theirs) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -170,20 +165,3 @@ def test_cotangents_at_masked_tokens_go_no_further(given: str, causal: bool) -> 
         found.append(torch.autograd.grad(outputs, inputs, [by_gradient, by_lse, by_gradient]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert all(t.abs().max() > 0 for t in found[0])
-
-
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("given", [None, "pairs"])
-def test_the_curvature_among_keys_that_stay_is_that_of_both(
-    elastic: bool, given: str | None
-) -> None:
-    query, moved, pairs, bias = state()
-    key = torch.flip(query, (2,)) + 0.3
-    attended = attend(
-        query, key, BETA, elastic=elastic, pairs=Pairs(pairs, bias) if given else None
-    )
-    both = forces(query, key, attended, elastic=elastic)[0]
-    still = torch.zeros_like(key)
-    curved = curvatures(query, key, (moved, still), BETA, attended, elastic=elastic)[0]
-    found = query_curvature(query, key, moved, BETA, attended, elastic=elastic)
-    assert difference(found[0], both) <= 1e-13 and difference(found[1], curved) <= 1e-13

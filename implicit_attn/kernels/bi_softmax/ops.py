@@ -16,20 +16,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import wide_dtype
 from implicit_attn.kernels.bi_softmax import native, strips
 from implicit_attn.kernels.operators import Operator, empty_like_first
 from implicit_attn.optional import require
-
-
-def mask_of(z: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
-    """``mask``, or the mask (B, N) of the first ``lengths`` tokens where those are given."""
-    if lengths is None:
-        return mask
-    return torch.arange(z.shape[2], device=z.device) < lengths.to(z.device)[:, None]
 
 
 def triton_backend() -> ModuleType:
@@ -72,14 +64,13 @@ def _forward(
     causal: bool,
     limit: float | None,
     backend: str,
-    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient (B, H, N, p) and lse (B, H, N), contiguous."""
     backend = _chosen(backend, z, mask)
     if backend == "triton":
-        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, lengths=lengths)
+        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit)
     chosen = native if backend == "cpp" else strips
-    return chosen.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
+    return chosen.bisoftmax_forward(z, beta, mask, causal, limit)
 
 
 def _hvp(
@@ -92,14 +83,13 @@ def _hvp(
     lse: Tensor | None,
     lse_cotangent: Tensor | None,
     backend: str,
-    lengths: Tensor | None = None,
 ) -> Tensor:
     """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
     backend = _chosen(backend, z, mask)
     if backend == "triton":
-        options = {"lse": lse, "lse_cotangent": lse_cotangent, "limit": limit, "lengths": lengths}
+        options = {"lse": lse, "lse_cotangent": lse_cotangent, "limit": limit}
         return triton_backend().bisoftmax_hvp(z, v, beta, mask, causal, **options)
-    mask, chosen = mask_of(z, mask, lengths), native if backend == "cpp" else strips
+    chosen = native if backend == "cpp" else strips
     return chosen.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
@@ -112,32 +102,31 @@ def _empty_hvp_pullback(z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    z, ctx.beta, mask, ctx.causal, ctx.limit, ctx.backend, lengths = inputs
-    ctx.save_for_backward(z, mask, output[1], lengths)
+    z, ctx.beta, mask, ctx.causal, ctx.limit, ctx.backend = inputs
+    ctx.save_for_backward(z, mask, output[1])
 
 
 def _backward_forward(ctx: Any, by_gradient: Tensor, by_lse: Tensor) -> tuple[Any, ...]:
-    z, mask, lse, lengths = ctx.saved_tensors
-    rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse.detach(), by_lse, ctx.backend, lengths)
-    return hvp(z, by_gradient.to(z.dtype), *rest), *(None,) * 6
+    z, mask, lse = ctx.saved_tensors
+    rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse.detach(), by_lse, ctx.backend)
+    return hvp(z, by_gradient.to(z.dtype), *rest), *(None,) * 5
 
 
 def _save_hvp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z, v, ctx.beta, mask, ctx.causal, ctx.limit, lse, cotangent, ctx.backend, lengths = inputs
-    ctx.save_for_backward(z, v, mask, lse, cotangent, lengths)
+    z, v, ctx.beta, mask, ctx.causal, ctx.limit, lse, cotangent, ctx.backend = inputs
+    ctx.save_for_backward(z, v, mask, lse, cotangent)
 
 
 def _backward_hvp(ctx: Any, direction: Tensor) -> tuple[Any, ...]:
-    z, v, mask, lse, cotangent, lengths = ctx.saved_tensors
+    z, v, mask, lse, cotangent = ctx.saved_tensors
     none = (None,) * 5
     if not ctx.needs_input_grad[0] and not ctx.needs_input_grad[7]:  # linear in v, and symmetric
-        rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse, None, ctx.backend, lengths)
-        return None, hvp(z, direction, *rest), *none, None, None, None
-    mask = mask_of(z, mask, lengths)
+        rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse, None, ctx.backend)
+        return None, hvp(z, direction, *rest), *none, None, None
     by_z, by_v, by_cotangent = hvp_pullback(z, v, direction, ctx.beta, mask, ctx.causal, cotangent)
     if cotangent is not None:
         by_cotangent = by_cotangent.to(cotangent.dtype)
-    return by_z, by_v, *none, None if cotangent is None else by_cotangent, None, None
+    return by_z, by_v, *none, None if cotangent is None else by_cotangent, None
 
 
 def _backward_hvp_pullback(ctx: Any, *cotangents: Tensor) -> Any:
@@ -148,10 +137,9 @@ def _backward_hvp_pullback(ctx: Any, *cotangents: Tensor) -> Any:
 
 
 _SHARED = "Tensor? mask, bool causal, float? limit"
-_LENGTHS = "Tensor? lengths=None"
 forward = Operator(
     "implicit_attn::bisoftmax",
-    f"(Tensor z, float beta, {_SHARED}, str backend, {_LENGTHS}) -> (Tensor, Tensor)",
+    f"(Tensor z, float beta, {_SHARED}, str backend) -> (Tensor, Tensor)",
     _forward,
     _empty_forward,
     _backward_forward,
@@ -160,7 +148,7 @@ forward = Operator(
 hvp = Operator(
     "implicit_attn::bisoftmax_hvp",
     f"(Tensor z, Tensor v, float beta, {_SHARED}, Tensor? lse, Tensor? lse_cotangent, "
-    f"str backend, {_LENGTHS}) -> Tensor",
+    "str backend) -> Tensor",
     _hvp,
     empty_like_first,
     _backward_hvp,

@@ -108,68 +108,6 @@ def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton could not be imported" in str(ops.triton_lacks(state(20), None))
 
 
-@pytest.mark.parametrize("count", [7, 300])
-@pytest.mark.parametrize("causal", [False, True])
-@each_backend
-def test_lengths_are_a_mask(backend: str, causal: bool, count: int) -> None:
-    """Also of a sample without tokens; what padding holds is not read."""
-    lengths = torch.tensor([0, count - 2], dtype=torch.uint8 if count < 255 else torch.int32)
-    mask = torch.arange(count) < lengths[:, None]
-    assert explain(state(count), 0.3, lengths=lengths) == explain(state(count), 0.3, mask=mask)
-    found = []
-    for padding in ({"lengths": lengths}, {"mask": mask}):
-        v = state(count)
-        z = v.masked_fill(~mask[:, None, :, None], torch.nan).requires_grad_()
-        options: dict[str, Any] = {"causal": causal, "backend": backend, **padding}
-        ours = bisoftmax(z, 0.3, **options)
-        (first,) = torch.autograd.grad(ours, z, (v, v[..., 0]), create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), z)
-        product = bisoftmax_hvp(z.detach(), v, 0.3, **options)
-        found.append((*ours, first, second, product))
-    for by_lengths, by_mask in zip(*found, strict=True):
-        torch.testing.assert_close(by_lengths, by_mask)
-        assert not by_lengths[0].any() and by_lengths[1].any()
-
-
-def test_lengths_are_checked() -> None:
-    z = state(5)
-
-    def refused(error: type[Exception], message: str, lengths: Any, **options: Any) -> None:
-        options = {"lengths": torch.tensor(lengths), **options}
-        for call in (
-            lambda: bisoftmax(z, 0.3, **options),
-            lambda: bisoftmax_hvp(z, z, 0.3, **options),
-            lambda: explain(z, 0.3, **options),
-        ):
-            with pytest.raises(error, match=message):
-                call()
-
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    refused(ValueError, "give mask or lengths, got both", [3, 5], mask=mask)
-    refused(TypeError, "lengths must be of an integer dtype, got torch.float32", [3.0, 5.0])
-    refused(TypeError, "lengths must be of an integer dtype, got torch.bool", [True, False])
-    refused(ValueError, r"lengths must have the shape \(B,\) = \(2,\), got \(3,\)", [3, 5, 5])
-    refused(ValueError, "lengths must be from 0 to N = 5, got 3 to 6", [6, 3])
-    refused(ValueError, "lengths must be from 0 to N = 5, got -1 to 3", [-1, 3])
-    empty = torch.zeros(0, 2, 5, 4)
-    none = torch.zeros(0, dtype=torch.int64)
-    assert bisoftmax(empty, 0.3, lengths=none)[0].shape == empty.shape
-
-
-def test_lengths_compile_and_map() -> None:
-    z, lengths = state(7), torch.tensor([0, 4])
-
-    def loss(z: Tensor, lengths: Tensor) -> Tensor:
-        gradient, lse = bisoftmax(z, 0.3, lengths=lengths, backend="blocks")
-        return gradient.square().sum() + lse.sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(z, lengths), loss(z, lengths))
-    counts = torch.tensor([[0, 4], [7, 1]])
-    mapped = torch.vmap(loss, (None, 0))(z, counts)
-    torch.testing.assert_close(mapped, torch.stack([loss(z, each) for each in counts]))
-
-
 def energy(backend: str, dtype: torch.dtype = torch.float64, **options: Any) -> Energy:
     torch.manual_seed(0)
     attention = BiSoftmaxAttention(12, heads=2, backend=backend, **options)

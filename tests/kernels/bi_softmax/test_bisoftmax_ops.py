@@ -42,11 +42,10 @@ def test_registration(name: str) -> None:
     options = CASES[name]
     z, v, a = states(heads=2)
     mask, causal, limit = arguments(options)
-    lengths = torch.tensor([4, 2]) if mask is None else None
-    forward = (z, BETA, mask, causal, limit, "blocks", lengths)
+    forward = (z, BETA, mask, causal, limit, "blocks")
     torch.library.opcheck(ops.forward.operator, forward)
     lse = ops.forward(*forward)[1].detach()
-    given = (z, v, BETA, mask, causal, limit, lse, a, "blocks", lengths)
+    given = (z, v, BETA, mask, causal, limit, lse, a, "blocks")
     torch.library.opcheck(ops.hvp.operator, given)
     detached = (z.detach(), v.detach(), v.detach(), BETA, mask, causal, a.detach())
     torch.library.opcheck(ops.hvp_pullback.operator, detached)

@@ -73,7 +73,6 @@ def bisoftmax_forward(
     causal: bool = False,
     limit: float | None = None,
     *,
-    lengths: Tensor | None = None,
     triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +83,7 @@ def bisoftmax_forward(
     the chip (None: where its registers suffice); ValueError where they are not possible.
     """
     # A single token needs its peak: log exp S would have the rounding of 1.
-    given = _arguments(z, beta, mask, causal, None if z.shape[2] == 1 else limit, lengths)
+    given = _arguments(z, beta, mask, causal, None if z.shape[2] == 1 else limit)
     triangular = _wants_triangle(given, "triangle", triangular)
     out = _contiguous_like(z)
     lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
@@ -112,7 +111,6 @@ def bisoftmax_hvp(
     lse_cotangent: Tensor | None = None,
     *,
     limit: float | None = None,
-    lengths: Tensor | None = None,
     triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> Tensor:
@@ -121,7 +119,7 @@ def bisoftmax_hvp(
     ``triangular`` finds the mean tangents from half of the tiles; only then ``lse`` is used, and found
     first where it is None. Else as ``bisoftmax_forward``.
     """
-    given = _arguments(z, beta, mask, causal, limit, lengths)
+    given = _arguments(z, beta, mask, causal, limit)
     triangular = _wants_triangle(given, "tangents", triangular)
     out = _contiguous_like(z)
     lse, cotangent = (
@@ -159,12 +157,9 @@ def _arguments(
     mask: Tensor | None,
     causal: bool,
     limit: float | None,
-    lengths: Tensor | None,
 ) -> LaunchArguments:
-    if lengths is not None:
-        lengths = lengths.to(device=z.device, dtype=torch.int32).clamp(0, z.shape[2])
     keep = None if mask is None else mask.contiguous().view(torch.uint8)
-    return LaunchArguments(readable(z), float(beta), keep, lengths, causal, within_exponent(limit))
+    return LaunchArguments(readable(z), float(beta), keep, None, causal, within_exponent(limit))
 
 
 def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | None) -> bool:

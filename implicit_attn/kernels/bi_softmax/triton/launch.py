@@ -60,7 +60,7 @@ def single_tile_gradient(given: LaunchArguments, out: Tensor, lse: Tensor) -> No
     """``(P + P^T) Z`` and ``L``."""
     z, unit = given.z, given.unit()
     args = (
-        z, given.keep, given.extent, lse, out, z.shape[1], given.tokens, z.shape[3] // unit,
+        z, given.keep, lse, out, z.shape[1], given.tokens, z.shape[3] // unit,
         given.scale, *in_units(z, unit),
     )  # fmt: skip
     launch(small_gradient_kernel, given.heads, args, _single_tile_options(given, unit))
@@ -72,7 +72,7 @@ def single_tile_hvp(
     """``H V``."""
     z, unit = given.z, given.unit(v)
     args = (
-        z, v, given.keep, given.extent, cotangent, out, z.shape[1], given.tokens,
+        z, v, given.keep, cotangent, out, z.shape[1], given.tokens,
         z.shape[3] // unit, given.scale, given.beta, *in_units(z, unit), *in_units(v, unit),
     )  # fmt: skip
     launch(small_hvp_kernel, given.heads, args, _single_tile_options(given, unit))

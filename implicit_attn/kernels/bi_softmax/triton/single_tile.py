@@ -25,7 +25,6 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
     sum_of_weights,
     tangents,
     tilted_product,
-    token_count,
 )
 
 
@@ -107,7 +106,7 @@ def cross_weights(
 
 @triton.jit
 def small_gradient_kernel(
-    z, keep, extent, lse, out, heads, tokens, width, scale, stride_b, stride_h, stride_n,
+    z, keep, lse, out, heads, tokens, width, scale, stride_b, stride_h, stride_n,
     UNIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
@@ -120,13 +119,12 @@ def small_gradient_kernel(
     width, stride_n = width * UNIT, stride_n * UNIT
     head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     lse_head = lse + tl.cast(index, tl.int64) * tokens
-    count = token_count(extent, sample, tokens)
 
-    kept_a = kept_rows(keep, sample, 0, count, tokens, FIRST)
+    kept_a = kept_rows(keep, sample, 0, tokens, tokens, FIRST)
     z_a = load_kept(head, kept_a, 0, width, stride_n, FIRST, WIDTH)
     score_a = inner_scores(z_a, kept_a, scale, FIRST, CAUSAL)
     if SECOND > 0:
-        kept_b = kept_rows(keep, sample, FIRST, count, tokens, SECOND)
+        kept_b = kept_rows(keep, sample, FIRST, tokens, tokens, SECOND)
         z_b = load_kept(head, kept_b, FIRST, width, stride_n, SECOND, WIDTH)
         score_b = inner_scores(z_b, kept_b, scale, SECOND, CAUSAL)
         cross = cross_scores(z_a, z_b, kept_a, kept_b, scale)
@@ -168,11 +166,11 @@ def small_gradient_kernel(
 
 @triton.jit
 def _part(
-    z_head, v_head, keep, sample, first, count, tokens, width, scale, beta, z_stride_n, v_stride_n,
+    z_head, v_head, keep, sample, first, tokens, width, scale, beta, z_stride_n, v_stride_n,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Which rows from ``first`` on are kept, their ``z`` and ``v``, scores and tangents inside."""
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
+    kept = kept_rows(keep, sample, first, tokens, tokens, ROWS)
     z = load_kept(z_head, kept, first, width, z_stride_n, ROWS, WIDTH)
     v = load_kept(v_head, kept, first, width, v_stride_n, ROWS, WIDTH)
     score = inner_scores(z, kept, scale, ROWS, CAUSAL)
@@ -219,7 +217,7 @@ def _mean(total, mass, cotangent, kept, index, first, tokens, beta, ROWS: tl.con
 
 @triton.jit
 def small_hvp_kernel(
-    z, v, keep, extent, cotangent, out, heads, tokens, width, scale, beta, z_stride_b, z_stride_h,
+    z, v, keep, cotangent, out, heads, tokens, width, scale, beta, z_stride_b, z_stride_h,
     z_stride_n, v_stride_b, v_stride_h, v_stride_n,
     UNIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, BOOST: tl.constexpr,
@@ -230,14 +228,13 @@ def small_hvp_kernel(
     width, z_stride_n, v_stride_n = width * UNIT, z_stride_n * UNIT, v_stride_n * UNIT
     z_head = head_of(z, index, heads, z_stride_b * UNIT, z_stride_h * UNIT)
     v_head = head_of(v, index, heads, v_stride_b * UNIT, v_stride_h * UNIT)
-    count = token_count(extent, sample, tokens)
     kept_a, z_a, v_a, score_a, tangent_a = _part(
-        z_head, v_head, keep, sample, 0, count, tokens, width, scale, beta, z_stride_n, v_stride_n,
+        z_head, v_head, keep, sample, 0, tokens, width, scale, beta, z_stride_n, v_stride_n,
         FIRST, WIDTH, CAUSAL,
     )  # fmt: skip
     if SECOND > 0:
         kept_b, z_b, v_b, score_b, tangent_b = _part(
-            z_head, v_head, keep, sample, FIRST, count, tokens, width, scale, beta, z_stride_n,
+            z_head, v_head, keep, sample, FIRST, tokens, width, scale, beta, z_stride_n,
             v_stride_n, SECOND, WIDTH, CAUSAL,
         )  # fmt: skip
         cross = cross_scores(z_a, z_b, kept_a, kept_b, scale)

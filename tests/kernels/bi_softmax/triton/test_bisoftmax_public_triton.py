@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cases.triton import TOLERANCE, Case, Problem, dense, problem_of, relative
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.kernels.bi_softmax import ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.backend")
@@ -32,19 +31,19 @@ SHAPES = [
     Case(40, 24, batch=2, mask="rows", normalised=False),
     Case(33, 16, causal=True, strided=True),
     Case(130, 16, batch=2, mask="random", strided=True),
-    Case(130, 16, batch=2, mask="lengths"),
+    Case(130, 16, batch=2, mask="padding"),
 ]
 BRAINS = [
     Case(65, 64, batch=2, dtype=BRAIN, strided=True),
     Case(129, 128, batch=2, dtype=BRAIN, mask="random"),
     Case(300, 64, dtype=BRAIN, causal=True, strided=True),
-    Case(1024, 64, batch=2, dtype=BRAIN, mask="lengths"),
+    Case(1024, 64, batch=2, dtype=BRAIN, mask="padding"),
 ]
 
 
 def options_of(case: Case, problem: Problem) -> dict[str, Any]:
-    padding = {"mask": problem.mask} if problem.lengths is None else {"lengths": problem.lengths}
-    return {"causal": case.causal, "limit": case.limit, "backend": "triton", **padding}
+    backend = {"backend": "triton", "mask": problem.mask}
+    return {"causal": case.causal, "limit": case.limit, **backend}
 
 
 @pytest.mark.parametrize(
@@ -83,25 +82,6 @@ def test_the_second_derivative() -> None:
         (first,) = torch.autograd.grad(loss, z, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), z)[0])
     assert relative(found[0], found[1].cpu().double()) <= 1e-4
-
-
-@pytest.mark.parametrize("tokens", [20, pytest.param(130, marks=pytest.mark.slow)])
-def test_lengths_are_a_mask(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And reach the kernels as lengths."""
-    monkeypatch.setattr(ops, "mask_of", lambda *args: pytest.fail("a mask was made"))
-    lengths = torch.tensor([0, tokens - 3], dtype=torch.int32)
-    mask = torch.arange(tokens) < lengths[:, None]
-    found = []
-    paddings: list[dict[str, Any]] = [{"lengths": lengths}, {"mask": mask.to(DEVICE)}]
-    for padding in paddings:
-        z = laid_out(tokens).requires_grad_()
-        ours = bisoftmax(z, 0.25, backend="triton", **padding)
-        (pullback,) = torch.autograd.grad(ours, z, (z.detach(), ours[1].detach()))
-        product = bisoftmax_hvp(z.detach(), z.detach(), 0.25, backend="triton", **padding)
-        found.append((*ours, pullback, product))
-    for by_lengths, by_mask in zip(*found, strict=True):
-        assert not by_lengths[0].any() and by_lengths[1].any()
-        torch.testing.assert_close(by_lengths, by_mask, rtol=1e-5, atol=1e-5)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
@@ -165,13 +145,13 @@ def test_whole_graph_compilation(compiler: str, tokens: int) -> None:
 
 def test_vmap() -> None:
     stack = torch.stack([laid_out(seed)[:, :, :17] for seed in (17, 18, 19)], 1)
-    lengths = torch.tensor([0, 15], device=DEVICE)
+    mask = torch.arange(17, device=DEVICE) < torch.tensor([0, 15], device=DEVICE)[:, None]
 
     def both(z: Tensor) -> tuple[Tensor, Tensor]:
-        return bisoftmax(z, 0.25, lengths=lengths, backend="triton")
+        return bisoftmax(z, 0.25, mask=mask, backend="triton")
 
     def product(z: Tensor) -> Tensor:
-        return bisoftmax_hvp(z, z, 0.25, lengths=lengths, backend="triton")
+        return bisoftmax_hvp(z, z, 0.25, mask=mask, backend="triton")
 
     ours = (*torch.vmap(both, 1)(stack), torch.vmap(product, 1)(stack))
     singly = [(*both(z), product(z)) for z in stack.unbind(1)]

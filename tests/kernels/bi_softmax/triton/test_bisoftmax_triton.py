@@ -36,7 +36,7 @@ SMALL = [
     Case(17, 64, batch=3, mask="rows", options=ON_CHIP),
     Case(33, 24, batch=2, mask="random", causal=True, options=ON_CHIP),
     Case(65, 64, batch=2, heads=3, options=ON_CHIP),
-    Case(65, 24, batch=2, strided=True, mask="lengths", options=ON_CHIP),
+    Case(65, 24, batch=2, strided=True, mask="padding", options=ON_CHIP),
     Case(65, 64, dtype=HALF, batch=2, mask="random", options=ON_CHIP),
     Case(81, 128, batch=2, mask="rows", normalised=False, options=ON_CHIP),
     Case(81, 16, causal=True, dtype=HALF, normalised=False, options=ON_CHIP),
@@ -47,7 +47,7 @@ SMALL = [
     Case(1, 128, dtype=HALF, batch=2, options=ON_CHIP),
     Case(2, 24, dtype=HALF, batch=2, mask="rows", options=ON_CHIP),
     Case(15, 64, dtype=HALF, batch=2, mask="random", causal=True, options=ON_CHIP),
-    Case(127, 16, dtype=HALF, batch=2, mask="lengths", options=ON_CHIP),
+    Case(127, 16, dtype=HALF, batch=2, mask="padding", options=ON_CHIP),
 ]
 LARGE = [
     Case(1, 8, options=TILED),
@@ -62,8 +62,8 @@ LARGE = [
     Case(129, 64, batch=2, strided=True),
     Case(129, 8, batch=2, mask="rows", normalised=False, dtype=HALF),
     Case(129, 24, batch=2, mask="random", causal=True),
-    Case(130, 16, batch=3, mask="lengths", options={"triangular": True}),
-    Case(130, 16, batch=2, mask="lengths", causal=True, normalised=False, dtype=HALF),
+    Case(130, 16, batch=3, mask="padding", options={"triangular": True}),
+    Case(130, 16, batch=2, mask="padding", causal=True, normalised=False, dtype=HALF),
     Case(256, 128, heads=1, dtype=HALF),
     Case(257, 64, heads=1, normalised=False),
     Case(257, 24, batch=2, mask="random", options={"triangular": True}),
@@ -98,21 +98,15 @@ def poisoned() -> Iterator[None]:
 
 
 def forward(case: Case, problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
-    mask = None if problem.lengths is not None else problem.mask
-    return backend.bisoftmax_forward(
-        problem.z, case.beta, mask, case.causal, case.limit,
-        lengths=problem.lengths, **case.options, **options,
-    )  # fmt: skip
+    given = problem.z, case.beta, problem.mask, case.causal, case.limit
+    return backend.bisoftmax_forward(*given, **case.options, **options)
 
 
 def product(
     case: Case, problem: Problem, lse: Tensor | None, cotangent: Tensor | None = None
 ) -> Tensor:
-    mask = None if problem.lengths is not None else problem.mask
-    return backend.bisoftmax_hvp(
-        problem.z, problem.v, case.beta, mask, case.causal, lse, cotangent,
-        limit=case.limit, lengths=problem.lengths, **case.options,
-    )  # fmt: skip
+    given = problem.z, problem.v, case.beta, problem.mask, case.causal, lse, cotangent
+    return backend.bisoftmax_hvp(*given, limit=case.limit, **case.options)
 
 
 def check(value: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -223,7 +217,7 @@ def test_without_cotangent_and_without_lse(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [pytest.param("none", marks=slow), pytest.param("rows", marks=slow), "lengths"]
+    "mask", [pytest.param("none", marks=slow), pytest.param("rows", marks=slow), "padding"]
 )
 def test_slices_add_to_what_they_wrote(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five blocks in two slices a head: a slot is written once and added to twice."""
@@ -346,13 +340,13 @@ ON_DEVICE = [
         (1, 8, "none", False, False, True),
         (17, 24, "random", True, True, False),
         (65, 64, "none", False, False, True),
-        (81, 128, "lengths", False, True, True),
+        (81, 128, "padding", False, True, True),
         (128, 256, "random", False, False, False),
         (129, 16, "rows", True, False, True),
         (257, 64, "none", False, True, True),
         (257, 256, "random", False, False, True),
         (1000, 64, "none", True, False, True),
-        (1000, 128, "lengths", False, True, False),
+        (1000, 128, "padding", False, True, False),
         (1024, 64, "none", False, False, True),
         (1031, 128, "random", False, False, True),
         (2048, 256, "none", False, False, True),

@@ -1,24 +1,91 @@
-"""Softmax attention of queries among keys that do not depend on them, through stock attention.
+"""Softmax attention of queries among keys: weights, free energy and forces, in dense operations or not.
 
-For the Helmholtz free energy ``-beta^-1 sum_i L_i`` with ``L_i = log sum_j exp(beta q_i.k_j)`` one
-stock attention with the keys for values gives value and gradient. Their derivatives, with them the
-Hessian-vector product, come by strips of rows: the stock backward pass always differentiates by the
-keys too, which a Hessian-vector product does not need. Only derivatives of derivatives hold an N x M
-matrix.
+With scores ``S = beta Q K^T + bias``, for the elastic form ``beta (Q K^T - |k_j|^2 / 2) + bias``, rows
+``L_i = log sum_j exp S_ij`` over the allowed pairs and ``P_ij = exp(S_ij - L_i)`` the Helmholtz free energy
+is ``F = -beta^-1 sum_i L_i``, plus ``1/2 |q_i|^2`` of each query that has a key in the elastic form, which
+completes ``-beta^-1 log sum_j exp(-beta |q_i - k_j|^2 / 2 + bias_ij)``.
+
+For keys that do not depend on the queries one stock attention with the keys for values gives value and
+gradient (``flash``). Their derivatives, with them the Hessian-vector product, come by strips of rows: the
+stock backward pass always differentiates by the keys too, which a Hessian-vector product does not need.
+Only derivatives of derivatives hold an N x M matrix.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.arguments import wide_dtype, without_autocast
+from implicit_attn.kernels.arguments import wide_dtype, within_exponent, without_autocast
 from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs
 from implicit_attn.kernels.tiling import row_strips
 
 _stock = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Attended(NamedTuple):
+    """Weights P (B, H, N, M) and L (B, H, N), float32 or wider, and which queries have a key."""
+
+    weights: Tensor
+    lse: Tensor
+    attends: Tensor | None  # (B or 1, H or 1, N) bool; None: all
+
+    def only(self, query: Tensor) -> Tensor:
+        """``query`` (B, H, N, p) with zeros where there is no key."""
+        there = self.attends
+        return query if there is None else query.masked_fill(~there.unsqueeze(-1), 0.0)
+
+
+@without_autocast
+def attend(
+    query: Tensor,
+    key: Tensor,
+    beta: float | Tensor,
+    *,
+    elastic: bool = False,
+    pairs: Pairs | None = None,
+    limit: float | None = None,
+) -> Attended:
+    """The softmax of the queries among the keys.
+
+    Args:
+        query, key: (B, H, N, p) and (B, H, M, p), floating.
+        beta: a number, or one a head, (H, 1, 1).
+        elastic: the scores are those of distances.
+        pairs: which pairs there are, and their biases; None: all, without.
+        limit: the caller's bound on every ``|S_ij|`` where there is no bias; up to 60 it saves the
+            search for each row's maximum.
+    """
+    wide = wide_dtype(query)
+    scores = (query.to(wide) @ key.to(wide).mT) * beta
+    if elastic:
+        scores = scores - (0.5 * beta) * key.to(wide).square().sum(-1).unsqueeze(-2)
+    return Attended(*softmax_over_pairs(scores, pairs, within_exponent(limit)))
+
+
+def forces(
+    query: Tensor, key: Tensor, attended: Attended, *, elastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``dF/dQ = -P K`` and ``dF/dK = -P^T Q``; elastic ``Q - P K`` and ``diag(1^T P) K - P^T Q``."""
+    weights = attended.weights.to(query.dtype)
+    by_query, by_key = -(weights @ key), -(weights.mT @ query)
+    if elastic:
+        by_query = by_query + attended.only(query)
+        by_key = by_key + weights.sum(-2).unsqueeze(-1) * key
+    return by_query, by_key
+
+
+@without_autocast
+def dense(
+    query: Tensor, key: Tensor, beta: float, mask: Tensor | None, pairs: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
+    """``P K`` in the dtype of the queries, and L, over the unmasked keys (B, M)."""
+    if mask is not None:
+        pairs = (pairs or Pairs()).intersect(mask[:, None, None])
+    weights, lse, _ = attend(query, key, beta, pairs=pairs)
+    return weights.to(query.dtype) @ key, lse
 
 
 def flash(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -29,26 +96,6 @@ def flash(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple
     held = (query, mean.detach(), lse.detach())
     of_mean, of_lse = _Keys.apply(key, held, beta, mask)  # type: ignore[misc]
     return mean + of_mean, lse + of_lse
-
-
-@without_autocast
-def dense(
-    query: Tensor, key: Tensor, beta: float, mask: Tensor | None, pairs: Pairs | None = None
-) -> tuple[Tensor, Tensor]:
-    wide = wide_dtype(query)
-    scores = (query.to(wide) @ key.to(wide).mT) * beta
-    if pairs is not None:
-        pairs = pairs.intersect(None if mask is None else mask[:, None, None])
-        weights, lse, _ = softmax_over_pairs(scores, pairs)
-    elif mask is None:
-        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
-    else:
-        # A row without keys stays open and is emptied below, which spares it the NaN.
-        nothing = ~mask.any(-1)[:, None, None]
-        scores = scores.masked_fill(~(mask[:, None, None] | nothing.unsqueeze(-1)), -torch.inf)
-        weights = scores.softmax(-1).masked_fill(nothing.unsqueeze(-1), 0.0)
-        lse = scores.logsumexp(-1).masked_fill(nothing, 0.0)
-    return weights.to(query.dtype) @ key, lse
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
