@@ -267,10 +267,10 @@ def check_samples(p: Probe) -> Comparisons:
             f"the {{}} of sample {kept} is another when the other samples are: sum, normalise and "
             "compare within a sample, over every dimension but the first"
         )
-        one = (
+        found, alone = (
             pytree.tree_map(lambda leaf, kept=kept: leaf[kept], tree) for tree in (found, expected)
         )
-        yield from each(*one, wrong)
+        yield from each(found, alone, wrong)
 
 
 @check("slope", "autograd's gradient of forward is its slope")

@@ -390,4 +390,4 @@ def test_memory_on_the_device_is_linear_in_the_tokens() -> None:
 def test_the_other_device() -> None:
     z = torch.randn(1, 2, 300, 64, device="cuda:1")
     value, _ = backend.bisoftmax_forward(z, 0.125)
-    check(value, dense(Case(300, 64), Problem(z, z, z[..., 0], None, None))[0], 1e-5)
+    check(value, dense(Case(300, 64), Problem(z, z, z[..., 0], None))[0], 1e-5)
