@@ -25,7 +25,6 @@ from implicit_attn.studies.token_geometry import Geometry as Geometry
 from implicit_attn.studies.token_geometry import average_angle as average_angle
 from implicit_attn.studies.token_geometry import effective_rank as effective_rank
 from implicit_attn.studies.token_geometry import geometry as geometry
-from implicit_attn.studies.trade_off import TradeOff as TradeOff
-from implicit_attn.studies.trade_off import layers_of_depth as layers_of_depth
-from implicit_attn.studies.trade_off import read_trade_off as read_trade_off
-from implicit_attn.studies.trade_off import train_trade_off as train_trade_off
+from implicit_attn.studies.trading_off import TradeOff as TradeOff
+from implicit_attn.studies.trading_off import layers_of_depth as layers_of_depth
+from implicit_attn.studies.trading_off import trade_off as trade_off

@@ -9,10 +9,7 @@ from typing import Any, Literal
 
 from implicit_attn import studies
 from implicit_attn.data import load
-from implicit_attn.models import build_model
 from implicit_attn.studies.subjects import Subject, open_subject
-from implicit_attn.studies.tables import Advance, progress
-from implicit_attn.studies.trade_off import small_classifier
 from implicit_attn.training import NonFiniteLoss, Recipe
 from implicit_attn.training.script import choose_threads, make_folder, mistakes
 
@@ -38,28 +35,23 @@ class OnWeights:
         with mistakes():
             make_folder(self.out)
         for source in self.weights:
-            subject = self.open(source)
+            with mistakes():
+                subject = open_subject(source, self.data, self.samples)
+            choose_threads(subject.model)
             stem = f"{type(self).__name__.lower()}-{subject.name}"
             print(f"{stem}: {subject.title}", flush=True)
-            with progress(stem) as advance, mistakes(kinds=(TypeError,)):
-                found = self.study(subject, advance)
+            with mistakes(kinds=(TypeError,)):
+                found = self.study(subject)
             found.save(self.out / stem, f"{subject.title}\n{len(subject.inputs)} test samples")
             print(f"\n{found}\n\nfigure: {self.out / stem}.png (tables beside it as CSV)")
         print(f"{time.perf_counter() - start:.0f} s")
 
-    def open(self, source: str) -> Subject:
-        """The model and its test samples."""
-        with mistakes():
-            subject = open_subject(source, self.data, self.samples)
-        choose_threads(subject.model)
-        return subject
-
-    def study(self, subject: Subject, advance: Advance) -> studies.Study:
+    def study(self, subject: Subject) -> studies.Study:
         """What the function of that name finds on one model, given the options that are its own."""
         common = {field.name for field in fields(OnWeights)}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
         find: Any = getattr(studies, type(self).__name__.lower())
-        return find(subject, advance=advance, **own)
+        return find(subject, **own)
 
 
 @dataclass(kw_only=True)
@@ -110,16 +102,15 @@ class Report(OnWeights):
     weights: tuple[str, ...] = (SPINS,)
     samples: int | None = None
 
-    def study(self, subject: Subject, advance: Advance) -> studies.Study:
+    def study(self, subject: Subject) -> studies.Study:
         return studies.report(subject, subject.observations)
 
 
 @dataclass(kw_only=True)
-class TradeOff(OnWeights):
-    """Layers x iterations at constant depth: trains small models, or reads those of --weights."""
+class TradeOff:
+    """Layers x iterations at constant depth: trains small models of Hyper-SET."""
 
-    weights: tuple[str, ...] = ()
-    samples: int | None = None
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
     depth: int = 12
     """layers times iterations"""
     layers: tuple[int, ...] = ()
@@ -129,34 +120,18 @@ class TradeOff(OnWeights):
     """peak learning rate"""
     seeds: int = 1
     """trainings of each"""
+    out: Path = Path("runs/studies")
+    """folder of the files"""
 
     def run(self) -> None:
-        start = time.perf_counter()
         with mistakes():
             make_folder(self.out)
-        if self.weights:
-            subjects = [self.open(source) for source in self.weights]
-            with mistakes():
-                found = studies.read_trade_off(subjects)
-            title = f"{subjects[0].title.split(':')[0]}, trained models"
-        else:
-            found, title = self._train()
-        found.save(self.out / "trade-off", title)
-        print(f"\n{found}\n\nfigure: {self.out / 'trade-off.png'} (tables beside it as CSV)")
-        print(f"{time.perf_counter() - start:.0f} s")
-
-    def _train(self) -> tuple[studies.TradeOff, str]:
-        name = self.data or "digits"
-        with mistakes():
-            data = load(name)
-            pairs = [p for p in studies.layers_of_depth(self.depth) if p[0] in (self.layers or p)]
-            if len(pairs) < len(set(self.layers)):
-                raise ValueError(f"layers must divide depth {self.depth}, got {self.layers}")
+            data = load(self.data)
+            pairs = studies.layers_of_depth(self.depth, self.layers)
             recipes = [Recipe(self.epochs, 64, self.rate, seed=seed) for seed in range(self.seeds)]
-            kind = small_classifier(data)
-        choose_threads(build_model(kind))
-        rows = progress("trade-off", len(pairs) * self.seeds)
-        with mistakes(kinds=(NonFiniteLoss,)), rows as advance:
-            folder = self.out / "trade-off"
-            found = studies.train_trade_off(data, pairs, recipes, kind, folder, advance=advance)
-        return found, f"{name}, hyperset, depth {self.depth}, {self.epochs} epochs of training"
+        place = self.out / "trade-off"
+        with mistakes(kinds=(NonFiniteLoss,)):
+            found = studies.trade_off(data, pairs, recipes, place)
+        title = f"{self.data}, hyperset, depth {self.depth}, {self.epochs} epochs of training"
+        found.save(place, title)
+        print(f"\n{found}\n\nfigure: {place}.png (tables beside it as CSV)")

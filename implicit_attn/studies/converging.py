@@ -25,7 +25,6 @@ from implicit_attn.studies.tables import (
     GREY,
     NOTE_BOX,
     ORANGE,
-    Advance,
     Study,
     Table,
     draw_band,
@@ -34,7 +33,6 @@ from implicit_attn.studies.tables import (
     legend_below,
     median_and_band,
     median_and_largest,
-    nothing,
 )
 from implicit_attn.updates import GradientStep, Update
 
@@ -97,7 +95,6 @@ def convergence(
     max_steps: int = 100,
     spectra: int = 2,
     repeats: int = 3,
-    advance: Advance = nothing,
 ) -> Convergence:
     """Every solver on the same layer and inputs, and the Jacobian's eigenvalues at the end.
 
@@ -111,7 +108,6 @@ def convergence(
         max_steps: evaluations per sample.
         spectra: samples whose Jacobian is studied.
         repeats: timed solves, of which the median counts.
-        advance: called with the name of what is computed next.
 
     Raises:
         TypeError: no layer is found, or ``x`` is missing.
@@ -121,9 +117,8 @@ def convergence(
     exact = subject.exact()
     with torch.no_grad(), twice_differentiable(subject.model):
         inner, (given, mask) = exact.layer, exact.given(exact.inputs)
-        curves = solve_curves(solver_choices(inner), given, mask, max_steps, advance)
-        costs, steps = _costs(subject, solvers.Tolerance(rtol=rtol), max_steps, repeats, advance)
-        advance("eigenvalues")
+        curves = solve_curves(solver_choices(inner), given, mask, max_steps)
+        costs, steps = _costs(subject, solvers.Tolerance(rtol=rtol), max_steps, repeats)
         few = pytree.tree_map_only(Tensor, lambda part: part[:spectra], given)
         mask = None if mask is None else mask[:spectra]
         options: Any = {"tolerance": solvers.Tolerance(rtol=FLOOR), "max_steps": 500}
@@ -185,12 +180,10 @@ def solve_curves(
     x: Any,
     mask: Tensor | None,
     max_steps: int,
-    advance: Advance = nothing,
 ) -> Table:
     """The table ``curves`` of :class:`Convergence`, of layers with their solvers by name."""
     traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
     for name, (layer, solver) in choices.items():
-        advance(f"{name}, curve")
         with with_energies(layer):
             traces[name] = _trace(layer, x, mask, solver, max_steps)
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
@@ -238,14 +231,13 @@ def best_so_far(trace: Any) -> tuple[Tensor, Tensor]:
 
 
 def _costs(
-    subject: Subject, tolerance: solvers.Tolerance, max_steps: int, repeats: int, advance: Advance
+    subject: Subject, tolerance: solvers.Tolerance, max_steps: int, repeats: int
 ) -> tuple[Table, Table]:
     layer, (x, mask) = subject.layer, subject.given(subject.inputs)
     ends: Table = []
     steps: Table = []
     options: Any = {"tolerance": tolerance, "max_steps": max_steps, "on_failure": "ignore"}
     for name, (owner, solver) in solver_choices(layer).items():
-        advance(f"{name}, cost")
         times: list[float] = []
         with with_energies(layer):
             solution = owner.solve(x, mask, solver=solver, **options)

@@ -21,13 +21,11 @@ from implicit_attn.studies.tables import (
     GREEN,
     GREY,
     ORANGE,
-    Advance,
     Study,
     Table,
     histogram,
     leave_empty,
     legend_below,
-    nothing,
     show_best,
     write_in_corner,
 )
@@ -85,7 +83,6 @@ def extrapolation(
     targets: Tensor | None = None,
     *,
     factor: int = 4,
-    advance: Advance = nothing,
 ) -> Extrapolation:
     """Accuracy, loss, residual and energy for 1 to ``factor`` times the iterations of training.
 
@@ -95,7 +92,7 @@ def extrapolation(
     evaluations; a solver returns the best state that it has evaluated, a recurrence its last.
 
     Args:
-        layer, x, advance: as for :func:`convergence`.
+        layer, x: as for :func:`convergence`.
         targets: labels (B,) of the model's outputs, for accuracy and loss; None: without these.
         factor: to how many times the iterations of training; of a layer of unknown training these
             are the median evaluations of its solves.
@@ -118,9 +115,7 @@ def extrapolation(
             runs[label] = partial(accuracy_by_evaluations, subject, budgets, *choices[name])
     curves: Table = []
     for name, run in runs.items():
-        advance(name)
         curves += [{"method": name, **row} for row in run()]
-    advance("adaptive stopping")
     adaptive, depths = adaptive_stopping(subject, factor * subject.trained)
     reach = _reach(curves, subject.trained, factor)
     return Extrapolation(curves, reach, adaptive, depths, subject.trained)

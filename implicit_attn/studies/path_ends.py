@@ -16,11 +16,9 @@ from implicit_attn.studies.tables import (
     BLUE,
     GREY,
     ORANGE,
-    Advance,
     Study,
     Table,
     median_and_largest,
-    nothing,
 )
 
 SAME = 1e-2  # relative distance up to which two ends count as one
@@ -61,7 +59,6 @@ def paths(
     targets: Tensor | None = None,
     *,
     starts: int = 2,
-    advance: Advance = nothing,
 ) -> Paths:
     """Where a layer ends from its input, from zero and from random starts, in float64.
 
@@ -69,7 +66,7 @@ def paths(
     input being the same, for as many iterations as in training and for four times as many.
 
     Args:
-        layer, x, advance: as for :func:`convergence`; the state must be one tensor.
+        layer, x: as for :func:`convergence`; the state must be one tensor.
         targets: labels (B,) of the model's outputs; None: without predictions.
         starts: number of random starts, Gaussian with the RMS of each sample's usual start.
     """
@@ -89,7 +86,6 @@ def paths(
     summary: Table = []
     samples: Table = []
     for name, run in runs.items():
-        advance(name)
         rows, distances = _compare(subject, run, starts)
         summary += [{"run": name, **row} for row in rows]
         samples += [{"run": name, **row} for row in distances]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +15,13 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn.checkpoint import read_progress
-from implicit_attn.data import LOADERS, board_counts, load, load_sudoku, some_samples
+from implicit_attn.data import LOADERS, load, some_samples
 from implicit_attn.data.files import damaged
-from implicit_attn.data.sudoku import SOURCES
 from implicit_attn.deq import DEQ
 from implicit_attn.models import (
     ImageClassifier,
     RecurrentBackbone,
     SpinClassifier,
-    SudokuModel,
     load_model,
 )
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
@@ -37,9 +35,6 @@ from solvers.core.checks import require_nonnegative
 
 BATCH = 128
 RUN_FILES = ("weights", "checkpoint")  # of a run, which is named by its folder
-SPINS = "mnist-spins"  # which is solved as it was in training
-MOST_PUZZLES = 1_000_000  # of a checkpoint's settings
-SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # the settings that determine the puzzles
 Measures = dict[str, tuple[float, float]]  # what is summed over samples, and the number of terms
 Measure = Callable[[Tensor, Tensor, Tensor], Measures]  # outputs, inputs, targets
 
@@ -49,22 +44,6 @@ def measure_classes(logits: Tensor, inputs: Any, targets: Tensor) -> Measures:
     right = int((logits.argmax(1) == targets).sum())
     loss = F.cross_entropy(logits.double(), targets, reduction="sum").item()
     return {"accuracy": (right, len(targets)), "loss": (loss, len(targets))}
-
-
-def measure_boards(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
-    """Share of boards without a wrong cell, accuracy and cross-entropy of the unknown cells.
-
-    Logits (B, 81, 9) of the digits 1 .. 9, puzzles (B, 81) with 0 = unknown, solutions (B, 81).
-    """
-    right, unknown = board_counts(logits.argmax(-1) + 1, inputs, targets)
-    open_ = inputs == 0
-    loss = F.cross_entropy(logits[open_].double(), targets[open_] - 1, reduction="sum").item()
-    cells = int(unknown.sum())
-    return {
-        "accuracy": (int((right == unknown).sum()), len(inputs)),
-        "cell_accuracy": (int(right.sum()), cells),
-        "loss": (loss, cells),
-    }
 
 
 class Pool:
@@ -275,12 +254,11 @@ def subject_of(model: Any, inputs: Any = None, targets: Tensor | None = None) ->
 def open_subject(
     source: str | Path, data: str | None = None, samples: int | None = None
 ) -> Subject:
-    """The model of a checkpoint, or of shipped weights, with the test samples of its data.
+    """The image classifier of a checkpoint, or of shipped weights, with the test images of its data.
 
     Args:
         source: a name of :func:`implicit_attn.pretrained_models`, or the path of a checkpoint.
-        data: name of a data set of images; None: the one in the checkpoint's settings. The puzzles
-            of a Sudoku model are always those of its settings.
+        data: name of a data set of images; None: the one in the checkpoint's settings.
         samples: at most so many test samples; None: all.
 
     Raises:
@@ -290,66 +268,38 @@ def open_subject(
     """
     shipped = pretrained_models().get(str(source))
     path = Path(source) if shipped is None else shipped.path
-    if shipped is not None and shipped.name == SPINS:
-        model, progress = load_pretrained(SPINS), read_progress(path)
-    else:
-        model, progress = load_model(path)
-    if not isinstance(model, ImageClassifier | SudokuModel | SpinClassifier):
-        kind = type(model).__name__
-        raise ValueError(f"{path} must be of an image classifier or a Sudoku model, got a {kind}")
+    model: Any = load_model(path)[0] if shipped is None else load_pretrained(shipped.name)
+    if not isinstance(model, ImageClassifier | SpinClassifier):
+        raise ValueError(f"{path} must be of an image classifier, got a {type(model).__name__}")
+    progress = read_progress(path)
     settings, history = progress["settings"], progress.get("history") or []
     with damaged(path, "a history of epochs with evaluations, and rtol in the settings"):
         trained = int(history[-1].get("evaluations", 0)) if history else 0
         rtol = require_nonnegative("rtol", settings.get("rtol") or 1e-3)
-    measure: Measure = measure_classes
-    if isinstance(model, SudokuModel):
-        if data is not None:
-            raise ValueError(f"data must be None, {path} solves Sudoku; got {data!r}")
-        held = load_sudoku(**_puzzle_options(settings, path))
-        name, inputs, targets = held.name, held.test_puzzles, held.test_solutions
-        measure = measure_boards
-    else:
-        name = settings.get("data") if data is None else data
-        if not isinstance(name, str) or name not in LOADERS:
-            raise ValueError(
-                f"data must be one of {', '.join(LOADERS)}, got {name!r}: {path} does not say it"
-            )
-        images = load(name)
-        inputs, targets = images.test_images, images.test_labels
-        _check_images(inputs, images.classes, settings.get("model"), path)
-    specification: Mapping[str, Any] = settings.get("model") or {}
-    backbone = specification.get("backbone", {"name": "coupled spins"})["name"]
-    number = sum(p.numel() for p in model.parameters())
-    trained = trained or int(getattr(getattr(model, "backbone", None), "iterations", 1))
-    subject = Subject(
-        model, inputs, targets, trained, rtol, measure,
-        name=path.resolve().parent.name if path.stem in RUN_FILES else path.stem, history=history,
-        observations=progress.get("observations") or None,
-    )  # fmt: skip
-    steps = "iterations" if subject.recurrence is not None else "evaluations (median)"
-    title = f"{name}, {backbone}: {trained} {steps} in training, {number:,} parameters"
-    return replace(subject, title=title).first(samples)
-
-
-def _puzzle_options(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The arguments of ``load_sudoku`` in the settings of a checkpoint."""
-    chosen = {key: settings[key] for key in SUDOKU_OPTIONS if key in settings}
-    for name, value in chosen.items():
-        low, high = (0, 2**63) if name == "seed" else (1, MOST_PUZZLES)
-        whole = type(value) is int and low <= value < high  # True and False are none
-        if not (value in SOURCES if name == "source" else whole):
-            raise ValueError(f"{path}: {name} is {value!r}, expected what load_sudoku takes")
-    return chosen
-
-
-def _check_images(images: Tensor, classes: int, model: Any, path: Path) -> None:
-    """Images and classes must be those of the model's specification."""
-    if model is None or "backbone" not in model:  # coupled spins say nothing of images
-        return
-    with damaged(path, "channels, image_size and classes in the specification"):
-        wanted = (model["channels"], model["image_size"], model["image_size"]), model["classes"]
-    if (tuple(images.shape[1:]), classes) != wanted:
+    name = settings.get("data") if data is None else data
+    if not isinstance(name, str) or name not in LOADERS:
         raise ValueError(
-            f"data must have images {wanted[0]} of {wanted[1]} classes for {path}, got "
-            f"{tuple(images.shape[1:])} of {classes}"
+            f"data must be one of {', '.join(LOADERS)}, got {name!r}: {path} does not say it"
         )
+    images = load(name)
+    inputs, targets = images.test_images, images.test_labels
+    found, wanted = (
+        (*inputs.shape[1:], images.classes),
+        (*model.image_shape, model.head.out_features),
+    )
+    if found != wanted:
+        raise ValueError(
+            f"data must have images {wanted[:3]} of {wanted[3]} classes for {path}, got "
+            f"{found[:3]} of {found[3]}"
+        )
+    backbone = (settings["model"].get("backbone") or {}).get("name", "coupled spins")
+    unrolled = isinstance(getattr(model, "backbone", None), RecurrentBackbone)
+    trained = trained or int(getattr(getattr(model, "backbone", None), "iterations", 1))
+    steps = "iterations" if unrolled else "evaluations (median)"
+    number = sum(p.numel() for p in model.parameters())
+    return Subject(
+        model, inputs, targets, trained, rtol,
+        name=path.resolve().parent.name if path.stem in RUN_FILES else path.stem,
+        title=f"{name}, {backbone}: {trained} {steps} in training, {number:,} parameters",
+        history=history, observations=progress.get("observations") or None,
+    ).first(samples)  # fmt: skip

@@ -1,10 +1,10 @@
-"""What the studies share: tables, which are lists of rows with equal keys, their figure, the progress."""
+"""What the studies share: tables, which are lists of rows with equal keys, and their figure."""
 
 from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch import Tensor
 from implicit_attn.optional import require
 
 Table = list[dict[str, Any]]
-Advance = Callable[[str], object]  # called with the name of what is computed next
 WINDOW = 10.0  # percentage points of accuracy that are drawn below the best
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"
 NOTE_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
@@ -126,24 +125,6 @@ def histogram(evaluations: Tensor, **columns: Any) -> Table:
         {**columns, "evaluations": value, "samples": count}
         for value, count in zip(values.tolist(), counts.tolist(), strict=True)
     ]
-
-
-def nothing(what: str) -> None:
-    """An ``advance`` that tells nobody."""
-
-
-@contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """A progress bar; what is yielded is called with the name of what is computed next."""
-    tqdm: Any = require("tqdm", extra="examples").tqdm
-    with tqdm(total=total, desc=title, leave=False, disable=None) as bar:  # None: silent in a log
-
-        def advance(what: str) -> None:
-            if getattr(bar, "postfix", None):
-                bar.update()
-            bar.set_postfix_str(what)
-
-        yield advance
 
 
 # What the figures share.

@@ -19,12 +19,10 @@ from implicit_attn.studies.tables import (
     GREEN,
     GREY,
     ORANGE,
-    Advance,
     Study,
     Table,
     draw_band,
     leave_empty,
-    nothing,
 )
 
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
@@ -85,7 +83,6 @@ def geometry(
     *,
     iterations: int | None = None,
     features: Features | None = None,
-    advance: Advance = nothing,
 ) -> Geometry:
     """Energies, effective ranks and angles of tokens along the iterations of a layer.
 
@@ -93,7 +90,7 @@ def geometry(
     first one is its start, iteration 0.
 
     Args:
-        layer, x, advance: as for :func:`convergence`, or a Hyper-SET model.
+        layer, x: as for :func:`convergence`, or a Hyper-SET model.
         iterations: how many; None: as many as in training.
         features: states (B, N, d) -> (B, heads, N, p), whose rank and angle are taken; None: the heads
             of a Hyper-SET energy, else the tokens of the state as they are.
@@ -103,7 +100,6 @@ def geometry(
     """
     subject = subject_of(layer, x)
     number = iterations or subject.trained
-    advance("energies, ranks and angles")
     kinds: dict[str, list[Tensor]] = {}
     spaces: list[Tensor] = []
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import nn
 
 from implicit_attn.data import load
 from implicit_attn.models import SpinClassifier, build_model
-from implicit_attn.studies.trade_off import layers_of_depth, small_classifier
+from implicit_attn.studies.trading_off import layers_of_depth, small_classifier
 from implicit_attn.updates import ConditionedStepSizes
 
 pytestmark = pytest.mark.defect("D13")
