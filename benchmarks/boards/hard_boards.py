@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import tyro
 
-from implicit_attn.data.sudoku_boards import CELLS, SIDE, sudoku_pairs, unique_puzzles, units
+from implicit_attn.data.sudoku import CELLS, SIDE, sudoku_pairs, unique_puzzles, units
 
 BINS = {"0": 0, "1-2": 1, "3-10": 3, "11-50": 11, "51+": 51}  # least number of guesses of each
 ORDERS, DROPPED = 10, 3

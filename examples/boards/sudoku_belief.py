@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.data import solve_by_singles
-from implicit_attn.data.sudoku_boards import solved
+from implicit_attn.data.sudoku import solved
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import SudokuPotts, sudoku_pairs
 from solvers import Solution, Tolerance, belief_propagation, decimate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.data.patches import hidden_patches, join_patches
+from implicit_attn.data.images import hidden_patches, join_patches
 from implicit_attn.models.images import (
     PatchEmbedding,
     check_images,

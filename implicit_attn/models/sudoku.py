@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.data.sudoku_boards import CELLS, PLACES, SIDE
+from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
 from implicit_attn.models.images import grid_positions, token_width
 from solvers.core.checks import require_choice
 

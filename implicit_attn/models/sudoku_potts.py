@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.data.sudoku_boards import CELLS, SIDE, SudokuSymmetries, solved, sudoku_pairs
+from implicit_attn.data.sudoku import CELLS, SIDE, SudokuSymmetries, solved, sudoku_pairs
 from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
 from implicit_attn.models.potts import FactoredAttention, PottsModel
 from solvers.core.checks import require_count, require_number, require_positive

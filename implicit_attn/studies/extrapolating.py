@@ -15,7 +15,7 @@ import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone
 from implicit_attn.studies.converging import solver_choices, with_energies
-from implicit_attn.studies.subjects import Pool, Subject, subject_of
+from implicit_attn.studies.subjects import Subject, subject_of
 from implicit_attn.studies.tables import (
     BLUE,
     GREEN,
@@ -190,16 +190,20 @@ def _by_budget(subject: Subject, budgets: Sequence[int], run: Run) -> Table:
 @torch.no_grad()
 def _pooled(subject: Subject, run: Run) -> list[tuple[dict[str, float], list[Tensor]]]:
     """For each state that ``run`` gives, with columns (B,), its measures and whole columns."""
-    pools: dict[int, Pool] = {}
+    outputs: dict[int, list[Tensor]] = {}
     columns: dict[int, list[list[Tensor]]] = {}
     for inputs, targets in subject.parts():
         for k, (z, *values) in enumerate(run(inputs)):
-            pools.setdefault(k, Pool()).add(subject.measured(inputs, targets, z))
             columns.setdefault(k, []).append([each for each in values if each is not None])
-    return [
-        (pools[k].means(), [torch.cat(parts) for parts in zip(*columns[k], strict=True)])
-        for k in pools
-    ]
+            if targets is not None:
+                outputs.setdefault(k, []).append(subject.outputs(inputs, z))
+    table = []
+    for k, parts in columns.items():
+        means = {}
+        if subject.targets is not None:
+            means = subject.measure(torch.cat(outputs[k]), subject.inputs, subject.targets)
+        table.append((means, [torch.cat(each) for each in zip(*parts, strict=True)]))
+    return table
 
 
 def _states_after(

@@ -151,8 +151,7 @@ def _compare(
         if energy is not None:
             row["energy"] = energy.mean().item()
         if outputs and subject.targets is not None:
-            right, number = subject.measure(outputs[name], inputs, subject.targets)["accuracy"]
-            row["accuracy"] = right / number
+            row["accuracy"] = subject.measure(outputs[name], inputs, subject.targets)["accuracy"]
         summary.append(row)
         samples += [
             {"start": name, "sample": k, "distance": value}

@@ -18,12 +18,7 @@ from implicit_attn.checkpoint import read_progress
 from implicit_attn.data import LOADERS, load, some_samples
 from implicit_attn.data.files import damaged
 from implicit_attn.deq import DEQ
-from implicit_attn.models import (
-    ImageClassifier,
-    RecurrentBackbone,
-    SpinClassifier,
-    load_model,
-)
+from implicit_attn.models import ImageClassifier, RecurrentBackbone, SpinClassifier, load_model
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
@@ -35,30 +30,13 @@ from solvers.core.checks import require_nonnegative
 
 BATCH = 128
 RUN_FILES = ("weights", "checkpoint")  # of a run, which is named by its folder
-Measures = dict[str, tuple[float, float]]  # what is summed over samples, and the number of terms
-Measure = Callable[[Tensor, Tensor, Tensor], Measures]  # outputs, inputs, targets
+Measure = Callable[[Tensor, Tensor, Tensor], dict[str, float]]  # of outputs, inputs, targets
 
 
-def measure_classes(logits: Tensor, inputs: Any, targets: Tensor) -> Measures:
-    """Accuracy and cross-entropy of logits (B, classes) for labels ``targets`` (B,)."""
-    right = int((logits.argmax(1) == targets).sum())
-    loss = F.cross_entropy(logits.double(), targets, reduction="sum").item()
-    return {"accuracy": (right, len(targets)), "loss": (loss, len(targets))}
-
-
-class Pool:
-    """Means over the samples of several batches."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, tuple[float, float]] = {}
-
-    def add(self, measures: Measures) -> None:
-        for name, (value, terms) in measures.items():
-            total, number = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (total + value, number + terms)
-
-    def means(self) -> dict[str, float]:
-        return {name: total / number for name, (total, number) in self.sums.items()}
+def measure_classes(logits: Tensor, inputs: Any, targets: Tensor) -> dict[str, float]:
+    """Accuracy and cross-entropy of logits (N, classes) for labels ``targets`` (N,)."""
+    right = (logits.argmax(1) == targets).double().mean().item()
+    return {"accuracy": right, "loss": F.cross_entropy(logits.double(), targets).item()}
 
 
 class HeldStep(Update):
@@ -173,12 +151,6 @@ class Subject:
             return self.model.classify(z)
         with answering(self.layer, lambda *_, **__: z):
             return self.model(inputs)
-
-    def measured(self, inputs: Any, targets: Tensor | None, z: Any) -> Measures:
-        """The measures of the outputs for the state ``z``; none where there are no targets."""
-        if targets is None:
-            return {}
-        return self.measure(self.outputs(inputs, z), inputs, targets)
 
     def energy(self, z: Any, x: Any, mask: Tensor | None = None) -> Tensor | None:
         """(B,): what the layer, or a recurrence in its last iteration, descends; None for nothing."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, TextData, board_counts
-from implicit_attn.data.patches import hidden_patches, hide_patches, split_patches
+from implicit_attn.data.images import hidden_patches, hide_patches, split_patches
 from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.training.carried import CarriedStates
 from solvers.core.checks import require_count

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors", reason="weights are read from a file")
 
 from benchmarks.boards import sudoku
 from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.data.sudoku_boards import units
+from implicit_attn.data.sudoku import units
 from implicit_attn.models import build_model
 
 

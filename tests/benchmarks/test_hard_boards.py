@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.boards import hard_boards
-from implicit_attn.data.sudoku import read_list
-from implicit_attn.data.sudoku_boards import solve_sudoku, units
+from implicit_attn.data.sudoku import read_list, solve_sudoku, units
 
 
 def test_bred_boards_are_minimal_and_have_one_solution(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ import torch
 
 from cases.studies import specification, write_weights
 from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.data import cifar, load_cifar10, read_idx, read_list, unique_puzzles
+from implicit_attn.data import image_sets as cifar
+from implicit_attn.data import load_cifar10, read_idx, read_list, unique_puzzles
 from implicit_attn.data.files import RemoteFile, fetch, read_members
 from implicit_attn.models import build_model, load_model
 from implicit_attn.studies import open_subject
@@ -204,24 +205,6 @@ def test_a_missing_file_stays_the_systems_error(tmp_path: Path) -> None:
     for read in (read_idx, read_list, cifar.read_binary, cifar.decode_jpeg, load_model):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "nothing-here")
-
-
-@pytest.mark.defect("C4")
-def test_a_damaged_cache_is_made_again(folder: Path, tmp_path: Path) -> None:
-    _, read = prepare("photographs", folder)
-    expected = read()
-    (cache,) = (tmp_path / "cache" / "implicit-attn" / "cifar10").iterdir()
-    content = cache.read_bytes()
-    tensors = safetensors.load(content)
-    damage = [content[:place] for place in range(0, len(content), len(content) // 5)]
-    for place in range(8, len(content), len(content) // 9):
-        damage.append(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-    damage += [*OTHERS.values(), safetensors.save(tensors)]
-    for each in damage:
-        cache.write_bytes(each)
-        assert same(read(), expected)
-        assert cache.read_bytes() == content
-        assert [left.name for left in cache.parent.iterdir()] == [cache.name]
 
 
 def member_of(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
@@ -414,17 +397,9 @@ WRONG_SETTINGS: list[Any] = [
 ]  # fmt: skip
 
 
-PUZZLES = {"kind": "sudoku", "backbone": {"name": "crate", "dim": 8, "heads": 2}}
-WRONG_PUZZLES: list[Any] = [
-    {"model": PUZZLES, "source": "generated", "train": 2, "test": 2, **wrong} for wrong in (
-        {"train": 10**12}, {"test": "x"}, {"seed": -1}, {"source": 3}, {"source": "web"}, {"train": 0},
-        {"seed": 1.5}, {"test": True},
-    )
-]  # fmt: skip
 RIGHT = {"data": "digits", "model": specification("crate", iterations=3)}
 WRONG_PROGRESS = [
     *[(RIGHT["model"], {"settings": wrong, "history": []}) for wrong in WRONG_SETTINGS],
-    *[(PUZZLES, {"settings": wrong}) for wrong in WRONG_PUZZLES],
     *[
         (RIGHT["model"], {"settings": RIGHT, "history": wrong})
         for wrong in (3, [3], "x", [{"evaluations": "x"}], {"evaluations": 3}, [[]])

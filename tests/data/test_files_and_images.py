@@ -17,9 +17,10 @@ import pytest
 import torch
 from sklearn import datasets
 
-from implicit_attn.data import load, load_digits, load_fashion_mnist, load_mnist, mnist, read_idx
+from implicit_attn.data import image_sets as mnist
+from implicit_attn.data import load, load_digits, load_fashion_mnist, load_mnist, read_idx
 from implicit_attn.data.files import RemoteFile, cache_folder, fetch, find, search_folders
-from implicit_attn.data.mnist import parse_idx
+from implicit_attn.data.image_sets import parse_idx
 
 CONTENT = b"what the file holds"
 ARCHIVE = gzip.compress(CONTENT, mtime=0)

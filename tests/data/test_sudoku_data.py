@@ -22,8 +22,7 @@ from implicit_attn.data import (
     solve_sudoku,
     unique_puzzles,
 )
-from implicit_attn.data.sudoku import find_list
-from implicit_attn.data.sudoku_boards import solved, units
+from implicit_attn.data.sudoku import find_list, solved, units
 
 PUZZLES, SOLUTIONS = unique_puzzles(4, seed=0)
 GENERATED = load_sudoku(12, 6, source="generated", seed=3)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.data.sudoku_boards import SudokuSymmetries, unique_puzzles, units
+from implicit_attn.data.sudoku import SudokuSymmetries, unique_puzzles, units
 from implicit_attn.models import BoardSolver, BoardUpdate, build_model
 
 UNITS = units().tolist()

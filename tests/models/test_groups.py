@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.data.sudoku_boards import SudokuSymmetries, unique_puzzles, units
+from implicit_attn.data.sudoku import SudokuSymmetries, unique_puzzles, units
 from implicit_attn.models import learn_groups, sudoku_pairs
 from implicit_attn.models.boards import maximal_cliques, strong_pairs
 

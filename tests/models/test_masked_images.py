@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.data.patches import hide_patches, split_patches
+from implicit_attn.data.images import hide_patches, split_patches
 from implicit_attn.models import BACKBONES, MaskedImageModel, build_model
 from implicit_attn.models.masked_images import grid_positions
 

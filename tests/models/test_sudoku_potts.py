@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cases.potts import coupling_error
 from implicit_attn.data import solve_sudoku
-from implicit_attn.data.sudoku_boards import CELLS, solved
+from implicit_attn.data.sudoku import CELLS, solved
 from implicit_attn.models import (
     BoardStatus,
     FactoredAttention,

@@ -23,7 +23,7 @@ from implicit_attn import load_pretrained
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.cli import main
 from implicit_attn.data import load, unique_puzzles
-from implicit_attn.data.sudoku_boards import units
+from implicit_attn.data.sudoku import units
 from implicit_attn.models import BoardSolver, load_model
 from implicit_attn.programs.backbones import MaskedPatches, Sudoku, VitImages
 from implicit_attn.programs.board_figures import filling_animation, filling_figure, frames_of

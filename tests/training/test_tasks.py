@@ -20,8 +20,8 @@ from implicit_attn.data import (
     ngram_loss,
     reveal_up_to,
 )
-from implicit_attn.data.patches import hidden_patches
-from implicit_attn.data.sudoku_boards import solved, units
+from implicit_attn.data.images import hidden_patches
+from implicit_attn.data.sudoku import solved, units
 from implicit_attn.data.text import split_text
 from implicit_attn.models import BoardSolver, HyperSET, MaskedImageModel
 from implicit_attn.programs.solve_sudoku import RTOL, solved_after, solved_when_converged

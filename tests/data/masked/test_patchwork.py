@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.data.patches import hidden_patches, hide_patches, join_patches, split_patches
+from implicit_attn.data.images import hidden_patches, hide_patches, join_patches, split_patches
 
 
 def random_images(*shape: int) -> Tensor:
