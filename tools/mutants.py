@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACES = (
     "solvers/spins", "solvers/eigen", "solvers/krylov", "solvers/adjoints", "solvers/core",
     "solvers/methods", "solvers/fixed_points.py", "implicit_attn/kernels", "implicit_attn/energies",
-    "implicit_attn/updates", "implicit_attn/deq", "implicit_attn/regularization",
+    "implicit_attn/updates", "implicit_attn/deq", "implicit_attn/regularization.py",
     "implicit_attn/models", "implicit_attn/training", "implicit_attn/data",
     "implicit_attn/checkpoint.py",
 )  # fmt: skip

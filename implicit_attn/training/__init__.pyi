@@ -1,10 +1,10 @@
-from implicit_attn.training.carried import CarriedStates as CarriedStates
 from implicit_attn.training.loop import NonFiniteLoss as NonFiniteLoss
+from implicit_attn.training.loop import Recipe as Recipe
 from implicit_attn.training.loop import SettingsDiffer as SettingsDiffer
 from implicit_attn.training.loop import Training as Training
 from implicit_attn.training.loop import compile_step as compile_step
 from implicit_attn.training.loop import start_processes as start_processes
-from implicit_attn.training.recipe import Recipe as Recipe
+from implicit_attn.training.tasks import CarriedStates as CarriedStates
 from implicit_attn.training.tasks import Classification as Classification
 from implicit_attn.training.tasks import MaskedImages as MaskedImages
 from implicit_attn.training.tasks import NextToken as NextToken

@@ -18,8 +18,14 @@ import solvers
 from implicit_attn.checkpoint import read_progress, save_checkpoint
 from implicit_attn.data import ImageData
 from implicit_attn.optional import require
-from implicit_attn.training.loop import NonFiniteLoss, Training, alone, in_first, start_processes
-from implicit_attn.training.recipe import Recipe
+from implicit_attn.training.loop import (
+    NonFiniteLoss,
+    Recipe,
+    Training,
+    alone,
+    in_first,
+    start_processes,
+)
 from implicit_attn.training.tasks import Augment, Task
 
 SMALL = (

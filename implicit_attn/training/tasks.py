@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch.nn import functional as F
 from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, TextData, board_counts
 from implicit_attn.data.images import hidden_patches, hide_patches, split_patches
 from implicit_attn.data.sudoku import reveal_up_to
-from implicit_attn.training.carried import CarriedStates
-from solvers.core.checks import require_count
+from solvers.core.checks import require_count, require_nonnegative
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -30,20 +30,22 @@ class Task(ABC):
     Attributes:
         data: with ``to(device)``.
         names: of the measures.
+        kept: names of the training inputs and targets in the data.
     """
 
     data: Any
     names: tuple[str, ...]
+    kept: tuple[str, str]
 
     @property
-    @abstractmethod
     def inputs(self) -> Tensor:
         """(N, ...) training inputs of the model."""
+        return getattr(self.data, self.kept[0])
 
     @property
-    @abstractmethod
     def targets(self) -> Tensor:
         """(N, ...) targets of these inputs."""
+        return getattr(self.data, self.kept[1])
 
     @abstractmethod
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -112,14 +114,7 @@ class Classification(Task):
     data: ImageData
     augment: Augment | None = None
     names = ("test_accuracy",)
-
-    @property
-    def inputs(self) -> Tensor:
-        return self.data.train_images
-
-    @property
-    def targets(self) -> Tensor:
-        return self.data.train_labels
+    kept = ("train_images", "train_labels")
 
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         return (inputs if self.augment is None else self.augment(inputs, generator)), targets
@@ -132,6 +127,101 @@ class Classification(Task):
 
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
         return {"test_accuracy": (float((outputs.argmax(1) == targets).sum()), len(inputs))}
+
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class CarriedStates:
+    """Boards that a training goes on with, each from the state that its last step left.
+
+    A board's age is the number of its iterations. At the age of its life, drawn log-uniformly from
+    ``lives``, it retires, and a fresh board of the same step takes its place. So the training sees
+    states up to the longest life at the cost of a few iterations a step, and an update that leaves
+    what it has found is shown its error.
+
+    Attributes:
+        size: boards of the pool; as long as it has fewer than a batch, none is carried.
+        lives: shortest and longest, in iterations.
+        noise: standard deviation of what is added to carried states, times a uniform number a board.
+
+    Raises:
+        TypeError, ValueError: a size below 1, lives out of order, or a negative noise.
+
+    Source: states carried from step to step as in Anil et al., "Path independent equilibrium models
+    can better exploit test-time computation" (2022), https://arxiv.org/abs/2211.09961, who ask for the
+    same end from every start; the pool is that of Mordvintsev et al., "Growing neural cellular
+    automata" (2020), https://distill.pub/2020/growing-ca.
+    """
+
+    size: int = 48
+    lives: tuple[int, int] = (48, 1024)
+    noise: float = 0.1
+    _rows: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_count("size", self.size)
+        least, most = (require_count("lives", number) for number in self.lives)
+        if least > most:
+            raise ValueError(f"lives must be (shortest, longest), got {self.lives}")
+        require_nonnegative("noise", self.noise)
+
+    def __len__(self) -> int:
+        return len(self._rows[0]) if self._rows else 0
+
+    @property
+    def ages(self) -> Tensor:
+        """(len,) iterations that every board of the pool has behind it."""
+        return self._rows[3]
+
+    def clear(self) -> None:
+        """Forget all boards."""
+        self._rows = ()
+
+    def join(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
+        """A batch with as many carried boards behind it.
+
+        Returns:
+            Indices of the carried boards in the pool (C,), C = B or 0; inputs and targets (B + C, N);
+            states (C, N, q, m), or (0,) where C = 0.
+        """
+        number = len(inputs) if len(self) >= len(inputs) else 0
+        index = torch.randperm(len(self), generator=generator)[:number].to(inputs.device)
+        if number == 0:
+            return index, inputs, targets, torch.empty(0, device=inputs.device)
+        puzzles, solutions, states = (rows[index] for rows in self._rows[:3])
+        if self.noise > 0:
+            strength = self.noise * torch.rand(number, generator=generator)
+            drawn = torch.randn(states.shape, generator=generator)
+            drawn *= strength.view(-1, *[1] * (drawn.dim() - 1))
+            states = states + drawn.to(states)
+        return index, torch.cat([inputs, puzzles]), torch.cat([targets, solutions]), states
+
+    def put(
+        self,
+        index: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+        states: Tensor,
+        iterations: int,
+        generator: torch.Generator,
+    ) -> None:
+        """Keep what a step of so many ``iterations`` left of the batch that :meth:`join` made."""
+        number = len(inputs) - len(index)
+        least, most = (math.log(life) for life in self.lives)
+        lives = torch.exp(least + (most - least) * torch.rand(number, generator=generator))
+        ages = torch.full((number,), iterations, device=inputs.device)
+        lives = lives.to(inputs.device)
+        fresh = (inputs[:number], targets[:number], states[:number], ages, lives)
+        rows = self._rows or tuple(new[:0].clone() for new in fresh)
+        rows[2][index], rows[3][index] = states[number:], rows[3][index] + iterations
+        retired = index[rows[3][index] >= rows[4][index]][:number]
+        for kept, new in zip(rows, fresh, strict=True):
+            kept[retired] = new[: len(retired)]
+        room = slice(len(retired), len(retired) + self.size - len(rows[0]))
+        pairs = zip(rows, fresh, strict=True)
+        self._rows = tuple(torch.cat([kept, new[room]]) for kept, new in pairs)
 
 
 @dataclass(frozen=True)
@@ -161,20 +251,13 @@ class SudokuCompletion(Task):
     carried: CarriedStates | None = None
     batch: int = 100
     names = ("test_loss", "cell_accuracy", "solved_boards")
+    kept = ("train_puzzles", "train_solutions")
 
     def __post_init__(self) -> None:
         if self.givens is not None:
             least, most = (require_count("givens", number, low=0) for number in self.givens)
             if not least <= most < self.data.train_puzzles.shape[1]:
                 raise ValueError(f"givens must be fewest <= most < 81, got {self.givens}")
-
-    @property
-    def inputs(self) -> Tensor:
-        return self.data.train_puzzles
-
-    @property
-    def targets(self) -> Tensor:
-        return self.data.train_solutions
 
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         if self.givens is not None:
@@ -348,6 +431,7 @@ class MaskedImages(Task):
     seed: int = 0
     batch: int = 256
     names = ("test_loss", "test_psnr")
+    kept = ("train_images", "train_images")  # :meth:`augmented` hides patches
 
     def __post_init__(self) -> None:
         for name in ("patch", "batch", "test"):
@@ -370,16 +454,6 @@ class MaskedImages(Task):
     def most(self) -> int:
         """Hidden patches of a test image, the most of a training image."""
         return min(max(1, round(self.masked * self.patches)), self.patches - 1)
-
-    @property
-    def inputs(self) -> Tensor:
-        """The whole images; :meth:`augmented` hides patches."""
-        return self.data.train_images
-
-    @property
-    def targets(self) -> Tensor:
-        """The same images."""
-        return self.data.train_images
 
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         """Images with NaN in hidden patches, and the same images whole."""

@@ -36,8 +36,7 @@ from implicit_attn.training import (
     compile_step,
     start_processes,
 )
-from implicit_attn.training.loop import alone, share
-from implicit_attn.training.solves import SolveCounts
+from implicit_attn.training.loop import SolveCounts, alone, share
 
 for module in ("sklearn", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="needs the extra [examples]")

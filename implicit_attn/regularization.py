@@ -1,8 +1,8 @@
-"""Norms of the weights of whole modules: weight norm, spectral norm, spectral bound."""
+"""For training a layer: norms of weights, dropout, spectral radii, the loss on the way to a fixed point."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,10 +11,37 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from implicit_attn.deq import DEQ
+from implicit_attn.dropout import VariationalDropout, dropout_seeds
 from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import accumulation_dtype
 from implicit_attn.parametrised import own_class, parametrise
-from solvers.core.checks import require_choice, require_instance, require_positive
+from solvers import Implicit, OneStep
+from solvers.core.checks import (
+    require_callable,
+    require_choice,
+    require_count,
+    require_increasing,
+    require_instance,
+    require_nonnegative,
+    require_number,
+    require_positive,
+)
+
+__all__ = [
+    "SpectralNorm",
+    "SpectralRadii",
+    "VariationalDropout",
+    "WeightNorm",
+    "apply_norm",
+    "correction_weights",
+    "dropout_seeds",
+    "fixed_point_correction",
+    "remove_norm",
+    "states_at",
+]
+
+# Norms of the weights of whole modules.
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
@@ -241,3 +268,179 @@ def _check_weights(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
             raise ValueError(
                 f"a weight must belong to one layer, got one shared by {places[id(weight)]}"
             )
+
+
+# The spectral radius of a model's layers, for the record of a training.
+
+
+class SpectralRadii:
+    """``observe`` of a :class:`implicit_attn.training.Training`: how far each layer is from diverging.
+
+    Called with a model it solves every :class:`implicit_attn.DEQ` in it for the same few inputs, in
+    evaluation mode, and computes the spectral radius of each layer's Jacobian where its solve ended, exactly
+    (:func:`solvers.spectral_radius`). The model and the random state are left as they were.
+
+    Args:
+        inputs: (B, ...), given to the model.
+        samples: how many of them, from the first; None: all. A sample takes tens of products with the
+            Jacobian, so a few are enough for every epoch.
+
+    Returns (of a call):
+        For each layer, by its name in the model, ``{"median", "largest", "above_one", "samples"}``: of
+        the radii, the share of them above 1 (near such a point plain iteration does not converge), and their
+        number. All are Python numbers. A layer that the model did not call is left out; one that it called
+        several times has the radii of all calls.
+
+    Example:
+        >>> model = DEQ.from_update(lambda z, x: 0.5 * z + x)
+        >>> round(SpectralRadii(torch.ones(2, 3, 4))(model)[""]["largest"], 4)
+        0.5
+
+    ``solvers.SpectrumError`` where eigenvalues are not found.
+    """
+
+    def __init__(self, inputs: Tensor, *, samples: int | None = None) -> None:
+        require_instance("inputs", inputs, Tensor, "a tensor (B, ...)")
+        if inputs.dim() == 0 or inputs.shape[0] == 0:
+            raise ValueError(f"inputs must hold at least one sample, got {tuple(inputs.shape)}")
+        if samples is not None:
+            require_count("samples", samples)
+        self.inputs = inputs[:samples]
+
+    def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        found: dict[str, list[Tensor]] = {}
+        layers = {name: part for name, part in model.named_modules() if isinstance(part, DEQ)}
+        before = {name: (at.observer, at.last, at._seeds) for name, at in layers.items()}
+        training = [module for module in model.modules() if module.training]
+        device = self.inputs.device
+        others = [] if device.type == "cpu" else [device]
+        kept = torch.random.fork_rng(others, device_type=device.type if others else "cuda")
+        try:
+            model.eval()
+            for name, layer in layers.items():
+                layer.observer = _noting(layer, found.setdefault(name, []))
+            with torch.no_grad(), kept:
+                model(self.inputs)
+        finally:
+            for module in training:
+                module.training = True
+            for name, layer in layers.items():
+                layer.observer, layer.last, layer._seeds = before[name]
+        return {
+            name: {
+                "median": (radii := torch.cat(parts)).median().item(),
+                "largest": radii.max().item(),
+                "above_one": (radii > 1).double().mean().item(),
+                "samples": len(radii),
+            }
+            for name, parts in found.items()
+            if parts
+        }
+
+
+def _noting(layer: DEQ, radii: list[Tensor]) -> Callable[..., None]:
+    def note(x: Any, mask: Tensor | None, solution: Any) -> None:
+        radii.append(layer.spectral_radius(solution.value, x, mask))
+
+    return note
+
+
+# The loss on the way to a fixed point: fixed-point correction.
+
+DISCOUNTS = ("exponential", "linear", "constant")
+DEFAULT_GAMMA = {"exponential": 0.8, "linear": 0.9, "constant": 1.0}
+
+
+def correction_weights(
+    count: int, kind: str = "exponential", *, gamma: float | None = None
+) -> list[float]:
+    """Weights of ``count`` losses from the first state to the solution, whose weight is 1.
+
+    With ``m = 0`` for the solution, ``m = 1`` for the state before it, and so on::
+
+        "exponential"   gamma^m                 gamma 0.8 by default
+        "linear"        1 - gamma m / count     gamma 0.9 by default
+        "constant"      1
+
+    ``count``: the number of losses, >= 1; ``gamma``: in [0, 1], None: the default; not for "constant".
+    """
+    require_count("count", count)
+    require_choice("kind", kind, DISCOUNTS)
+    if gamma is None:
+        gamma = DEFAULT_GAMMA[kind]
+    elif kind == "constant":
+        raise ValueError(f'gamma belongs to "exponential" and "linear" weights, got {gamma!r}')
+    gamma = require_number("gamma", gamma, low=0.0, high=1.0)
+    before = range(count - 1, -1, -1)
+    if kind == "linear":
+        return [1 - gamma * m / count for m in before]
+    return [gamma**m for m in before]
+
+
+def states_at(
+    layer: DEQ, x: Any, numbers: Sequence[int], mask: Tensor | None = None, *, z0: Any = None
+) -> list[Any]:
+    """What the layer's solve has after each of these numbers of evaluations, with gradients.
+
+    The state after k evaluations is ``layer.solve(x, mask, max_steps=k).value``, which takes k evaluations
+    more. Its gradient is that of the layer's adjoint, if that differentiates steps (``Unrolled``,
+    ``Phantom``, ``OneStep``); else of one step from it, as the equation of the fixed point does not hold
+    there. ``layer.last`` stays that of the solve before. Dropout draws masks of its own.
+
+    ``numbers`` are increasing, ``layer.max_steps`` at most; ``x``, ``mask``, ``z0`` as for ``layer.solve``.
+    """
+    require_instance("layer", layer, DEQ, "a DEQ")
+    limits = require_increasing("numbers", numbers, high=layer.max_steps, what="max_steps")
+    options: dict[str, Any] = {"z0": z0, "on_failure": "ignore"}
+    if layer.adjoint is None or isinstance(layer.adjoint, Implicit):
+        options["adjoint"] = OneStep()
+    before = layer.last, layer._seeds, layer.observer
+    layer.observer = None
+    try:
+        return [layer.solve(x, mask, max_steps=limit, **options).value for limit in limits]
+    finally:
+        layer.last, layer._seeds, layer.observer = before
+
+
+def fixed_point_correction(
+    loss: Callable[[Any], Tensor], states: Sequence[Any], weights: Sequence[float] | None = None
+) -> Tensor:
+    """``sum_k w_k loss(z_k)`` over states on the way to the fixed point and the fixed point itself.
+
+    It asks states that the solver passes for the answer too. So a short solve learns to be useful, and
+    the solve as a whole to converge.
+
+    Args:
+        loss: of one state, a scalar, or any shape that is the same for all states.
+        states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*states_at(layer, x, numbers),
+            layer(x)]``.
+        weights: n finite numbers >= 0; None: ``correction_weights(n)``.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attn import DEQ
+        >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
+        >>> x = torch.ones(2, 3, 4)
+        >>> every = [*states_at(layer, x, [2, 4]), layer(x)]
+        >>> fixed_point_correction(lambda z: z.square().mean(), every).shape
+        torch.Size([])
+
+    Source: Bai, Geng, Savani, Kolter, "Deep Equilibrium Optical Flow Estimation" (2022), section 4.3,
+    https://arxiv.org/abs/2204.08442.
+    """
+    require_callable("loss", loss)
+    if isinstance(states, Tensor) or not isinstance(states, Sequence) or not states:
+        raise TypeError(
+            "states must be a sequence of at least one state, such as [*states_at(layer, x, [2, 4]), "
+            f"layer(x)], got {type(states)}"
+        )
+    numbers = correction_weights(len(states)) if weights is None else list(weights)
+    if len(numbers) != len(states):
+        raise ValueError(f"weights must be {len(states)} numbers like states, got {len(numbers)}")
+    terms = []
+    for at, (weight, state) in enumerate(zip(numbers, states, strict=True)):
+        term = loss(state)
+        if not isinstance(term, Tensor) or (terms and term.shape != terms[0].shape):
+            raise TypeError(f"loss must return a tensor of one shape for all states, got {term!r}")
+        terms.append(require_nonnegative(f"weights[{at}]", weight) * term)
+    return torch.stack(terms).sum(0)

@@ -1,4 +1,4 @@
-"""Norms of all weights of a module, by themselves and during solves."""
+"""Norms of weights, spectral radii, and the loss on the way to a fixed point."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torchdeq.loss import fp_correction
 
+import solvers
 from implicit_attn import DEQ
 from implicit_attn.energies import Projection
-from implicit_attn.regularization import SpectralNorm, WeightNorm, apply_norm, remove_norm
-from solvers import Implicit, Tolerance
+from implicit_attn.regularization import (
+    SpectralNorm,
+    SpectralRadii,
+    WeightNorm,
+    apply_norm,
+    correction_weights,
+    fixed_point_correction,
+    remove_norm,
+    states_at,
+)
+from solvers import Anderson, Implicit, Tolerance
+
+# Norms of all weights of a module, by themselves and during solves.
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -190,3 +203,170 @@ def test_weights_that_cannot_be_normed() -> None:
     parametrize.register_parametrization(model[0], "weight", nn.Identity())
     with pytest.raises(ValueError, match=r"0\.weight has other parametrisations"):
         remove_norm(model)
+
+
+# The spectral radii of a model's equilibrium layers.
+
+
+class Model(nn.Module):
+    """Two equilibrium layers whose radii are known: 0.25 and 0.75."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.first = DEQ.from_update(lambda z, x: 0.25 * z.roll(1, -1) + x, init="zeros")
+        self.second = DEQ.from_update(lambda z, x: 0.75 * z.roll(1, -1) + x, solver=Anderson())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.dropout(x))
+        return self.second(x) + self.second(2 * x)
+
+
+def test_radii_of_a_model_for_the_record() -> None:
+    model, x = Model().train(), torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(0))
+    model.second.eval()
+    model.first(torch.ones(1, 2, 3))
+    before, state = model.first.last, torch.get_rng_state()
+    record = SpectralRadii(x, samples=4)(model)
+    assert list(record) == ["first", "second"]
+    for name, radius in (("first", 0.25), ("second", 0.75)):
+        row = record[name]
+        assert row["median"] == pytest.approx(radius, rel=1e-5)
+        assert row["largest"] == pytest.approx(radius, rel=1e-5)
+        assert row["above_one"] == 0
+    assert record["first"]["samples"] == 4 and record["second"]["samples"] == 8
+    # Nothing of the training has changed.
+    assert model.first.last is before and model.second.last is None
+    assert model.first.observer is None and torch.equal(torch.get_rng_state(), state)
+    assert model.training and model.first.training and not model.second.training
+
+
+def test_radii_above_one_and_failing_models() -> None:
+    layer = DEQ.from_update(
+        lambda z, x: x - 2 * z, solver=Anderson(), adjoint=Implicit(), on_failure="ignore"
+    )
+    x = torch.ones(3, 1, 2)
+    row = SpectralRadii(x)(layer)[""]
+    assert row["above_one"] == 1 and row["median"] == pytest.approx(2, rel=1e-5)
+
+    def failing(_: object) -> None:
+        raise RuntimeError("the model's own")
+
+    layer.register_forward_pre_hook(lambda module, inputs: failing(module))
+    with pytest.raises(RuntimeError, match="the model's own"):
+        SpectralRadii(x)(layer)
+    assert layer.observer is None and layer.training
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "error", "match"),
+    [
+        ([1.0], {}, TypeError, "inputs must be a tensor"),
+        (torch.ones(0, 2), {}, ValueError, "inputs must hold at least one sample"),
+    ],
+)
+def test_wrong_records(inputs: Any, options: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        SpectralRadii(inputs, **options)
+
+
+# The fixed-point correction against torchdeq's, and its derivatives.
+
+
+def states(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"gamma": 0.5}, {"weight_func": "exp", "gamma": 0.5}),
+        ({"kind": "linear"}, {"weight_func": "linear"}),
+        ({"kind": "linear", "gamma": 0.3}, {"weight_func": "linear", "gamma": 0.3}),
+    ],
+)
+def test_same_as_torchdeq(count: int, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    passed = states(count)
+    expected = fp_correction(lambda z: z.square().mean(), (passed,), **theirs)
+    found = fixed_point_correction(
+        lambda z: z.square().mean(), passed, correction_weights(count, **ours)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_weights_by_hand() -> None:
+    assert correction_weights(3, "constant") == [1, 1, 1]
+    assert correction_weights(3, gamma=0.5) == [0.25, 0.5, 1]
+    assert correction_weights(4, "linear", gamma=1.0) == [0.25, 0.5, 0.75, 1]
+    a, b = states(2)
+    found = fixed_point_correction(lambda z: z.sum(1), [a, b], weights=[2, 3])
+    torch.testing.assert_close(found, 2 * a.sum(1) + 3 * b.sum(1))
+
+
+def shifted(z: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(0.6 * z.roll(1, -1)) + x
+
+
+def test_gradient_through_an_unrolled_solve() -> None:
+    """Central differences of the whole: solve, states, weighted sum."""
+    layer = DEQ.from_update(
+        shifted,
+        solver=solvers.Anderson(memory=3),
+        adjoint=solvers.Unrolled(),
+        tolerance=solvers.Tolerance(0.0),
+        max_steps=5,
+        on_failure="ignore",
+    )
+
+    def total(x: Tensor) -> Tensor:
+        z0 = 0.3 * torch.ones_like(x)
+        every = [*states_at(layer, x, [1, 2, 4], z0=z0), layer.solve(x, z0=z0).value]
+        return fixed_point_correction(lambda z: z.pow(2).sum(), every)
+
+    x = states(1)[0][:, None].requires_grad_()
+    assert torch.autograd.gradcheck(total, (x,))
+
+
+def test_states_on_the_way_are_those_of_shorter_solves() -> None:
+    layer = DEQ.from_update(shifted, solver=solvers.Forward())
+    x = states(1)[0][:, None].requires_grad_()
+    layer(x)
+    last = layer.last
+    first, second = states_at(layer, x, [1, 3])
+    assert (
+        torch.equal(first, x) and layer.last is last
+    )  # the initial state, of which one step is known
+    torch.testing.assert_close(second, shifted(shifted(x, x), x))
+    (found,) = torch.autograd.grad(second.sum(), x)
+    (expected,) = torch.autograd.grad(shifted(second.detach(), x).sum(), x)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="numbers"):
+        states_at(layer, x, [3, 1])
+    with pytest.raises(TypeError, match="layer must be a DEQ"):
+        states_at(shifted, x, [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"states": []}, TypeError, "states must be a sequence of at least one"),
+        ({"states": torch.ones(2, 3)}, TypeError, "states must be a sequence"),
+        ({"weights": [1.0]}, ValueError, "weights must be 2 numbers like states, got 1"),
+        ({"loss": lambda z: 1.0}, TypeError, "loss must return a tensor"),
+        (
+            {"loss": lambda z: z[: int(z[0, 0] > 0)]},
+            TypeError,
+            "loss must return a tensor of one shape",
+        ),
+    ],
+)
+def test_wrong_arguments_of_correction(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    given: dict[str, Any] = {"loss": torch.mean, "states": [torch.ones(2, 3), -torch.ones(2, 3)]}
+    given |= arguments
+    with pytest.raises(error, match=match):
+        fixed_point_correction(given.pop("loss"), given.pop("states"), **given)
