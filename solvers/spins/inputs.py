@@ -1,13 +1,14 @@
-"""Couplings, fields and masks of coupled sites: checks, matrix form, symmetry, precision."""
+"""What coupled sites share: checks and forms of couplings, fields and masks, stationary values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance
 from solvers.core.tolerance import Tolerance, read_tolerance
@@ -45,6 +46,11 @@ def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
 def as_wide(tensor: Tensor) -> Tensor:
     """At least float32: there is no Cholesky factorisation in half precision."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def no_variance(mean: Tensor) -> Tensor:
+    """Zeros (B, N, d, d), one number in memory."""
+    return mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
 
 
 def check_inputs(couplings: Any, field: Any, mask: Any, scalar: bool = False) -> None:
@@ -207,3 +213,27 @@ def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return k
     return torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
+
+
+def stationary_value(function: Callable[[Any, Any], Tensor], args: Any, state: Any) -> Tensor:
+    """``function(args, state)`` (B,), where its derivative by the state is 0 and takes no adjoint solve.
+
+    Second derivatives go through the state.
+    """
+    if not torch.is_grad_enabled():
+        return function(args, state)
+    held = pytree.tree_map(torch.detach, state)
+    return _Stationary.apply(function(args, held), function(args, state))
+
+
+class _Stationary(torch.autograd.Function):
+    """The partial derivative, or the total one where it is to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, total: Tensor) -> Tensor:
+        return partial.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (cotangent,) = cotangents
+        return (None, cotangent) if torch.is_grad_enabled() else (cotangent, None)

@@ -14,9 +14,16 @@ from torch.nn import functional as F
 
 from solvers.core.checks import require_count, require_flag, require_instance, require_positive
 from solvers.core.modes import ordinary, recording, without_autocast
-from solvers.spins.bessel import CircleMean, LogBessel, circle_covariance
-from solvers.spins.bingham import LogPartition, Moments, eigen, saddle_point
 from solvers.spins.inputs import as_wide
+from solvers.spins.spheres import (
+    CircleMean,
+    LogBessel,
+    LogPartition,
+    Moments,
+    circle_covariance,
+    eigen,
+    saddle_point,
+)
 
 
 class Site(nn.Module):
@@ -365,7 +372,7 @@ class SphericalSite(Site):
         mean = radius I_{d/2}(t) / I_{d/2-1}(t) h / |h|
 
     An isotropic V drops out. Any other V makes this a Fisher-Bingham distribution, computed by a
-    quadrature that is stable in any field and dimension (:mod:`solvers.spins.bingham`), at the cost of
+    quadrature that is stable in any field and dimension (:mod:`solvers.spins.spheres`), at the cost of
     one eigendecomposition of V per site.
 
     With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,

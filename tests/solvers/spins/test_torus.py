@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases.spin_models import generator
 from solvers import SphericalSite, TorusSite
-from solvers.spins.bessel import BesselRatio
+from solvers.spins.spheres import BesselRatio
 
 F64 = torch.float64
 CIRCLES = 3
