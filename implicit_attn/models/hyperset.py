@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.hyperset import HyperSETEnergy
-from implicit_attn.models.recurrent import RecurrentBackbone
+from implicit_attn.models.backbones import RecurrentBackbone
 from implicit_attn.updates.hyperset import HyperSETLayer
 from implicit_attn.updates.official import OfficialHyperSETLayer, build_step_network
 from solvers.core.checks import require_count, require_flag

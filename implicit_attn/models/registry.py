@@ -13,18 +13,17 @@ from torch import nn
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data.files import damaged
 from implicit_attn.deq_transformer import DEQTransformer
+from implicit_attn.models.around import ImageClassifier, MaskedCodes, MaskedImageModel, SudokuModel
+from implicit_attn.models.backbones import (
+    CRATE,
+    EnergyTransformer,
+    EquilibriumTransformer,
+    SharedTransformer,
+)
 from implicit_attn.models.boards import BoardSolver
-from implicit_attn.models.crate import CRATE
-from implicit_attn.models.energy_transformer import EnergyTransformer
-from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
-from implicit_attn.models.images import ImageClassifier
 from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
-from implicit_attn.models.masked_images import MaskedImageModel
-from implicit_attn.models.official import MaskedCodes
 from implicit_attn.models.spins import SpinClassifier, SpinTransformer
-from implicit_attn.models.sudoku import SudokuModel
-from implicit_attn.models.transformer import SharedTransformer
 from solvers.core.checks import require_choice
 
 MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.tokens import check_mask, check_state
-from implicit_attn.models.images import TokenClassifier, check_images
+from implicit_attn.models.around import TokenClassifier, check_images
 from implicit_attn.updates import MeanFieldAttention, NormedMLP
 from implicit_attn.updates.kinetic_attention import KineticAttention
 from solvers.core.checks import require_count, require_flag, require_instance

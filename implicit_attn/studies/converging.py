@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq import DEQ
-from implicit_attn.models.recurrent import HeadsLayer
+from implicit_attn.models.backbones import HeadsLayer
 from implicit_attn.studies.subjects import Subject, has_energy, subject_of
 from implicit_attn.studies.tables import (
     BLUE,

@@ -19,7 +19,7 @@ from implicit_attn.data import LOADERS, load, some_samples
 from implicit_attn.data.files import damaged
 from implicit_attn.deq import DEQ
 from implicit_attn.models import ImageClassifier, RecurrentBackbone, SpinClassifier, load_model
-from implicit_attn.models.energy_transformer import EnergyTransformerLayer
+from implicit_attn.models.backbones import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
 from implicit_attn.updates.gradient_step import EnergyStep

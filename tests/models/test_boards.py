@@ -1,17 +1,135 @@
-"""The board solver: its formula, its symmetries, its gradients, its solves."""
+"""Boards: groups that are learned, the solver that repeats one update, Sudoku as a Potts model."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import networkx
 import pytest
 import torch
 from torch import Tensor
 
 import solvers
+from cases.potts import coupling_error
 from implicit_attn import DEQ
-from implicit_attn.data.sudoku import SudokuSymmetries, unique_puzzles, units
-from implicit_attn.models import BoardSolver, BoardUpdate, build_model
+from implicit_attn.data import solve_sudoku
+from implicit_attn.data.sudoku import CELLS, SudokuSymmetries, solved, unique_puzzles, units
+from implicit_attn.models import (
+    BoardSolver,
+    BoardStatus,
+    BoardUpdate,
+    FactoredAttention,
+    PottsModel,
+    SudokuPotts,
+    build_model,
+    fit_pseudolikelihood,
+    learn_groups,
+    random_symmetries,
+    sudoku_pairs,
+)
+from implicit_attn.models.boards import maximal_cliques, strong_pairs
+
+# Groups of cells: from boards to couplings to a graph to its cliques.
+
+
+def pairs_of(edges: list[tuple[int, int]], nodes: int) -> Tensor:
+    pairs = torch.zeros(nodes, nodes, dtype=torch.bool)
+    for a, b in edges:
+        pairs[a, b] = pairs[b, a] = True
+    return pairs
+
+
+def test_the_groups_of_sudoku_are_its_units() -> None:
+    assert maximal_cliques(sudoku_pairs()) == sorted(sorted(unit.tolist()) for unit in units())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cliques_of_random_graphs(seed: int) -> None:
+    graph = networkx.gnp_random_graph(12, 0.2 + 0.12 * seed, seed=seed)
+    expected = sorted(sorted(clique) for clique in networkx.find_cliques(graph) if len(clique) > 1)
+    assert maximal_cliques(pairs_of(list(graph.edges), 12)) == expected
+
+
+def test_strong_pairs_lie_above_the_widest_gap() -> None:
+    colours = torch.eye(3, dtype=torch.float64) - 1 / 3
+    weights = torch.tensor(
+        [[0, 5.0, 0.2, 0.1], [4.8, 0, 4.0, 0.3], [0.2, 4.4, 0, 0.2], [0.3, 0.1, 0, 0]]
+    )
+    found, gap = strong_pairs(weights.double()[..., None, None] * colours)
+    assert torch.equal(found, pairs_of([(0, 1), (1, 2)], 4))
+    assert gap == pytest.approx((4.2 - 0.2) / 4.2)  # means of both directions
+    assert strong_pairs(torch.zeros(4, 4, 3, 3))[1] == 0
+
+
+def latin_squares(number: int, side: int) -> Tensor:
+    """Random ones, (number, side * side): the cyclic one, its lines and colours permuted."""
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.rand(number, side, generator=generator).argsort(1) for _ in range(3)]
+    cyclic = (torch.arange(side)[:, None] + torch.arange(side)) % side
+    squares = cyclic.expand(number, side, side)
+    squares = squares.gather(1, orders[0][:, :, None].expand_as(squares))
+    squares = squares.gather(2, orders[1][:, None, :].expand_as(squares))
+    return orders[2].gather(1, squares.flatten(1))
+
+
+def test_rows_and_columns_are_learned_from_latin_squares() -> None:
+    """Any group structure, and no symmetry of the boards is used but that of the colours."""
+    side, boards = 4, latin_squares(100, 4)
+    rows = [list(range(side * k, side * k + side)) for k in range(side)]
+    columns = [list(range(k, side * side, side)) for k in range(side)]
+    state = torch.random.get_rng_state()
+    assert learn_groups(boards, side, steps=50) == sorted(rows + columns)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_groups_of_sudoku_are_learned_from_boards() -> None:
+    puzzles, solutions = unique_puzzles(8, 0)
+    index = torch.arange(600) % 8
+    generator = torch.Generator().manual_seed(0)
+    boards = SudokuSymmetries()(puzzles[index], solutions[index], generator)[1]
+    found = learn_groups(boards[:500] - 1, 9, steps=40)
+    assert found == sorted(unit.tolist() for unit in units())
+
+
+def test_groups_that_the_boards_do_not_show_are_refused() -> None:
+    """Too few boards, too few steps, and cells that are alike instead of different."""
+    boards = latin_squares(50, 4)
+    with pytest.raises(ValueError, match=r"at least 33 to learn groups of 16 cells .* got 32"):
+        learn_groups(boards[:32], 4)
+    with pytest.raises(ValueError, match=r"the widest gap .* give more boards or steps"):
+        learn_groups(boards, 4, steps=2)
+    alike = boards[:, [0, 5, 10, 0]]
+    with pytest.raises(ValueError, match=r"at most once in a group, .* in the cells \[0, 3\]"):
+        learn_groups(alike, 4, steps=20)
+
+
+@pytest.mark.parametrize(
+    ("error", "boards", "message"),
+    [
+        (TypeError, torch.zeros(2, 4), "boards must be an int64 tensor, got torch.float32"),
+        (TypeError, [[0, 1]], "boards must be an int64 tensor, got list"),
+        (ValueError, torch.zeros(4, dtype=torch.int64), r"boards must be \(M, N\)"),
+        (ValueError, torch.full((20, 4), 5), "colours in 0 .. 2"),
+    ],
+)
+def test_bad_boards(error: type[Exception], boards: Tensor, message: str) -> None:
+    with pytest.raises(error, match=message):
+        learn_groups(boards, 3, steps=1)
+
+
+def test_bad_pairs() -> None:
+    with pytest.raises(TypeError, match="pairs must be bool"):
+        maximal_cliques(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="pairs must be a symmetric matrix"):
+        maximal_cliques(torch.ones(3, 3, dtype=torch.bool).triu())
+    parts = torch.arange(30) // 3  # 3^10 cliques
+    with pytest.raises(ValueError, match="at most 10000 maximal cliques"):
+        maximal_cliques(parts[:, None] != parts)
+
+
+# The board solver: its formula, its symmetries, its gradients, its solves.
+
 
 UNITS = units().tolist()
 LATIN = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8]]
@@ -141,7 +259,7 @@ def test_by_specification_and_with_a_layer() -> None:
     assert (other.update.features, other.update.width) == (4, 6)  # what training goes on with
 
 
-def latin_squares(number: int, generator: torch.Generator) -> Tensor:
+def two_latin_squares(number: int, generator: torch.Generator) -> Tensor:
     """Random Latin squares of side 4, colours 1 .. 4: the cyclic one, its lines and colours permuted."""
     cyclic = (torch.arange(4)[:, None] + torch.arange(4)) % 4
     orders = [torch.rand(number, 4, generator=generator).argsort(1) for _ in range(3)]
@@ -151,7 +269,7 @@ def latin_squares(number: int, generator: torch.Generator) -> Tensor:
 
 
 def latin_puzzles(number: int, unknown: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    boards = latin_squares(number, generator)
+    boards = two_latin_squares(number, generator)
     hidden = torch.rand(boards.shape, generator=generator).argsort(1) < unknown
     return boards.masked_fill(hidden, 0), boards
 
@@ -316,3 +434,175 @@ def test_bad_calls_of_the_update() -> None:
         update(z)
     with pytest.raises(ValueError, match="mask must be None"):
         update(z, torch.zeros(1, 9, 3, 3), mask=torch.ones(1, 9, dtype=torch.bool))
+
+
+# Sudoku as a Potts model: couplings, clues, statuses, learned graphs.
+
+
+def full_boards(number: int, seed: int = 0) -> Tensor:
+    chooser = random.Random(seed)
+    boards = [solve_sudoku([0] * CELLS, most=1, chooser=chooser)[0] for _ in range(number)]
+    return torch.tensor(boards)
+
+
+def puzzles(number: int, clues: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random clues of random boards; with few, there may be several solutions."""
+    solutions = full_boards(number, seed)
+    generator = torch.Generator().manual_seed(seed)
+    place = torch.rand(solutions.shape, generator=generator).argsort(1).argsort(1)
+    return torch.where(place < clues, solutions, 0), solutions
+
+
+@pytest.fixture(scope="module")
+def rules() -> SudokuPotts:
+    return SudokuPotts.from_rules()
+
+
+@pytest.fixture(scope="module")
+def learned() -> FactoredAttention:
+    """A softmax head fitted to twenty boards, without fields and without symmetries."""
+    model = FactoredAttention(81, 9, rows="softmax")
+    model.field.requires_grad_(False)
+    fit_pseudolikelihood(
+        model, full_boards(20) - 1, solver="adam", steps=150, rate=0.1, batch=32,
+        schedule="constant",
+    )  # fmt: skip
+    return model
+
+
+def test_symmetries_show_the_graph_in_a_few_steps() -> None:
+    model = FactoredAttention(81, 9, rows="softmax")
+    fit_pseudolikelihood(
+        model, full_boards(30) - 1, solver="adam", steps=15, rate=0.1, batch=128,
+        schedule="constant", augment=random_symmetries,
+    )  # fmt: skip
+    scores = torch.linalg.matrix_norm(model.couplings()).triu(1)
+    assert bool(sudoku_pairs().flatten()[scores.flatten().topk(810).indices].all())
+
+
+def test_couplings_are_scaled_to_those_of_the_rules(
+    rules: SudokuPotts, learned: FactoredAttention
+) -> None:
+    found, seven = SudokuPotts.from_model(learned), SudokuPotts(7 * learned.couplings())
+    torch.testing.assert_close(found.couplings, seven.couplings, atol=1e-5, rtol=1e-4)
+    on_graph = found.couplings[sudoku_pairs()].diagonal(dim1=1, dim2=2)
+    assert float(on_graph.mean()) == pytest.approx(-8 / 9, abs=1e-5)
+    torch.testing.assert_close(found.matrix, found.matrix.mT)
+    assert coupling_error(rules.couplings, -3 * pair_identity()) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e38])
+def test_the_scale_of_the_couplings_has_no_effect(learned: FactoredAttention, scale: float) -> None:
+    found = SudokuPotts(learned.couplings() / learned.couplings().abs().max() * scale)
+    torch.testing.assert_close(
+        found.couplings, SudokuPotts.from_model(learned).couplings, atol=1e-5, rtol=1e-4
+    )
+
+
+def pair_identity() -> Tensor:
+    return sudoku_pairs().float()[..., None, None] * torch.eye(9)
+
+
+@pytest.mark.parametrize("how", ["solve", "decimate"])
+def test_puzzles_with_many_clues_are_solved(
+    rules: SudokuPotts, learned: FactoredAttention, how: str
+) -> None:
+    asked, _ = puzzles(6, 50)
+    for model in (rules, SudokuPotts.from_model(learned)):
+        answer = getattr(model, how)(asked)
+        assert bool(answer.solved.all())
+        assert bool(solved(answer.boards).all())  # there may be several solutions
+        assert bool((answer.steps < 600).all())  # a finished board leaves
+
+
+@pytest.mark.parametrize(
+    ("how", "options"), [("solve", {"steps": 100}), ("decimate", {"steps": 2})]
+)
+def test_clues_stand_and_the_status_is_true(
+    rules: SudokuPotts, how: str, options: dict[str, Any]
+) -> None:
+    asked, _ = puzzles(5, 22)
+    asked = torch.cat([asked, torch.zeros(1, 81, dtype=torch.long), puzzles(1, 60)[0]])
+    asked[0, :2] = 5  # two clues that contradict each other
+    answer = getattr(rules, how)(asked, **options)
+    assert torch.equal(answer.boards[asked != 0], asked[asked != 0])
+    assert torch.equal(answer.solved, solved(answer.boards))
+    assert bool(answer.solved[-1]) and not bool(answer.solved[0])
+    undecided = (answer.probabilities.amax(2) < 0.5).any(1)
+    wanted = torch.where(undecided, int(BoardStatus.UNDECIDED), int(BoardStatus.BROKEN))
+    assert torch.equal(answer.status[~answer.solved], wanted[~answer.solved])
+    torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(7, 81))
+
+
+@pytest.mark.parametrize("how", ["solve", "decimate"])
+def test_probabilities_that_are_not_finite_are_told(how: str) -> None:
+    huge = SudokuPotts.from_rules()
+    huge.matrix.mul_(1e38)
+    asked = torch.cat([puzzles(1, 22)[0], full_boards(1)])
+    answer = getattr(huge, how)(asked)
+    assert answer.status.tolist() == [int(BoardStatus.NONFINITE), int(BoardStatus.SOLVED)]
+    assert not bool(answer.residual[0].isfinite()) and int(answer.steps[0]) < 600  # it left
+    assert torch.equal(answer.boards[0][asked[0] != 0], asked[0][asked[0] != 0])
+
+
+def test_a_puzzle_without_clues_is_decimated_to_the_end(rules: SudokuPotts) -> None:
+    answer = rules.decimate(torch.zeros(1, 81, dtype=torch.long), steps=1)
+    assert int(answer.steps) == 10 + 80  # the last cell is what the others leave
+    torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(1, 81))
+    assert torch.equal((answer.probabilities.amax(2) < 1).sum(1), torch.tensor([1]))
+
+
+def test_the_residual_is_that_of_the_means(rules: SudokuPotts) -> None:
+    asked, _ = puzzles(3, 22)
+    answer = rules.solve(asked, steps=20, beta=(0.5, 2.0))
+    response = torch.softmax(2.0 * rules.field(answer.probabilities), -1)
+    change = (response - answer.probabilities).abs().amax(2)
+    torch.testing.assert_close(answer.residual, change.masked_fill(asked != 0, 0).amax(1))
+    assert answer.steps.tolist() == [20, 20, 20]
+    assert float(answer.residual.min()) > 1e-3
+    # At one small beta the mean field has one fixed point, which the damped steps reach.
+    still = rules.solve(asked, steps=400, beta=(0.5, 0.5))
+    assert float(still.residual.max()) < 1e-4
+
+
+def test_a_potts_model_is_taken_too() -> None:
+    model = PottsModel(81, 9)
+    with pytest.raises(ValueError, match="repel"):
+        SudokuPotts.from_model(model)
+    with torch.no_grad():
+        model.couplings.weight = -pair_identity()
+    torch.testing.assert_close(
+        SudokuPotts.from_model(model).couplings, SudokuPotts.from_rules().couplings
+    )
+
+
+def test_wrong_couplings() -> None:
+    with pytest.raises(TypeError, match="model"):
+        SudokuPotts.from_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="81, 81, 9, 9"):
+        SudokuPotts(torch.zeros(81, 81, 9, 8))
+    with pytest.raises(TypeError, match="floating"):
+        SudokuPotts(pair_identity().long())
+    with pytest.raises(ValueError, match="repel"):
+        SudokuPotts(pair_identity())
+    with pytest.raises(ValueError, match="finite"):
+        SudokuPotts(float("nan") * pair_identity())
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "kind", "message"),
+    [
+        (torch.zeros(1, 80, dtype=torch.long), {}, ValueError, "B, 81"),
+        (torch.zeros(0, 81, dtype=torch.long), {}, ValueError, "B >= 1"),
+        (torch.zeros(1, 81), {}, TypeError, "int64"),
+        (torch.full((1, 81), 10), {}, ValueError, "10"),
+        (torch.zeros(1, 81, dtype=torch.long), {"beta": (2.0, 1.0)}, ValueError, "beta"),
+        (torch.zeros(1, 81, dtype=torch.long), {"beta": 0.5}, ValueError, "beta"),
+        (torch.zeros(1, 81, dtype=torch.long), {"damping": 0.0}, ValueError, "damping"),
+    ],
+)
+def test_mistakes(
+    rules: SudokuPotts, asked: Tensor, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        rules.solve(asked, **options)

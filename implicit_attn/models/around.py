@@ -1,0 +1,439 @@
+"""Models around any backbone: what makes tokens of its inputs, and reads its states out.
+
+Image classifiers, images with hidden patches, Sudoku boards, and the codes of a grid of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.data.images import hidden_patches, join_patches, split_patches
+from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
+from implicit_attn.updates.hyperset import LONGEST_PERIOD
+from solvers.core.checks import require_choice, require_count, require_flag
+
+STEMS = ("patch", "conv")
+
+
+class PatchEmbedding(nn.Module):
+    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim): ``nn.Linear`` of a patch's pixels.
+
+    With ``pixel_norm`` a LayerNorm over the pixels of each patch comes first.
+    """
+
+    def __init__(self, channels: int, patch: int, dim: int, pixel_norm: bool = False) -> None:
+        super().__init__()
+        self.patch = patch
+        self.linear = nn.Linear(channels * patch**2, dim)
+        self.norm = nn.LayerNorm(channels * patch**2) if pixel_norm else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        parts = split_patches(images, self.patch)
+        return self.linear(parts if self.norm is None else self.norm(parts))
+
+
+class PatchConvolution(nn.Conv2d):
+    """As ``PatchEmbedding``, by a convolution whose stride is the patch."""
+
+    def __init__(self, channels: int, patch: int, dim: int) -> None:
+        super().__init__(channels, dim, patch, stride=patch)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).flatten(2).mT
+
+
+class ConvolutionalStem(nn.Module):
+    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim).
+
+    A 3x3 convolution, a learned offset per pixel, GELU, and the patch embedding. The offset comes
+    before the nonlinearity, so that a token depends on where in the image its pixels are.
+    """
+
+    def __init__(self, channels: int, image_size: int, patch: int, dim: int) -> None:
+        super().__init__()
+        width = max(dim // 2, 8)
+        self.local = nn.Conv2d(channels, width, 3, padding=1)
+        self.position = nn.Parameter(0.5 * torch.randn(width, image_size, image_size))
+        self.embed = PatchConvolution(width, patch, dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.embed(F.gelu(self.local(images) + self.position))
+
+
+def token_width(backbone: object) -> int:
+    """The features d of a backbone's tokens, its attribute ``dim``."""
+    dim = getattr(backbone, "dim", None)
+    if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
+        raise TypeError(
+            "backbone must be a module (B, N, d) -> (B, N, d) with an integer attribute dim, "
+            f"got {type(backbone)}"
+        )
+    return dim
+
+
+def count_patches(image_size: int, patch: int) -> int:
+    """Patches of a square image."""
+    if require_count("image_size", image_size) % require_count("patch", patch):
+        raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
+    return (image_size // patch) ** 2
+
+
+def check_images(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """``images`` themselves, if they are (B, channels, image_size, image_size)."""
+    if images.dim() != 4 or tuple(images.shape[1:]) != shape:
+        expected = ", ".join(map(str, shape))
+        raise ValueError(f"images must have shape (B, {expected}), got {tuple(images.shape)}")
+    return images
+
+
+class TokenClassifier(nn.Module):
+    """Base of the image classifiers, which differ in how tokens are made and what acts on them.
+
+    A subclass sets ``class_token`` (a vector (d,) or None), ``norm`` and ``head``, in the order in
+    which their initial values are to be drawn.
+    """
+
+    class_token: nn.Parameter | None
+    norm: nn.LayerNorm
+    head: nn.Linear
+
+    def __init__(self, channels: int, image_size: int, readout: str) -> None:
+        super().__init__()
+        size = require_count("image_size", image_size)
+        self.image_shape = (require_count("channels", channels), size, size)
+        self.readout = readout
+
+    def with_class_token(self, x: Tensor) -> Tensor:
+        """The class token, where there is one, in front of the tokens (B, N, d)."""
+        if self.class_token is None:
+            return x
+        return torch.cat([self.class_token.expand(x.shape[0], 1, -1).to(x.dtype), x], dim=1)
+
+    def classify(self, z: Tensor) -> Tensor:
+        """States of the tokens (B, N, d) -> logits (B, classes)."""
+        if self.readout == "class":
+            return self.head(self.norm(z[:, 0]))
+        z = self.norm(z)
+        return self.head(z.mean(1) if self.readout == "mean" else z.flatten(1))
+
+
+POSITIONS = ("sinusoidal", "learned")
+READOUTS = ("class", "mean", "tokens")
+
+
+def sinusoidal_positions(count: int, dim: int) -> Tensor:
+    """Sines in even and cosines in odd channels, (count, dim); periods 2 pi to 2 pi 10^4
+    (Vaswani et al., https://arxiv.org/abs/1706.03762, section 3.5)."""
+    if dim % 2:
+        raise ValueError(f"dim must be even for sinusoidal positions, got {dim}")
+    frequencies = LONGEST_PERIOD ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angles = torch.arange(count, dtype=torch.float64).unsqueeze(-1) * frequencies
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
+
+
+def grid_positions(side: int, dim: int) -> Tensor:
+    """Sines and cosines of the column, then of the row, of each cell: (side^2, dim), float32.
+
+    With ``f_k = 10^4^(-4 k / dim)``, k from 0 to dim/4 - 1, a cell in row r and column c has
+    ``(sin c f, cos c f, sin r f, cos r f)``, a quarter of the channels each; the rows of the grid come
+    one after another.
+
+    Raises:
+        ValueError: ``dim`` is not a multiple of 4.
+
+    Source: He et al., "Masked Autoencoders" (https://arxiv.org/abs/2111.06377), as in the official code
+    of Hyper-SET (https://arxiv.org/abs/2502.11646).
+    """
+    side, dim = require_count("side", side), require_count("dim", dim)
+    if dim % 4:
+        raise ValueError(f"dim must be a multiple of 4 for positions of a grid, got {dim}")
+    frequencies = LONGEST_PERIOD ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    angles = torch.arange(side, dtype=torch.float64).unsqueeze(-1) * frequencies
+    line = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (side, dim / 2)
+    columns, rows = line.repeat(side, 1), line.repeat_interleave(side, 0)
+    return torch.cat([columns, rows], dim=-1).float()
+
+
+class ImageClassifier(TokenClassifier):
+    """Patch tokens of an image through a backbone, then a linear readout.
+
+    Args:
+        backbone: module with ``dim``, ``iterations`` and ``forward(tokens, *, iterations)``.
+        image_size: height = width of an image, a multiple of ``patch``.
+        channels, classes: image channels, number of classes.
+        patch: height = width of a patch in pixels. ("Patch 8" of the Hyper-SET paper on CIFAR-10
+            must be 8 patches a side, of 4 pixels: its number of parameters fits only that.)
+        positions: "sinusoidal" (added, constant), or "learned" (initially N(0, 0.02^2)).
+        readout: "class" reads a class token, "mean" the mean of all tokens, "tokens" all of them.
+        stem: "patch" embeds linearly, "conv" through a 3x3 convolution.
+        embedding_norm: LayerNorm after the embedding.
+        pixel_norm: LayerNorm of a patch's pixels before the embedding, as in Hyper-SET's official
+            code; for the stem "patch".
+
+    Shapes: images (B, C, S, S) -> logits (B, classes). The class token comes first.
+
+    Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (https://arxiv.org/abs/2010.11929);
+    Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        image_size: int,
+        channels: int,
+        classes: int,
+        *,
+        patch: int = 4,
+        positions: str = "sinusoidal",
+        readout: str = "class",
+        stem: str = "patch",
+        embedding_norm: bool = True,
+        pixel_norm: bool = False,
+    ) -> None:
+        super().__init__(channels, image_size, require_choice("readout", readout, READOUTS))
+        dim, patches = token_width(backbone), count_patches(image_size, patch)
+        if require_flag("pixel_norm", pixel_norm) and stem != "patch":
+            raise ValueError(f"pixel_norm must be False for the stem {stem!r}, got True")
+        self.embed: nn.Module
+        if require_choice("stem", stem, STEMS) == "patch":
+            self.embed = PatchEmbedding(channels, patch, dim, pixel_norm)
+        else:
+            self.embed = ConvolutionalStem(channels, image_size, patch, dim)
+        self.embedding_norm = nn.LayerNorm(dim) if embedding_norm else nn.Identity()
+        self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
+        count = patches + (readout == "class")
+        if require_choice("positions", positions, POSITIONS) == "learned":
+            self.position = nn.Parameter(0.02 * torch.randn(count, dim))
+        else:
+            self.register_buffer("position", sinusoidal_positions(count, dim), persistent=False)
+        self.backbone = backbone
+        width = patches * dim if readout == "tokens" else dim
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(width, require_count("classes", classes))
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Images -> the backbone's input, (B, N, d)."""
+        patches = self.embed(check_images(images, self.image_shape))
+        x = self.with_class_token(self.embedding_norm(patches))
+        # Some loaders convert weights to half precision and leave what is no weight as it is.
+        return x + self.position.to(self.norm.weight.dtype)
+
+    def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
+        return self.classify(self.backbone(self.tokens(images), iterations=iterations))
+
+
+class MaskedImageModel(nn.Module):
+    r"""Predicts the pixels of hidden patches from the visible ones ::
+
+        x_i = W p_i + w + position_i   of a visible patch with pixels p_i
+        x_i = mask token + position_i  of a hidden one
+        predicted pixels of patch i = V LN(backbone(x)_i) + v
+
+    No norm stands before the backbone, where it would take the brightness from a patch. Hidden patches
+    are told by their pixels, which are NaN. A patch with a single NaN is hidden as a whole. Nothing of
+    a hidden patch but its place reaches the backbone.
+
+    Args:
+        backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``; of
+            Hyper-SET the paper conditions the step sizes on the input here
+            (``step_size="conditioned-input"``).
+        image_size: height = width S of an image, a multiple of ``patch``.
+        channels: C.
+        patch: height = width of a patch in pixels.
+        positions: "learned" (added; N(0, 0.5^2) at the start) or "sinusoidal" (constant, of row and
+            column).
+
+    Shapes: images (B, C, S, S) -> images (B, C, S, S), every patch predicted; :meth:`fill` keeps the
+    visible pixels.
+
+    Example:
+        >>> from implicit_attn.models import HyperSET
+        >>> model = MaskedImageModel(HyperSET(64, 4, 64), 8, 1, patch=2)
+        >>> images = torch.rand(3, 1, 8, 8)
+        >>> images[:, :, :2, :2] = float("nan")  # the first patch is hidden
+        >>> model.fill(images).isnan().any().item()
+        False
+
+    Source: the masked image modelling of Hu, Zou, Xu, "Hyper-SET"
+    (https://arxiv.org/abs/2502.11646), with the pixels of patches in place of the codes of a
+    pretrained quantiser; Xie et al., "SimMIM" (https://arxiv.org/abs/2111.09886), for pixels
+    predicted by a linear readout.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        image_size: int,
+        channels: int,
+        *,
+        patch: int = 4,
+        positions: str = "learned",
+    ) -> None:
+        super().__init__()
+        dim, patches = token_width(backbone), count_patches(image_size, patch)
+        self.patch, self.positions = patch, require_choice("positions", positions, POSITIONS)
+        self.image_shape = (require_count("channels", channels), image_size, image_size)
+        self.embed = PatchEmbedding(channels, patch, dim)
+        self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
+        if positions == "learned":
+            self.position = nn.Parameter(0.5 * torch.randn(patches, dim))
+        else:
+            if dim % 4:
+                raise ValueError(f"dim must be a multiple of 4 for sinusoidal positions, got {dim}")
+            side = image_size // patch
+            line = sinusoidal_positions(side, dim // 2)  # of the row, and of the column
+            places = torch.cat([line.repeat_interleave(side, 0), line.repeat(side, 1)], 1)
+            self.register_buffer("position", places, persistent=False)
+        self.backbone = backbone
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, channels * patch**2)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Images with NaN in hidden patches -> the backbone's input, (B, N, d)."""
+        hidden = hidden_patches(check_images(images, self.image_shape), self.patch).unsqueeze(-1)
+        # NaN times zero is NaN: hidden pixels are replaced before any product, infinite ones are not.
+        x = self.embed(images.masked_fill(images.isnan(), 0.0))
+        return torch.where(hidden, self.mask_token.to(x.dtype), x) + self.position
+
+    def pixels(self, z: Tensor) -> Tensor:
+        """States (B, N, d) -> predicted images (B, C, S, S)."""
+        return join_patches(self.head(self.norm(z)), self.patch)
+
+    def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
+        return self.pixels(self.backbone(self.tokens(images), iterations=iterations))
+
+    def fill(self, images: Tensor, iterations: int | None = None) -> Tensor:
+        """The images, with the predicted pixels in place of those that are NaN."""
+        return torch.where(images.isnan(), self(images, iterations).to(images.dtype), images)
+
+    def extra_repr(self) -> str:
+        return f"image_shape={self.image_shape}, patch={self.patch}, positions={self.positions}"
+
+
+SCALE = 0.02  # standard deviation of the initial embeddings and positions
+STARTS = ("random", "units")
+CELL_POSITIONS = ("learned", "sincos")
+FINAL_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+class SudokuModel(nn.Module):
+    """The 81 cells of a Sudoku as tokens of a backbone; logits of the nine digits in every cell.
+
+    A token is the embedding of the digit, or of "unknown", plus a position.
+
+    Args:
+        backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
+        dropout: dropout rate of the tokens in training.
+        start: initial positions: "random", as published, draws each; "units" adds a random vector
+            of the row, one of the column and one of the box, so that cells which constrain each
+            other begin with similar positions.
+        positions: "learned", or "sincos", the constants of ``grid_positions``.
+        final_norm: before the readout, "layer" or, as in the official code, "rms".
+
+    Shapes: puzzles (B, 81) of integers, 0 = unknown, rows of the board one after another ->
+    logits (B, 81, 9) of the digits 1 .. 9.
+
+    Source: the Sudoku experiments of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        dropout: float = 0.0,
+        start: str = "random",
+        positions: str = "learned",
+        final_norm: str = "layer",
+    ) -> None:
+        super().__init__()
+        dim = token_width(backbone)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
+        require_choice("start", start, STARTS)
+        require_choice("final_norm", final_norm, FINAL_NORMS)
+        self.digits = nn.Embedding(SIDE + 1, dim)
+        nn.init.normal_(self.digits.weight, std=SCALE)
+        if require_choice("positions", positions, CELL_POSITIONS) == "learned":
+            places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
+            self.position = nn.Parameter(SCALE * places)
+        elif start != "random":
+            raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
+        else:
+            self.register_buffer("position", grid_positions(SIDE, dim), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.backbone = backbone
+        self.norm, self.head = FINAL_NORMS[final_norm](dim), nn.Linear(dim, SIDE, bias=False)
+
+    def tokens(self, puzzles: Tensor) -> Tensor:
+        """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""
+        if puzzles.dim() != 2 or puzzles.shape[1] != CELLS or puzzles.is_floating_point():
+            raise ValueError(
+                f"puzzles must be integers (B, 81), got {puzzles.dtype} {tuple(puzzles.shape)}"
+            )
+        return self.dropout(self.digits(puzzles) + self.position)
+
+    def classify(self, z: Tensor) -> Tensor:
+        """A state (B, 81, d) -> logits (B, 81, 9)."""
+        return self.head(self.norm(z))
+
+    def forward(self, puzzles: Tensor, iterations: int | None = None) -> Tensor:
+        return self.classify(self.backbone(self.tokens(puzzles), iterations=iterations))
+
+
+def _units(dim: int) -> Tensor:
+    """(81, dim): vectors of rows, columns and boxes summed to variance 1 per cell."""
+    rows, columns, boxes = torch.tensor(PLACES).T
+    vectors = torch.randn(3, SIDE, dim) / 3**0.5
+    return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]
+
+
+class MaskedCodes(nn.Module):
+    """The codes of a square grid of patches as tokens of a backbone; logits of the codes everywhere.
+
+    A quantiser makes one of so many codes of each patch. A token is the embedding of the code, or of
+    "masked", plus the position in the grid (``grid_positions``). An RMS norm and a linear readout give
+    the logits.
+
+    Args:
+        backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``.
+        codes: number of codes; the integer ``codes`` itself stands for "masked".
+        side: of the grid, N = side^2 tokens.
+
+    Shapes: integers (B, N) or (B, side, side) from 0 to ``codes`` -> logits (B, N, codes).
+
+    Source: the masked image modelling of Hu, Zou, Xu, "Hyper-SET"
+    (https://arxiv.org/abs/2502.11646, appendix), after Chang et al., "MaskGIT"
+    (https://arxiv.org/abs/2202.04200).
+    """
+
+    position: Tensor
+
+    def __init__(self, backbone: nn.Module, *, codes: int = 1024, side: int = 16) -> None:
+        super().__init__()
+        dim = token_width(backbone)
+        self.codes, self.side = require_count("codes", codes), require_count("side", side)
+        self.embed = nn.Embedding(codes + 1, dim)
+        self.register_buffer("position", grid_positions(side, dim), persistent=False)
+        self.backbone = backbone
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, codes)
+
+    def tokens(self, codes: Tensor) -> Tensor:
+        """Codes -> the backbone's input, (B, N, d)."""
+        shapes = ((self.side**2,), (self.side, self.side))
+        if codes.is_floating_point() or tuple(codes.shape[1:]) not in shapes:
+            raise ValueError(
+                f"codes must be integers (B, {self.side**2}) or (B, {self.side}, {self.side}), got "
+                f"{codes.dtype} {tuple(codes.shape)}"
+            )
+        return self.embed(codes.flatten(1)) + self.position
+
+    def classify(self, z: Tensor) -> Tensor:
+        """States of the tokens (B, N, d) -> logits (B, N, codes)."""
+        return self.head(self.norm(z))
+
+    def forward(self, codes: Tensor, iterations: int | None = None) -> Tensor:
+        return self.classify(self.backbone(self.tokens(codes), iterations=iterations))

@@ -1,0 +1,386 @@
+"""Backbones, tokens to tokens: layers that are repeated, and equilibrium blocks.
+
+The base of those that repeat; the transformer, CRATE and the Energy Transformer with shared layers; and
+equilibrium blocks one after the other. Hyper-SET has a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.block import EquilibriumBlock
+from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
+from implicit_attn.energies.heads import head_width
+from implicit_attn.energies.tokens import check_mask, check_state, hide
+from solvers.core.checks import require_choice, require_count, require_positive
+
+ORDERS = ("blocks", "cyclic")
+BEYOND = ("extrapolate", "hold")
+
+
+class RecurrentLayer(nn.Module):
+    """Base of a layer that is applied repeatedly and is told the number of the iteration."""
+
+    def context(self, x0: Tensor, times: Tensor) -> Any:
+        """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""
+        return None
+
+    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
+        """The state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0."""
+        raise NotImplementedError(f"{type(self).__name__} must define advance")
+
+
+class RecurrentBackbone(nn.Module):
+    """``layers`` one after the other, each ``iterations`` times.
+
+    Args:
+        dim: features d of a token.
+        layers: modules with ``context`` and ``advance`` (see ``RecurrentLayer``).
+        iterations: T of each layer in training; a call may ask for any other number.
+        order: "blocks" repeats the first layer T times, then the second; "cyclic" goes T times
+            through all layers.
+        beyond: what a layer is told after time T: "extrapolate" the true time, "hold" T.
+
+    Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
+    their input and influence no other token.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        layers: Iterable[nn.Module],
+        iterations: int = 12,
+        *,
+        order: str = "blocks",
+        beyond: str = "extrapolate",
+    ) -> None:
+        super().__init__()
+        self.dim = require_count("dim", dim)
+        self.layers: Any = nn.ModuleList(layers)
+        self.iterations = require_count("iterations", iterations)
+        self.order = require_choice("order", order, ORDERS)
+        self.beyond = require_choice("beyond", beyond, BEYOND)
+
+    def forward(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The tokens after ``iterations`` of each layer, by default as many as in training."""
+        return self._run(x, iterations, mask, None)
+
+    def states(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The input and the state after each iteration: (1 + layers * iterations, B, N, d)."""
+        states = [x]
+        self._run(x, iterations, mask, states)
+        return torch.stack(states)
+
+    def schedule(self, iterations: int) -> list[tuple[int, int]]:
+        """Pairs (layer, its iteration from 0) in the order in which they are made."""
+        number = len(self.layers)
+        if self.order == "blocks":
+            return [(layer, index) for layer in range(number) for index in range(iterations)]
+        return [(layer, index) for index in range(iterations) for layer in range(number)]
+
+    def _run(
+        self, x: Tensor, iterations: int | None, mask: Tensor | None, states: list[Tensor] | None
+    ) -> Tensor:
+        count = self.iterations if iterations is None else require_count("iterations", iterations)
+        check_state(x, type(self).__name__, dim=self.dim, tokens=True)
+        check_mask(mask, x, type(self).__name__, features=1)
+        times = torch.arange(1, count + 1, device=x.device)
+        if self.beyond == "hold":
+            times = times.clamp_max(self.iterations)
+        z = hide(x, mask)
+        contexts = [layer.context(z, times) for layer in self.layers]
+        for layer, index in self.schedule(count):
+            z = self.layers[layer].advance(z, contexts[layer], index, mask)
+            if states is not None:
+                states.append(keep_masked(z, x, mask))
+        return keep_masked(z, x, mask)
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}, order={self.order}, beyond={self.beyond}"
+
+
+def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+    """``z`` (B, N, d) with the masked tokens of ``x``."""
+    return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
+
+
+class HeadsLayer(RecurrentLayer):
+    """Base of the layers: multi-head attention, the norm before it, and that of the second part."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, head_width(dim, heads, None)
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def split(self, tokens: Tensor) -> Tensor:
+        """(B, N, k heads p) -> (B, k heads, N, p)."""
+        return tokens.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """``softmax(p^-1/2 Q K^T) V`` of each head, from (B, heads, N, p) to (B, N, heads p)."""
+        pairs = None
+        if mask is not None:
+            # A token may attend to itself even where it is masked: no row of the softmax is empty.
+            itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+            pairs = mask[:, None, None, :] | itself
+        scale = self.width**-0.5
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class TransformerLayer(HeadsLayer):
+    """``X + MHSA(LN(X))``, then ``X + W_2 relu(W_1 LN(X))``; only the LayerNorms have biases."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads)
+        self.queries_keys_values = nn.Linear(dim, 3 * dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+        self.widen = nn.Linear(dim, require_count("hidden", hidden), bias=False)
+        self.narrow = nn.Linear(hidden, dim, bias=False)
+
+    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
+        split = self.split(self.queries_keys_values(self.attention_norm(z)))
+        query, key, value = split.chunk(3, dim=1)
+        moved = z + self.output(self.attend(query, key, value, mask))
+        moved = moved + self.narrow(F.relu(self.widen(self.feedforward_norm(moved))))
+        return keep_masked(moved, z, mask)
+
+
+class SharedTransformer(RecurrentBackbone):
+    """A pre-norm transformer whose layer is repeated: a Universal Transformer without halting.
+
+    Args:
+        dim: features d.
+        heads: attention heads, a divisor of d.
+        hidden: hidden units of the feed-forward part; None: 4 d.
+        layers: their number.
+        recurrence: iterations, order and beyond of ``RecurrentBackbone``.
+
+    Shapes: tokens (B, N, d) -> (B, N, d).
+
+    Source: Dehghani et al., "Universal Transformers" (https://arxiv.org/abs/1807.03819); the baseline
+    of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
+    """
+
+    def __init__(
+        self, dim: int, heads: int, hidden: int | None = None, *, layers: int = 1, **recurrence: Any
+    ) -> None:
+        hidden, number = 4 * dim if hidden is None else hidden, require_count("layers", layers)
+        made = [TransformerLayer(dim, heads, hidden) for _ in range(number)]
+        super().__init__(dim, made, **recurrence)
+
+
+class CRATELayer(HeadsLayer):
+    r"""Multi-head subspace self-attention and a proximal step towards a sparse code ::
+
+    Y = X + sum_h O_h softmax(beta V_h V_h^T) V_h,      V_h = U_h^T LayerNorm(X)
+    X = relu(Z + eta D^T (Z - D Z) - eta lambda),       Z = LayerNorm(Y)
+    """
+
+    def __init__(self, dim: int, heads: int, *, step_size: float, sparsity: float) -> None:
+        super().__init__(dim, heads)
+        self.step_size = require_positive("step_size", step_size)
+        self.sparsity = require_positive("sparsity", sparsity)
+        self.subspaces = nn.Linear(dim, dim, bias=False)
+        self.output = nn.Linear(dim, dim)
+        self.dictionary = nn.Parameter(torch.empty(dim, dim))
+        nn.init.kaiming_uniform_(self.dictionary)
+
+    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
+        projected = self.split(self.subspaces(self.attention_norm(z)))
+        attended = self.attend(projected, projected, projected, mask)
+        code = self.feedforward_norm(z + self.output(attended))
+        error = code - F.linear(code, self.dictionary)
+        step = torch.add(code, error @ self.dictionary, alpha=self.step_size)
+        moved = F.relu(step - self.step_size * self.sparsity)
+        return keep_masked(moved, z, mask)
+
+
+class CRATE(RecurrentBackbone):
+    """CRATE with shared layers: subspace attention compresses, an ISTA step sparsifies.
+
+    Args:
+        dim: features d.
+        heads: attention heads, a divisor of d.
+        step_size: of the ISTA step, eta.
+        sparsity: weight of its l1 penalty, lambda.
+        layers: their number.
+        recurrence: iterations, order and beyond of ``RecurrentBackbone``.
+
+    Shapes: tokens (B, N, d) -> (B, N, d).
+
+    Source: Yu et al., "White-Box Transformers via Sparse Rate Reduction" (NeurIPS 2023,
+    https://arxiv.org/abs/2306.01129), with the learned output matrix of its implementation.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        step_size: float = 0.1,
+        sparsity: float = 0.1,
+        layers: int = 1,
+        **recurrence: Any,
+    ) -> None:
+        options = {"step_size": step_size, "sparsity": sparsity}
+        made = [CRATELayer(dim, heads, **options) for _ in range(require_count("layers", layers))]
+        super().__init__(dim, made, **recurrence)
+
+
+class EnergyTransformerLayer(RecurrentLayer):
+    r"""A step ``X <- X - eta dE/dg`` at ``g = gain LayerNorm(X) + shift``, a scalar gain, with ::
+
+        E(g) = -beta^-1 sum_h sum_i log sum_j exp(beta q_hi.k_hj) - 1/2 sum_i sum_m relu(xi_m.g_i)^2
+
+    and ``q = W_Q g, k = W_K g``. The Jacobian of the norm, which is the Hessian of a convex
+    Lagrangian, is left out; small steps descend E nevertheless. The gradient is in closed form and
+    includes the derivatives by queries and by keys. ``attention`` are options of ``SoftmaxAttention``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        step_size: float = 0.1,
+        memory_bias: bool = False,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        self.step_size = require_positive("step_size", step_size)
+        self.attention = SoftmaxAttention(dim, heads, norm=None, **attention)
+        self.feedforward = ReLUFeedForward(dim, memories, norm=None, bias=memory_bias)
+        self.gain, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(dim))
+
+    def activation(self, z: Tensor) -> Tensor:
+        """``g(z)``, (B, N, d)."""
+        return torch.addcmul(self.shift, self.gain, F.layer_norm(z, z.shape[-1:]))
+
+    def energy(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """``E(g(z))`` of each sample, (B,)."""
+        g = self.activation(hide(z, mask))
+        return self.attention(g, mask=mask) + self.feedforward(g, mask=mask)
+
+    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
+        g = self.activation(z)
+        gradient = self.attention.grad(g, mask=mask)
+        gradient = gradient + self.feedforward.straight_gradient(g, mask=mask)
+        return torch.sub(z, gradient, alpha=self.step_size)
+
+
+class EnergyTransformer(RecurrentBackbone):
+    """The Energy Transformer: attention and a Hopfield network as one energy, descended.
+
+    Args:
+        dim: features d.
+        heads: attention heads.
+        memories: of the Hopfield network, rows of xi; None: 4 d.
+        layers: their number.
+        iterations, order: as for ``RecurrentBackbone``.
+        options: of the layers:
+            step_size: of the descent, eta; 0.1 is the paper's for images.
+            bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
+            memory_bias: a bias of each memory, ``relu(xi_m.g + c_m)``, zero at first.
+            beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.
+            learned_beta: train one for each head.
+            exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
+                sums over all tokens.
+
+    Shapes: tokens (B, N, d) -> (B, N, d).
+
+    Source: Hoover et al., "Energy Transformer" (NeurIPS 2023, https://arxiv.org/abs/2302.07253),
+    equations 1 to 6.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int | None = None,
+        *,
+        layers: int = 1,
+        iterations: int = 12,
+        order: str = "blocks",
+        **options: Any,
+    ) -> None:
+        memories = 4 * dim if memories is None else memories
+        number = require_count("layers", layers)
+        made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
+        super().__init__(dim, made, iterations, order=order)
+
+
+class EquilibriumTransformer(nn.Module):
+    """Equilibrium blocks one after the other, each ``x -> x + O z*(x)`` with weights of its own.
+
+    Args:
+        dim, heads: features d of a token, attention heads.
+        hidden: hidden units M of a block; None: ``2 d``.
+        layers: number of blocks.
+        iterations: evaluations per sample and block, an upper bound that a call may change.
+        layer: further options of the blocks' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
+        options: further arguments of :class:`implicit_attn.EquilibriumBlock`: attention ("self" or
+            None), activation, state_dim, causal, curvature, dropout.
+
+    Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
+    their input and influence no other token. How the latest solves went is in ``blocks[k].last``.
+
+    Example, a vision transformer of two blocks:
+        >>> from implicit_attn.models import ImageClassifier
+        >>> model = ImageClassifier(EquilibriumTransformer(64, 4, layers=2), 8, 1, 10, patch=2)
+        >>> model(torch.rand(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden: int | None = None,
+        *,
+        layers: int = 1,
+        iterations: int = 50,
+        layer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        number = require_count("layers", layers)
+        if options.get("attention") == "cross":
+            raise ValueError('attention must be "self" or None in a backbone, got "cross"')
+        if not options.get("batch_first", True):
+            raise ValueError("batch_first must be True in a backbone, got False")
+        self.dim, self.iterations = dim, require_count("iterations", iterations)
+        settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
+        made = [
+            EquilibriumBlock(dim, heads, hidden, layer=settings, **options) for _ in range(number)
+        ]
+        self.blocks: Any = nn.ModuleList(made)
+
+    def forward(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The tokens behind the last block, each solved in at most ``iterations`` evaluations."""
+        check_state(x, type(self).__name__, dim=self.dim, tokens=True)
+        check_mask(mask, x, type(self).__name__, features=1)
+        padding = None if mask is None else ~mask
+        for block in self.blocks:
+            if iterations is None:
+                x = block(x, src_key_padding_mask=padding)
+            else:
+                limit: dict[str, Any] = {"max_steps": iterations}
+                z = block.solve(x, src_key_padding_mask=padding, **limit).value
+                x = x + block.dropout(z if block.output is None else block.output(z))
+        return x
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}"

@@ -1,0 +1,503 @@
+"""Every backbone, by name and by itself; models from a specification; sizes that documents state."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import solvers
+from cases.studies import specification
+from implicit_attn import EquilibriumBlock, models
+from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.data import load
+from implicit_attn.models import (
+    BACKBONES,
+    CRATE,
+    EnergyTransformer,
+    EquilibriumTransformer,
+    HyperSET,
+    ImageClassifier,
+    SharedTransformer,
+    SpinClassifier,
+    build_backbone,
+    build_model,
+    load_model,
+)
+from implicit_attn.studies.trading_off import layers_of_depth, small_classifier
+from implicit_attn.updates import ConditionedStepSizes
+from solvers import Implicit, Tolerance
+
+# What every model owes: shapes, a gradient for each parameter, copies, samples that are independent.
+
+
+TIGHT = Tolerance(rtol=1e-10)
+LAYER: dict[str, Any] = {
+    "tolerance": TIGHT, "max_steps": 500, "adjoint": Implicit(tolerance=TIGHT, max_steps=500),
+}  # fmt: skip
+LINES = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8]]
+TOKENS, IMAGES = (4, 6, 8), (4, 1, 8, 8)
+
+
+def backbone(name: str) -> nn.Module:
+    layer: dict[str, Any] = {"layer": LAYER} if BACKBONES[name].solves else {"iterations": 2}
+    return build_backbone(name, 8, 2, **layer)
+
+
+def hyperset() -> HyperSET:
+    return HyperSET(8, 2, 8, iterations=2, initial_step=0.3, time_dim=8)
+
+
+# Name: the model, the shape of an input (of numbers, or of integers below the last one), of an output.
+ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int | None, tuple[int, ...]]] = {
+    **{name: (lambda name=name: backbone(name), TOKENS, None, TOKENS) for name in BACKBONES},
+    "images": (lambda: models.ImageClassifier(hyperset(), 8, 1, 5, patch=4), IMAGES, None, (4, 5)),
+    "spins": (
+        lambda: models.SpinClassifier(dim=4, hidden=8, widths=(4, 4, 4), layer=LAYER),
+        (4, 1, 28, 28), None, (4, 10),
+    ),
+    "masked images": (lambda: models.MaskedImageModel(hyperset(), 8, 1), IMAGES, None, IMAGES),
+    "codes": (lambda: models.MaskedCodes(hyperset(), codes=7, side=2), (4, 4), 8, (4, 4, 7)),
+    "sudoku": (lambda: models.SudokuModel(hyperset()), (4, 81), 10, (4, 81, 9)),
+    "language": (
+        lambda: models.LanguageModel(7, 8, 2, 2, 6, dropout=0.0, descent="momentum"),
+        (4, 6), 7, (4, 6, 7),
+    ),
+    "equilibrium language": (
+        lambda: models.EquilibriumLanguageModel(7, 8, 2, 6, dropout=0.0), (4, 6), 7, (4, 6, 7),
+    ),
+    "boards": (
+        lambda: models.BoardSolver(LINES, 9, 3, features=4, width=6, iterations=4),
+        (4, 9), 4, (4, 9, 3),
+    ),
+    "energy attention": (lambda: models.EnergyAttention(8, heads=2, steps=2), TOKENS, None, TOKENS),
+}  # fmt: skip
+
+
+UNUSED = {"language": ["steps.0.numbers.beta"]}  # the momentum that the first step has not yet
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_shapes_gradients_copies_and_samples(name: str) -> None:
+    make, shape, below, wanted = ROWS[name]
+    torch.manual_seed(0)
+    model = make().double().eval()
+    with torch.no_grad():  # some layers begin at zero, and nothing would reach those before them
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    generator = torch.Generator().manual_seed(1)
+    x: Tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if below is not None:
+        x = torch.randint(0, below, shape, generator=generator)
+    if name == "masked images":
+        x[:, :, :4, :4] = torch.nan
+    found = model(x)
+    assert found.shape == wanted and found.isfinite().all()
+    weights = torch.randn(wanted, generator=generator, dtype=torch.float64)
+    (found * weights).sum().backward()
+    unused = [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert unused == UNUSED.get(name, [])
+    fresh = make().double().eval()
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for other in (copy.deepcopy(model), fresh):
+            torch.testing.assert_close(other(x), found, rtol=0, atol=1e-12)
+        torch.testing.assert_close(model(x[1:3]), found[1:3], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_classifier_learns_two_patterns(name: str) -> None:
+    """Bars left or right, in a few steps; what solves converges on the way, or it would warn."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (48,), generator=generator)
+    x = 0.3 * torch.rand(48, 1, 8, 8, generator=generator)
+    x[labels == 0, :, :, :3] += 0.5
+    x[labels == 1, :, :, 5:] += 0.5
+    torch.manual_seed(0)
+    few = {} if BACKBONES[name].solves else {"iterations": 3}
+    model = models.ImageClassifier(build_backbone(name, 16, 2, **few), 8, 1, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (model(x).argmax(1) == labels).double().mean() >= 0.95
+
+
+# The DEQ transformer takes masks as torch's layers do, and gives 0 at masked tokens: its own test.
+@pytest.mark.parametrize("name", sorted({*BACKBONES} - {"hyperset", "deq-transformer"}))
+def test_masked_tokens_keep_their_input_and_influence_none(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = backbone(name).double(), torch.randn(TOKENS, dtype=torch.float64)
+    mask = torch.ones(TOKENS[:2], dtype=torch.bool)
+    mask[0, 4:] = mask[1, :2] = mask[2] = False
+    z = model(x, mask=mask)
+    assert torch.equal(z[~mask], x[~mask])
+    torch.testing.assert_close(z[:1, :4], model(x[:1, :4]), rtol=1e-7, atol=1e-7)
+    other = torch.where(mask.unsqueeze(-1), x, 3 * x + 1).requires_grad_()
+    result = model(other, mask=mask)
+    torch.testing.assert_close(result[mask], z[mask], rtol=1e-7, atol=1e-7)
+    (gradient,) = torch.autograd.grad(result[mask].square().sum(), other)
+    assert (gradient[~mask] == 0).all() and gradient.isfinite().all()
+
+
+# Models from specifications, and back from checkpoints.
+
+
+@pytest.mark.parametrize("name", sorted(BACKBONES))
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    """The rebuilt model has the same outputs, and survives JSON on the way."""
+    wanted = json.loads(json.dumps(specification(name, iterations=3)))
+    # Three evaluations do not solve an equilibrium, which would warn.
+    layer = {"on_failure": "ignore"} if BACKBONES[name].solves else None
+    model = build_model(wanted, layer=layer)
+    assert isinstance(model, ImageClassifier)
+    path = tmp_path / "weights.safetensors"
+    progress = {"settings": {"model": wanted}, "history": [{"epoch": 1}]}
+    save_checkpoint(path, model, progress=progress)
+    again, kept = load_model(path, layer=layer)
+    assert not again.training and kept == progress
+    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images), again(images))
+
+
+BACKBONE = {"name": "crate", "dim": 8, "heads": 2}
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"kind": "poem", "backbone": BACKBONE}, ValueError, "'poem'"),
+    ({"kind": "sudoku"}, ValueError, "backbone must be a dict"),
+    ({"kind": "sudoku", "backbone": {"dim": 8}}, ValueError, "with 'name'"),
+    ({"kind": "sudoku", "backbone": BACKBONE, "colour": 1}, TypeError, "colour"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "kind", "message"), WRONG)
+def test_wrong_specifications(wanted: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        build_model(wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": "hyperset"}])
+def test_checkpoint_that_does_not_say_how(settings: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_checkpoint(path, torch.nn.Linear(2, 2), progress={"settings": settings})
+    with pytest.raises(ValueError, match="does not say how its model is built"):
+        load_model(path)
+    with pytest.raises(FileNotFoundError):
+        load_model(tmp_path / "none.safetensors")
+
+
+# The baselines against dense transcriptions of their papers' equations, in float64.
+
+
+DIM, HEADS, WIDTH, COUNT = 12, 3, 4, 6
+MODELS: dict[str, Callable[..., Any]] = {
+    "transformer": SharedTransformer,
+    "energy-transformer": EnergyTransformer,
+    "crate": CRATE,
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def tokens(seed: int = 0, batch: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, COUNT, DIM, generator=generator, dtype=torch.float64)
+
+
+def build(name: str, **options: Any) -> Any:
+    torch.manual_seed(2)
+    if name == "energy-transformer":
+        options = {"step_size": 0.1} | options
+    model = MODELS[name](DIM, HEADS, **{"iterations": 3} | options).double()
+    for parameter in model.parameters():
+        if parameter.dim() < 2:  # gains and offsets away from one and zero
+            nn.init.uniform_(parameter, 0.2, 0.9)
+    return model
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return (
+        centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+    )
+
+
+def softmax_rows(scores: Tensor) -> Tensor:
+    return scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+
+def transformer_step(layer: Any, x: Tensor) -> Tensor:
+    """One sample (N, d), head by head."""
+    y = layer_norm(x, layer.attention_norm)
+    query, key, value = layer.queries_keys_values.weight.chunk(3)
+    heads = []
+    for head in range(HEADS):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        q, k, v = y @ query[rows].T, y @ key[rows].T, y @ value[rows].T
+        heads.append(softmax_rows(q @ k.T / math.sqrt(WIDTH)) @ v)
+    x = x + torch.cat(heads, -1) @ layer.output.weight.T
+    hidden = (layer_norm(x, layer.feedforward_norm) @ layer.widen.weight.T).clamp_min(0.0)
+    return x + hidden @ layer.narrow.weight.T
+
+
+def crate_step(layer: Any, x: Tensor) -> Tensor:
+    y = layer_norm(x, layer.attention_norm)
+    moved = x + layer.output.bias
+    for head in range(HEADS):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        v = y @ layer.subspaces.weight[rows].T
+        compressed = softmax_rows(v @ v.T / math.sqrt(WIDTH)) @ v
+        moved = moved + compressed @ layer.output.weight[:, rows].T
+    z = layer_norm(moved, layer.feedforward_norm)
+    d = layer.dictionary
+    step = torch.stack([token + 0.1 * d.T @ (token - d @ token) - 0.1 * 0.1 for token in z])
+    return step.clamp_min(0.0)
+
+
+def energy_of_activation(layer: Any, g: Tensor) -> Tensor:
+    """The Energy Transformer's two energies of one sample (N, d), head by head."""
+    attention = layer.attention
+    betas = [attention.beta] * HEADS if isinstance(attention.beta, float) else attention.beta
+    others = torch.ones(len(g), len(g), dtype=g.dtype)
+    if attention.exclude_self:
+        others = others - torch.eye(len(g), dtype=g.dtype)
+    value = torch.zeros((), dtype=g.dtype)
+    for head, beta in enumerate(betas):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        q = g @ attention.query.weight[rows].T
+        k = g @ attention.key.weight[rows].T
+        if attention.query_bias is not None:
+            q, k = q + attention.query_bias[rows], k + attention.key_bias[rows]
+        value = value - (others * (beta * q @ k.T).exp()).sum(-1).log().sum() / beta
+    hidden = g @ layer.feedforward.projection.weight.T
+    if layer.feedforward.bias is not None:
+        hidden = hidden + layer.feedforward.bias
+    hidden = hidden.clamp_min(0.0)
+    return value - 0.5 * hidden.square().sum()
+
+
+def activation(layer: Any, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    unit = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return layer.gain * unit + layer.shift
+
+
+def energy_transformer_step(layer: Any, x: Tensor) -> Tensor:
+    g = activation(layer, x).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(energy_of_activation(layer, g), g)
+    return x - 0.1 * gradient
+
+
+STEPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "transformer": transformer_step,
+    "energy-transformer": energy_transformer_step,
+    "crate": crate_step,
+}
+
+
+@each_model
+def test_the_step_is_its_papers(name: str) -> None:
+    model = build(name)
+    x = tokens()
+    expected = torch.stack([STEPS[name](model.layers[0], sample) for sample in x])
+    result = model(x, iterations=1)
+    assert (result - expected).abs().max() <= 1e-10
+    assert not torch.allclose(result, x, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": True},
+        {"beta": [0.2, 0.5, 1.3]},
+        {"learned_beta": True, "bias": True},
+        {"exclude_self": True},
+        {"memory_bias": True},
+    ],
+    ids=str,
+)
+def test_the_energy_transformer_with_its_published_options(options: dict[str, Any]) -> None:
+    """On copied weights: biases of queries and keys, temperatures of heads, no self term."""
+    model, plain = build("energy-transformer", **options), build("energy-transformer")
+    model.load_state_dict(plain.state_dict() | _new(model, plain))
+    x = tokens()
+    expected = torch.stack([energy_transformer_step(model.layers[0], sample) for sample in x])
+    result = model(x, iterations=1)
+    assert (result - expected).abs().max() <= 1e-10
+    assert not torch.allclose(result, plain(x, iterations=1), atol=1e-3)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    result.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def _new(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
+    """What only the first of two models has in its state."""
+    known = plain.state_dict()
+    return {name: value for name, value in model.state_dict().items() if name not in known}
+
+
+def test_the_energy_transformer_descends() -> None:
+    """The step leaves the norm's derivative out and descends, for it is positive semidefinite."""
+    model = build("energy-transformer", step_size=0.02)
+    layer = model.layers[0]
+    with torch.no_grad():
+        states = model.states(tokens(), iterations=30)
+        energies = torch.stack([layer.energy(z) for z in states])
+        for index, sample in enumerate(states[4]):
+            value = energy_of_activation(layer, activation(layer, sample))
+            assert torch.allclose(energies[4, index], value)
+    assert (energies.diff(dim=0) < 0).all()
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="sparsity must be finite and > 0"):
+        CRATE(DIM, HEADS, sparsity=0.0)
+    with pytest.raises(ValueError, match="order must be one of"):
+        CRATE(DIM, HEADS, order="none")
+    with pytest.raises(ValueError, match="heads must divide dim=12"):
+        CRATE(DIM, 5)
+
+
+# Stacks of equilibrium blocks as a backbone: what they compute, masks, budgets, mistakes, learning.
+
+
+EXACT = {"tolerance": solvers.Tolerance(rtol=1e-9), "max_steps": 200}
+
+
+def blocks(**options: Any) -> Any:
+    torch.manual_seed(1)
+    options.setdefault("layer", EXACT)
+    return EquilibriumTransformer(DIM, HEADS, **options).double()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_blocks_follow_each_other(layers: int) -> None:
+    """The same as an nn.Sequential of the blocks, which have weights of their own."""
+    model, x = blocks(layers=layers), tokens()
+    assert all(isinstance(block, EquilibriumBlock) for block in model.blocks)
+    assert len(model.blocks) == layers
+    y = model(x)
+    assert y.shape == x.shape and torch.equal(y, nn.Sequential(*model.blocks)(x))
+    for block in model.blocks:
+        assert bool(block.last.converged.all())
+    first = [block.energy.attention.query.weight for block in model.blocks[:2]]
+    assert layers == 1 or not torch.equal(*first)
+
+
+def test_the_state_solves_each_blocks_equation() -> None:
+    """y - x is the minimiser of the first block's energy: its gradient there is zero."""
+    model, x = blocks(layers=1), tokens()
+    z = (model(x) - x).detach()
+    normed = model.blocks[0].arguments(x)[1]
+    gradient = model.blocks[0].energy.grad(z, normed)
+    assert gradient.norm() <= 1e-7 * z.norm()
+
+
+def test_iterations_limit_every_block() -> None:
+    """One evaluation is spent at the start, the answer of the hidden units; many give what no limit
+    gives."""
+    model, x = blocks(layers=2, layer=EXACT | {"on_failure": "ignore"}), tokens()
+    started = x
+    for block in model.blocks:
+        memory, given = block.energy.memory, block.arguments(started)[1].tokens
+        started = started - memory.grad(torch.zeros_like(x), given)
+    assert torch.allclose(model(x, iterations=1), started)
+    for count in (2, 3):
+        model(x, iterations=count)
+        assert [int(block.last.evaluations.max()) for block in model.blocks] == [count, count]
+    few, whole = model(x, iterations=3), model(x)
+    assert torch.allclose(model(x, iterations=200), whole)
+    assert 1e-4 < (few - whole).norm() / (whole - x).norm() < 0.1
+    assert model.iterations == 50 and [b.deq.max_steps for b in model.blocks] == [200, 200]
+    assert EquilibriumTransformer(DIM, HEADS, iterations=7).blocks[0].deq.max_steps == 7
+
+
+WRONG_BLOCKS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"attention": "cross"}, ValueError, 'attention must be "self" or None'),
+    ({"batch_first": False}, ValueError, "batch_first must be True in a backbone"),
+    ({"order": "cyclic"}, TypeError, "order"),
+    ({"layer": {"steps": 3}}, TypeError, "steps"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"), WRONG_BLOCKS, ids=[str(w[0]) for w in WRONG_BLOCKS]
+)
+def test_mistakes(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EquilibriumTransformer(DIM, HEADS, **options)
+
+
+# Parameter counts in the documents are those of the models, and say what they count.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def text_of(document: str) -> str:
+    return " ".join((ROOT / document).read_text("utf-8").split())
+
+
+def size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def sizes(specification: dict[str, Any], layers: int, iterations: int) -> tuple[int, int, int]:
+    """All parameters; those of one step-size network; all, if the layers shared one."""
+    backbone = {**specification["backbone"], "layers": layers, "iterations": iterations}
+    model = build_model({**specification, "backbone": backbone})
+    networks = [size(m) for m in model.modules() if isinstance(m, ConditionedStepSizes)]
+    assert len(networks) == layers
+    return size(model), networks[0], size(model) - sum(networks[1:])
+
+
+def row(document: str, name: str) -> list[str]:
+    """Cells of the table row that begins with ``name``."""
+    for line in (ROOT / document).read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0].startswith(name):
+            return cells[1:]
+    raise AssertionError(f"{document} has no row {name!r}")
+
+
+@pytest.mark.defect("D13")
+def test_layers_against_iterations() -> None:
+    specification = small_classifier(load("digits"))
+    found = [sizes(specification, *pair) for pair in layers_of_depth(12)]
+    assert row("docs/results.md", "parameters") == [f"{own:,}" for own, _, _ in found]
+    shared = "parameters, one step-size network for all layers"
+    assert row("docs/results.md", shared) == [f"{all_one:,}" for _, _, all_one in found]
+    text = text_of("docs/results.md")
+    (first, network, _), (last, _, last_shared) = found[0], found[-1]
+    added = found[1][0] - first
+    assert f"{network:,} of the {added:,} parameters that a layer adds" in text
+    assert f"{last / first:.1f} times the parameters, or {last_shared / first:.1f} times" in text
+
+
+@pytest.mark.defect("D13")
+def test_twelve_layers_for_imagenet() -> None:
+    backbone = {"name": "hyperset", "dim": 768, "heads": 12}
+    shape = {"image_size": 224, "channels": 3, "classes": 1000, "patch": 16, "readout": "class"}
+    with torch.device("meta"):
+        own, _, shared = sizes(
+            {"kind": "image-classifier", **shape, "backbone": backbone}, layers=12, iterations=1
+        )
+    stated = f"{own / 1e6:.1f} M parameters here and {shared / 1e6:.1f} M with one network"
+    assert stated in text_of("docs/results.md")
+
+
+@pytest.mark.defect("D13")
+def test_spins_on_mnist_match_the_published_size_only() -> None:
+    name = f"MNIST, coupled spins, {size(SpinClassifier()):,} parameters"
+    published = row("README.md", name)[-1]
+    assert re.search(r"25,828 parameters: only the size is matched", published)
