@@ -6,7 +6,6 @@ Image classifiers, images with hidden patches, Sudoku boards, and the codes of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
