@@ -2,24 +2,17 @@
 
     python benchmarks/bisoftmax.py peers                    # CPU or GPU, the shapes of the table below
     python benchmarks/bisoftmax.py peers --shapes 1 8 1024 64 4 8 197 64 --rounds 9
+    python benchmarks/bisoftmax.py cpu --threads 1          # the C++ kernel and the strips by attention
     python benchmarks/bisoftmax.py variants --sweep         # of the Triton kernels, on a CUDA device
     python benchmarks/bisoftmax.py layer --backend cpp      # a DEQ layer against backend="reference"
 
-``peers`` prints medians of interleaved runs as ratios, the achieved TFLOP/s (counting 6 N^2 p flops for
-a gradient and 14 N^2 p for a product, as if every tile were computed once, whatever a backend saves) and
-the share of the roofline (the time of just those flops and N^2 exponentials at the measured rates of a
-large product and of exponentials; a share may exceed 1 where symmetry saves work). On a GPU times are
-the device's own, by events around calls that are all enqueued before the first one runs, and
-exponentials are timed in registers; up to 257 tokens the host's times, launches included, are printed
-beside them, and at the end what was aimed at. A peer that cannot take a shape is reported. Writes
-``bisoftmax.csv``, after every shape, to ``--output``.
+All print medians of runs in turns. On a GPU times are the device's own, by events around calls that are all
+enqueued before the first one runs. A peer that cannot take a shape is reported.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import csv
-import json
 import multiprocessing
 import resource
 import shutil
@@ -40,10 +33,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.device_time import interleaved_on_device
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
-from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
+from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.optional import require
 
@@ -51,6 +43,7 @@ Runs = dict[str, Callable[[], object]]
 Shape = tuple[int, int, int, int]  # batch, heads, tokens, features of a head
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 CPU_SHAPES: tuple[Shape, ...] = (
     (8, 4, 65, 64), (4, 8, 197, 64), (1, 8, 512, 64), (1, 8, 1024, 32), (1, 8, 1024, 64),
     (1, 4, 4096, 64),
@@ -60,17 +53,15 @@ GPU_SHAPES: tuple[Shape, ...] = (
 )  # fmt: skip
 # Bytes that a dense peer needs for an element of its N x N matrices: a dozen of them in float32.
 DENSE_BYTES = 48
-NOT_SUPPORTED = "not supported"
 PEERS = {
     "gradient": ("dense", "compiled", "autograd", "flash forward", "cudnn forward"),
     "hvp": ("double backward", "flash forward+backward", "cudnn forward+backward"),
 }
-FEW_TOKENS = 257  # up to so many, launches are a good part of the time on a GPU
-# Ours, the peer, the largest ratio aimed at, fewest and most tokens: in bfloat16, of device times.
+# Ours, the peer, the largest ratio aimed at, fewest and most tokens: in bfloat16 on a GPU.
 TARGETS = (
-    ("gradient", "flash forward", 1.25, 4096, None),
-    ("hvp", "flash forward+backward", 0.9, 4096, None),
-    ("gradient", "dense", 0.2, 4096, None),
+    ("gradient", "flash forward", 1.25, 4096, 10**9),
+    ("hvp", "flash forward+backward", 0.9, 4096, 10**9),
+    ("gradient", "dense", 0.2, 4096, 10**9),
     ("gradient", "compiled", 0.5, 65, 257),
 )
 SWEPT = {
@@ -99,19 +90,12 @@ def dense(z: Tensor, beta: float) -> Tensor:
     return (weights + weights.mT) @ z
 
 
-def energy(z: Tensor, beta: float) -> Tensor:
-    return torch.logsumexp(beta * (z @ z.mT), -1).sum() / beta
-
-
-def by_autograd(z: Tensor, beta: float) -> Tensor:
+def by_autograd(z: Tensor, beta: float, v: Tensor | None = None) -> Tensor:
+    """The gradient of the energy, or its derivative along v."""
     point = z.detach().requires_grad_()
-    return torch.autograd.grad(energy(point, beta), point)[0]
-
-
-def double_backward(z: Tensor, v: Tensor, beta: float) -> Tensor:
-    point = z.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(energy(point, beta), point, create_graph=True)
-    return torch.autograd.grad(gradient, point, v)[0]
+    energy = torch.logsumexp(beta * (point @ point.mT), -1).sum() / beta
+    (gradient,) = torch.autograd.grad(energy, point, create_graph=v is not None)
+    return gradient if v is None else torch.autograd.grad(gradient, point, v)[0]
 
 
 def attention(z: Tensor, beta: float, kind: SDPBackend) -> Tensor:
@@ -126,45 +110,37 @@ def attention_and_back(z: Tensor, v: Tensor, beta: float, kind: SDPBackend) -> A
     return torch.autograd.grad(output, (query, key, value), v)
 
 
-def largest_dense(device: torch.device) -> int:
-    """Elements of all the N x N matrices of one kind that a dense formula may have."""
-    if device.type != "cuda":
-        return 2**28
-    return min(2**31, torch.cuda.mem_get_info(device)[0] // DENSE_BYTES)
+def ours(z: Tensor, v: Tensor, beta: float, **options: Any) -> Runs:
+    _, lse = bisoftmax(z, beta, **options)
+    return {
+        "gradient": lambda: bisoftmax(z, beta, **options),
+        "hvp": lambda: bisoftmax_hvp(z, v, beta, lse=lse, **options),
+    }
 
 
 def contestants(z: Tensor, v: Tensor, beta: float, limit: float, compiled: bool) -> Runs:
     """What runs on these tensors, by name; ``limit`` bounds the scores."""
-    _, lse = bisoftmax(z, beta, limit=limit)
-    runs: Runs = {
-        "gradient": lambda: bisoftmax(z, beta, limit=limit),
-        "hvp": lambda: bisoftmax_hvp(z, v, beta, limit=limit, lse=lse),
-    }
-    if z.shape[0] * z.shape[1] * z.shape[2] ** 2 <= largest_dense(z.device):
+    runs = ours(z, v, beta, limit=limit)
+    free = min(2**31, torch.cuda.mem_get_info()[0] // DENSE_BYTES) if z.is_cuda else 2**28
+    if z.shape[0] * z.shape[1] * z.shape[2] ** 2 <= free:
         runs["dense"] = lambda: dense(z, beta)
-        runs["reference"] = lambda: bisoftmax(z, beta, limit=limit, backend="reference")
         runs["autograd"] = lambda: by_autograd(z, beta)
-        runs["double backward"] = lambda: double_backward(z, v, beta)
+        runs["double backward"] = lambda: by_autograd(z, beta, v)
         if compiled:
             fused = torch.compile(dense, dynamic=False)
             runs["compiled"] = lambda: fused(z, beta)
     kinds = [("flash", SDPBackend.FLASH_ATTENTION)]
     if z.is_cuda and z.dtype != torch.float32:
         kinds.append(("cudnn", SDPBackend.CUDNN_ATTENTION))
-    elif z.is_cuda:
-        kinds = [("efficient", SDPBackend.EFFICIENT_ATTENTION)]
     for name, kind in kinds:
         runs[f"{name} forward"] = partial(attention, z, beta, kind)
         runs[f"{name} forward+backward"] = partial(attention_and_back, z, v, beta, kind)
     return runs
 
 
-def able(runs: Runs) -> tuple[Runs, list[str]]:
-    """The runs that work here, tried once, and the names of the peers that do not.
-
-    An error of ours is raised: it is no peer's missing shape.
-    """
-    working, refused = {}, []
+def able(runs: Runs) -> Runs:
+    """The runs that work here, tried once. An error of ours is raised: it is no peer's missing shape."""
+    working = {}
     for name, run in runs.items():
         try:
             run()
@@ -173,48 +149,42 @@ def able(runs: Runs) -> tuple[Runs, list[str]]:
         except RuntimeError as error:
             if name in PEERS:
                 raise
-            refused.append(name)
-            print(f"{name}: {NOT_SUPPORTED} ({str(error).strip().splitlines()[0][:120]})")
+            print(f"{name}: not supported ({str(error).strip().splitlines()[0][:120]})")
         else:
             working[name] = run
-    return working, refused
+    return working
 
 
-# --- against peers -------------------------------------------------------------------------------
+def timed(runs: Runs, rounds: int) -> dict[str, float]:
+    """Median milliseconds: of the processor, or of the CUDA device alone."""
+    if not ON_GPU:
+        return {name: 1e3 * seconds for name, seconds in interleaved(runs, rounds).items()}
+    launching: dict[str, float] = {}
+    for name, run in runs.items():
+        run()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        launching[name] = time.perf_counter() - start
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            # A kernel that sleeps until the host has enqueued everything: no gaps between launches.
+            torch.cuda._sleep(int((10 * launching[name] + 1e-4) * 2e9))
+            begin.record()
+            for _ in range(3):
+                run()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) / 3)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def rates(
-    device: torch.device, dtype: torch.dtype, clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Flops and exponentials a second of this machine."""
-    side = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(side, side, device=device, dtype=dtype)
-    if device.type == "cuda":
-        seconds = interleaved_on_device({"product": lambda: a @ a}, 9)["product"][1]
-        # A long exp over a tensor would measure the memory.
-        exp_rate = require("benchmarks.exp_rate", extra="gpu").exp_rate
-        return 2.0 * side**3 / seconds, exp_rate(device)
-    work = torch.zeros(2**18)
-    runs: Runs = {"product": lambda: a @ a, "exp": lambda: torch.exp(work, out=work).zero_()}
-    times = interleaved(runs, 9, clock)
-    return 2.0 * side**3 / times["product"], work.numel() / times["exp"]
-
-
-def milliseconds(
-    runs: Runs, device: torch.device, rounds: int, clock: Callable[[], float]
-) -> dict[str, Any]:
-    """By name: of the device, and with " host" of the host; one clock on a CPU."""
-    if device.type != "cuda":
-        times = interleaved(runs, rounds, clock)
-        return {f"{name} ms": 1e3 * seconds for name, seconds in times.items()}
-    both = interleaved_on_device(runs, rounds)
-    row = {f"{name} ms": 1e3 * device_time for name, (_, device_time) in both.items()}
-    return row | {f"{name} host ms": 1e3 * host for name, (host, _) in both.items()}
-
-
-def peak_mebibytes(run: Callable[[], object], device: torch.device) -> float:
+def peak_mebibytes(run: Callable[[], object]) -> float:
     """Beyond what is held already."""
-    if device.type != "cuda":
+    if not ON_GPU:
         return peak_bytes(run) / 2**20
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -224,124 +194,83 @@ def peak_mebibytes(run: Callable[[], object], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def quotient(row: dict[str, Any], ours: str, peer: str, unit: str = "ms") -> Any:
-    """The ratio, ``NOT_SUPPORTED``, or "not run"."""
-    above, below = row.get(f"{ours} {unit}"), row.get(f"{peer} {unit}", row.get(f"{peer} ms"))
-    if isinstance(above, float) and isinstance(below, float):
-        return above / below
-    return NOT_SUPPORTED if NOT_SUPPORTED in (above, below) else "not run"
+def named(shape: Shape) -> str:
+    return "x".join(map(str, shape))
 
 
-def ratios(row: dict[str, Any]) -> dict[str, Any]:
-    """Gradients by what computes a gradient or attends once, products by what differentiates it."""
-    short = {"shape": row["shape"], "backend": row["backend"]}
-    for ours, others in PEERS.items():
-        short[f"{ours} ms"] = row[f"{ours} ms"]
-        for name in others:
-            if f"{name} ms" in row:
-                short[f"{ours} / {name}"] = quotient(row, ours, name)
-        short[f"{ours} TFLOP/s"] = row[f"{ours} TFLOP/s"]
-        short[f"{ours} roofline"] = row[f"{ours} roofline"]
-    return short
-
-
-def launches(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Device and host milliseconds of each contestant; none where only one clock was read."""
-    names = [name.removesuffix(" host ms") for name in row if name.endswith(" host ms")]
-    return [
-        {"shape": row["shape"], "contestant": name, "device ms": row[f"{name} ms"]}
-        | {"host ms": row[f"{name} host ms"]}
-        for name in names
-    ]
-
-
-def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was aimed at beside what was measured, for the shapes that an aim is for."""
-    found = []
-    for row in rows:
-        for ours, peer, most, first, last in TARGETS:
-            if row["tokens"] < first or (last is not None and row["tokens"] > last):
-                continue
-            measured = quotient(row, ours, peer)
-            by_host = quotient(row, ours, peer, "host ms")
-            met = "-" if not isinstance(measured, float) else "yes" if measured <= most else "NO"
-            found.append(
-                {"shape": row["shape"], "ratio": f"{ours} / {peer}", "must be at most": most}
-                | {"measured": measured, "by the host's clock": by_host, "met": met}
-            )
-    return found
+# --- the programs --------------------------------------------------------------------------------
 
 
 def peers(
-    device: str = "cuda" if ON_GPU else "cpu",
     dtype: DType = "bfloat16" if ON_GPU else "float32",
     shapes: tuple[Shape, ...] = GPU_SHAPES if ON_GPU else CPU_SHAPES,
     rounds: int = 9,
     threads: int = 2,
-    cpu_time: bool = False,
-    output: Path = Path("runs/bisoftmax"),
     compiled: bool = ON_GPU or shutil.which("g++") is not None,
 ) -> None:
-    """Times the bi-softmax against its peers.
+    """Ratios to the peers; on a GPU also what was aimed at.
 
     Args:
         shapes: batch, heads, tokens and features of a head; four numbers each.
         threads: on the CPU.
-        cpu_time: processor time, for a busy machine and one thread.
         compiled: the dense formula under torch.compile, too.
     """
-    clock = time.process_time if cpu_time else time.perf_counter
     torch.set_num_threads(threads)
-    output.mkdir(parents=True, exist_ok=True)
-    where, kind = torch.device(device), getattr(torch, dtype)
-    peak = rates(where, kind, clock)
-    print(f"{device} {dtype}: {peak[0] / 1e12:.3g} TFLOP/s, {peak[1]:.3g} exp/s")
+    aims: list[dict[str, Any]] = []
+    for shape in shapes:
+        z, v, beta, limit = inputs(shape)
+        z, v = (each.to(DEVICE, getattr(torch, dtype)) for each in (z, v))
+        runs = able(contestants(z, v, beta, limit, compiled))
+        times = timed(runs, rounds)
+        row: dict[str, Any] = {"shape": named(shape)}
+        row["backend"] = explain(z, beta, limit=limit).backend
+        for name, others in PEERS.items():
+            row |= {f"{name} ms": times[name], f"{name} MiB": peak_mebibytes(runs[name])}
+            row |= {f"{name} / {o}": times[name] / times[o] for o in others if o in times}
+        print(table([row]), flush=True)
+        for name, other, most, first, last in TARGETS:
+            if ON_GPU and first <= shape[2] <= last:
+                found = row.get(f"{name} / {other}", "not run")
+                aims.append({"shape": row["shape"], "ratio": f"{name} / {other}"})
+                aims[-1] |= {"must be at most": most, "measured": found}
+    if aims:
+        print(table(aims), flush=True)
+
+
+def cpu(
+    threads: int = 2,
+    shapes: tuple[Shape, ...] = ((1, 8, 1024, 64), (4, 8, 197, 64), (8, 4, 65, 64)),
+    rounds: int = 15,
+) -> None:
+    """The C++ kernel and the strips: a gradient by a forward pass of stock attention, a product by both.
+
+    Errors are those of the C++ kernel to the dense formula in float64.
+
+    Args:
+        shapes: batch, heads, tokens and features of a head; four numbers each.
+    """
+    torch.set_num_threads(threads)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         z, v, beta, limit = inputs(shape)
-        z, v = z.to(where, kind), v.to(where, kind)
-        runs, refused = able(contestants(z, v, beta, limit, compiled))
-        row: dict[str, Any] = {"shape": "x".join(map(str, shape)), "tokens": shape[2]}
-        row["backend"] = explain(z, beta, limit=limit).backend
-        times = milliseconds(runs, where, rounds, clock)
-        pairs = shape[0] * shape[1] * shape[2] ** 2
-        for name, units in (("gradient", 3), ("hvp", 7)):
-            flops, seconds = 2.0 * units * pairs * shape[3], times[f"{name} ms"] / 1e3
-            parts = flops / peak[0], pairs / peak[1]
-            # A GPU has other units for exp than for products; a CPU core does both by turns.
-            bound = max(parts) if where.type == "cuda" else sum(parts)
-            row |= {f"{name} TFLOP/s": flops / seconds / 1e12, f"{name} roofline": bound / seconds}
-            row[f"{name} MiB"] = peak_mebibytes(runs[name], where)
-        rows.append(row | times | {f"{name} ms": NOT_SUPPORTED for name in refused})
-        with (output / "bisoftmax.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(
-                file, list(dict.fromkeys(name for each in rows for name in each))
-            )
-            writer.writeheader()
-            writer.writerows(rows)
-        print(table([ratios(rows[-1])]), flush=True)
-        if shape[2] <= FEW_TOKENS and launches(rows[-1]):
-            print(table(launches(rows[-1])), flush=True)
-    if where.type == "cuda" and targets(rows):
-        print(table(targets(rows)), flush=True)
-
-
-# --- variants of the Triton kernels --------------------------------------------------------------
-
-
-def of_kernels(
-    name: str, shape: Shape, dtype: torch.dtype, rounds: int, **options: Any
-) -> dict[str, Any]:
-    """Milliseconds of gradient and product, on the device's clock, of rows of norm ``p^(1/2)``."""
-    z, v, beta, _ = inputs(shape)
-    z, v = z.to("cuda", dtype), v.to("cuda", dtype)
-    _, lse = bisoftmax(z, beta, backend="triton", **options)
-    runs: Runs = {
-        "gradient": lambda: bisoftmax(z, beta, backend="triton", **options),
-        "hvp": lambda: bisoftmax_hvp(z, v, beta, lse=lse, backend="triton", **options),
-    }
-    times = interleaved_on_device(runs, rounds)
-    return {"variant": name} | {f"{each} ms": 1e3 * device for each, (_, device) in times.items()}
+        flash = SDPBackend.FLASH_ATTENTION
+        runs: Runs = {"forward": partial(attention, z, beta, flash)}
+        runs["both"] = partial(attention_and_back, z, v, beta, flash)
+        for name in ("cpp", "blocks"):
+            own = ours(z, v, beta, limit=limit, backend=name)
+            runs |= {f"{what}, {name}": run for what, run in own.items()}
+        times = interleaved(runs, rounds)
+        row: dict[str, Any] = {"shape": named(shape), "forward ms": 1e3 * times["forward"]}
+        for what, base in (("gradient", "forward"), ("hvp", "both")):
+            for name in ("cpp", "blocks"):
+                row[f"{what}, {name} / {base}"] = times[f"{what}, {name}"] / times[base]
+        exact = bisoftmax(z.double(), beta, backend="reference")[0]
+        found = bisoftmax(z, beta, limit=limit, backend="cpp")[0]
+        row["gradient's error"] = ((found - exact).norm() / exact.norm()).item()
+        exact = bisoftmax_hvp(z.double(), v.double(), beta, backend="reference")
+        found = bisoftmax_hvp(z, v, beta, limit=limit, backend="cpp")
+        rows.append(row | {"product's error": ((found - exact).norm() / exact.norm()).item()})
+    print(table(rows))
 
 
 def variants(
@@ -352,7 +281,6 @@ def variants(
 ) -> None:
     """The Triton kernels in their variants on a CUDA device: limits, masks, widths, tiles.
 
-    Prints medians of interleaved runs on the device's clock, the work before a launch not among them.
     What does not fit the card is said.
 
     Args:
@@ -361,17 +289,18 @@ def variants(
     """
     if not ON_GPU:
         raise SystemExit("error: no CUDA device")
-    kind, limit = getattr(torch, dtype), 1.01 * shape[3] ** 0.5
+
+    def row(name: str, shape: Shape = shape, **options: Any) -> dict[str, Any]:
+        z, v, beta, _ = inputs(shape)
+        z, v = (each.to("cuda", getattr(torch, dtype)) for each in (z, v))
+        return {"variant": name} | timed(ours(z, v, beta, backend="triton", **options), rounds)
+
+    limit = 1.01 * shape[3] ** 0.5
     mask = torch.rand(shape[0], shape[2], device="cuda") < 0.8
-    given: dict[str, tuple[Shape, dict[str, Any]]] = {
-        "limit": (shape, {"limit": limit}),
-        "no limit": (shape, {}),
-        "causal": (shape, {"causal": True}),
-        "masked": (shape, {"limit": limit, "mask": mask}),
-    }
+    rows = [row("limit", limit=limit), row("no limit"), row("causal", causal=True)]
+    rows.append(row("masked", limit=limit, mask=mask))
     for width in (72, 96):
-        given[f"width {width}"] = (*shape[:3], width), {"limit": 1.01 * width**0.5}
-    rows = [of_kernels(name, to, kind, rounds, **how) for name, (to, how) in given.items()]
+        rows.append(row(f"width {width}", (*shape[:3], width), limit=1.01 * width**0.5))
     print(table(rows), flush=True)
     if not sweep:
         return
@@ -386,62 +315,53 @@ def variants(
         arguments.tiles = instead
         name = f"{kernel} {candidate}"
         try:
-            rows.append(of_kernels(name, shape, kind, rounds, limit=limit))
+            rows.append(row(name, limit=limit))
         except Exception as error:  # Triton's own kinds of errors: too much for the chip
-            rows.append({"variant": name, "gradient ms": type(error).__name__, "hvp ms": "-"})
+            rows.append({"variant": name, "gradient": type(error).__name__, "hvp": "-"})
         finally:
             arguments.tiles = tabulated
     print(table(rows), flush=True)
 
 
-# --- a layer -------------------------------------------------------------------------------------
-
-
-def solves(options: dict[str, Any], backend: str, rounds: int) -> list[dict[str, Any]]:
+def solves(
+    shape: tuple[int, int, int], heads: int, threads: int, backend: str, rounds: int
+) -> list[dict[str, Any]]:
     """So many solves with their backward passes, after a warm-up."""
-    torch.set_num_threads(options["threads"])
-    device, dim = torch.device(options["device"]), options["dim"]
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
-    energy = 0.4 * BiSoftmaxAttention(dim, heads=options["heads"], backend=backend) + Quadratic()
-    if options["feedforward"]:
-        energy = energy + 0.2 * ReLUFeedForward(dim, 2 * dim)
-    layer = DEQ(energy, tolerance=solvers.Tolerance(rtol=1e-3)).to(device)
-    x = torch.randn(options["batch"], options["tokens"], dim, device=device)
+    energy = 0.4 * BiSoftmaxAttention(shape[2], heads=heads, backend=backend) + Quadratic()
+    layer = DEQ(energy, tolerance=solvers.Tolerance(rtol=1e-3)).to(DEVICE)
+    x = torch.randn(shape, device=DEVICE)
     # A GPU compiles kernels for the size of the input; on a CPU the peak of memory never sinks again.
-    for _ in range(2 if device.type == "cuda" else 1):
-        layer(x if device.type == "cuda" else x[:1, :64]).square().mean().backward()
-    clock = time.process_time if options["cpu_time"] else time.perf_counter
-    return [solve_once(layer, x, clock) for _ in range(rounds)]
+    for _ in range(2 if ON_GPU else 1):
+        layer(x if ON_GPU else x[:1, :64]).square().mean().backward()
+    return [solve_once(layer, x) for _ in range(rounds)]
 
 
-def solve_once(layer: DEQ, x: Tensor, clock: Callable[[], float]) -> dict[str, Any]:
-    on_gpu = x.is_cuda
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
+def solve_once(layer: DEQ, x: Tensor) -> dict[str, Any]:
+    wait = torch.cuda.synchronize if ON_GPU else lambda: None
     layer.zero_grad()
     wait()
-    if on_gpu:
+    if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_gpu else resident()
-    start = clock()
+    before = torch.cuda.memory_allocated() if ON_GPU else resident()
+    start = time.perf_counter()
     loss = layer(x).square().mean()
     wait()
-    middle = clock()
+    middle = time.perf_counter()
     loss.backward()
     wait()
-    end = clock()
-    after = torch.cuda.max_memory_allocated() if on_gpu else resident()
+    end = time.perf_counter()
+    after = torch.cuda.max_memory_allocated() if ON_GPU else resident()
     assert layer.last is not None
+    gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
     return {
         "forward s": middle - start,
         "backward s": end - middle,
         "seconds": end - start,
         "MiB": (after - before) / 2**20,
         "evaluations": layer.last.evaluations.max().item(),
-        "gradients": [
-            p.grad.cpu().double().flatten().tolist()
-            for p in layer.parameters()
-            if p.grad is not None
-        ],
+        "gradients": [each.tolist() for each in gradients],
     }
 
 
@@ -459,48 +379,36 @@ def layer(
     backend: Literal["auto", "blocks", "cpp", "triton"] = "auto",
     rounds: int = 3,
     threads: int = 2,
-    device: str = "cuda" if ON_GPU else "cpu",
-    cpu_time: bool = False,
-    feedforward: bool = False,
-    output: Path | None = None,
 ) -> None:
     """A DEQ layer on a backend against the same layer on the dense formula.
 
     Forward solve and implicit backward pass; prints seconds, their ratio, the largest difference of the
     gradients, and the peak memory, each backend in processes of its own: on a CPU one a round, on a GPU
     one for all rounds, after solves of the full size.
-
-    Args:
-        heads: a divisor of ``dim``.
-        cpu_time: processor time, for a busy machine and one thread.
-        feedforward: with a ReLU feed-forward term.
-        output: JSON file for the figures.
     """
-    options = {name: value for name, value in locals().items() if name not in ("backend", "rounds")}
     runs: dict[str, list[dict[str, Any]]] = {backend: [], "reference": []}
-    # On a GPU starting and warming up takes longer than the rounds: one process a backend.
-    inside = rounds if torch.device(device).type == "cuda" else 1
+    inside = rounds if ON_GPU else 1  # starting on a GPU takes longer than the rounds
     context = multiprocessing.get_context("spawn")
     for _ in range(rounds // inside):
         for name, results in runs.items():
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-                results += pool.submit(solves, options, name, inside).result()
+                size = (batch, tokens, dim)
+                results += pool.submit(solves, size, heads, threads, name, inside).result()
     rows: list[dict[str, Any]] = []
     for name, results in runs.items():
         measured = [key for key in results[0] if key != "gradients"]
         medians = {key: statistics.median(each[key] for each in results) for key in measured}
         rows.append({"backend": name} | medians)
-    ours, dense_ = rows
+    first, second = rows
     # A small layer's memory lies within what the warm-up took.
-    shares = {key: ours[key] / (dense_[key] or float("nan")) for key in list(ours)[1:]}
+    shares = {key: first[key] / (second[key] or float("nan")) for key in list(first)[1:]}
     rows.append({"backend": f"{backend} / reference"} | shares)
     print(table(rows))
     pairs = zip(runs[backend][0]["gradients"], runs["reference"][0]["gradients"], strict=True)
     errors = [(torch.tensor(a) - torch.tensor(b)).norm() / torch.tensor(b).norm() for a, b in pairs]
     print(f"largest relative difference of a parameter's gradient: {max(errors).item():.1e}")
-    if output is not None:
-        output.write_text(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"peers": peers, "variants": variants, "layer": layer})
+    programs = {"peers": peers, "cpu": cpu, "variants": variants, "layer": layer}
+    tyro.extras.subcommand_cli_from_dict(programs)

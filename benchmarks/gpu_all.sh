@@ -3,8 +3,7 @@
 # the Triton kernels, times against their peers and the aims, the kernels' variants (no limit, causal,
 # masked, widths 72 and 96) and a sweep of tiles, a whole layer.
 #   benchmarks/gpu_all.sh            # into runs/gpu, or where $OUT says
-# It leaves there: table.md (a row a step, then what each benchmark printed), a .log of each step,
-# bisoftmax.csv (a row a shape, as far as it came), layer.json.
+# It leaves there: table.md (a row a step, then what each benchmark printed) and a .log of each step.
 # It leaves out what runs on the CPU only: adaptive_tap.py, vs_torchdeq.py, step.py, layers.py, zoo.py.
 # Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, tyro; pytest-xdist
 # is used where it is there; no network. PYTHON names another interpreter. Exits with 1 if anything
@@ -65,9 +64,9 @@ fi
 # The device's warnings are not this package's: they are shown, and do not fail a test.
 step tests 170 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
     tests/kernels/bi_softmax/triton
-step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py peers --output "$OUT"
+step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py peers
 step variants 120 "$PYTHON" benchmarks/bisoftmax.py variants --sweep
-step layer 60 "$PYTHON" benchmarks/bisoftmax.py layer --rounds 5 --output "$OUT/layer.json"
+step layer 60 "$PYTHON" benchmarks/bisoftmax.py layer --rounds 5
 
 {
     for name in bisoftmax variants layer; do

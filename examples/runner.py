@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import csv
-import functools
-import inspect
-import io
-import itertools
-import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -21,7 +15,7 @@ import tyro
 from cycler import cycler
 from matplotlib.figure import Figure
 
-Tables = dict[str, list[dict[str, Any]]]  # by name; the rows of a table have the same keys
+Table = list[dict[str, Any]]  # the rows have the same keys
 COLOURS = ["#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"]  # C0 to C4: blue to grey
 
 mpl.use("Agg")
@@ -33,24 +27,23 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def run(main: Callable[..., tuple[Tables, Figure]], words: Sequence[str] | None = None) -> Tables:
+def run(
+    main: Callable[..., tuple[dict[str, Table], Figure]], words: Sequence[str] | None = None
+) -> dict[str, Table]:
     """Call ``main`` with options of the command line; write its tables and its figure to OUT/NAME/.
 
-    Each parameter of ``main`` is an option of its type; the docstring is the help. Integers must be at
-    least 1, or at least 0 where the default is 0; other numbers at least 0. A wrong value ends in one
-    line and exit code 2, and so does a ``ValueError`` of ``main`` that begins with an option's name.
+    Each parameter of ``main`` is an option of its type; the docstring is the help. OUT is "runs", or
+    what ``--out`` says.
     """
-    options, out = _read(main, words)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    known, others = parser.parse_known_args(words)
     torch.set_num_threads(1)
-    torch.manual_seed(options.get("seed", 0))
-    folder = out / main.__name__.replace("_", "-")
+    torch.manual_seed(0)
+    folder = known.out / main.__name__.replace("_", "-")
     with mpl.rc_context(STYLE):
-        try:
-            tables, figure = main(**options)
-        except ValueError as error:
-            if str(error).split(" ")[0] not in options:
-                raise
-            _refuse(f"--{error}")
+        note = f"{(main.__doc__ or '').splitlines()[0]} Files go to runs/, or to --out FOLDER."
+        tables, figure = tyro.cli(main, args=others, description=note)
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / f"{folder.name}.png")
     plt.close(figure)
@@ -62,50 +55,19 @@ def run(main: Callable[..., tuple[Tables, Figure]], words: Sequence[str] | None 
         if len(rows) <= 40:
             print(f"\n{name}", *rows[0], sep="\t")
             for row in rows:
-                print(
-                    "", *(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), sep="\t"
-                )
+                values = (f"{v:.4g}" if isinstance(v, float) else v for v in row.values())
+                print("", *values, sep="\t")
     print(f"\n{folder}: {folder.name}.png, {', '.join(f'{name}.csv' for name in tables)}")
     return tables
 
 
-def _read(main: Callable[..., Any], words: Sequence[str] | None) -> tuple[dict[str, Any], Path]:
-    """The values of the parameters of ``main``, and that of ``--out``."""
-    parameters = dict(inspect.signature(main, eval_str=True).parameters)
-    defaults = {name: each.default for name, each in parameters.items()}
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters["out"] = inspect.Parameter("out", keyword, default=Path("runs"), annotation=Path)
-
-    @functools.wraps(main)
-    def read(out: Path = Path("runs"), **options: Any) -> tuple[dict[str, Any], Path]:
-        return defaults | options, out
-
-    setattr(read, "__signature__", inspect.Signature(list(parameters.values())))  # noqa: B010
-    read.__annotations__ = {name: each.annotation for name, each in parameters.items()}
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            options, out = tyro.cli(read, args=words)
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-        lines = (
-            line.strip("│| ") for line in said.getvalue().splitlines()[1:]
-        )  # a box in a terminal
-        blocks = itertools.groupby(lines, lambda line: any(map(str.isalnum, line)))
-        _refuse(" ".join(next(block for is_text, block in blocks if is_text)))
-    for name, value in options.items():
-        for each in value if isinstance(value, tuple) else [value]:
-            low = int(isinstance(each, int) and defaults[name] != 0)
-            if (
-                isinstance(each, int | float)
-                and not isinstance(each, bool)
-                and not low <= each < math.inf
-            ):
-                _refuse(f"--{name.replace('_', '-')} must be at least {low} and finite, got {each}")
-    return options, out
+def columns(table: Table, *keys: str, **where: Any) -> list[list[Any]]:
+    """The columns ``keys`` of the rows whose values are ``where``."""
+    rows = [row for row in table if all(row[name] == value for name, value in where.items())]
+    return [[row[key] for row in rows] for key in keys]
 
 
-def _refuse(reason: str) -> NoReturn:
-    print(f"error: {reason}", file=sys.stderr)
-    raise SystemExit(2)
+def rows_of(values: Mapping[str, torch.Tensor], **same: Any) -> Table:
+    """A row for each entry of the tensors (n,), after what is the ``same`` in all."""
+    lines = zip(*(each.tolist() for each in values.values()), strict=True)
+    return [same | dict(zip(values, line, strict=True)) for line in lines]

@@ -230,7 +230,9 @@ def test_the_gallery_shows_every_experiment_and_every_picture() -> None:
     commands = set(re.findall(rf"{STUDY} ([\w-]+)", text))
     assert commands >= STUDIES
     files = {
-        path for path in ROOT.glob("examples/*/*.py") if "import run\n" in path.read_text("utf-8")
+        path
+        for path in ROOT.glob("examples/*/*.py")
+        if "from runner import" in path.read_text("utf-8")
     }
     assert files <= {ROOT / name for name in re.findall(r"`python (examples/[\w/]+\.py)", text)}
     started = set(re.findall(r"`implicit-attn (?:train|run) ([\w-]+)", text))

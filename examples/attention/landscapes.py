@@ -61,8 +61,6 @@ def landscapes(states: int = 16, patterns: int = 32, points: int = 81, seed: int
         points: of the grid of the background, on each axis.
         seed: of the draws.
     """
-    if points < 2:
-        raise ValueError(f"points must be at least 2, got {points}")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(states, 2, generator=generator, dtype=torch.float64)
     stored = torch.randn(patterns, 2, generator=generator, dtype=torch.float64)

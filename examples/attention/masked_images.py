@@ -24,7 +24,9 @@ from implicit_attn.data import load
 from implicit_attn.models import load_model
 from implicit_attn.training import MaskedImages
 
-Table = list[dict[str, Any]]
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
 MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # of the iterations of training
 SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures
 HIDDEN = (0.62, 0.74, 0.90)  # a colour that no grey image holds
@@ -105,8 +107,7 @@ def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Ta
     found = [load_model(folder / "weights.safetensors") for folder in runs]
     settings = [progress["settings"] for _, progress in found]
     kept = [{name: each[name] for name in KEPT} for each in settings]
-    if any(each != kept[0] for each in kept):
-        raise ValueError(f"runs must be of the same hidden patches, got {kept}")
+    assert all(each == kept[0] for each in kept), "runs of other hidden patches"
     known, patch = kept[0], settings[0]["model"]["patch"]
     data = load(known["data"]).first(known["limit"])
     task = MaskedImages(data, patch, masked=known["masked"], test=known["test"])
@@ -145,10 +146,7 @@ def draw_errors(axes: Any, errors: Table, fillings: Table) -> None:
     """Mean and range over the runs of a model, and the fillings that are in reach."""
     top = 0.0
     for name in dict.fromkeys(row["model"] for row in errors):
-        every = [
-            [r["test_loss"] for r in errors if (r["model"], r["multiple"]) == (name, multiple)]
-            for multiple in MULTIPLES
-        ]
+        every = [columns(errors, "test_loss", model=name, multiple=m)[0] for m in MULTIPLES]
         axes.plot(MULTIPLES, [sum(each) / len(each) for each in every], "o-", label=name)
         axes.fill_between(MULTIPLES, [*map(min, every)], [*map(max, every)], alpha=0.2)
         top = max(top, *(max(each) for each in every[1:]))
@@ -182,7 +180,4 @@ def draw_filling(axes: Any, rows: dict[str, Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(masked_images)

@@ -14,6 +14,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import columns, run
+
 USUAL = [2, 16, 64, 128, 256, 512, 1024]  # dimensions of the table at the usual scale c = 1
 
 
@@ -75,8 +78,6 @@ def norm_map(
         draws: independent draws at each point.
         seed: of the draws.
     """
-    if not 2 <= dimensions <= 1023:
-        raise ValueError(f"dimensions must be from 2 to 1023, got {dimensions}")
     values = torch.linspace(0.2, 2, scales, dtype=torch.float64).tolist()
     table = step_norms(spaced_dimensions(dimensions), values, tokens, draws, seed)
     usual = step_norms(USUAL, [1.0], tokens, draws, seed)
@@ -97,12 +98,11 @@ def norm_map(
 
     chosen = {min(values, key=lambda c: abs(c - wanted)): None for wanted in (0.2, 1.0, 2.0)}
     for scale, color in zip(chosen, ("C2", "C0", "C1"), strict=False):
-        rows = [row for row in table if row["scale"] == scale]
-        low, high, middle = ([row[key] for row in rows] for key in ("smallest", "largest", "norm"))
+        low, high, middle = columns(table, "smallest", "largest", "norm", scale=scale)
         right.fill_between(every, low, high, color=color, alpha=0.2, linewidth=0)
         right.plot(every, middle, color=color, label=f"c = {scale:.2g}")
-        large = [row for row in rows if scale * row["dimension"] ** 0.5 >= max(3, 4 * scale**2)]
-        places, expected = ([row[key] for row in large] for key in ("dimension", "expected"))
+        large = [row for row in table if scale * row["dimension"] ** 0.5 >= max(3, 4 * scale**2)]
+        places, expected = columns(large, "dimension", "expected", scale=scale)
         right.plot(places, expected, color=color, linestyle="--", linewidth=1)
     right.plot([], [], color="black", linestyle="--", linewidth=1, label="r.m.s. for large d")
     right.set_xscale("log", base=2)
@@ -113,7 +113,4 @@ def norm_map(
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(norm_map)

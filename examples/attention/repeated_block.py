@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from implicit_attn import DEQTransformer
 from implicit_attn.data import load
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
 DIM, HEADS, HIDDEN = 64, 4, 128
 RATES = {"one block, once": 1e-2, "one block, repeated": 6e-3, "three blocks": 3e-3}
 DRAWN = (4, 12)  # iterations in training; 8 in evaluation
@@ -88,7 +91,7 @@ def repeated_block(
     patch: int = 4,
     epochs: int = 5,
     seeds: int = 2,
-) -> tuple[dict[str, list[dict[str, Any]]], Figure]:
+) -> tuple[dict[str, Table], Figure]:
     """A vision transformer of one block at its fixed point, beside one pass and three layers.
 
     The block is DEQTransformer, whose number of iterations is drawn from 4 to 12 for each batch in training.
@@ -102,8 +105,7 @@ def repeated_block(
     tests, answers = loaded.test_images[tested].float(), loaded.test_labels[tested]
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     images, tests = (images - mean) / std, (tests - mean) / std
-    accuracies: list[dict[str, Any]] = []
-    by_iterations: list[dict[str, Any]] = []
+    accuracies, by_iterations = Table(), Table()
     for name, rate in RATES.items():
         for seed in range(seeds):
             torch.manual_seed(seed)
@@ -120,12 +122,10 @@ def repeated_block(
                     by_iterations.append({"seed": seed, "iterations": mark, "accuracy": found})
     figure, axes = plt.subplots(figsize=(6.2, 4.2))
     for seed in range(seeds):
-        curve = [row["accuracy"] for row in by_iterations if row["seed"] == seed]
+        (curve,) = columns(by_iterations, "accuracy", seed=seed)
         axes.plot(MARKS, curve, "o-", color="C0", label=None if seed else "one block, repeated")
         for name, color in (("one block, once", "C1"), ("three blocks", "C4")):
-            (height,) = (
-                row["accuracy"] for row in accuracies if (row["model"], row["seed"]) == (name, seed)
-            )
+            ((height,),) = columns(accuracies, "accuracy", model=name, seed=seed)
             axes.axhline(height, color=color, linestyle="--", label=None if seed else name)
     axes.axvspan(*DRAWN, color="C4", alpha=0.15, linewidth=0, label="drawn in training")
     axes.set_xscale("log", base=2)
@@ -138,7 +138,4 @@ def repeated_block(
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from runner import run
-
     run(repeated_block)

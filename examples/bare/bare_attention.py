@@ -58,12 +58,7 @@ def predict(name: str, model: Any, tokens: Tensor) -> tuple[Tensor, float]:
 
 
 def bare_attention(
-    data: Data = "digits",
-    images: int = 0,
-    steps: int = 0,
-    features: int = 0,
-    kind: Kind = "principal",
-    seed: int = 0,
+    data: Data = "digits", images: int = 0, steps: int = 0, kind: Kind = "principal", seed: int = 0
 ):
     """Masked patches of images by bare self-attention, with the errors of simpler predictors.
 
@@ -71,11 +66,10 @@ def bare_attention(
         data: digits (2 x 2 patches) or cifar10 (8 x 8).
         images: training and test images each; 0: by the data.
         steps: of training; 0: by the data.
-        features: rows of F; 0: by the data.
-        kind: of F, directions of the tokens or random; none: no F.
+        kind: of the rows of F, directions of the tokens or random.
         seed: of images, couplings and batches.
     """
-    setup = open_images(data, images, steps, features, kind, seed)
+    setup = open_images(data, images, steps, kind, seed)
     codec, truth = setup.codec, setup.test_values
     values = codec.decode_patches(setup.train)
     guesses = {

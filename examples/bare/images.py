@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
-from circles import CircleTokens, principal_features, random_features
 from torch import Tensor, nn
 
 from implicit_attn.data import load
@@ -15,7 +15,101 @@ from implicit_attn.energies import BareAttention, Couplings
 from solvers import TorusSite
 
 Data = Literal["digits", "cifar10"]
-Kind = Literal["principal", "random", "none"]
+Kind = Literal["principal", "random"]
+
+
+@dataclass(frozen=True)
+class CircleTokens:
+    r"""Images (B, C, H, W) in [0, 1] as tokens (B, N, 2p) of points on unit circles, and back.
+
+    A value v becomes the angle ``pi v`` and the point ``(cos pi v, sin pi v)``, so 0 and 1 lie
+    opposite; the p values of a patch, all channels, make a token of norm ``sqrt p``. Patches are
+    counted row by row; ``patch`` is the side of one and divides H and W.
+    """
+
+    channels: int
+    height: int
+    width: int
+    patch: int
+
+    @property
+    def sites(self) -> int:
+        """N, the patches of an image."""
+        return (self.height // self.patch) * (self.width // self.patch)
+
+    @property
+    def values(self) -> int:
+        """p, the values of a patch."""
+        return self.channels * self.patch**2
+
+    @property
+    def dim(self) -> int:
+        """2p, the components of a token."""
+        return 2 * self.values
+
+    def encode(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) in [0, 1] -> (B, N, 2p)."""
+        return points(math.pi * self.patches(images))
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """(B, N, 2p) -> (B, C, H, W), see :meth:`decode_patches`."""
+        return self.images(self.decode_patches(tokens))
+
+    def decode_patches(self, tokens: Tensor) -> Tensor:
+        """(..., 2p) -> values (..., p): those whose points are nearest to the direction of each pair.
+
+        Directions outside the half circle of the values go to its nearer end, a pair (0, 0) to 0.
+        """
+        cosine, sine = tokens.unflatten(-1, (self.values, 2)).unbind(-1)
+        return torch.atan2(sine.clamp_min(0.0).abs(), cosine) / math.pi  # -0.0 would give -1
+
+    def patches(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, N, p), any values."""
+        size = self.patch
+        # (B, C, rows, s, columns, s)
+        tiles = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+        return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+    def images(self, patches: Tensor) -> Tensor:
+        """(B, N, p) -> (B, C, H, W), the inverse of :meth:`patches`."""
+        size = self.patch
+        rows, columns = self.height // size, self.width // size
+        tiles = patches.reshape(len(patches), rows, columns, self.channels, size, size)
+        return tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, self.channels, self.height, self.width)
+
+    def noisy(self, tokens: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
+        """``tokens`` (..., 2p) with normal noise of standard deviation ``sigma`` on every angle."""
+        cosine, sine = tokens.unflatten(-1, (self.values, 2)).unbind(-1)
+        noise = torch.randn(cosine.shape, generator=generator, dtype=tokens.dtype)
+        return points(torch.atan2(sine, cosine) + sigma * noise)
+
+    def random(self, count: int, generator: torch.Generator) -> Tensor:
+        """``count`` images of independent uniform angles as tokens (count, N, 2p), float32."""
+        shape = (count, self.sites, self.values)
+        return points(2 * math.pi * torch.rand(shape, generator=generator))
+
+
+def points(angles: Tensor) -> Tensor:
+    """Angles (..., p) -> points (..., 2p) on unit circles, cosine and sine in turn."""
+    return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
+
+
+def principal_features(dim: int, tokens: Tensor) -> Tensor:
+    """The ``dim`` orthonormal directions (dim, D) that hold most of the tokens (B, N, D), float32.
+
+    Of the second moments about 0, so the mean direction is among them. The largest entry of each row
+    is positive.
+    """
+    flat = tokens.flatten(0, -2).double()
+    rows = torch.linalg.eigh(flat.mT @ flat)[1].mT.flip(0)[:dim]
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    return (rows * largest.sign()).float().contiguous()
+
+
+def random_features(dim: int, width: int, generator: torch.Generator) -> Tensor:
+    """A random ``F`` (dim, width) with orthonormal rows, float32: fixed features of tokens."""
+    drawn = torch.randn(width, dim, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(drawn)[0].mT.float().contiguous()
 
 
 class Sizes(NamedTuple):
@@ -28,12 +122,11 @@ class Sizes(NamedTuple):
     steps: int
     batch: int
     rate: float  # of the rule "exact"
-    runs: int  # images whose states are kept
 
 
 SIZES = {
-    "digits": Sizes(2, 0, 1437, 360, 400, 128, 0.03, 300),
-    "cifar10": Sizes(8, 16, 1000, 300, 60, 32, 0.1, 30),
+    "digits": Sizes(2, 0, 1437, 360, 400, 128, 0.03),
+    "cifar10": Sizes(8, 16, 1000, 300, 60, 32, 0.1),
 }
 
 
@@ -150,27 +243,22 @@ class Images:
         return model
 
 
-def open_images(
-    data: Data, images: int, steps: int, features: int, kind: Kind, seed: int
-) -> Images:
-    """The data set as tokens; 0 images, steps or features: the default of the data."""
+def open_images(data: Data, images: int, steps: int, kind: Kind, seed: int) -> Images:
+    """The data set as tokens; 0 images or steps: the default of the data."""
     sizes, loaded = SIZES[data], load(data)
     _, channels, height, width = loaded.train_images.shape
     codec = CircleTokens(channels, height, width, sizes.patch)
-    rows = 0 if kind == "none" else features or sizes.features
-    if rows > codec.dim:
-        raise ValueError(f"features must be at most {codec.dim} for {data}, got {rows}")
     generator, parts = torch.Generator().manual_seed(seed), []
     for pictures, most in ((loaded.train_images, sizes.train), (loaded.test_images, sizes.test)):
         chosen = torch.randperm(len(pictures), generator=generator)[: images or most]
         parts.append(codec.encode(pictures[chosen]))
-    matrix = None
-    if rows and kind == "principal":
-        matrix = principal_features(rows, parts[0])
-    elif rows:
-        matrix = random_features(rows, codec.dim, generator)
     train, test = parts
-    return Images(data, codec, train, test, matrix, steps or sizes.steps, seed)
+    features = None
+    if sizes.features and kind == "principal":
+        features = principal_features(sizes.features, train)
+    elif sizes.features:
+        features = random_features(sizes.features, codec.dim, generator)
+    return Images(data, codec, train, test, features, steps or sizes.steps, seed)
 
 
 def show(axes: Any, image: Tensor) -> None:

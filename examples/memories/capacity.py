@@ -17,22 +17,23 @@ from torch import Tensor
 
 from implicit_attn.models import BinaryMemory
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
 PAIR_RULES = ("hebb", "pseudo-inverse", "pseudo-likelihood")
 DENSE_RULES = (2, 3, 4, "exp")
 PAIR_LOADS = (0.05, 0.1, 0.12, 0.138, 0.16, 0.18, 0.2, 0.3, 0.5, 0.65, 0.8, 1.0)
+FLIPS = 0.1  # share of the spins that are flipped at the start
 DENSE_LOADS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-Table = list[dict[str, Any]]
 
 
-def retrieved(
-    rule: str | int, sites: int, count: int, flips: float, probes: int, seed: int
-) -> Tensor:
+def retrieved(rule: str | int, sites: int, count: int, probes: int, seed: int) -> Tensor:
     """Mean overlap and share of exact retrievals of one set of patterns, (2,)."""
     generator = torch.Generator().manual_seed(seed)
     patterns = 2.0 * torch.randint(2, (count, sites), generator=generator).float() - 1
     memory, targets = BinaryMemory(patterns, rule), patterns[:probes]
     order = torch.rand(targets.shape, generator=generator).argsort(dim=1)
-    damaged = torch.where(order < round(flips * sites), -targets, targets)
+    damaged = torch.where(order < round(FLIPS * sites), -targets, targets)
     overlap = (memory.retrieve(damaged, 20) * targets).double().mean(1)
     return torch.stack([overlap.mean(), (overlap == 1).double().mean()])
 
@@ -66,7 +67,6 @@ def capacity(
     loads: tuple[float, ...] = PAIR_LOADS,
     dense_sites: int = 40,
     dense_loads: tuple[float, ...] = DENSE_LOADS,
-    flips: float = 0.1,
     seeds: int = 5,
     probes: int = 40,
     seed: int = 0,
@@ -78,15 +78,12 @@ def capacity(
         loads: patterns by spins, pair rules.
         dense_sites: spins of the dense rules.
         dense_loads: of the dense rules.
-        flips: share of flipped spins at the start.
         seeds: independent sets of patterns.
         probes: patterns retrieved at most, of each set.
         seed: of the first set.
     """
-    if flips > 1:
-        raise ValueError(f"flips must be at most 1, got {flips}")
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex="row", sharey=True)
-    title = f"Capacity of binary memories; {flips:.0%} of the spins flipped"
+    title = f"Capacity of binary memories; {FLIPS:.0%} of the spins flipped"
     figure.suptitle(f"{title}, mean and range of {seeds} seeds")
     tables: dict[str, Table] = {"pairs": [], "dense": []}
     halves: Table = []
@@ -99,7 +96,7 @@ def capacity(
             for load in sorted(values):
                 count = max(1, round(load * size))
                 sets = range(seed, seed + seeds)
-                found = torch.stack([retrieved(rule, size, count, flips, probes, s) for s in sets])
+                found = torch.stack([retrieved(rule, size, count, probes, s) for s in sets])
                 each: dict[str, Any] = {"rule": rule, "sites": size, "load": load}
                 each["patterns"] = count
                 for key, column in zip(("overlap", "exact"), found.mT, strict=True):
@@ -116,8 +113,8 @@ def capacity(
 
 def draw_rule(axes, rows: Table, key: str, color: str) -> None:
     """Mean and range of the seeds against the load, with the load of theory."""
-    rule, loads = rows[0]["rule"], [row["load"] for row in rows]
-    low, high = ([row[f"{key}_{end}"] for row in rows] for end in ("low", "high"))
+    rule = rows[0]["rule"]
+    loads, low, middle, high = columns(rows, "load", f"{key}_low", key, f"{key}_high")
     axes.fill_between(loads, low, high, color=color, alpha=0.2, linewidth=0)
     name = f"power {rule}" if isinstance(rule, int) else rule
     theory = theoretical_load(rule, rows[0]["sites"])
@@ -128,7 +125,7 @@ def draw_rule(axes, rows: Table, key: str, color: str) -> None:
         note.set(fontsize=7, color=color, rotation=90, ha="right", va="center")
     if not math.isnan(theory):
         name += f" (theory: {theory:.{3 if theory <= loads[-1] else 2}g})"
-    axes.plot(loads, [row[key] for row in rows], color=color, marker="o", ms=3.5, label=name)
+    axes.plot(loads, middle, color=color, marker="o", ms=3.5, label=name)
 
 
 def finish(row, table: Table, sites: int) -> None:
@@ -147,7 +144,4 @@ def finish(row, table: Table, sites: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(capacity)

@@ -13,9 +13,12 @@ import torch
 
 from implicit_attn.energies.effective import PRIORS, EffectiveRBM, ScalarPrior
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, rows_of, run
+
 ORDERS = {2: "C1", 4: "C2", 8: "C3"}  # of the Taylor sums
+UNITS = 4  # hidden units
 MACHINES = {"normal": 0.35, "poisson": 0.25, "one-hot": 0.6}  # hidden law, strength of W
-Table = list[dict[str, Any]]
 
 
 def cumulants(prior: ScalarPrior, count: int) -> list[float]:
@@ -36,22 +39,18 @@ def taylor_sums(name: str, prior: ScalarPrior) -> Table:
     low, high = max(-3.0, prior.lower), min(3.0, prior.upper)
     inset = 2e-3 * (high - low)
     t = torch.linspace(low + inset, high - inset, 121, dtype=torch.float64)
-    columns = {"t": t, "K": prior.cumulant_function(t)}
     terms = [k * t**n / math.factorial(n) for n, k in enumerate(cumulants(prior, max(ORDERS)), 1)]
-    columns |= {f"order {order}": torch.stack(terms[:order]).sum(0) for order in ORDERS}
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [{"hidden": name} | dict(zip(columns, row, strict=True)) for row in rows]
+    sums = {f"order {order}": torch.stack(terms[:order]).sum(0) for order in ORDERS}
+    return rows_of({"t": t, "K": prior.cumulant_function(t)} | sums, hidden=name)
 
 
-def gibbs_histogram(
-    hidden: str, spins: int, units: int, chains: int, sweeps: int, seed: int
-) -> Table:
+def gibbs_histogram(hidden: str, spins: int, chains: int, sweeps: int, seed: int) -> Table:
     """How often independent chains end in each of the 2^spins states, and how often they should.
 
     The weights are patterns of +1 and -1 times a strength; the states are sorted by falling probability.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (1, units, spins) if hidden == "one-hot" else (units, spins)
+    shape = (1, UNITS, spins) if hidden == "one-hot" else (UNITS, spins)
     patterns = torch.randint(2, shape, generator=generator).double() * 2 - 1
     energy = EffectiveRBM(MACHINES[hidden] * patterns, hidden, visible="ising")
     states = torch.tensor([*itertools.product([-1.0, 1.0], repeat=spins)], dtype=torch.float64)
@@ -61,13 +60,9 @@ def gibbs_histogram(
     numbers = ((v > 0).long() * 2 ** torch.arange(spins - 1, -1, -1)).sum(1)
     found = torch.bincount(numbers, minlength=len(states)).double() / chains
     error = (exact * (1 - exact) / chains).sqrt()
-    columns = {"exact": exact, "found": found, "error": error}
-    rows: Table = []
-    for index in exact.argsort(descending=True, stable=True).tolist():
-        state = "".join("+" if spin > 0 else "-" for spin in states[index].tolist())
-        numbers = {name: column[index].item() for name, column in columns.items()}
-        rows.append({"hidden": hidden, "state": state, **numbers})
-    return rows
+    order = exact.argsort(descending=True, stable=True)
+    measured = {"exact": exact[order], "found": found[order], "error": error[order]}
+    return rows_of(measured, hidden=hidden)
 
 
 def deviations(table: Table) -> dict[str, Any]:
@@ -79,25 +74,18 @@ def deviations(table: Table) -> dict[str, Any]:
     return found | {"total variation": variation}
 
 
-def effective_rbm(
-    spins: int = 6, units: int = 4, chains: int = 20_000, sweeps: int = 50, seed: int = 0
-):
+def effective_rbm(spins: int = 6, chains: int = 20_000, sweeps: int = 50, seed: int = 0):
     """Hidden units summed out: cumulant functions of their laws, and Gibbs sampling checked.
 
     Args:
         spins: visible units, at most 10.
-        units: hidden units, at least 2.
         chains: independent chains.
         sweeps: of each chain.
         seed: of weights and chains.
     """
-    if spins > 10:
-        raise ValueError(f"spins must be at most 10, got {spins}")
-    if units < 2:
-        raise ValueError(f"units must be at least 2, got {units}")
     laws = {name: prior for name, prior in PRIORS.items() if isinstance(prior, ScalarPrior)}
     curves = {name: taylor_sums(name, prior) for name, prior in laws.items()}
-    histograms = [gibbs_histogram(name, spins, units, chains, sweeps, seed) for name in MACHINES]
+    histograms = [gibbs_histogram(name, spins, chains, sweeps, seed) for name in MACHINES]
 
     figure = plt.figure(figsize=(13, 9))
     figure.suptitle("RBMs without their hidden units: cumulant functions and Gibbs sampling")
@@ -113,19 +101,14 @@ def effective_rbm(
         draw_histogram(axes, table)
     shared[0].set_ylabel("probability of a state")
     shared[0].legend(fontsize=8)
-    tables = {
-        "cumulants": list(itertools.chain(*curves.values())),
-        "gibbs": list(itertools.chain(*histograms)),
-        "errors": [deviations(table) for table in histograms],
-    }
-    return tables, figure
+    tables = {"cumulants": sum(curves.values(), Table()), "gibbs": sum(histograms, Table())}
+    return tables | {"errors": [deviations(table) for table in histograms]}, figure
 
 
 def draw_cumulants(axes, name: str, rows: Table) -> None:
     """``K(t)`` with its Taylor sums."""
-    t, exact = [row["t"] for row in rows], [row["K"] for row in rows]
-    for order, color in ORDERS.items():
-        taylor = [row[f"order {order}"] for row in rows]
+    t, exact, *sums = columns(rows, "t", "K", *(f"order {order}" for order in ORDERS))
+    for (order, color), taylor in zip(ORDERS.items(), sums, strict=True):
         axes.plot(t, taylor, color=color, linewidth=1, label=f"Taylor sum, order {order}")
     axes.plot(t, exact, color="C0", linewidth=2.2, label="K(t), exact", zorder=0)
     low, high = min(exact), max(exact)
@@ -135,17 +118,14 @@ def draw_cumulants(axes, name: str, rows: Table) -> None:
 
 def draw_histogram(axes, table: Table) -> None:
     """Gibbs frequencies against exact probabilities."""
-    places, exact = range(len(table)), [row["exact"] for row in table]
+    places, (exact, found, error) = range(len(table)), columns(table, "exact", "found", "error")
     axes.bar(places, exact, color="C0", alpha=0.4, label="exact, exp(-E) / Z")
-    found, errors = [row["found"] for row in table], [2 * row["error"] for row in table]
     look: Any = {"fmt": ".", "color": "black", "ms": 4, "elinewidth": 0.8}
-    axes.errorbar(places, found, yerr=errors, label="Gibbs, 2 standard errors", **look)
+    look |= {"yerr": [2 * each for each in error], "label": "Gibbs, 2 standard errors"}
+    axes.errorbar(places, found, **look)
     axes.set(title=f"{table[0]['hidden']} hidden units", xlabel="state, by falling probability")
     axes.set_yscale("log")
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(effective_rbm)

@@ -19,11 +19,13 @@ from torch import Tensor
 import solvers
 from implicit_attn.energies import Hopfield
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, run
+
 BETAS = (
     *(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 15.0, 20.0, 25.0, 30.0),
     *(40.0, 50.0, 60.0, 80.0, 100.0, 150.0),
 )
-Table = list[dict[str, Any]]
 
 
 def clustered_patterns(
@@ -68,7 +70,6 @@ def summary(rows: Table, sizes: tuple[int, ...]) -> dict[str, float]:
 def fixed_point_kinds(
     clusters: int = 10,
     members: int = 20,
-    spread: float = 0.3,
     dim: int = 64,
     betas: tuple[float, ...] = BETAS,
     seed: int = 0,
@@ -78,7 +79,6 @@ def fixed_point_kinds(
     Args:
         clusters: groups of patterns.
         members: patterns of a group.
-        spread: distance of patterns from the centre of their group.
         dim: features of a pattern.
         betas: inverse temperatures.
         seed: of the patterns.
@@ -87,7 +87,7 @@ def fixed_point_kinds(
     heading = f"{clusters} clusters of {members} patterns"
     draws = {
         "random": (count, 1, 0.0, (1, count), f"{count} random patterns"),
-        "clusters": (clusters, members, spread, (1, members, count), heading),
+        "clusters": (clusters, members, 0.3, (1, members, count), heading),
     }
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     figure.suptitle("What attention over stored patterns settles on")
@@ -155,7 +155,4 @@ def borders(values: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(fixed_point_kinds)

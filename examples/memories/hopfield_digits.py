@@ -22,13 +22,15 @@ from implicit_attn.data import load_digits
 from implicit_attn.energies import Hopfield
 from implicit_attn.models import fit_patterns
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
 CLEAN, FITTED = "memory of clean images", "memory fitted to noisy images"
 STYLES = {
     "noisy": ("C4", ":"), "mean image": ("C4", "--"), "nearest neighbour": ("C1", "-"),
     "best linear": ("C2", "-"), CLEAN: ("C0", "-"), FITTED: ("C3", "-"),
 }  # fmt: skip
 Method = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
-Table = list[dict[str, Any]]
 
 
 def unit_images(images: Tensor) -> Tensor:
@@ -78,8 +80,6 @@ def hopfield_digits(
         counts: numbers of fitted patterns, of which held-out likelihood chooses.
         seed: of the noise and the first patterns.
     """
-    if min(noises) < 0.01:
-        raise ValueError(f"noises must be at least 0.01, got {min(noises)}")
     data = load_digits()
     train, test = unit_images(data.train_images), unit_images(data.test_images)
     generator, ordered = torch.Generator().manual_seed(seed), sorted(set(noises))
@@ -122,11 +122,12 @@ def draw(rows: dict[str, Tensor], table: Table, shown: float, side: int):
     text = f"held-out digits, noise {shown:g}; last three rows: the fitted memory"
     left.suptitle(text, fontsize=10)
     above, below = right.subplots(2, 1, sharex=True)
-    linear = {r["noise"]: r["log_likelihood"] for r in table if r["method"] == "best linear"}
+    linear = dict(
+        zip(*columns(table, "noise", "log_likelihood", method="best linear"), strict=True)
+    )
     for name, (color, line) in STYLES.items():
-        found = [row for row in table if row["method"] == name]
-        noises, errors = [row["noise"] for row in found], [row["error"] for row in found]
-        gains = [row["log_likelihood"] - linear[row["noise"]] for row in found]
+        noises, errors, nats = columns(table, "noise", "error", "log_likelihood", method=name)
+        gains = [each - linear[noise] for noise, each in zip(noises, nats, strict=True)]
         style: Any = {"color": color, "linestyle": line, "marker": "o", "ms": 3.5}
         above.plot(noises, errors, label=name, **style)
         below.plot(noises, gains, **style)
@@ -140,7 +141,4 @@ def draw(rows: dict[str, Tensor], table: Table, shown: float, side: int):
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(hopfield_digits)

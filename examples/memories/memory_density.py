@@ -18,18 +18,21 @@ from torch import Tensor
 from implicit_attn.energies import Hopfield
 from implicit_attn.models import fit_patterns
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, run
+
 REACH = 3.2  # half the width of the picture
 RATE = 0.2  # of the ascent
-Table = list[dict[str, Any]]
+COUNT, BETA, COOLING = 5, 4.0, 3  # patterns, inverse temperature; the second one is COOLING BETA
 
 
-def ring_memory(count: int, beta: float, generator: torch.Generator) -> Hopfield:
-    """Patterns (count, 2) around the origin, at random angles, with norms from 1.4 to 1.7."""
-    angles = torch.arange(count) + 0.5 * torch.rand(count, generator=generator)
-    angles = (2 * torch.pi / count * angles).double()
-    norms = torch.linspace(1.4, 1.7, count, dtype=torch.float64)
-    norms = norms[torch.randperm(count, generator=generator)]
-    return Hopfield(norms[:, None] * torch.stack([angles.cos(), angles.sin()], 1), beta=beta)
+def ring_memory(generator: torch.Generator) -> Hopfield:
+    """Patterns (COUNT, 2) around the origin, at random angles, with norms from 1.4 to 1.7."""
+    angles = torch.arange(COUNT) + 0.5 * torch.rand(COUNT, generator=generator)
+    angles = (2 * torch.pi / COUNT * angles).double()
+    norms = torch.linspace(1.4, 1.7, COUNT, dtype=torch.float64)
+    norms = norms[torch.randperm(COUNT, generator=generator)]
+    return Hopfield(norms[:, None] * torch.stack([angles.cos(), angles.sin()], 1), beta=BETA)
 
 
 def temperature(memory: Hopfield, cooling: int) -> dict[str, float]:
@@ -50,13 +53,13 @@ def temperature(memory: Hopfield, cooling: int) -> dict[str, float]:
     return row | {"error": abs(integral - 1)}
 
 
-def gradient_ascent(data: Tensor, patterns: Tensor, beta: float, steps: int) -> list[float]:
+def gradient_ascent(data: Tensor, patterns: Tensor, steps: int) -> list[float]:
     """The mean log-likelihood along ``x_mu += RATE (<p_mu(z) z> - w_mu x_mu)``."""
     values = []
     for _ in range(steps):
-        values.append(Hopfield(patterns, beta=beta).log_prob(data).mean().item())
-        attention = (beta * data @ patterns.mT).softmax(1)
-        weight = (0.5 * beta * patterns.square().sum(1)).softmax(0)
+        values.append(Hopfield(patterns, beta=BETA).log_prob(data).mean().item())
+        attention = (BETA * data @ patterns.mT).softmax(1)
+        weight = (0.5 * BETA * patterns.square().sum(1)).softmax(0)
         patterns = patterns + RATE * (attention.mT @ data / len(data) - weight[:, None] * patterns)
     return values
 
@@ -74,37 +77,20 @@ def summary(curves: dict[str, list[list[float]]], best: float) -> Table:
     return [*table, true]
 
 
-def memory_density(
-    patterns: int = 5,
-    beta: float = 4.0,
-    cooling: int = 3,
-    samples: int = 600,
-    starts: int = 5,
-    steps: int = 200,
-    seed: int = 0,
-):
+def memory_density(samples: int = 600, starts: int = 5, steps: int = 200, seed: int = 0):
     """The continuous memory as a density: normaliser, samples, denoising, maximum likelihood.
 
     Args:
-        patterns: in two dimensions.
-        beta: inverse temperature, at least 0.5.
-        cooling: the second temperature is 1 / (cooling beta), from 2 to 5.
-        samples: of each density, at least 30.
+        samples: of each density.
         starts: of the fits.
         steps: of a fit.
         seed: of patterns and samples.
     """
-    if beta < 0.5:
-        raise ValueError(f"beta must be at least 0.5, got {beta}")
-    if not 2 <= cooling <= 5:
-        raise ValueError(f"cooling must be from 2 to 5, got {cooling}")
-    if samples < max(30, patterns):
-        raise ValueError(f"samples must be at least {max(30, patterns)}, got {samples}")
     generator = torch.Generator().manual_seed(seed)
-    memory = ring_memory(patterns, beta, generator)
+    memory = ring_memory(generator)
     figure, panels = plt.subplots(2, 2, figsize=(9.5, 8))
     figure.suptitle("The continuous memory as a density")
-    for axes, k in zip(panels[0], (1, cooling), strict=True):
+    for axes, k in zip(panels[0], (1, COOLING), strict=True):
         draw_density(axes, memory, k)
         x, y = memory.sample(samples, generator, k).mT.tolist()
         axes.scatter(x, y, s=3, color="white", alpha=0.5, linewidths=0, label="samples")
@@ -114,10 +100,10 @@ def memory_density(
     data = memory.sample(samples, generator)
     curves: dict[str, list[list[float]]] = {"fit_patterns": [], "gradient": []}
     for _ in range(starts):
-        first = data[torch.randperm(samples, generator=generator)[:patterns]]
-        fit = fit_patterns(data, patterns, beta, start=first, steps=steps, tolerance=0.0)
+        first = data[torch.randperm(samples, generator=generator)[:COUNT]]
+        fit = fit_patterns(data, COUNT, BETA, start=first, steps=steps, tolerance=0.0)
         curves["fit_patterns"].append(fit.log_likelihood)
-        curves["gradient"].append(gradient_ascent(data, first, beta, steps))
+        curves["gradient"].append(gradient_ascent(data, first, steps))
     noisy = memory.sample(60, generator)
     best = memory.log_prob(data).mean().item()
     draw_steps(panels[1, 0], memory, noisy)
@@ -128,7 +114,7 @@ def memory_density(
         for method, found in curves.items()
         for step, value in enumerate(found[start])
     ]
-    table = [temperature(memory, k) for k in sorted({1, 2, cooling})]
+    table = [temperature(memory, k) for k in (1, 2, COOLING)]
     return {"temperatures": table, "fits": fits, "ends": summary(curves, best)}, figure
 
 
@@ -168,7 +154,4 @@ def draw_fits(axes, curves: dict[str, list[list[float]]], best: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(memory_density)

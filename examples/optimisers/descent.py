@@ -24,8 +24,12 @@ from torch import Tensor
 from implicit_attn.kernels import covariance_product
 from implicit_attn.models.attention import covariances
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
+KEYS, STARTS, DIM, TEMPERATURE = 9, 5, 4, 1.6  # keys and starts are drawn from N(0, I)
+BOUND = 1e-10  # norm of the gradient that is to be reached
 FAMILIES = {"Newton": "C0", "plain": "black", "Nesterov": "C2", "momentum": "C3"}
-Table = list[dict[str, Any]]
 
 
 class Method(NamedTuple):
@@ -59,15 +63,14 @@ class Energy(NamedTuple):
     """F of queries (B, 1, N, p) among keys (B, 1, M, p)."""
 
     keys: Tensor
-    temperature: float
 
     def weights(self, query: Tensor) -> Tensor:
         scores = query @ self.keys.mT - 0.5 * self.keys.square().sum(-1).unsqueeze(-2)
-        return torch.softmax(scores / self.temperature, dim=-1)
+        return torch.softmax(scores / TEMPERATURE, dim=-1)
 
     def hessian(self, query: Tensor) -> Tensor:
         eye = torch.eye(self.keys.shape[-1], dtype=query.dtype)
-        return eye - covariances(self.weights(query), self.keys) / self.temperature
+        return eye - covariances(self.weights(query), self.keys) / TEMPERATURE
 
     def direction(self, query: Tensor, order: int | None = 0) -> Tensor:
         weights = self.weights(query)
@@ -76,7 +79,7 @@ class Energy(NamedTuple):
         if order is None:
             return torch.linalg.solve(self.hessian(query), total)
         for _ in range(order):
-            term = covariance_product(weights, self.keys, term, mean=mean) / self.temperature
+            term = covariance_product(weights, self.keys, term, mean=mean) / TEMPERATURE
             total = total + term
         return total
 
@@ -122,45 +125,31 @@ def descend(
     return torch.stack(norms), query
 
 
-def first_below(norms: Tensor, bound: float) -> Tensor:
-    """The first step (B, N) from which on all norms (steps + 1, B, N) are <= bound, else inf."""
+def first_below(norms: Tensor) -> Tensor:
+    """The first step (B, N) from which on all norms (steps + 1, B, N) are <= BOUND, else inf."""
     # Up to the last norm above it: heavy-ball oscillates, and may pass below only for a moment.
-    last = (torch.arange(1, len(norms) + 1).view(-1, 1, 1) * ~(norms <= bound)).amax(0).double()
+    last = (torch.arange(1, len(norms) + 1).view(-1, 1, 1) * ~(norms <= BOUND)).amax(0).double()
     return last.masked_fill(last == len(norms), math.inf)
 
 
-def descent(
-    keys: int = 9,
-    dim: int = 4,
-    temperature: float = 1.6,
-    starts: int = 5,
-    draws: int = 20,
-    steps: int = 600,
-    bound: float = 1e-10,
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
+def descent(draws: int = 20, steps: int = 600, seed: int = 0) -> tuple[dict[str, Table], Figure]:
     """Twelve methods on one query's energy.
 
     Args:
-        keys: drawn from N(0, I).
-        dim: dimension of queries and keys.
-        temperature: T of the energy.
-        starts: queries, drawn from N(0, I).
         draws: sets of keys and starts; the first is drawn as curves.
         steps: at most.
-        bound: norm of the gradient that is to be reached.
         seed: of keys and starts.
     """
     g = torch.Generator().manual_seed(seed)
-    held = torch.randn(draws, 1, keys, dim, generator=g, dtype=torch.float64)
-    first = torch.randn(draws, 1, starts, dim, generator=g, dtype=torch.float64)
-    energy = Energy(held, temperature)
+    held = torch.randn(draws, 1, KEYS, DIM, generator=g, dtype=torch.float64)
+    first = torch.randn(draws, 1, STARTS, DIM, generator=g, dtype=torch.float64)
+    energy = Energy(held)
     low, high = curvatures(energy, first)
     methods, curves = [], []
     for method in METHODS:
         tuned = tuned_constants(method.family, low, high) if method.tuned else (1.0, method.beta)
         norms, end = descend(energy, first, method, steps, *tuned)
-        taken = first_below(norms, bound)
+        taken = first_below(norms)
         reached = taken.isfinite()
         least = torch.linalg.eigvalsh(energy.hessian(end))[..., 0].squeeze(1)
         methods.append({
@@ -172,18 +161,18 @@ def descent(
         })  # fmt: skip
         for step, norm in enumerate(norms[:, 0].median(dim=-1).values.tolist()):
             curves.append({"method": method.name, "step": step, "norm": norm})
-    return {"methods": methods, "curves": curves}, draw(methods, curves, bound)
+    return {"methods": methods, "curves": curves}, draw(methods, curves)
 
 
-def draw(methods: Table, curves: Table, bound: float) -> Figure:
+def draw(methods: Table, curves: Table) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 5.6), dpi=90, width_ratios=[1.35, 1])
     figure.suptitle("Attention forms as optimisers of one query's free energy")
     for place, (method, row) in enumerate(zip(METHODS, methods, strict=True)):
         color = FAMILIES[method.family]
         alike = [each for each in METHODS if each.family == method.family and not each.tuned]
         line = "-." if method.tuned else ("-", "--", ":", "-.")[alike.index(method)]
-        norms = [max(each["norm"], 1e-16) for each in curves if each["method"] == method.name][1:]
-        end = next((i for i, norm in enumerate(norms) if norm < bound / 100), len(norms) - 1) + 1
+        norms = [max(norm, 1e-16) for norm in columns(curves, "norm", method=method.name)[0]][1:]
+        end = next((i for i, norm in enumerate(norms) if norm < BOUND / 100), len(norms) - 1) + 1
         width = 2.4 if method.tuned else 1.5
         left.plot(range(1, end + 1), norms[:end], label=method.name, c=color, ls=line, lw=width)
         y, done = len(METHODS) - 1 - place, math.isfinite(row["all_most"])
@@ -193,11 +182,11 @@ def draw(methods: Table, curves: Table, bound: float) -> Figure:
             right.plot(1e4, y, ">", color=color, markersize=8)
         right.plot(row["all_median"], y, "|", color=color, markersize=14, markeredgewidth=2)
         right.plot(row["steps"], y, "o", color=color, markersize=5)
-    left.axhline(bound, color="C4", linewidth=0.8)
-    left.set(xscale="log", yscale="log", ylim=(bound / 30, 5), xlabel="step")
+    left.axhline(BOUND, color="C4", linewidth=0.8)
+    left.set(xscale="log", yscale="log", ylim=(BOUND / 30, 5), xlabel="step")
     left.set_ylabel("norm of the gradient (median of the starts)")
     left.set_title("first draw of keys", fontsize=11)
-    right.set(xscale="log", xlabel=f"steps to a gradient of {bound:g}")
+    right.set(xscale="log", xlabel=f"steps to a gradient of {BOUND:g}")
     right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
     right.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
     right.grid(axis="x", alpha=0.3)
@@ -207,7 +196,4 @@ def draw(methods: Table, curves: Table, bound: float) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(descent)

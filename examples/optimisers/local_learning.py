@@ -25,12 +25,14 @@ from torch.nn import functional as F
 
 from implicit_attn.data import HELP, ImageData, TextData, load_digits, load_text, ngram_loss
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
 FIXED, LOCAL, BACKWARD = RULES = ("fixed weights", "local rule", "back-propagation")
 DIM, TEMPERATURE, STEP = 32, 4.0, 0.5  # d of tokens and states, T, eta
 RECORDS = 20  # measurements on the way
 DEPTH, TEST_STEPS = 5, 50  # of digits: steps of back-propagation; most steps of a measurement
 LENGTH, LOOPS = 32, 4  # of text: tokens of a window; steps of all of them
-Table = list[dict[str, Any]]
 Weight = Tensor | None
 
 
@@ -229,8 +231,6 @@ def local_learning(
         seed: of embeddings, weights and batches.
     """
     images, words = load_digits(), load_text(text)
-    if (shortest := min(len(words.train), len(words.validation))) <= LENGTH:
-        raise ValueError(f"text must have parts of over {LENGTH} characters, got {shortest}")
     tables: dict[str, Table] = {"digits": [], "text": [], "text-keys": []}
     for rule in RULES:
         rounds = passes if rule == BACKWARD else epochs
@@ -264,8 +264,8 @@ def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
     for panels, (table, unit, measure, data) in zip(axes, rows, strict=True):
         for panel, key in zip(panels, ("free_energy", "spread", measure), strict=True):
             for rule, color in zip(RULES, ("C4", "C3", "C0"), strict=True):
-                points = [(row[unit], row[key]) for row in table if row["rule"] == rule]
-                panel.plot(*zip(*points, strict=True), color=color, label=rule, linewidth=1.8)
+                line = columns(table, unit, key, rule=rule)
+                panel.plot(*line, color=color, label=rule, linewidth=1.8)
             panel.set_xlabel(unit)
         bound = floor(16, False) if table is digits else floor(LENGTH, True)
         panels[0].axhline(bound, color="C4", linestyle=":", label="lower bound")
@@ -288,7 +288,4 @@ def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(local_learning)

@@ -12,30 +12,124 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from couplings import coupling_error
-from likelihood import contrastive_divergence, fit_exact_likelihood
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+import solvers
 from implicit_attn.models import PottsModel, fit_pseudolikelihood
 from implicit_attn.studies import SpinModel, random_potts
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import columns, run
 
 EXACT, PSEUDO, CD, PCD = RULES = ("exact likelihood", "pseudo-likelihood", "CD-1", "PCD-1")
 SCALE = 0.8  # of the couplings of all pairs, N(0, SCALE^2); there are no fields
 ENOUGH = 500  # L-BFGS steps: few samples leave directions in which the likelihood is nearly flat
-Table = list[dict[str, Any]]
+
+
+def every_state(sites: int, colours: int) -> Tensor:
+    """All d^N one-hot states (d^N, N, d), float64."""
+    return F.one_hot(torch.cartesian_prod(*[torch.arange(colours)] * sites), colours).double()
+
+
+def exact_likelihood(model: PottsModel, states: Tensor) -> Tensor:
+    """Mean log-likelihood of one-hot states (M, N, d): ``-<E>_data - log sum_S exp(-E(S))``, S all d^N."""
+    every = every_state(*model.field.shape).to(model.field)
+    return -model.energy(states.to(model.field)).mean() - torch.logsumexp(-model.energy(every), 0)
+
+
+def fit_exact_likelihood(
+    model: PottsModel, states: Tensor, l2: float = 0.0, steps: int = 100, tolerance: float = 1e-5
+) -> str:
+    """Maximise :func:`exact_likelihood`, less ``l2 / 2 sum J^2``, by at most ``steps`` evaluations of L-BFGS.
+
+    The problem is convex. Without ``l2`` it has no maximum where a configuration of two sites never
+    occurs in the data: couplings grow until the gradient is within the tolerance. Returns "converged"
+    (no entry of the gradient is beyond the tolerance), "max_steps" or "stalled".
+    """
+    evaluations = 0
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=steps, max_eval=steps, tolerance_grad=tolerance,
+        tolerance_change=0.0, line_search_fn="strong_wolfe",
+    )  # fmt: skip
+
+    def evaluate() -> float:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = 0.5 * l2 * model.couplings.weight.square().sum() - exact_likelihood(model, states)
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(evaluate)
+    made, _ = evaluations, evaluate()
+    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    return "converged" if largest <= tolerance else "max_steps" if made >= steps else "stalled"
+
+
+def contrastive_divergence(
+    model: PottsModel,
+    states: Tensor,
+    *,
+    sweeps: int = 1,
+    chains: int | None = None,
+    steps: int = 500,
+    batch: int = 2000,
+    rate: float = 0.1,
+    seed: int = 0,
+    watch: Callable[[int, float], None] = lambda step, gradient: None,
+) -> None:
+    r"""Raise the likelihood of one-hot states (M, N, d) by Gibbs samples of the model (CD-k, or PCD-k).
+
+    The gradient of the log-likelihood is a difference of two means::
+
+        d log P / dJ_ij = <S_i S_j^T>_data - <S_i S_j^T>_model,    d log P / dx_i = <S_i>_data - <S_i>_model
+
+    The mean over the model is estimated from ``sweeps`` Gibbs sweeps, started at the data of the batch
+    (contrastive divergence: biased for few sweeps, even with infinite data), or at the end of the
+    step before, in ``chains`` kept chains (PCD: they follow the model, without that bias once they mix
+    faster than the model changes). The steps are those of Adam with a rate that falls to 0 along a
+    cosine. ``watch(step, norm of the estimated gradient)`` is called after each.
+
+    Source: G. E. Hinton (2002), "Training products of experts by minimizing contrastive divergence",
+    https://doi.org/10.1162/089976602760128018; T. Tieleman (2008), "Training restricted Boltzmann machines
+    using approximations to the likelihood gradient", https://doi.org/10.1145/1390156.1390290.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    states = states.to(model.field.dtype)
+
+    def draw(number: int) -> Tensor:
+        return states[torch.randint(len(states), (number,), generator=generator)]
+
+    kept = None if chains is None else draw(chains)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(1, steps + 1):
+        positive = states if batch >= len(states) else draw(batch)
+        negative = solvers.gibbs(
+            model.couplings.weight.detach(), model.field.detach(), site=solvers.PottsSite(),
+            sweeps=sweeps, generator=generator, start=positive if kept is None else kept,
+        )  # fmt: skip
+        kept = None if kept is None else negative
+        optimizer.zero_grad()
+        (model.energy(positive).mean() - model.energy(negative).mean()).backward()
+        gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        schedule.step()
+        watch(step, torch.stack(gradients).norm().item())
 
 
 def sample_exactly(model: SpinModel, number: int, generator: torch.Generator) -> Tensor:
     """(number, N, d) independent one-hot samples, from all d^N configurations; float32."""
-    _, sites, dim = model.field.shape
-    states = F.one_hot(torch.cartesian_prod(*[torch.arange(dim)] * sites), dim).double()
+    states = every_state(*model.field.shape[1:])
     acting = model.field[0] + 0.5 * torch.einsum("ijab,kjb->kia", model.couplings, states)
     weights = (acting * states).sum((1, 2)).softmax(0)
     return states[torch.multinomial(weights, number, replacement=True, generator=generator)].float()
@@ -65,18 +159,16 @@ def boltzmann_learning(
     colours: int = 3,
     seeds: int = 3,
     steps: int = 800,
-) -> tuple[dict[str, Table], Figure]:
+) -> tuple[dict[str, list[dict[str, Any]]], Figure]:
     """Contrastive divergence, PCD and pseudo-likelihood against the exact likelihood.
 
     Args:
         samples: numbers of samples; rules that sample see the largest one.
         sites: N.
-        colours: d; there must be at most 2^20 configurations.
+        colours: d; all d^N configurations are summed.
         seeds: models, each with samples of its own.
         steps: of the rules that sample.
     """
-    if colours**sites > 2**20:
-        raise ValueError(f"sites must be fewer: {colours}^{sites} configurations are above 2^20")
     counts = sorted(set(samples))
     errors, statuses, traces = (defaultdict[Any, list[Any]](list) for _ in range(3))
     for seed in range(seeds):
@@ -104,44 +196,29 @@ def boltzmann_learning(
         for (rule, number), found in errors.items()
     ]
     by_step = [{"rule": r, "step": step, **band(found)} for (r, step), found in traces.items()]
-    title = "Rules that learn the couplings of small Potts models"
-    figure = draw(f"{title}: {sites} sites, {colours} colours, {seeds} models", by_samples, by_step)
-    return {"samples": by_samples, "steps": by_step}, figure
 
-
-def draw(title: str, by_samples: Table, by_step: Table) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    figure.suptitle(title)
+    title = "Rules that learn the couplings of small Potts models"
+    figure.suptitle(f"{title}: {sites} sites, {colours} colours, {seeds} models")
     for number, (rule, marker) in enumerate(zip(RULES, "os^D", strict=True)):
-        color, trace = f"C{number}", [row for row in by_step if row["rule"] == rule]
-        look = {
-            "marker": marker,
-            "markersize": 12 - 2 * number,
-            "markerfacecolor": "none",
-        }  # all seen
-        rows = [row for row in by_samples if row["rule"] == rule]
-        for axes, key, table in ((left, "samples", rows), (right, "step", trace)):
-            if table:
-                x = [row[key] for row in table]
-                low, middle, high = (
-                    [r[k] for r in table] for k in ("error_10", "error", "error_90")
-                )
+        color = f"C{number}"
+        look: Any = {"marker": marker, "markersize": 12 - 2 * number, "markerfacecolor": "none"}
+        look["linestyle"] = ("-", "--", ":", "-.")[number]  # all seen
+        for axes, key, table in ((left, "samples", by_samples), (right, "step", by_step)):
+            x, low, middle, high = columns(table, key, "error_10", "error", "error_90", rule=rule)
+            if x:
                 axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-                line: Any = look | {"ls": ("-", "--", ":", "-.")[number]} if axes is left else {}
-                axes.plot(x, middle, color=color, label=rule, **line)
-        if not trace:
-            right.axhline(rows[-1]["error"], color=color, linestyle="--", label=rule)
+                axes.plot(x, middle, color=color, label=rule, **(look if axes is left else {}))
+            else:
+                last = columns(by_samples, "error", rule=rule)[0][-1]
+                axes.axhline(last, color=color, linestyle="--", label=rule)
     left.set(xscale="log", yscale="log", xlabel="samples", ylabel="error of the couplings")
-    most = max(row["samples"] for row in by_samples)
-    right.set_xlabel(f"steps of Gibbs sampling, {most} samples")
+    right.set_xlabel(f"steps of Gibbs sampling, {counts[-1]} samples")
     right.set_title("rules that learn by sampling")
     left.set_title("median over models, 10 to 90 %")
     left.legend(frameon=False)
-    return figure
+    return {"samples": by_samples, "steps": by_step}, figure
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(boltzmann_learning)

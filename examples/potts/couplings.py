@@ -38,8 +38,6 @@ def graph_potts(
     Source: R. Rende, F. Gerace, A. Laio, S. Goldt, "Mapping of attention mechanisms to a generalized Potts
     model" (https://arxiv.org/abs/2304.07235), for the form ``A_ij U_ab``.
     """
-    if kind not in GRAPHS or sites < (9 if kind == "ring4" else 2):
-        raise ValueError(f"kind must be one of {', '.join(GRAPHS)}, got {kind!r} of {sites} sites")
     options: Any = {"generator": generator, "dtype": torch.float64}
     around = torch.arange(sites)
     if kind == "tree":
@@ -82,9 +80,8 @@ def bayes_npl(model: SpinModel, colours: Tensor) -> float:
     ``-1/(M N) sum_mu sum_i log p(s_i^mu | all other sites)``, an estimate of the mean conditional entropy;
     what a predictor of one site from all others loses beyond it, on the same samples, is its excess.
     """
-    return F.cross_entropy(
-        conditional_logits(model, colours).flatten(0, 1), colours.flatten()
-    ).item()
+    logits = conditional_logits(model, colours)
+    return F.cross_entropy(logits.flatten(0, 1), colours.flatten()).item()
 
 
 def contact_scores(couplings: Tensor) -> Tensor:

@@ -30,14 +30,9 @@ def energies(
     state, done, rows = None, 0, []
     for total in [2**k for k in range(sweeps.bit_length())]:
         state = solvers.gibbs(
-            couplings,
-            field,
-            site=model.site,
-            sweeps=total - done,
-            chains=chains,
-            generator=generator,
-            start=state,
-        )
+            couplings, field, site=model.site, sweeps=total - done, chains=chains,
+            generator=generator, start=state,
+        )  # fmt: skip
         done, flat = total, state.double().flatten(1)
         energy = -((flat @ matrix / 2 + model.field[0].flatten()) * flat).sum(1) / sites
         error = energy.std().item() / chains**0.5

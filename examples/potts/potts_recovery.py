@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import couplings as potts
 import matplotlib.pyplot as plt
@@ -31,6 +31,9 @@ from implicit_attn.models import FactoredAttention, PottsModel, SharedTransforme
 from implicit_attn.models import fit_pseudolikelihood as fit
 from implicit_attn.studies import SpinModel
 from implicit_attn.training import Recipe
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import columns, run
 
 FACTORED = re.compile(r"(linear|softmax|sink)(-(\d+))?(-long)?")
 TRANSFORMERS = {  # layers, recycles, their label
@@ -108,20 +111,6 @@ def draw_data(kind: str, samples: int, test: int, sites: int, colours: int, seed
     return Data(model, drawn[:samples], drawn[samples:])
 
 
-def label_of(method: str) -> str:
-    """As tables and figures show it; ValueError for an unknown name."""
-    if method in TRANSFORMERS:
-        return TRANSFORMERS[method][2]
-    match = FACTORED.fullmatch(method)
-    if match and int(match[3] or 1) > 0:
-        heads = int(match[3] or 1)
-        return f"factored, {heads} {match[1]} head{'s' * (heads > 1)}{', long' if match[4] else ''}"
-    if method != "potts":
-        known = f"potts, {', '.join(TRANSFORMERS)}, linear, softmax or sink"
-        raise ValueError(f"methods must be {known} (also softmax-16, sink-long), got {method!r}")
-    return "Potts, pseudo-likelihood"
-
-
 def recover(method: str, data: Data, effort: Effort) -> Found:
     """Fit a method to the training samples."""
     sites, colours = data.train.shape[1], data.model.couplings.shape[-1]
@@ -129,33 +118,38 @@ def recover(method: str, data: Data, effort: Effort) -> Found:
     torch.manual_seed(effort.seed)
     if method in TRANSFORMERS:
         test = data.test[: effort.tested]
-        layers, times, _ = TRANSFORMERS[method]
+        layers, times, label = TRANSFORMERS[method]
         model: Any = MaskedTransformer(sites, colours, effort.dim, layers=layers, iterations=times)
         train_masked(model, data.train, colours, effort, (2, 4) if method == "recycled" else None)
         couplings = potts.categorical_jacobian(model, data.test[:12], colours, mask=colours)
         loss = masked_loss(model, test, colours)
         status = "max_steps" if math.isfinite(loss) else "nonfinite"
     else:
-        if match is None:
-            model = PottsModel(sites, colours)
-            status = fit(model, data.train, effort.l2, steps=40).status
-        else:
-            model = FactoredAttention(sites, colours, int(match[3] or 1), match[1])
+        if match is not None:
+            heads, rows = int(match[3] or 1), match[1]
+            label = f"factored, {heads} {rows} head{'s' * (heads > 1)}{', long' * bool(match[4])}"
+            model = FactoredAttention(sites, colours, heads, rows)
             options: Any = {"rate": 0.1, "steps": effort.steps}
             if match[4]:  # heads with a sink converge slowly
                 options = {"rate": 0.2, "batch": 1000, "steps": 5 * effort.steps // 2}
-            seed = effort.seed
-            status = fit(model, data.train, solver="adam", seed=seed, **options).status
-        couplings = (model.couplings.weight if match is None else model.couplings()).detach()
+            status = fit(model, data.train, solver="adam", seed=effort.seed, **options).status
+            couplings = model.couplings().detach()
+        elif method == "potts":
+            label, model = "Potts, pseudo-likelihood", PottsModel(sites, colours)
+            status = fit(model, data.train, effort.l2, steps=40).status
+            couplings = model.couplings.weight.detach()
+        else:
+            raise ValueError(f"methods: {method!r} is unknown, see the first lines of the file")
         with torch.no_grad():
             loss = model.pseudo_likelihood(test).item()
+    edges, scores = potts.neighbours(data.model), potts.contact_scores(couplings)
     row = {
-        "method": label_of(method), "parameters": sum(p.numel() for p in model.parameters()),
+        "method": label, "parameters": sum(p.numel() for p in model.parameters()),
         "coupling_error": potts.coupling_error(couplings, data.model.couplings),
-        "precision": potts.contact_precision(potts.contact_scores(couplings), potts.neighbours(data.model)),
+        "precision": potts.contact_precision(scores, edges),
         "excess": loss - potts.bayes_npl(data.model, test), "status": status,
     }  # fmt: skip
-    return Found(row["method"], couplings, model, row, test)
+    return Found(label, couplings, model, row, test)
 
 
 def train_masked(
@@ -200,7 +194,7 @@ def masked_loss(
 
 
 def potts_recovery(
-    data: str = "er-kron",
+    data: Literal["er-kron", "er-general", "tree", "ring4"] = "er-kron",
     samples: int = 5000,
     test: int = 1000,
     methods: tuple[str, ...] = METHODS,
@@ -217,7 +211,7 @@ def potts_recovery(
     """Couplings of a sparse Potts model from samples: factored attention, Potts, transformers.
 
     Args:
-        data: the model: er-kron, er-general, tree or ring4.
+        data: the model.
         samples: for training.
         test: samples of the test, at most as many as for training.
         methods: such as linear, sink-long, softmax-16, potts, vanilla, vanilla-3, fixed, recycled.
@@ -230,12 +224,8 @@ def potts_recovery(
         sites: N.
         colours: d.
         seed: of the model, its samples and the fits.
-    """  # fmt: skip
-    if data not in potts.GRAPHS:
-        raise ValueError(f"data must be one of {', '.join(potts.GRAPHS)}, got {data!r}")
-    labels = [label_of(method) for method in methods]
+    """
     drawn = draw_data(data, samples, min(test, samples), sites, colours, seed)
-    edges = potts.neighbours(drawn.model)
     effort = Effort(steps, masked, batch, dim, tested, seed)
     found = [recover(method, drawn, effort) for method in methods]
     fewer: Table = []
@@ -247,11 +237,10 @@ def potts_recovery(
             row = recover(method, drawn._replace(train=drawn.train[:number]), strong).row
             kept = {key: row[key] for key in ("method", "coupling_error", "precision", "status")}
             fewer.append({"samples": number, **kept})
-    recycles: Table = []
-    curves: Table = []
+    edges, recycles, curves = potts.neighbours(drawn.model), Table(), Table()
     for method, each in zip(methods, found, strict=True):
         if method in ("fixed", "recycled"):
-            bayes = potts.bayes_npl(drawn.model, drawn.test[:tested])
+            bayes = potts.bayes_npl(drawn.model, each.test)
             for number in RECYCLES:
                 excess = masked_loss(each.model, each.test, colours, number) - bayes
                 recycles.append({"method": each.label, "recycles": number, "excess": excess})
@@ -263,23 +252,17 @@ def potts_recovery(
     title = f"Couplings of a Potts model from samples: {sites} sites, {colours} colours, {data}, "
     bayes = potts.bayes_npl(drawn.model, drawn.test)
     title += f"{samples} samples, loss of the truth {bayes:.3f} nats a site"
-    labels = dict.fromkeys([*labels, *(row["method"] for row in fewer)])
+    figure = draw(title, drawn.model.couplings, found, tables)
+    return {name: table for name, table in tables.items() if table}, figure
+
+
+def draw(title: str, truth: Tensor, found: list[Found], tables: dict[str, Table]) -> Figure:
+    fewer = tables["few"]
+    labels = dict.fromkeys([each.label for each in found] + [row["method"] for row in fewer])
     looks = {
         name: {"color": COLORS[n % len(COLORS)], "linestyle": ("-", "--", ":", "-.")[n % 4]}
         for n, name in enumerate(labels)
     }
-    figure = draw(title, drawn.model.couplings, found, tables, looks)
-    return {name: table for name, table in tables.items() if table}, figure
-
-
-def rows_of(table: Table, method: str, *keys: str) -> list[list[Any]]:
-    rows = [row for row in table if row["method"] == method]
-    return [[row[key] for row in rows] for key in keys]
-
-
-def draw(
-    title: str, truth: Tensor, found: list[Found], tables: dict[str, Table], looks: Any
-) -> Figure:
     figure, (top, (few, roc, recycles)) = plt.subplots(2, 3, figsize=(13, 8))
     figure.suptitle(title)
     true = potts.contact_scores(truth)
@@ -296,24 +279,24 @@ def draw(
     figure.colorbar(top[0].images[0], ax=list(top), label="strength of a pair: norm of its block")
     for axes in top[len(pictures) :]:
         axes.set_axis_off()
-    for method in dict.fromkeys(row["method"] for row in tables["few"]):
-        color = looks[method]["color"]
-        samples, *both = rows_of(tables["few"], method, "samples", "coupling_error", "precision")
-        few.plot(samples, both[0], color=color, marker="o", label=method)
-        few.plot(samples, both[1], color=color, marker="s", linestyle=":")
+    for method in dict.fromkeys(row["method"] for row in fewer):
+        color, names = looks[method]["color"], ("samples", "coupling_error", "precision")
+        samples, errors, shares = columns(fewer, *names, method=method)
+        few.plot(samples, errors, color=color, marker="o", label=method)
+        few.plot(samples, shares, color=color, marker="s", linestyle=":")
         few.set(xscale="log", xlabel="training samples")
         few.set_xticks(samples, [str(number) for number in samples])
     few.minorticks_off()
-    few.set_ylim(0, 1.3 * max([1.0, *(row["coupling_error"] for row in tables["few"])]))
+    few.set_ylim(0, 1.3 * max([1.0, *(row["coupling_error"] for row in fewer)]))
     few.set_title("error of the couplings ●, precision of the pairs ■", fontsize=10)
     for each in found:
-        points = rows_of(tables["roc"], each.label, "false_share", "true_share")
+        points = columns(tables["roc"], "false_share", "true_share", method=each.label)
         roc.plot(*points, label=each.label, linewidth=2, **looks[each.label])
     roc.plot([0, 1], [0, 1], color="C4", linewidth=0.8)
     roc.set(xlabel="share of false pairs found", ylabel="share of true pairs found")
     roc.set_title("ROC of the pairs, ranked by strength", fontsize=10)
     for each in sorted(found, key=lambda each: "recycled" not in each.label):
-        numbers, excess = rows_of(tables["recycles"], each.label, "recycles", "excess")
+        numbers, excess = columns(tables["recycles"], "recycles", "excess", method=each.label)
         if numbers:
             least, color = [max(value, 1e-4) for value in excess], looks[each.label]["color"]
             recycles.plot(numbers, least, marker="o", color=color, label=each.label)
@@ -326,13 +309,10 @@ def draw(
     recycles.set_ylim(bottom=recycles.get_ylim()[0] / 20)  # room for the legend below all lines
     roc.legend(fontsize=8, loc="lower right")
     recycles.legend(fontsize=7, loc="lower center", ncols=2)
-    if tables["few"]:
+    if fewer:
         few.legend(fontsize=8, loc="upper center")
     return figure
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(potts_recovery)

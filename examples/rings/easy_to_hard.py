@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from parity import Rings, draw_rings, train
 from ring_models import EquilibriumRing, LayeredRing
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import solvers
 from implicit_attn.training import Recipe
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
 
 EQUILIBRIUM, ALWAYS, ONCE = "equilibrium", "same block, iterations not random", "one iteration"
 SAME_PARAMETERS, SAME_DEPTH = "transformer, equal parameters", "transformer, equal evaluations"
@@ -39,7 +42,70 @@ LONG = 4  # times the iterations of training: what the equilibrium is given on a
 RTOLS = (0.1, 0.03, 0.01, 1e-3, 1e-4)
 DIM, HEADS, LAYERS = 32, 4, 4  # LAYERS: of the transformer of equal parameters
 TEST_SEED = 1_000_000_007  # apart from those of training
-Table = list[dict[str, Any]]
+
+
+class Rings(NamedTuple):
+    """Inputs (B, N, 2), the right classes (B, N) int64, and the longest run of each ring (B,)."""
+
+    inputs: Tensor
+    targets: Tensor
+    difficulty: Tensor
+
+    def right(self, predicted: Tensor) -> Tensor:
+        """(B, N) bool: positions where ``predicted`` (B, N) is right."""
+        return predicted == self.targets
+
+
+def draw_rings(
+    number: int, size: int, generator: torch.Generator, marks: tuple[int, int] = (1, 3)
+) -> Rings:
+    r"""Rings of random bits, some positions marked; the answer is the parity since the last mark.
+
+    With bits ``b_i`` and positions counted around the ring::
+
+        y_i = b_i                      where i is marked
+        y_i = (b_i + y_{i-1}) mod 2    elsewhere
+
+    A map that looks at neighbours alone needs as many applications as the longest run from a mark to
+    the last position before the next one: this run is the difficulty. The inputs are ``2 b_i - 1`` and,
+    at marks, 1, else -1. ``marks``: least and most marks of a ring, of which at most ``size`` are set.
+
+    Source: prefix sums as a task of extrapolation: Bansal et al., "End-to-end Algorithm Synthesis with
+    Recurrent Networks" (2022), https://arxiv.org/abs/2202.05826; ring and marks are ours.
+    """
+    bits = torch.randint(2, (number, size), generator=generator)
+    wanted = torch.randint(marks[0], marks[1] + 1, (number, 1), generator=generator)
+    marked = torch.rand(number, size, generator=generator).argsort(1).argsort(1) < wanted
+    parity, run = torch.zeros_like(bits[:, 0]), torch.zeros_like(bits[:, 0])
+    targets, longest = torch.empty_like(bits), torch.zeros_like(run)
+    # Twice around: the second time, what came before the first mark is known. Runs that begin at no
+    # mark, the first time, are too short, never too long.
+    for here in [*range(size)] * 2:
+        parity = torch.where(marked[:, here], bits[:, here], bits[:, here] ^ parity)
+        run = torch.where(marked[:, here], 1, run + 1)
+        targets[:, here] = parity
+        longest = torch.maximum(longest, run)
+    inputs = torch.stack([bits, marked.long()], dim=2).float() * 2 - 1
+    return Rings(inputs, targets, longest)
+
+
+def train(model: nn.Module, draw: Callable[..., Rings], recipe: Recipe) -> list[float]:
+    """The losses of ``recipe.epochs`` steps, each on one batch of ``draw(number, generator)``."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    optimizer, losses = recipe.build_optimizer(model), list[float]()
+    for step in range(recipe.epochs):
+        optimizer.param_groups[0]["lr"] = recipe.rate_at(step / recipe.epochs)
+        batch = draw(recipe.batch, generator)
+        iterations = recipe.draw_iterations(generator)
+        options: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
+        loss = F.cross_entropy(model(batch.inputs, **options).mT, batch.targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    return losses
 
 
 class Answer(NamedTuple):
@@ -137,7 +203,7 @@ def lasting(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
 
 def unfolding(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
     """(most, N) bool: where the hardest ring is right after each iteration, from its longest run on."""
-    hardest = rings.select(rings.difficulty.argmax()[None])
+    hardest = Rings(*(each[rings.difficulty.argmax()[None]] for each in rings))
     ends = states(model, hardest.inputs, most)
     right = torch.cat([hardest.right(model.decode(z).argmax(2)) for z in ends])
     places = (hardest.inputs[0, :, 1] > 0).nonzero().flatten()
@@ -167,14 +233,12 @@ def easy_to_hard(
     """Prefix parity on rings: trained on small ones, solved on larger ones by more iterations.
 
     Args:
-        size: positions of the largest rings in training, at least 4.
+        size: positions of the largest rings in training.
         steps: batches of the equilibrium's training; transformers get twice its evaluations.
         tests: rings of each size in the test.
         seeds: trainings of each model.
         seed: the first of them.
     """
-    if size < 4:
-        raise ValueError(f"size must be >= 4, got {size}")
     least, trained, depth = max(2, size // 2 - 2), 2 * size, 3 * size // 2
     long = LONG * trained
 
@@ -210,8 +274,7 @@ def easy_to_hard(
         for factor in FACTORS
         for number in [round(size * factor)]
     }
-    names = ("sizes", "curves", "adaptive", "stops", "needed")
-    tables: dict[str, Table] = {name: [] for name in names}
+    tables = {name: Table() for name in ("sizes", "curves", "adaptive", "stops", "needed")}
     picture = None
     for now in range(seed, seed + seeds):
         for name, (build, batches, rate, times, ways) in contenders.items():
@@ -304,8 +367,7 @@ def draw_seeds(
 ) -> None:
     """The solved share, mean over seeds and range."""
     merged = sorted(over_seeds(rows, [against], ["solved"]), key=lambda row: row[against])
-    places = [row[against] for row in merged]
-    low, high, mean = ([row[f"solved{end}"] for row in merged] for end in ("_least", "_most", ""))
+    places, low, high, mean = columns(merged, against, "solved_least", "solved_most", "solved")
     axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
     axes.plot(places, mean, color=color, label=label, marker="o", linestyle=style)
 
@@ -334,7 +396,7 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
     followed = sorted({row["size"] for row in tables["needed"]})
     sizes = dict(zip(followed, ("C2", "C0", "C3"), strict=False))
     for number, color in sizes.items():
-        rows = [row for row in curves if row["method"] == FORWARD and row["size"] == number]
+        rows = [row for row in curves if (row["method"], row["size"]) == (FORWARD, number)]
         label = f"{number} positions ({number / size:g}x)"
         draw_seeds(iterations, rows, "iterations", color, label)
     iterations.set_xlabel("iterations; multiples of training's most")
@@ -349,8 +411,9 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
         draw_seeds(methods, rows, "iterations", color, name, style)
     for name in SOLVERS:
         mine = [r for r in tables["adaptive"] if r["method"] == name and r["size"] == middle]
-        merged = over_seeds(mine, ["rtol"], ["evaluations", "solved"])
-        means = [[row[key] for row in merged] for key in ("evaluations", "solved")]
+        means = columns(
+            over_seeds(mine, ["rtol"], ["evaluations", "solved"]), "evaluations", "solved"
+        )
         label = f"{name}, each ring stops by itself"
         methods.plot(*means, "s--", color=colors[name], markerfacecolor="white", label=label)
     methods.set_xlabel("evaluations at most; squares: mean, tolerances 0.1 to 1e-4")
@@ -369,10 +432,10 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
     stops = [row for row in tables["stops"] if row["rtol"] == 1e-3 and row["method"] == FORWARD]
     for panel, rows, key in ((need, tables["needed"], "iterations"), (stop, stops, "evaluations")):
         for number, color in sizes.items():
-            some = [row for row in rows if row["size"] == number and row[key] is not None]
-            places, taken = ([row[name] for row in some] for name in ("difficulty", key))
-            label = f"{number} positions"
-            panel.plot(places, taken, "o", label=label, color=color, markersize=4, alpha=0.5)
+            solved = [row for row in rows if row[key] is not None]
+            points = columns(solved, "difficulty", key, size=number)
+            look: Any = {"color": color, "markersize": 4, "alpha": 0.5}
+            panel.plot(*points, "o", label=f"{number} positions", **look)
         ends = [1, max(row["difficulty"] for row in rows)]
         panel.plot(ends, ends, color="black", linewidth=1, label="one position an iteration")
         panel.axvspan(1, size, color="C4", alpha=0.15, linewidth=0)
@@ -396,7 +459,4 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(easy_to_hard)

@@ -13,50 +13,32 @@ from implicit_attn import DEQ, Update
 FORBIDDEN = -1e4  # a score whose exponential is zero; infinity would be refused as a layer's input
 
 
-def ring_offsets(size: int) -> Tensor:
-    """(N, N) int64: how far j lies behind i (positive) or before it, the shorter way round."""
-    places = torch.arange(size)
-    half = (size - 1) // 2
-    return (places[:, None] - places[None, :] + half) % size - half
+class RingBias(nn.Module):
+    """Biases of the pairs of a ring: ``forward(N)`` -> (heads, N, N), the same for every position.
 
-
-class LocalBias(nn.Module):
-    """A learned number for each head and each offset in {-1, 0, 1}; further pairs are masked.
-
-    ``forward(N)`` -> (heads, N, N). Every position of a ring has the same, so a model with no other
-    knowledge of places is the same for rings of any length, up to a shift.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(heads, 3))
-
-    def forward(self, size: int) -> Tensor:
-        offsets = ring_offsets(size)
-        near = offsets.clamp(-1, 1)
-        return self.table[:, near + 1].masked_fill(near != offsets, FORBIDDEN)
-
-
-class DistanceBias(nn.Module):
-    """``-exp(s) n``, n the positions back from i to j around the ring: all pairs see each other.
-
-    A learned number for each offset in {-1, 0, 1} is added, so that neighbours can be told apart. The
-    slopes ``exp(s)`` of the heads are learned from 1/2, 1/4, 1/8, ... ``forward(N)`` -> (heads, N, N).
+    A learned number for each head and each offset in {-1, 0, 1}. ``local``: further pairs are masked.
+    Otherwise all pairs see each other, with ``-exp(s) n`` added, n the positions back from i to j around
+    the ring; the slopes ``exp(s)`` of the heads are learned from 1/2, 1/4, 1/8, ...
 
     Source: linear biases that extend to longer inputs: Press, Smith, Lewis, "Train short, test long"
     (2022), https://arxiv.org/abs/2108.12409.
     """
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, local: bool) -> None:
         super().__init__()
-        self.slopes = nn.Parameter(-torch.arange(1, heads + 1) * torch.log(torch.tensor(2.0)))
+        starts = -torch.arange(1, heads + 1) * torch.log(torch.tensor(2.0))
+        self.slopes = None if local else nn.Parameter(starts)
         self.table = nn.Parameter(torch.randn(heads, 3))
 
     def forward(self, size: int) -> Tensor:
-        places, offsets = torch.arange(size), ring_offsets(size)
-        back = (places[:, None] - places[None, :]) % size
-        near = self.table[:, offsets.clamp(-1, 1) + 1] * (offsets.abs() <= 1)
-        return near - self.slopes.exp()[:, None, None] * back
+        places, half = torch.arange(size), (size - 1) // 2
+        behind = places[:, None] - places[None, :]
+        offsets = (behind + half) % size - half  # the shorter way round
+        near = offsets.clamp(-1, 1)
+        table = self.table[:, near + 1]
+        if self.slopes is None:
+            return table.masked_fill(near != offsets, FORBIDDEN)
+        return table * (near == offsets) - self.slopes.exp()[:, None, None] * (behind % size)
 
 
 class Surroundings(NamedTuple):
@@ -85,9 +67,7 @@ class CellBlock(Update):
     def initial(self, x: Surroundings) -> Tensor:
         return torch.zeros_like(x.cells)
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            raise ValueError("mask must be None: a CellBlock has no masked cells, got one")
+    def forward(self, z: Tensor, x: Any = None) -> Tensor:  # type: ignore[override]
         normed = self.attention_norm(z)
         made = self.queries_keys_values(normed).unflatten(2, (3 * self.heads, -1)).transpose(1, 2)
         query, key, value = made.chunk(3, dim=1)  # (B, heads, N, d / heads) each
@@ -114,7 +94,7 @@ class EquilibriumRing(nn.Module):
         super().__init__()
         self.iterations = iterations
         self.embedding = nn.Linear(2, dim)
-        self.bias = LocalBias(heads)
+        self.bias = RingBias(heads, local=True)
         self.layer = DEQ(CellBlock(dim, heads), max_steps=iterations, on_failure="ignore")
         self.norm = nn.LayerNorm(dim)
         self.readout = nn.Linear(dim, 2)
@@ -140,16 +120,14 @@ class EquilibriumRing(nn.Module):
 class LayeredRing(nn.Module):
     """Pre-norm layers with weights and biases of their own, each a :class:`CellBlock` with ``x = z``.
 
-    ``local``: positions look at their neighbours (:class:`LocalBias`), not at all others
-    (:class:`DistanceBias`).
+    ``local``: positions look at their neighbours, not at all others.
     """
 
     def __init__(self, dim: int, heads: int, layers: int, local: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Linear(2, dim)
         self.blocks: Any = nn.ModuleList(CellBlock(dim, heads) for _ in range(layers))
-        kind = LocalBias if local else DistanceBias
-        self.biases: Any = nn.ModuleList(kind(heads) for _ in range(layers))
+        self.biases: Any = nn.ModuleList(RingBias(heads, local) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.readout = nn.Linear(dim, 2)
 

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 
 import solvers
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
 
 # Name of the theory, colour and label of its lines.
 ORDERS = (
@@ -27,24 +29,17 @@ ORDERS = (
     ("adaptive", "C0", "adaptive TAP"),
 )
 Row = dict[str, float | bool]
-Table = list[dict[str, Any]]
 
 
 def errors(model: SpinModel) -> Row:
     """``|log Z - exact|`` and ``|m - exact| / |exact|`` of each theory, and whether it converged."""
     exact, row = exact_moments(model), {}
     for order, _, _ in ORDERS:
+        damping = 0.5 if order == "naive" else None  # ends in a minimum of its free energy
         solution = solvers.adaptive_tap(
-            *(model.couplings, model.field),
-            site=model.site,
-            order=order,
-            damping=0.5 if order == "naive" else None,  # ends in a minimum of its free energy
-            adjoint=None,
-            log_partition=True,
-            tolerance=1e-8,
-            max_steps=1000,
-            on_failure="ignore",
-        )
+            model.couplings, model.field, site=model.site, order=order, damping=damping,
+            adjoint=None, log_partition=True, tolerance=1e-8, max_steps=1000, on_failure="ignore",
+        )  # fmt: skip
         found, converged = solution.value, bool(solution.converged[0])
         of_log = (found.log_partition - exact.log_partition).abs().item()
         of_mean = ((found.mean - exact.mean).norm() / exact.mean.norm()).item()
@@ -121,10 +116,10 @@ def draw_bands(axes, table: Table, bands) -> list[float]:
     """Median and band where the median is finite; an infinite quantile leaves the panel."""
     for name, color, label in bands:
         rows = [row for row in table if math.isfinite(row[name])]
-        steps, low = [row["strength"] for row in rows], [row[f"{name}_10"] for row in rows]
-        high = [min(row[f"{name}_90"], 1e9) for row in rows]
-        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.plot(steps, [row[name] for row in rows], "o-", color=color, ms=3, label=label)
+        steps, low, middle, high = columns(rows, "strength", f"{name}_10", name, f"{name}_90")
+        top = [min(each, 1e9) for each in high]
+        axes.fill_between(steps, low, top, color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, middle, "o-", color=color, ms=3, label=label)
     return [row[name + end] for row in table for name, _, _ in bands for end in ("", "_10", "_90")]
 
 
@@ -136,7 +131,4 @@ def draw_errors(axes, table: Table, bands) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(free_energy)

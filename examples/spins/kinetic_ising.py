@@ -5,7 +5,6 @@ Random asymmetric couplings J_ij ~ N(1/N, 0.01/N) and fields x_i ~ U(-1/2, 1/2),
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -17,6 +16,9 @@ from scipy.optimize import root_scalar
 from torch import Tensor
 
 from solvers import IsingSite, glauber, kinetic_trajectory
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import columns, run
 
 SITE, SPREAD = IsingSite(), 0.1  # of the couplings, in units of 1 / sqrt N
 CLOSURES = {"naive": "naive mean field", "tap": "TAP", "gaussian": "Gaussian closure"}
@@ -70,9 +72,12 @@ def kinetic_ising(
     """
     generator, critical = torch.Generator().manual_seed(seed), critical_beta()
     field, couplings = draw_model(spins, generator)
-    up, shown, errors = torch.ones_like(field), {}, []
+    up, shown, errors, fans = torch.ones_like(field), {}, [], {}
+    level = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
     for factor in (0.5, 1, 2):
         x, J = factor * critical * field, factor * critical * couplings
+        many = x.expand(starts, -1, -1)
+        fans[factor] = kinetic_trajectory(level, many, J, steps=steps, site=SITE).mean((2, 3))
         means = {
             name: kinetic_trajectory(up, x, J, steps=steps, site=SITE, closure=name)[:, 0, :, 0]
             for name in CLOSURES
@@ -86,12 +91,6 @@ def kinetic_ising(
             row = {"factor": factor, "closure": name, "mean": each[-1].mean().item()}
             errors.append(row | {"exact": exact.mean().item(), "error": error, "noise": noise})
         shown = means | {"exact": run.means[..., 0]} if factor == 1 else shown
-
-    level = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
-    fans = {}
-    for factor in (0.5, 1, 2):
-        x, J = factor * critical * field.expand(starts, -1, -1), factor * critical * couplings
-        fans[factor] = kinetic_trajectory(level, x, J, steps=steps, site=SITE).mean((2, 3))
 
     generator.manual_seed(seed)  # the same models whatever was simulated
     beta = critical * torch.linspace(0.25, 2, betas)
@@ -148,12 +147,12 @@ def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critic
         lines = fan.plot(means, color=color, linewidth=0.7, alpha=0.8)
         lines[0].set_label(f"β = {factor:g} $β_c$")
     fan.set(title="many starts, Gaussian closure", xlabel="time step", ylabel="mean over all spins")
-    for name, group in itertools.groupby(sweep, lambda row: row["closure"]):
-        rows = list(group)
-        t = [row["beta"] / critical for row in rows]
-        low, high = ([row[key] for row in rows] for key in ("mean_10", "mean_90"))
+    for name in ("naive", "gaussian"):
+        names = ("beta", "mean_10", "mean", "mean_90")
+        betas, low, middle, high = columns(sweep, *names, closure=name)
+        t = [beta / critical for beta in betas]
         transition.fill_between(t, low, high, color=STYLES[name]["color"], alpha=0.2, linewidth=0)
-        transition.plot(t, [row["mean"] for row in rows], label=CLOSURES[name], **STYLES[name])
+        transition.plot(t, middle, label=CLOSURES[name], **STYLES[name])
     transition.axvline(1, color="C3", linewidth=1, label=f"formula: $β_c$ = {critical:.4f}")
     transition.set(xlabel="β / $β_c$")
     transition.set_ylabel("|mean| at the end, median and middle 80 %")
@@ -165,7 +164,4 @@ def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critic
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(kinetic_ising)

@@ -5,7 +5,6 @@ Uniform directions of the fields, J_ij ~ N(0, 1/N) without symmetry, spins of th
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -17,6 +16,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from solvers import GlauberRun, Site, SolveError, SphericalSite, glauber, kinetic_step
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import columns, run
 
 CLOSURES = ("naive", "plefka", "gaussian")
 COLOURS = {"naive": "C1", "tap": "C2", "plefka": "C2", "gaussian": "C0"}
@@ -73,7 +75,6 @@ def histories(network: Network, setting: str, steps: int) -> list[dict[str, Any]
             values = {
                 "length": mean.norm(dim=-1) / network.radius,
                 "to_field": cosine_similarity(mean, network.field[0], dim=-1),
-                "to_start": cosine_similarity(mean, means[0], dim=-1),
                 "to_previous": cosine_similarity(mean, means[max(step - 1, 0)], dim=-1),
             }
             row: dict[str, Any] = {"setting": setting, "closure": closure, "step": step}
@@ -91,8 +92,7 @@ def error(means: Tensor, unsolved: list, network: Network, closure: str, run: Gl
     found = ((means[-1] - exact).norm() / exact.norm()).item()
     noise = (run.spins.var(0).sum().sqrt() / math.sqrt(len(run.spins)) / exact.norm()).item()
     row = {"steps": len(means) - 1, "beta": network.beta, "closure": closure, "error": found}
-    row |= {"noise": noise, "corrected": math.sqrt(max(found**2 - noise**2, 0.0))}
-    return row | {"unsolved": len(unsolved)}
+    return row | {"noise": noise, "unsolved": len(unsolved)}
 
 
 def errors_after_six_steps(chains: int, seed: int) -> list[dict[str, Any]]:
@@ -143,8 +143,6 @@ def kinetic_vectors(
         chains: simulated for the errors.
         seed: of models and simulations.
     """
-    if dim < 3:
-        raise ValueError(f"dim must be at least 3, got {dim}")
     figure, panels = plt.subplots(2, len(SETTINGS) + 1, figsize=(14, 7))
     figure.suptitle("Kinetic vector spins: closures of their means")
     table = []
@@ -152,8 +150,8 @@ def kinetic_vectors(
         network = Network.drawn(spins, dim, setting, torch.Generator().manual_seed(seed))
         rows = histories(network, setting, steps)
         table += rows
-        for closure, group in itertools.groupby(rows, lambda row: row["closure"]):
-            draw_history(above, below, list(group), closure)
+        for closure in CLOSURES:
+            draw_history(above, below, [r for r in rows if r["closure"] == closure], closure)
         above.set(title=setting.replace("beta", "β"), ylim=(-0.2, 1.05))
         below.set(xlabel="time step", ylim=(0, 0.75))
     panels[0, 0].set_ylabel("cosine with the field (solid),\nwith the step before (dotted)")
@@ -168,12 +166,12 @@ def kinetic_vectors(
 
 def draw_history(above, below, rows: list[dict[str, Any]], closure: str) -> None:
     """The cosine with the field above, the length below, each with its band."""
-    steps, color = [row["step"] for row in rows], COLOURS[closure]
+    color = COLOURS[closure]
     for axes, key in ((above, "to_field"), (below, "length")):
-        low, high = ([row[f"{key}_{end}"] for row in rows] for end in (10, 90))
+        steps, low, middle, high = columns(rows, "step", f"{key}_10", key, f"{key}_90")
         axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.plot(steps, [row[key] for row in rows], color=color, label=NAMES[closure])
-    above.plot(steps[1:], [row["to_previous"] for row in rows[1:]], color=color, linestyle=":")
+        axes.plot(steps, middle, color=color, label=NAMES[closure])
+    above.plot(*columns(rows[1:], "step", "to_previous"), color=color, linestyle=":")
 
 
 def draw_errors(axes, rows: list[dict[str, Any]], what: str) -> None:
@@ -181,14 +179,13 @@ def draw_errors(axes, rows: list[dict[str, Any]], what: str) -> None:
     closures = list(dict.fromkeys(row["closure"] for row in rows))
     width = 0.8 / len(closures)
     for number, closure in enumerate(closures):
-        found = [row for row in rows if row["closure"] == closure]
+        found, unsolved = columns(rows, "error", "unsolved", closure=closure)
         places = [beta + (number - (len(closures) - 1) / 2) * width for beta in range(len(found))]
         style: dict[str, Any] = {"color": COLOURS[closure]}
         if closure == "tap":
             style |= {"hatch": "//", "alpha": 0.6, "label": "TAP of the exact sphere"}
-        bars = axes.bar(places, [row["error"] for row in found], width, **style)
-        labels = [f"{row['error']:.2f}{'*' * bool(row['unsolved'])}" for row in found]
-        axes.bar_label(bars, labels, fontsize=7)
+        labels = [f"{e:.2f}{'*' * bool(u)}" for e, u in zip(found, unsolved, strict=True)]
+        axes.bar_label(axes.bar(places, found, width, **style), labels, fontsize=7)
         if closure == "tap":
             axes.legend(fontsize=8, loc="upper left")
     for place, beta in enumerate((1.0, 2.0)):
@@ -202,7 +199,4 @@ def draw_errors(axes, rows: list[dict[str, Any]], what: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(kinetic_vectors)

@@ -23,6 +23,9 @@ from torch.nn import functional as F
 
 import solvers
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import columns, rows_of, run
+
 
 @dataclass
 class Model:
@@ -38,10 +41,7 @@ class Model:
 
     def solve(self, beta: float, per_site: bool) -> solvers.SaddleSolution:
         field = beta * math.sqrt(self.field.shape[1]) * self.field[None]
-        found = solvers.spherical_saddle(2 * beta * self.couplings, field, per_site=per_site)
-        if not found.converged.all():
-            raise RuntimeError(f"the saddle point at beta = {beta:g} did not converge")
-        return found
+        return solvers.spherical_saddle(2 * beta * self.couplings, field, per_site=per_site)
 
 
 def curves(model: Model, beta: float, t: Tensor) -> dict[str, Tensor]:
@@ -68,26 +68,20 @@ def plane(model: Model, beta: float, values: Tensor) -> Tensor:
 
 
 def spherical_saddle(
-    sites: int = 32,
-    dim: int = 128,
-    pair_dim: int = 64,
-    beta: float = 1.0,
-    frames: int = 100,
-    seed: int = 0,
+    sites: int = 32, dim: int = 128, beta: float = 1.0, frames: int = 100, seed: int = 0
 ):
     """The function whose minimum solves O(d) spins, over multipliers and temperature.
 
     Args:
         sites: spins of the first five panels.
         dim: their components.
-        pair_dim: components of the two spins of the last panel.
         beta: inverse temperature, but for the sweep.
         frames: inverse temperatures of the sweep, 0.25 to 10.
         seed: of couplings and fields.
     """
     generator = torch.Generator().manual_seed(seed)
     model = Model.drawn(sites, dim, generator)
-    pair = Model.drawn(2, pair_dim, generator)
+    pair = Model.drawn(2, 64, generator)
     levels = torch.linalg.eigvalsh(model.couplings)
     betas = torch.logspace(-0.6, 1, frames, dtype=torch.float64).tolist()
     table = []
@@ -109,9 +103,7 @@ def spherical_saddle(
     draw_frames(figure, lower[0], shown, levels[-1].item())
     draw_sweep(lower[1], table, levels[-1].item())
     draw_plane(lower[2], pair, beta)
-    columns = zip(*(column.tolist() for column in curve.values()), strict=True)
-    rows = [dict(zip(curve, row, strict=True)) for row in columns]
-    return {"temperature": table, "curve": rows}, figure
+    return {"temperature": table, "curve": rows_of(curve)}, figure
 
 
 def draw_curves(panels, curve, root: float, beta: float, levels: Tensor) -> None:
@@ -169,14 +161,12 @@ def draw_frames(figure, axes, frames, border: float) -> None:
 
 def draw_sweep(axes, table: list[dict[str, float]], border: float) -> None:
     """Roots, free energy and magnetisation over the temperature."""
-    column = {name: [row[name] for row in table] for name in table[0]}
-    betas = column["beta"]
-    band, label = (column["smallest"], column["largest"]), "t of each spin: range"
-    axes.fill_between(betas, *band, color="C0", alpha=0.3, label=label)
+    betas, low, high = columns(table, "beta", "smallest", "largest")
+    axes.fill_between(betas, low, high, color="C0", alpha=0.3, label="t of each spin: range")
     labels = {"root": "one t for all", "length": "$|\\langle S_i\\rangle| / \\sqrt{d}$"}
     labels["free_energy"] = "free energy per site and component"
     for color, (name, label) in enumerate(labels.items(), start=1):
-        axes.plot(betas, column[name], color=f"C{color}", label=label)
+        axes.plot(betas, *columns(table, name), color=f"C{color}", label=label)
     axes.axhline(border, color="C4", linestyle=":", label="border of the domain of t")
     axes.set(xscale="log", xlabel="inverse temperature", title="Over the temperature")
     axes.legend(frameon=False, fontsize=8)
@@ -201,7 +191,4 @@ def draw_plane(axes, pair: Model, beta: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(spherical_saddle)

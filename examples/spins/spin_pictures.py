@@ -13,9 +13,11 @@ import torch
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, rows_of, run
+
 ORDERS = [2**power for power in range(10)]
 BETAS = {0.1: "C4", 0.5: "C0", 1.0: "C2", 2.0: "C1", 10.0: "C3"}
-Table = list[dict[str, Any]]
 
 
 def bessel_ratio(order: float, x: Tensor) -> Tensor:
@@ -58,9 +60,8 @@ def norm_curves(dim: int) -> Table:
     table: Table = []
     for beta in BETAS:
         x = radius * beta * fields
-        norms, exacts = radius * large_order_ratio(order, x), radius * bessel_ratio(order, x)
-        for field, norm, exact in zip(*(v.tolist() for v in (fields, norms, exacts)), strict=True):
-            table.append({"beta": beta, "field": field, "norm": norm, "exact": exact})
+        curves = {"field": fields, "norm": radius * large_order_ratio(order, x)}
+        table += rows_of(curves | {"exact": radius * bessel_ratio(order, x)}, beta=beta)
     return table
 
 
@@ -81,32 +82,27 @@ def planar_spins(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def strongest(couplings: Tensor, share: float) -> Table:
     """The ``share`` of the couplings that are not 0 with the largest ``|J_ij|``, weakest first."""
-    rows, columns = couplings.nonzero(as_tuple=True)
-    order = couplings[rows, columns].abs().argsort()
+    ends = couplings.nonzero(as_tuple=True)
+    order = couplings[ends].abs().argsort()
     order = order[len(order) - math.ceil(share * len(order)) :]
-    return [
-        {"to": i, "from": j, "coupling": couplings[i, j].item()}
-        for i, j in zip(rows[order].tolist(), columns[order].tolist(), strict=True)
-    ]
+    to, start = (each[order] for each in ends)
+    return rows_of({"to": to, "from": start, "coupling": couplings[to, start]})
 
 
-def spin_pictures(
-    dim: int = 512, sites: int = 64, share: float = 0.03, spins: int = 7, seed: int = 0
-):
+def spin_pictures(dim: int = 512, sites: int = 64, share: float = 0.03, seed: int = 0):
     """Small pictures of spins: Bessel ratios, lengths of means, a coupling graph, a few spins.
 
     Args:
         dim: dimension d >= 3 of the spins whose mean is drawn.
         sites: sites of the directed graph, at least 2.
         share: of its couplings that are drawn, the strongest; above 0.
-        spins: planar spins of the last panel, at least 2.
         seed: of the couplings and fields.
     """
     ratios, norms = bessel_table(), norm_curves(dim)
     generator = torch.Generator().manual_seed(seed)
     directed = torch.randn(sites, sites, generator=generator, dtype=torch.float64) / sites**0.5
     edges = strongest(directed.fill_diagonal_(0.0), share)
-    couplings, fields, means = planar_spins(spins, seed)
+    couplings, fields, means = planar_spins(7, seed)
 
     figure, panels = plt.subplots(2, 2, figsize=(12, 10.5), dpi=90)
     figure.suptitle("Spins of fixed length: their mean in a field, and their couplings")
@@ -116,15 +112,14 @@ def spin_pictures(
     text = f"the strongest {share:.0%}; an edge bends to the left of its way"
     panels[1, 0].text(0, -1.22, text, ha="center")
     draw_spins(panels[1, 1], fields, means, strongest(couplings.triu(), 0.5))
-    rows = [{"spin": i, "x": x, "y": y} for i, (x, y) in enumerate(means.tolist())]
+    rows = rows_of({"spin": torch.arange(len(means)), "x": means[:, 0], "y": means[:, 1]})
     return {"ratios": ratios, "norms": norms, "edges": edges, "spins": rows}, figure
 
 
 def draw_ratios(axes, table: Table) -> None:
     """The exact ratio as dots on the lines of its limit, against the order."""
     for at, color, label in (("sqrt(nu)", "C0", "√ν"), ("nu", "C1", "ν"), ("nu^2", "C2", "ν²")):
-        rows = [row for row in table if row["at"] == at]
-        limits, ratios = ([row[key] for row in rows] for key in ("limit", "ratio"))
+        limits, ratios = columns(table, "limit", "ratio", at=at)
         axes.plot(ORDERS, limits, color=color, label=f"limit, x = {label}")
         axes.plot(ORDERS, ratios, "o", color=color, ms=5, label="exact")
     for row in table:
@@ -144,8 +139,7 @@ def draw_ratios(axes, table: Table) -> None:
 def draw_norms(axes, table: Table, dim: int) -> None:
     """The length of a spin's mean against the field for each inverse temperature."""
     for beta, color in BETAS.items():
-        rows = [row for row in table if row["beta"] == beta]
-        fields, norms, exact = ([row[key] for row in rows] for key in ("field", "norm", "exact"))
+        fields, norms, exact = columns(table, "field", "norm", "exact", beta=beta)
         axes.plot(fields, norms, color=color, label=f"β = {beta:g}")
         axes.plot(fields[::8], exact[::8], "o", color=color, markersize=3.5)
     radius = math.sqrt(dim / 2 - 1)
@@ -211,7 +205,4 @@ def frame(axes, title: str, reach: float, width: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(spin_pictures)

@@ -30,7 +30,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 @pytest.mark.parametrize(("size", "marks"), [(1, (1, 1)), (2, (1, 2)), (7, (1, 3)), (12, (4, 20))])
 def test_parities_and_runs_by_hand(size: int, marks: tuple[int, int], load: Load) -> None:
-    rings = load(EXAMPLES / "rings/parity.py").draw_rings(20, size, seeded(), marks)
+    rings = load(EXAMPLES / "rings/easy_to_hard.py").draw_rings(20, size, seeded(), marks)
     for ring in range(20):
         bits, marked = (rings.inputs[ring] > 0).long().T.tolist()
         assert min(marks[0], size) <= sum(marked) <= marks[1]
@@ -46,7 +46,7 @@ def test_parities_and_runs_by_hand(size: int, marks: tuple[int, int], load: Load
 
 
 def test_tokens_on_circles_and_back(load: Load) -> None:
-    codec = load(EXAMPLES / "bare/circles.py").CircleTokens(3, 4, 6, 2)
+    codec = load(EXAMPLES / "bare/images.py").CircleTokens(3, 4, 6, 2)
     images = torch.rand(200, 3, 4, 6, generator=seeded())
     images[0, 0, 0, :2] = torch.tensor([0.0, 1.0])
     tokens, once = codec.encode(images), torch.ones(200, 6)
@@ -72,7 +72,7 @@ def test_a_value_is_half_a_turn(load: Load) -> None:
 
     A sine of -0.0 beside a negative cosine is the angle -pi; a pair (0, 0) has no direction.
     """
-    circles = load(EXAMPLES / "bare/circles.py")
+    circles = load(EXAMPLES / "bare/images.py")
     codec = circles.CircleTokens(1, 1, 3, 1)
     tokens = codec.encode(torch.tensor([0.0, 0.5, 1.0]).view(1, 1, 1, 3))
     expected = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
@@ -84,7 +84,7 @@ def test_a_value_is_half_a_turn(load: Load) -> None:
 
 
 def test_features_are_orthonormal_and_the_principal_ones_keep_most(load: Load) -> None:
-    circles = load(EXAMPLES / "bare/circles.py")
+    circles = load(EXAMPLES / "bare/images.py")
     images = torch.rand(50, 3, 4, 6, generator=seeded())
     tokens, kept = circles.CircleTokens(3, 4, 6, 2).encode(images), []
     for rows in (circles.random_features(5, 24, seeded(3)), circles.principal_features(5, tokens)):
@@ -156,7 +156,7 @@ def gradient_norm(model: PottsModel) -> float:
 
 
 def test_the_likelihood_and_its_gradient_by_enumeration(load: Load) -> None:
-    exact_likelihood = load(EXAMPLES / "potts/likelihood.py").exact_likelihood
+    exact_likelihood = load(EXAMPLES / "potts/boltzmann_learning.py").exact_likelihood
     model, data = potts(), states_of(potts(1), 50)
     states = F.one_hot(all_colours(3, 3), 3).double()
     one_by_one = torch.stack([exact_likelihood(model, each[None]) for each in states])
@@ -173,7 +173,7 @@ def test_the_likelihood_and_its_gradient_by_enumeration(load: Load) -> None:
 
 
 def test_the_maximum_has_the_moments_of_the_data(load: Load) -> None:
-    likelihood, data = load(EXAMPLES / "potts/likelihood.py"), states_of(potts(), 3000)
+    likelihood, data = load(EXAMPLES / "potts/boltzmann_learning.py"), states_of(potts(), 3000)
     model = PottsModel(3, 3).double()
     assert likelihood.fit_exact_likelihood(model, data, steps=2) == "max_steps"
     assert likelihood.fit_exact_likelihood(model, data, tolerance=1e-8) == "converged"
@@ -186,7 +186,7 @@ def test_the_maximum_has_the_moments_of_the_data(load: Load) -> None:
 
 @pytest.mark.parametrize("chains", [None, 300])
 def test_sampling_comes_near_the_maximum(chains: int | None, load: Load) -> None:
-    likelihood, data = load(EXAMPLES / "potts/likelihood.py"), states_of(potts(), 4000)
+    likelihood, data = load(EXAMPLES / "potts/boltzmann_learning.py"), states_of(potts(), 4000)
     best, models = PottsModel(3, 3).double(), [PottsModel(3, 3) for _ in range(3)]
     likelihood.fit_exact_likelihood(best, data)
     for seed, model in enumerate(models[:2]):
@@ -201,7 +201,7 @@ def test_sampling_comes_near_the_maximum(chains: int | None, load: Load) -> None
 def test_the_bias_of_chains_that_start_at_the_data(load: Load) -> None:
     """Two sites that are bound to be equal, data of one colour only: the model knows both colours, but
     its chains do not leave the data in one sweep, so that CD-1 sees next to no gradient."""
-    likelihood, model = load(EXAMPLES / "potts/likelihood.py"), PottsModel(2, 2).double()
+    likelihood, model = load(EXAMPLES / "potts/boltzmann_learning.py"), PottsModel(2, 2).double()
     apart, same = 1 - torch.eye(2).double(), 6 * torch.eye(2).double()
     with torch.no_grad():
         model.couplings.weight = torch.einsum("ij,ab->ijab", apart, same)
