@@ -1,7 +1,9 @@
-"""Arguments as people write them: numbers, names, classes, tensors with fewer dimensions."""
+"""Arguments as people write them, and mistakes refused with what came and what was expected."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +11,25 @@ import torch
 from torch import Tensor
 
 import solvers
+from cases.solves import plain_batch
 from implicit_attn import DEQ
-from solvers import Tolerance, adaptive_tap, fixed_point, solve_linear
+from implicit_attn.energies import Quadratic, ReLUFeedForward
+from solvers import (
+    LBFGS,
+    Anderson,
+    Broyden,
+    Descent,
+    Forward,
+    GradientDescent,
+    Implicit,
+    Newton,
+    Phantom,
+    SolveError,
+    Tolerance,
+    adaptive_tap,
+    fixed_point,
+    solve_linear,
+)
 
 
 def solve(**options: Any) -> solvers.Solution:
@@ -119,3 +138,259 @@ def test_a_vector_is_told_to_be_several_problems_of_one_unknown() -> None:
         fixed_point(couples, torch.zeros(3), max_steps=8, tolerance=1e-9, on_failure="raise")
     one = fixed_point(lambda z: couples(z[0])[None], torch.zeros(3)[None], tolerance=1e-6)
     torch.testing.assert_close(couples(one.value[0]), one.value[0], rtol=1e-4, atol=1e-4)
+
+
+F, Z0, ARGS = plain_batch(3, 4)
+META = torch.device("meta")
+
+
+def refused(kind: type[Exception], pattern: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=pattern) as caught:
+        call()
+    assert type(caught.value) is kind
+
+
+def solve_refused(**changes: Any) -> object:
+    options: dict[str, Any] = {"f": F, "z0": Z0, "args": ARGS, **changes}
+    return fixed_point(options.pop("f"), options.pop("z0"), options.pop("args"), **options)
+
+
+def with_value(tensor: Tensor, value: float, row: int = 1) -> Tensor:
+    changed = tensor.clone()
+    changed[row] = value
+    return changed
+
+
+WEIGHT, X = ARGS
+CALLS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "f not callable": (TypeError, r"f must be callable, got <class 'int'>", {"f": 3}),
+    "z0 no tensor": (TypeError, r"z0 must be a tensor or a pytree .* got <class 'float'>", {"z0": 1.0}),
+    "z0 integers": (TypeError, r"z0 must be of a floating dtype, got torch.int64", {"z0": Z0.long()}),
+    "z0 scalar": (ValueError, r"z0 must have a batch dimension .* 0-d", {"z0": torch.tensor(1.0)}),
+    "z0 empty batch": (ValueError, r"z0 must hold at least one sample, got batch size 0",
+                       {"z0": Z0[:0], "args": (WEIGHT[:0], X[:0])}),
+    "z0 no numbers": (ValueError, r"z0 must hold at least one number", {"z0": Z0[:, :0]}),
+    "z0 batch sizes": (ValueError, r"leaves of z0 must share the batch size, got \[3, 2\]",
+                       {"z0": (Z0, Z0[:2])}),
+    "z0 NaN": (ValueError, r"z0 must be finite, got NaN or infinity in samples \[1\]",
+               {"z0": with_value(Z0, torch.nan)}),
+    "args list": (TypeError, r"args must be a tuple of inputs, got <class 'list'>",
+                  {"args": [WEIGHT, X]}),
+    "args not batched": (ValueError, r"args\[0\] must be batched along dim 0 like z0 \(3 samples\), "
+                         r"got shape \(4, 4\)", {"args": (WEIGHT[0], X)}),
+    "args device": (ValueError, r"args\[1\] must be on cpu like z0, got meta",
+                    {"args": (WEIGHT, X.to(META))}),
+    "args NaN": (ValueError, r"args\[1\] must be finite, got NaN or infinity in samples \[0\]",
+                 {"args": (WEIGHT, with_value(X, torch.nan, 0))}),
+    "solver class": (TypeError, r"solver must be a solvers.Solver such as Anderson\(\), .* got <class",
+                     {"solver": Implicit}),
+    "solver name": (ValueError, r"solver must be one of anderson, .* got 'andersen'",
+                    {"solver": "andersen"}),
+    "tolerance text": (TypeError, r"tolerance must be a number \(rtol\), a solvers.Tolerance or None, "
+                       "got 'tight'", {"tolerance": "tight"}),
+    "tolerance negative": (ValueError, r"tolerance must be finite and >= 0, got -0.1",
+                           {"tolerance": -0.1}),
+    "max_steps zero": (ValueError, r"max_steps must be >= 1, got 0", {"max_steps": 0}),
+    "max_steps float": (TypeError, r"max_steps must be an integer, got 10.0", {"max_steps": 10.0}),
+    "adjoint name": (ValueError, r"adjoint must be one of implicit, .* got 'implicitly'",
+                     {"adjoint": "implicitly"}),
+    "adjoint class": (TypeError, r"adjoint must be a solvers.Adjoint such as Implicit\(\), .* got <class",
+                      {"adjoint": Anderson}),
+    "energy not callable": (TypeError, r"energy must be callable or None, got <class 'int'>",
+                            {"energy": 1}),
+    "energy scalar": (ValueError, r"energy must return one number per sample, shape \(3,\), got "
+                      r"shape \(\)", {"energy": lambda z, *args: z.sum()}),
+    "energy number": (TypeError, r"energy must return a tensor of shape \(3,\), got <class 'float'>",
+                      {"energy": lambda z, *args: 1.0}),
+    "mask float": (TypeError, r"mask must be a bool tensor \(B, N\)", {"mask": torch.ones(3, 4)}),
+    "mask batch": (ValueError, r"mask must be batched .* \(3 samples\), got shape \(2, 4\)",
+                   {"mask": torch.ones(2, 4, dtype=torch.bool)}),
+    "mask tokens": (ValueError, r"mask has 5 tokens, which no leaf of z0 has: \[\(3, 4\)\]",
+                    {"mask": torch.ones(3, 5, dtype=torch.bool)}),
+    "on_failure": (ValueError, r"on_failure must be one of .*, got 'raises'",
+                   {"on_failure": "raises"}),
+    "f shape": (ValueError, r"f must return shape \(3, 4\) like z0, got \(3, 5\)",
+                {"f": lambda z, *args: torch.cat([z, z[:, :1]], 1)}),
+    "f dtype": (TypeError, r"f must return dtype torch.float64 like z0, got torch.float32",
+                {"f": lambda z, *args: z.float()}),
+    "f structure": (TypeError, r"f must return a state structured like z0",
+                    {"f": lambda z, *args: (z, z)}),
+    "f keys": (TypeError, r"f must return a state structured like z0",
+               {"z0": {"a": Z0}, "f": lambda z, *args: {"b": z["a"]}}),
+    "minimiser without energy": (ValueError, r"LBFGS minimises an energy .* pass f as an EnergyUpdate",
+                                 {"solver": LBFGS()}),
+    "minimiser with values only": (ValueError, r"LBFGS minimises an energy and needs its gradient",
+                                   {"solver": LBFGS(), "energy": lambda z, *args: z.sum(1)}),
+    "callback": (TypeError, r"callback must be callable", {"callback": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_call_is_refused(name: str) -> None:
+    kind, pattern, changes = CALLS[name]
+    refused(kind, pattern, lambda: solve_refused(**changes))
+
+
+OPTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (ValueError, r"rtol must be finite and >= 0, got -1e-06", lambda: Tolerance(rtol=-1e-6)),
+    (ValueError, r"atol must be finite and >= 0, got inf", lambda: Tolerance(atol=float("inf"))),
+    (TypeError, r"rtol must be a number, got '1e-3'", lambda: Tolerance(rtol="1e-3")),  # type: ignore[arg-type]
+    (ValueError, r"memory must be >= 1, got 0", lambda: Anderson(memory=0)),
+    (TypeError, r"memory must be an integer, got 2.5", lambda: Anderson(memory=2.5)),  # type: ignore[arg-type]
+    (ValueError, r"damping must be in \(0.0, 2.0\], got 0.0", lambda: Anderson(damping=0.0)),
+    (ValueError, r"regularization must be in \[0.0, 1.0\], got -1", lambda: Anderson(regularization=-1)),
+    (ValueError, r"memory must be >= 2, got 1", lambda: Broyden(memory=1)),
+    (ValueError, r"step_size must be in \(0.0, 1e\+30\], got -1.0", lambda: GradientDescent(-1.0)),
+    (TypeError, r"step_size must be a number, got 'fast'", lambda: GradientDescent("fast")),  # type: ignore[arg-type]
+    (ValueError, r"momentum must be < 1, got 1.0", lambda: GradientDescent(momentum=1.0)),
+    (ValueError, r"nesterov=True needs momentum > 0", lambda: GradientDescent(nesterov=True)),
+    (ValueError, r'step_size="auto" needs momentum=0', lambda: GradientDescent("auto", 0.5)),
+    (ValueError, r"linear must be one of cg, .* got 'cgs'", lambda: Newton(linear="cgs")),
+    (ValueError, r"forcing must be in \(0.0, 0.99\], got 0.0", lambda: Newton(forcing=0.0)),
+    (TypeError, r"solver must be .* CG\(\), .* got Anderson", lambda: Implicit(Anderson())),  # type: ignore[arg-type]
+    (TypeError, r"tolerance must be a number .* or None, got \[0.1\]", lambda: Implicit(tolerance=[0.1])),  # type: ignore[arg-type]
+    (ValueError, r"max_steps must be >= 1, got 0", lambda: Implicit(max_steps=0)),
+    (ValueError, r"on_failure must be one of .*'loud'", lambda: Implicit(on_failure="loud")),
+    (ValueError, r"steps must be >= 1, got 0", lambda: Phantom(steps=0)),
+    (ValueError, r"step_size must be finite and > 0, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
+    (TypeError, r"energy must be callable, got 3", lambda: Descent(3)),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: re.sub(r"\W+", "_", row[1])[:60])
+def test_an_option_is_refused(row: tuple[type[Exception], str, Callable[[], object]]) -> None:
+    refused(*row)
+
+
+@pytest.mark.parametrize("make", [Anderson, Forward, Broyden, GradientDescent, Newton, LBFGS, Implicit,
+                                  Phantom, Tolerance])  # fmt: skip
+def test_unknown_options_are_refused(make: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_itr'"):
+        make(max_itr=3)
+
+
+def test_options_cannot_be_changed_behind_the_back() -> None:
+    with pytest.raises(AttributeError):
+        Anderson().memory = 3  # type: ignore[misc]
+
+
+def closing_over(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda z, scale: scale[:, None] * torch.tanh(z) + x
+
+
+def test_a_closure_over_the_batch_is_explained() -> None:
+    x = torch.ones(4, 3, dtype=torch.float64)
+    scale = torch.tensor([0.01, 0.01, 0.9, 0.9], dtype=torch.float64)
+    call: dict[str, Any] = {"tolerance": Tolerance(1e-8), "max_steps": 200}
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"pass that tensor in args=.*compact=False"
+    ):
+        fixed_point(closing_over(x), torch.zeros_like(x), (scale,), **call)
+    whole = fixed_point(closing_over(x), torch.zeros_like(x), (scale,), compact=False, **call)
+    assert bool(whole.converged.all())
+
+
+def test_a_closure_that_would_broadcast_is_explained() -> None:
+    """One sample is left: adding the whole batch to it has a shape, but not the right one."""
+    x = torch.ones(4, 3, dtype=torch.float64)
+    scale = torch.tensor([0.01, 0.01, 0.01, 0.9], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"f must return shape \(1, 3\) .*\n.*compact=False"):
+        fixed_point(closing_over(x), torch.zeros_like(x), (scale,), tolerance=Tolerance(1e-8))
+
+
+def test_nothing_of_the_callers_is_changed() -> None:
+    z0, args = Z0.clone(), tuple(tensor.clone() for tensor in ARGS)
+    versions = [t._version for t in (z0, *args)]
+    for solver in (Forward(), Anderson(), Broyden(), Newton(), GradientDescent("auto")):
+        solution = fixed_point(F, z0, args, solver=solver, max_steps=100)
+        assert solution.value.data_ptr() != z0.data_ptr()
+    assert [t._version for t in (z0, *args)] == versions
+
+
+def test_a_shape_that_changes_during_the_solve() -> None:
+    evaluations = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        image = 0.5 * z + 1
+        return image if evaluations < 4 else image.mT
+
+    pattern = r"f must return shape \(3, 4\) like z0, got \(4, 3\)"
+    refused(ValueError, pattern, lambda: fixed_point(f, Z0, solver=Forward(), compact=False))
+
+
+def test_newton_keeps_a_batch_whole_that_f_closes_over() -> None:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    seen: set[int] = set()
+
+    def f(z: Tensor) -> Tensor:
+        seen.add(z.shape[0])
+        return 0.5 * torch.sin(z) + x
+
+    options: dict[str, Any] = {"tolerance": 1e-10, "max_steps": 60, "adjoint": None}
+    whole = fixed_point(f, torch.zeros(6, 4).double(), solver=Newton(), compact=False, **options)
+    assert whole.converged.all()
+    assert seen == {6}
+    assert (whole.evaluations <= 60).all()
+    alone = fixed_point(
+        lambda z, x: 0.5 * torch.sin(z) + x, torch.zeros_like(x), (x,), solver=Newton(), **options
+    )
+    torch.testing.assert_close(whole.value, alone.value, rtol=1e-9, atol=0)
+
+
+def test_an_error_of_f_after_shrinking_keeps_its_type() -> None:
+    rate = torch.tensor([0.01, 0.01, 0.9, 0.9], dtype=torch.float64)
+
+    def f(z: Tensor, rate: Tensor) -> Tensor:
+        if z.shape[0] < 4:
+            solution = fixed_point(
+                lambda y: 2 * y + 1, z, solver=solvers.Forward(), max_steps=2, on_failure="raise"
+            )
+            return solution.value
+        return rate[:, None] * z + 1
+
+    with pytest.raises(SolveError, match=r"2 samples that are still being solved"):
+        fixed_point(f, torch.zeros(4, 3).double(), (rate,), solver=solvers.Forward(), max_steps=80)
+
+
+def saddle_gradient(max_steps: int) -> solvers.Solution:
+    """Adjoint of stationary points where some Hessians are indefinite and none is easy."""
+    generator = torch.Generator().manual_seed(0)
+    size = 40
+    basis = torch.linalg.qr(torch.randn(3, size, size, generator=generator).double())[0]
+    eigenvalues = torch.linspace(0.3, 30, size).double().repeat(3, 1)
+    eigenvalues[1, 5] = -2.0
+    hessian = basis @ torch.diag_embed(eigenvalues) @ basis.mT
+    x = torch.randn(3, size, generator=generator).double().requires_grad_()
+
+    def energy(z: Tensor, hessian: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * (z * (hessian @ z[:, :, None])[:, :, 0]).sum(1) - (x * z).sum(1)
+
+    start = torch.linalg.solve(hessian, x.detach())
+    adjoint = Implicit(tolerance=1e-9, max_steps=max_steps, on_failure="ignore")
+    solution = fixed_point(solvers.Descent(energy), start, (hessian, x), adjoint=adjoint)
+    solution.value.sum().backward()
+    assert solution.adjoint.solution is not None
+    return solution.adjoint.solution
+
+
+def test_the_adjoint_keeps_its_budget_across_cg_and_minres() -> None:
+    for budget in (10, 25, 400):
+        assert (saddle_gradient(budget).evaluations <= budget).all()
+    assert saddle_gradient(400).converged.all()
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), solvers.Anderson()])
+def test_inference_mode(solver: solvers.Solver | None) -> None:
+    torch.manual_seed(0)
+    layer = DEQ(0.3 * ReLUFeedForward(6, 8) + Quadratic(), solver=solver)
+    x = torch.randn(3, 4, 6)
+    with torch.inference_mode():
+        inside = layer(x)
+        plain = fixed_point(
+            solvers.Descent(lambda z, x: 0.5 * (z - x).square().flatten(1).sum(1)),
+            torch.zeros(2, 3), (torch.ones(2, 3),), solver=solver,
+        )  # fmt: skip
+    torch.testing.assert_close(inside, layer(x).detach(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(plain.value, torch.ones(2, 3), rtol=1e-3, atol=1e-4)

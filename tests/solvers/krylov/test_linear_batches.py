@@ -1,6 +1,8 @@
-"""A batch of linear systems: independence, samples that leave, the step cap, odd samples."""
+"""Linear systems in batches, and how they are called."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.linear import Counting, matrices, mixed, multiply, right_sides, true_residual
+from cases.linear import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
 from solvers.core import device
+from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
 from solvers.krylov import loop
@@ -216,3 +219,170 @@ def test_the_paths_of_an_accelerator_agree(
     monkeypatch.undo()
     plain = solve(solver, matrix, right, compact=compact)
     assert_same(rows(other, slice(None)), rows(plain, slice(None)))
+
+
+@ALL
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**9])
+def test_half_precision(
+    solver: LinearSolver, dtype: torch.dtype, rtol: float, scale: float
+) -> None:
+    matrix = matrices("definite", condition=3.0).to(dtype)
+    right = (right_sides() * scale).to(dtype)
+    seen = set()
+
+    def product(vectors: Tensor, matrix: Tensor) -> Tensor:
+        seen.add(vectors.dtype)
+        return multiply(vectors.float(), matrix.float()).to(vectors.dtype)
+
+    solution = solve_linear(product, right, solver=solver, tolerance=rtol, args=(matrix,))
+    assert seen == {dtype}
+    assert solution.value.dtype == dtype
+    assert solution.residual.dtype == torch.float32
+    assert solution.converged.all()
+    assert (true_residual(matrix, right, solution) <= 1.5 * rtol).all()
+
+
+@ALL
+def test_a_pytree_is_solved_as_one_vector(solver: LinearSolver) -> None:
+    matrix, right = mixed(5, 12)
+
+    def split(vectors: Tensor) -> dict[str, Any]:
+        parts = vectors.split([6, 4, 2], dim=1)
+        return {"a": parts[0].reshape(-1, 2, 3), "b": (parts[1], parts[2].reshape(-1, 2, 1))}
+
+    def join(tree: dict[str, Any]) -> Tensor:
+        leaves = [tree["a"], *tree["b"]]
+        return torch.cat([leaf.flatten(1) for leaf in leaves], dim=1)
+
+    def product(tree: dict[str, Any], matrix: Tensor) -> dict[str, Any]:
+        return split(multiply(join(tree), matrix))
+
+    whole = solve_linear(multiply, right, solver=solver, args=(matrix,))
+    parts = solve_linear(product, split(right), solver=solver, args=(matrix,))
+    torch.testing.assert_close(join(parts.value), whole.value, rtol=1e-9, atol=1e-12)
+    assert torch.equal(parts.evaluations, whole.evaluations)
+    assert parts.value["a"].shape == (5, 2, 3)
+
+
+@ALL
+def test_starts(solver: LinearSolver) -> None:
+    matrix, right = mixed(6)
+    answer = exact(matrix, right)
+    options: dict[str, Any] = {"solver": solver, "args": (matrix,), "max_steps": 300}
+    solution = solve_linear(multiply, right, x0=answer, **options)
+    assert solution.converged.all()
+    assert (solution.steps == 0).all()
+    assert (solution.evaluations == 1).all()
+    torch.testing.assert_close(solution.value, answer)
+    near = answer + 1e-4 * right_sides(6, 40, seed=5)
+    warm = solve_linear(multiply, right, x0=near, **options)
+    cold = solve_linear(multiply, right, **options)
+    assert (warm.evaluations < cold.evaluations).all()
+    torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-3)
+    bad = near.clone()
+    bad[2, 0] = float("nan")
+    solution = solve_linear(multiply, right, x0=bad, on_failure="ignore", **options)
+    assert solution.status[2] == Status.NONFINITE
+    assert solution.value.isfinite().all()
+    assert solution.residual[2] == 1
+
+
+def test_the_absolute_tolerance() -> None:
+    matrix, right = mixed(6)
+    right[0] *= 1e-9
+    solution = solve_linear(
+        multiply, right, tolerance=Tolerance(rtol=0.0, atol=1e-3), args=(matrix,)
+    )
+    assert solution.converged.all()
+    assert solution.evaluations[0] == 0
+    assert (solution.residual_norm <= 1e-3).all()
+    assert (solution.residual_norm[1:] > 1e-6).all()
+
+
+def test_the_problem_is_not_differentiated_or_changed() -> None:
+    matrix, right = mixed(4)
+    matrix.requires_grad_()
+    right.requires_grad_()
+    copies = matrix.detach().clone(), right.detach().clone()
+
+    def product(vectors: Tensor, matrix: Tensor) -> Tensor:
+        """A symmetric matrix times a vector, as the gradient of a quadratic form."""
+        with torch.enable_grad():
+            point = torch.zeros_like(vectors).requires_grad_()
+            linear = multiply(point, matrix)
+            return torch.autograd.grad(linear, point, vectors, create_graph=True)[0]
+
+    for solver in SOLVERS:
+        solution = solve_linear(product, right, solver=solver, args=(matrix,), max_steps=300)
+        assert solution.converged.all()
+        assert not solution.value.requires_grad
+    assert torch.equal(matrix, copies[0])
+    assert torch.equal(right, copies[1])
+
+
+@ALL
+def test_trace_and_callback(solver: LinearSolver) -> None:
+    matrix, right = mixed(20)
+    heard: list[Progress] = []
+    solution = solve_linear(
+        multiply, right, solver=solver, args=(matrix,), max_steps=300, record=True,
+        callback=heard.append,
+    )  # fmt: skip
+    assert solution.trace is not None
+    trace = solution.trace.residual
+    assert trace.shape == (20, 1 + len(heard))
+    assert (trace[:, 0] == 1).all()
+    assert torch.equal((~trace[:, 1:].isnan()).sum(1), solution.evaluations)
+    for number, progress in enumerate(heard, start=1):
+        assert progress.evaluation == number
+        assert progress.energy is None
+        assert progress.running == int((~progress.residual.isnan()).sum())
+        torch.testing.assert_close(progress.residual, trace[:, number], equal_nan=True)
+    last = torch.stack([row[~row.isnan()][-1] for row in trace])
+    torch.testing.assert_close(last, solution.residual, rtol=1e-6, atol=0)
+    silent = solve_linear(multiply, right, solver=solver, args=(matrix,), max_steps=300)
+    assert silent.trace is None
+    assert torch.equal(silent.value, solution.value)
+
+
+def wrong(name: str) -> Any:
+    """A right-hand side or product that does not fit."""
+    b = torch.ones(3, 4)
+    return {
+        "empty": torch.ones(0, 4),
+        "scalar": torch.ones(()),
+        "integers": torch.ones(3, 4, dtype=torch.int64),
+        "no numbers": torch.ones(3, 0),
+        "not a tensor": [1.0],
+        "sizes": (b, torch.ones(2, 4)),
+    }[name]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"matvec": 3}, TypeError, "matvec must be callable, got <class 'int'>"),
+    ({"b": wrong("empty")}, ValueError, "b must hold at least one sample, got batch size 0"),
+    ({"b": wrong("integers")}, TypeError, "b must be of a floating dtype, got torch.int64"),
+    ({"b": wrong("not a tensor")}, TypeError, "b must be a tensor or a pytree"),
+    ({"b": wrong("sizes")}, ValueError, r"leaves of b must share the batch size, got \[3, 2\]"),
+    ({"solver": "cgs"}, ValueError, "solver must be one of cg, gmres, minres .* got 'cgs'"),
+    ({"solver": 3}, TypeError, r"solver must be a solvers.LinearSolver such as CG\(\)"),
+    ({"tolerance": "1e-3"}, TypeError, "tolerance must be a number .* got '1e-3'"),
+    ({"max_steps": 0}, ValueError, "max_steps must be >= 1, got 0"),
+    ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
+    ({"args": [torch.ones(3)]}, TypeError, "args must be a tuple of inputs, got <class 'list'"),
+    ({"args": (torch.ones(4, 4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,"),
+    ({"x0": torch.ones(3, 5)}, ValueError, r"x0 .* shape of b, .*\[3, 4\].*, got .*\[3, 5\]"),
+    ({"x0": torch.ones(3, 4).double()}, TypeError, "x0 .* the dtype of b, .*32, got .*64"),
+    ({"x0": (torch.ones(3, 4),)}, TypeError, "x0 must have the structure of b"),
+    ({"x0": torch.ones(3, 4, device="meta")}, ValueError, "x0 .* the device of b, cpu, got meta"),
+    ({"matvec": lambda v: v[:, :2]}, ValueError, "matvec.v. must have the shape of v"),
+    ({"matvec": lambda v: v.double()}, TypeError, "matvec.v. must have the dtype of v"),
+    ({"matvec": lambda v: (v,)}, TypeError, "matvec.v. must have the structure of v"),
+])  # fmt: skip
+def test_errors_say_what_came_and_what_was_expected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"matvec": lambda v: v, "b": torch.ones(3, 4), **change}
+    with pytest.raises(error, match=message):
+        solve_linear(arguments.pop("matvec"), arguments.pop("b"), **arguments)

@@ -1,13 +1,15 @@
-"""Adaptive TAP against exact answers, and what it says where there is none."""
+"""Mean-field theories: exact answers, derivatives, free energies, warm starts, clamped sites, statuses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
 
 from cases.spin_models import (
     as_matrix,
@@ -18,9 +20,11 @@ from cases.spin_models import (
     generator,
     ising_states,
     potts_states,
+    symmetric,
 )
 from solvers import (
     GaussianSite,
+    Implicit,
     IsingSite,
     PottsSite,
     Site,
@@ -28,6 +32,7 @@ from solvers import (
     SolveError,
     SolveWarning,
     SphericalSite,
+    SpinState,
     Status,
     adaptive_tap,
 )
@@ -339,3 +344,334 @@ def test_no_adjoint_means_no_gradient_of_anything(site: Site, dim: int, order: s
     x = fields(3, 4, dim, random).requires_grad_()
     value = adaptive_tap(blocks, x, site=site, adjoint=None, order=order, **every).value
     assert not any(tensor.requires_grad for tensor in value)
+
+
+TIGHT: dict[str, Any] = {"tolerance": 1e-12, "adjoint": Implicit(tolerance=1e-12)}
+ALL: dict[str, Any] = {"response": True, "log_partition": True}
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+CASES: dict[str, tuple[Site, int, dict[str, Any]]] = {
+    "ising": (IsingSite(), 1, {}),
+    "sphere": (SphericalSite(), 2, {}),
+    # The saddle point is no distribution: its log Z belongs to its mean up to O(1/d) alone.
+    "saddle point": (SphericalSite(large_dimension=True), 2, {"log_partition": False}),
+    "naive": (IsingSite(), 1, {"order": "naive"}),
+    "second, masked": (SphericalSite(), 2, {"order": "second", "mask": MASK}),
+    "potts, masked": (PottsSite(), 2, {"mask": MASK}),
+}
+
+
+def probe(outputs: tuple[Tensor, ...]) -> Tensor:
+    """One smooth number that depends on everything."""
+    total = outputs[0].new_zeros(())
+    for output in outputs:
+        weight = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)
+        total = total + (weight * output).sum() + (weight * output).square().sum()
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_first_and_second_derivatives(name: str) -> None:
+    (site, dim, options), random = CASES[name], generator(0)
+    raw = couplings(3, dim, 0.5 / dim, random).requires_grad_()
+    x = fields(2, 3, dim, random).requires_grad_()
+
+    def solve(raw: Tensor, x: Tensor) -> Tensor:
+        chosen = ALL | TIGHT | options
+        value = adaptive_tap(symmetric(raw), x, site=site, **chosen).value
+        return probe(tuple(t for t in value if t is not None))
+
+    assert gradcheck(solve, (raw, x), fast_mode=True)
+    assert gradgradcheck(solve, (raw, x), fast_mode=True, atol=1e-4)
+
+
+def test_gradients_reach_the_covariance_of_gaussian_sites() -> None:
+    random = generator(1)
+    raw = couplings(3, 2, 0.1, random).requires_grad_()
+    x = fields(2, 3, 2, random).requires_grad_()
+    root = torch.eye(2, dtype=F64).mul(0.7).requires_grad_()
+
+    def solve(raw: Tensor, x: Tensor, root: Tensor) -> Tensor:
+        site = GaussianSite(root @ root.mT)
+        return probe(tuple(adaptive_tap(symmetric(raw), x, site=site, **ALL, **TIGHT).value))
+
+    assert gradcheck(solve, (raw, x, root), fast_mode=True)
+    assert gradgradcheck(solve, (raw, x, root), fast_mode=True, atol=1e-4)
+
+
+class Biased(Site):
+    """Ising sites with a learned bias and moment, known by log Z alone."""
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(bias)
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return nn.functional.softplus(2 * (field + self.bias)).sum(-1) - field.sum(-1)
+
+
+def test_gradients_reach_the_parameters_of_a_users_site() -> None:
+    random = generator(2)
+    blocks, x = couplings(3, 1, 0.4, random), fields(2, 3, 1, random)
+    site = Biased(torch.tensor(0.3, dtype=F64))
+    value = adaptive_tap(blocks, x, site=site, **TIGHT).value
+    (got,) = torch.autograd.grad(value.mean.sum(), site.bias)
+    # The bias is a uniform field, so its gradient is the fields' summed up.
+    x.requires_grad_()
+    shifted = adaptive_tap(blocks, x + 0.3, site=IsingSite(), **TIGHT).value
+    torch.testing.assert_close(value.mean, shifted.mean)
+    (wanted,) = torch.autograd.grad(shifted.mean.sum(), x)
+    torch.testing.assert_close(got, wanted.sum())
+
+
+def test_gradient_of_couplings_keeps_their_symmetries() -> None:
+    random = generator(3)
+    blocks = couplings(4, 3, 0.3, random).requires_grad_()
+    x = fields(2, 4, 3, random)
+    adaptive_tap(blocks, x, site=PottsSite()).value.mean.square().sum().backward()
+    gradient = blocks.grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient, gradient.permute(1, 0, 3, 2))
+    assert not gradient.diagonal(dim1=0, dim2=1).any()
+    with torch.no_grad():
+        blocks -= 0.1 * gradient
+    assert adaptive_tap(blocks, x, site=PottsSite()).converged.all()
+
+
+RESPONSES: list[tuple[Site, dict[str, Any], bool]] = [
+    (GaussianSite(0.5 * torch.eye(2, dtype=F64)), {}, True),  # V does not depend on x
+    (PottsSite(), {"order": "naive"}, True),  # V = 0
+    (PottsSite(), {}, False),
+]
+
+
+@pytest.mark.parametrize(("site", "options", "same"), RESPONSES)
+def test_response_is_the_derivative_at_fixed_variances(
+    site: Site, options: dict[str, Any], same: bool
+) -> None:
+    random = generator(5)
+    blocks, x = couplings(3, 2, 0.2, random), fields(1, 3, 2, random)
+
+    def mean(field: Tensor) -> Tensor:
+        return adaptive_tap(blocks, field[None], site=site, **TIGHT, **options).value.mean[0]
+
+    total = torch.autograd.functional.jacobian(mean, x[0])
+    value = adaptive_tap(blocks, x, site=site, response=True, **TIGHT, **options).value
+    assert isinstance(total, Tensor)
+    difference = (total - value.response[0]).abs().max()
+    assert bool(difference < 1e-9) == same
+    assert difference < 0.05 * total.abs().max()
+
+
+ORDERS = pytest.mark.parametrize("order", ["naive", "second", "adaptive"])
+TIGHT_FREE_ENERGY: dict[str, Any] = {"tolerance": 1e-13, "max_steps": 400}
+SITES_FREE_ENERGY: dict[str, tuple[Site, int]] = {
+    "ising": (IsingSite(), 1),
+    "potts": (PottsSite(), 3),
+    "sphere": (SphericalSite(), 3),
+    "gaussian": (GaussianSite(0.5 * torch.eye(2, dtype=F64)), 2),
+    "gaussian each": (GaussianSite(torch.diag_embed(torch.rand(4, 2, dtype=F64) + 0.1)), 2),
+    "saddle point": (SphericalSite(large_dimension=True), 4),
+}
+MASK_FREE_ENERGY = torch.tensor([[True, True, False, True], [True] * 4])
+
+
+def model(dim: int, scale: float = 0.3, sites: int = 4) -> tuple[Tensor, Tensor]:
+    random = generator(3)
+    blocks = couplings(sites, dim, scale / dim**0.5, random)
+    return blocks, fields(2, sites, dim, random)
+
+
+def exact_log_partition(states: Tensor, blocks: Tensor, field: Tensor) -> Tensor:
+    """By enumeration, priors of weight 1; ``field`` (N, d)."""
+    energy = 0.5 * ((states @ as_matrix(blocks)) * states).sum(1) + states @ field.flatten()
+    return torch.logsumexp(energy, 0) - math.log(len(states))
+
+
+@ORDERS
+@pytest.mark.parametrize("name", [name for name in SITES_FREE_ENERGY if name != "gaussian"])
+def test_the_slope_of_log_z_is_the_mean(name: str, order: str) -> None:
+    site, dim = SITES_FREE_ENERGY[name]
+    options = TIGHT_FREE_ENERGY | {
+        "site": site,
+        "order": order,
+        "mask": MASK_FREE_ENERGY,
+        "log_partition": True,
+    }
+    blocks, x = model(dim)
+    x.requires_grad_()
+    solution = adaptive_tap(blocks, x, **options)
+    value = solution.value
+    (slope,) = torch.autograd.grad(value.log_partition.sum(), x)
+    torch.testing.assert_close(slope, value.mean, rtol=0, atol=1e-10)
+    adjoint = solution.adjoint.solution
+    assert adjoint is None or not adjoint.evaluations.any()
+    if name == "saddle point" and order != "naive":
+        return  # no distribution: only up to O(1/d)
+    step, along = 1e-4, fields(2, 4, dim, generator(8), 1.0)
+    there, back = (
+        adaptive_tap(blocks, x.detach() + by, **options).value.log_partition
+        for by in (step * along, -step * along)
+    )
+    wanted = (slope * along).flatten(1).sum(1)
+    torch.testing.assert_close((there - back) / (2 * step), wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_log_z_against_enumeration() -> None:
+    (site, dim), states = SITES_FREE_ENERGY["potts"], potts_states(5, 3)
+    found: dict[str, list[float]] = {}
+    for seed in range(8):
+        random = generator(seed)
+        blocks, x = couplings(5, dim, 0.4 / 5**0.5, random), fields(1, 5, dim, random)
+        exact = exact_log_partition(states, blocks, x[0])
+        for order in ("naive", "second", "adaptive"):
+            value = adaptive_tap(blocks, x, site=site, order=order, log_partition=True).value
+            error = (value.log_partition[0] - exact).abs().item()
+            found.setdefault(order, []).append(error)
+    median = {order: torch.tensor(errors).median().item() for order, errors in found.items()}
+    assert median["second"] < 0.1 * median["naive"]
+    assert median["adaptive"] < 0.1 * median["naive"]
+    assert median["adaptive"] < 2e-3
+
+
+def test_gaussian_sites_are_exact() -> None:
+    blocks, x = model(2)
+    sigma = 0.5 * torch.eye(2, dtype=F64)
+    value = adaptive_tap(blocks, x, site=GaussianSite(sigma), log_partition=True).value
+    inverse = torch.block_diag(*[torch.linalg.inv(sigma)] * 4)
+    precision = inverse - as_matrix(blocks)
+    flat = x.flatten(1)
+    wanted = (flat * torch.linalg.solve(precision, flat.mT).mT).sum(1) / 2
+    wanted = wanted + (torch.logdet(inverse) - torch.logdet(precision)) / 2
+    torch.testing.assert_close(value.log_partition, wanted, rtol=1e-10, atol=0)
+
+
+def test_second_order_is_plefkas_expansion() -> None:
+    """Ising sites: ``m = tanh(theta)`` with the reaction term, and the free energy of their V = 0 fields."""
+    blocks, x = model(1, 0.5)
+    value = adaptive_tap(blocks, x, site=IsingSite(), order="second", log_partition=True).value
+    m, j = value.mean[..., 0], blocks[..., 0, 0]
+    theta = x[..., 0] + m @ j - m * ((1 - m**2) @ j**2)
+    torch.testing.assert_close(m, theta.tanh(), rtol=0, atol=1e-9)
+    own = theta.cosh().log() - theta * m + x[..., 0] * m
+    pairs = ((1 - m**2) @ j**2 * (1 - m**2)).sum(1) / 4 + (m @ j * m).sum(1) / 2
+    torch.testing.assert_close(value.log_partition, own.sum(1) + pairs, rtol=0, atol=1e-9)
+
+
+# --- warm starts, clamped sites, annealing ---------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("name", ["potts", "gaussian"])
+def test_a_warm_start_saves_evaluations(name: str, order: str) -> None:
+    site, dim = SITES_FREE_ENERGY[name]
+    blocks, x = model(dim, 0.5)
+    cold = adaptive_tap(blocks, x, site=site, order=order)
+    near = adaptive_tap(blocks, x + 1e-4, site=site, order=order).value
+    for start in (near, SpinState(near.mean, near.cavity_variance)):
+        warm = adaptive_tap(blocks, x, site=site, order=order, start=start)
+        assert warm.converged.all()
+        if name == "potts" or order != "adaptive":  # else one Newton step, from anywhere
+            assert (warm.evaluations < cold.evaluations).all()
+        torch.testing.assert_close(warm.value.mean, cold.value.mean, rtol=0, atol=1e-8)
+
+
+@ORDERS
+def test_annealing_ends_at_the_last_temperature_and_counts_all(order: str) -> None:
+    blocks, x = model(3, 0.5)
+    options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
+    x.requires_grad_()
+    wanted = adaptive_tap(2.0 * blocks, 2.0 * x, **options, **TIGHT_FREE_ENERGY)
+    got = adaptive_tap(
+        blocks, x, inverse_temperature=(0.5, 1.0, 2.0), **options, **TIGHT_FREE_ENERGY
+    )
+    hot = adaptive_tap(blocks, x, inverse_temperature=0.5, **options, **TIGHT_FREE_ENERGY)
+    for first, second in zip(got.value, wanted.value, strict=True):
+        if first is not None:
+            torch.testing.assert_close(first, second, rtol=0, atol=1e-9)
+    (slope,) = torch.autograd.grad(got.value.log_partition.sum(), x)
+    torch.testing.assert_close(slope, 2 * got.value.mean, rtol=0, atol=1e-9)
+    assert (got.evaluations > wanted.evaluations).all()
+    assert (got.evaluations > hot.evaluations).all()
+
+
+@ORDERS
+@pytest.mark.parametrize("name", ["potts", "gaussian"])
+def test_clamped_sites_act_as_fields(name: str, order: str) -> None:
+    site, dim = SITES_FREE_ENERGY[name]
+    blocks, x = model(dim)
+    values = torch.full((2, 4, dim), torch.nan, dtype=F64)
+    values[:, 1] = torch.eye(max(dim, 2), dtype=F64)[0, :dim]
+    clamped = torch.tensor([[False, True, False, False]] * 2)
+    options: dict[str, Any] = {"site": site, "order": order, "log_partition": True}
+    got = adaptive_tap(
+        blocks, x, given=(values, clamped), response=True, **options, **TIGHT_FREE_ENERGY
+    ).value
+    kept = torch.tensor([0, 2, 3])
+    pull = torch.einsum("iab,sb->sia", blocks[kept, 1], values[:, 1])
+    rest = adaptive_tap(
+        blocks[kept][:, kept], x[:, kept] + pull, **options, **TIGHT_FREE_ENERGY
+    ).value
+    torch.testing.assert_close(got.mean[:, kept], rest.mean, rtol=0, atol=1e-9)
+    torch.testing.assert_close(got.mean[:, 1], values[:, 1])
+    assert not got.covariance[:, 1].any() and not got.response[:, 1].any()
+    energy = (x[:, 1] * values[:, 1]).sum(1)
+    wanted = rest.log_partition + energy
+    torch.testing.assert_close(got.log_partition, wanted, rtol=0, atol=1e-9)
+
+
+def test_gradients_of_clamped_models() -> None:
+    blocks, x = model(2)
+    raw, x = blocks[:, :, :2, :2].clone().requires_grad_(), x.requires_grad_()
+    values = torch.rand(2, 4, 2, generator=generator(4), dtype=F64).requires_grad_()
+    clamped = torch.tensor([[True, False, False, True], [False, True, True, False]])
+    mask = torch.tensor([[True] * 4, [True, True, False, True]])
+
+    def solve(raw: Tensor, x: Tensor, values: Tensor) -> Tensor:
+        value = adaptive_tap(
+            symmetric(raw),
+            x,
+            site=PottsSite(),
+            given=(values, clamped),
+            mask=mask,
+            log_partition=True,
+            inverse_temperature=(0.7, 1.3),
+            adjoint=Implicit(tolerance=1e-12),
+            **TIGHT_FREE_ENERGY,
+        ).value
+        return value.log_partition.sum() + value.mean.square().sum()
+
+    assert torch.autograd.gradcheck(solve, (raw, x, values), fast_mode=True)
+    assert torch.autograd.gradgradcheck(solve, (raw, x, values), fast_mode=True, atol=1e-4)
+
+
+@ORDERS
+def test_gradients_with_an_inverse_temperature_and_of_pairs(order: str) -> None:
+    blocks, x = model(3)
+    blocks.requires_grad_()
+    x.requires_grad_()
+    options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
+    found = adaptive_tap(
+        blocks,
+        x,
+        inverse_temperature=0.7,
+        response=order == "adaptive",
+        **options,
+        **TIGHT_FREE_ENERGY,
+    ).value
+    of_blocks, of_x = torch.autograd.grad(found.log_partition.sum(), (blocks, x))
+    torch.testing.assert_close(of_x, 0.7 * found.mean, rtol=0, atol=1e-9)
+    products = torch.einsum("sia,sjb->ijab", found.mean, found.mean)
+    if order == "adaptive":
+        assert found.response is not None
+        products = products + found.response.sum(0).permute(0, 2, 1, 3)
+    if order == "second":
+        c = found.covariance
+        products = products + 0.7 * torch.einsum("siac,ijcd,sjdb->ijab", c, blocks, c)
+    apart = ~torch.eye(4, dtype=torch.bool)
+    torch.testing.assert_close(of_blocks[apart], 0.35 * products[apart], rtol=0, atol=1e-9)
+
+
+def test_a_warning_says_which_theory_failed() -> None:
+    blocks, x = model(1, 3.0)
+    with pytest.warns(SolveWarning, match="second-order TAP solve"):
+        adaptive_tap(blocks, x, site=IsingSite(), order="second", max_steps=2)

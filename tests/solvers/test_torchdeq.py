@@ -1,4 +1,4 @@
-"""The traps that torchdeq 0.1 falls into, numbered as in our notes on it, each with the contrast."""
+"""The bridge to torchdeq, both ways, and the traps that its solvers fall into."""
 
 from __future__ import annotations
 
@@ -9,12 +9,163 @@ import torch
 from torch import Tensor, nn
 from torchdeq import get_deq
 from torchdeq.solver import get_solver
+from torchdeq.solver.stat import SolverStat
 
-from cases.solves import plain_batch, solve, tanh_layer, true_residuals
+import solvers
+from cases.solves import Counter, Plain, plain_batch, solve, tanh_layer, true_residuals
 from cases.torchdeq_oracle import evaluations_to
 from problems.zoo import ZooProblem, make, rows, scaled
-from solvers import Anderson, Forward, Implicit, SolveWarning, Status, Tolerance, fixed_point
-from solvers.torchdeq_bridge import TorchDEQ
+from solvers import (
+    Anderson,
+    Broyden,
+    Forward,
+    GradientDescent,
+    Implicit,
+    Solver,
+    SolveWarning,
+    Status,
+    Tolerance,
+    fixed_point,
+)
+from solvers.torchdeq_bridge import OPTIONS, TorchDEQ, register
+
+NAMES = ["anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter"]
+OURS: list[Solver] = [Anderson(), GradientDescent("auto")]
+
+
+@pytest.mark.parametrize("problem_name", ["kepler", "mgh_broyden_banded"])
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_their_solvers_behind_our_entry(name: str, problem_name: str) -> None:
+    problem = make(problem_name)
+    counter = Counter(Plain(problem), problem.batch)
+    solution = fixed_point(
+        counter, problem.z0, (*problem.args, counter.index), tolerance=1e-6,
+        solver=TorchDEQ(name), max_steps=200, adjoint=None,
+    )  # fmt: skip
+    assert bool(solution.converged.all())
+    relative, absolute = true_residuals(problem, solution.value)
+    assert (relative <= 1e-6).all()
+    torch.testing.assert_close(solution.residual, relative, rtol=1e-9, atol=1e-16)
+    torch.testing.assert_close(solution.residual_norm, absolute, rtol=1e-9, atol=1e-16)
+    assert (counter.seen == solution.evaluations.max()).all()  # the whole batch, to the end
+    assert problem.solution is not None
+    torch.testing.assert_close(solution.value, problem.solution, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_steps", [1, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_their_solvers_keep_our_cap(name: str, max_steps: int) -> None:
+    problem = make("linear_symmetric_0.98")
+    counter = Counter(Plain(problem), problem.batch)
+    solution = fixed_point(
+        counter, problem.z0, (*problem.args, counter.index), solver=TorchDEQ(name),
+        max_steps=max_steps, adjoint=None, on_failure="ignore",
+    )  # fmt: skip
+    assert (counter.seen <= max_steps).all()
+    assert (solution.evaluations == max_steps).all()
+    assert (solution.status == Status.MAX_STEPS).all()
+
+
+def test_their_failures_are_named() -> None:
+    solution = solve(make("nan_from_start"), TorchDEQ("fixed_point_iter"), max_steps=50)
+    assert solution.status.tolist() == [0, 0, Status.NONFINITE, 0, 0]
+    runaway = solve(make("runaway"), TorchDEQ("anderson"), max_steps=50)
+    assert not runaway.converged.any()
+    assert (runaway.residual > 0.3).all()
+
+
+def test_their_solvers_carry_our_gradients() -> None:
+    f, z0, (weight, x) = plain_batch(3)
+    x.requires_grad_()
+    gradients = []
+    for solver in (TorchDEQ("anderson", {"lam": 1e-12}), Anderson()):
+        solution = fixed_point(f, z0, (weight, x), solver=solver, tolerance=1e-10,
+                               max_steps=200, adjoint=Implicit(tolerance=1e-12))  # fmt: skip
+        gradients.append(torch.autograd.grad(solution.value.sum(), x)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-7, atol=1e-9)
+    with pytest.raises(RuntimeError, match="cannot be unrolled"):
+        fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=solvers.Unrolled())
+    fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=solvers.Phantom(2))
+
+
+def test_options_of_their_solvers() -> None:
+    options = {"m": 3, "lam": 1e-8}
+    assert solve(make("kepler"), TorchDEQ("anderson", options)).converged.all()
+    assert options == {"m": 3, "lam": 1e-8}
+    with pytest.raises(
+        ValueError, match=r"options of anderson must be among .*'m'.*got \['memory'\]"
+    ):
+        TorchDEQ("anderson", {"memory": 3})
+    with pytest.raises(ValueError, match="name must be a solver known to torchdeq, got 'andersen'"):
+        TorchDEQ("andersen")
+    with pytest.raises(ValueError, match=r"has a loop of its own, which knows no \['record'\]"):
+        solve(make("kepler"), TorchDEQ("anderson"), record=True)
+    assert set(OPTIONS) == set(NAMES)
+    problem = make("energy_quadratic_10")
+    with pytest.raises(ValueError, match="energy"):  # they have no safeguard
+        fixed_point(Plain(problem), problem.z0, problem.args, energy=problem.energy,
+                    solver=TorchDEQ("anderson"), adjoint=None)  # fmt: skip
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("stop_mode", ["abs", "rel"])
+def test_our_solvers_in_their_registry(ours: Solver, stop_mode: str) -> None:
+    register("ours_for_a_test", ours)
+    problem = make("tanh_0.9")
+    value, states, info = get_solver("ours_for_a_test")(
+        lambda z: problem.f(z, *problem.args), problem.z0, max_iter=200, tol=1e-6,
+        stop_mode=stop_mode, indexing=[],
+    )  # fmt: skip
+    relative, absolute = true_residuals(problem, value)
+    assert ((relative if stop_mode == "rel" else absolute) <= 1e-6).all()
+    assert isinstance(info, SolverStat)
+    torch.testing.assert_close(info["abs_lowest"], absolute, rtol=1e-6, atol=1e-16)
+    torch.testing.assert_close(info["rel_lowest"], relative, rtol=1e-6, atol=1e-8)
+    assert info["abs_trace"].shape == (problem.batch, 1)
+    assert (info["status"] == Status.CONVERGED).all()
+    assert len(states) == 1
+    assert torch.equal(states[0], value)
+
+
+def test_a_registered_solver_refuses_what_it_does_not_know() -> None:
+    register("ours_for_a_test")
+    call = get_solver("ours_for_a_test")
+    z0 = torch.zeros(2, 3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_itr'"):
+        call(lambda z: 0.5 * z + 1, z0, max_itr=3)
+    with pytest.raises(ValueError, match='stop_mode must be "abs" or "rel", got \'absolute\''):
+        call(lambda z: 0.5 * z + 1, z0, stop_mode="absolute")
+    with pytest.raises(TypeError, match=r"solver must be a solvers\.Solver, got 'anderson'"):
+        register("ours_for_a_test", "anderson")  # type: ignore[arg-type]
+    with pytest.warns(solvers.SolveWarning, match="MAX_STEPS 2 of 2"):
+        call(lambda z: 0.9 * z + 1, z0, max_iter=2)
+
+
+@pytest.mark.parametrize("stop", ["abs", "rel"])
+@pytest.mark.parametrize("ours", [Anderson(), Broyden()])
+def test_their_layer_runs_on_our_solvers(ours: Solver, stop: str) -> None:
+    """Forward and backward of torchdeq's DEQ by ours, against our implicit gradient."""
+    register("ours_for_a_test", ours)
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5, dtype=torch.float64)
+    x = torch.randn(4, 5, dtype=torch.float64)
+
+    def f(z: Tensor, x: Tensor = x) -> Tensor:
+        return torch.tanh(0.5 * layer(z) + x)
+
+    deq = get_deq(
+        f_solver="ours_for_a_test", b_solver="ours_for_a_test", ift=True, f_tol=1e-11, b_tol=1e-11,
+        f_max_iter=80, b_max_iter=80, f_stop_mode=stop, b_stop_mode=stop,
+    )  # fmt: skip
+    (value,), info = deq(f, torch.zeros_like(x))[:2]
+    theirs = torch.autograd.grad(value.pow(2).sum(), list(layer.parameters()))
+    assert float(info["abs_lowest"].max()) <= 1e-9
+    solution = fixed_point(f, torch.zeros_like(x), (x,), tolerance=1e-12,
+                           adjoint=Implicit(tolerance=1e-12), max_steps=100)  # fmt: skip
+    ours_gradient = torch.autograd.grad(solution.value.pow(2).sum(), list(layer.parameters()))
+    for mine, other in zip(ours_gradient, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
+
 
 TIGHT = Tolerance(rtol=1e-12)
 

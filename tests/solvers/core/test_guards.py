@@ -1,0 +1,477 @@
+"""Maps that are not functions of their state, and warnings: where they point, how often they come."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import solvers
+from implicit_attn import DEQ
+from implicit_attn.updates import Update
+from solvers import (
+    Adjoint,
+    Descent,
+    EnergyUpdate,
+    Forward,
+    Implicit,
+    SolveError,
+    SolveWarning,
+    Unrolled,
+    fixed_point,
+)
+from solvers.core.guards import telling
+from solvers.core.guards.reading import parts_of
+
+ADJOINTS = [None, Implicit(), Unrolled()]
+
+
+def in_place(z: Tensor, b: Tensor) -> Tensor:
+    return z.mul_(0.5).add_(b)
+
+
+def activation(z: Tensor, b: Tensor) -> Tensor:
+    return nn.ReLU(inplace=True)(z) * 0.5 + b
+
+
+def argument(z: Tensor, b: Tensor) -> Tensor:
+    return 0.5 * z + b.mul_(0.5)
+
+
+def part(z: Tensor, b: Tensor) -> Tensor:
+    z[:, 0] = 0
+    return 0.5 * z + b
+
+
+@pytest.mark.defect("A7")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("f", [in_place, activation, argument, part])
+def test_work_in_place_is_refused_and_undone(
+    f: Any, adjoint: Adjoint | None, inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        z0, b = torch.linspace(-1, 1, 6).reshape(2, 3), torch.ones(2, 3)
+        before = z0.clone(), b.clone()
+        with pytest.raises(ValueError, match="f works in place on its input"):
+            fixed_point(f, z0, (b,), adjoint=adjoint, solver=Forward())
+        assert torch.equal(z0, before[0])
+        assert torch.equal(b, before[1])
+
+
+@pytest.mark.defect("A7")
+def test_work_in_place_that_begins_late_is_refused() -> None:
+    calls = []
+
+    def late(z: Tensor, b: Tensor) -> Tensor:
+        calls.append(1)
+        return in_place(z, b) if len(calls) > 2 else 0.5 * z + b
+
+    with pytest.raises(ValueError, match="f works in place"):
+        fixed_point(late, torch.zeros(2, 3), (torch.ones(2, 3),), solver=Forward())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_work_in_place_on_copies_is_allowed(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        b = torch.ones(2, 3)
+        solution = fixed_point(lambda z, b: in_place(z.clone(), b), torch.zeros(2, 3), (b,))
+        assert solution.converged.all()
+        low = fixed_point(Descent(lambda z, b: ((z - b) ** 2).sum(1), 0.3), 0 * b, (b,))
+        assert low.converged.all()
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.1 * self.attention(z, z, z)[0] + x
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.3 * torch.tanh(self.inner(z)) + x
+
+
+NAMES = ["rrelu", "attention", "batch_norm", "instance_norm", "dropout"]
+
+
+def module_named(name: str) -> nn.Module:
+    if name == "attention":
+        return Attention(dropout=0.3)
+    inner = {
+        "rrelu": nn.RReLU(),
+        "batch_norm": nn.BatchNorm1d(3),
+        "instance_norm": nn.InstanceNorm1d(3, track_running_stats=True),
+        "dropout": nn.Dropout(0.3),
+    }[name]
+    return Around(inner)
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_changes_at_every_evaluation_is_refused(name: str, direct: bool) -> None:
+    x, module = torch.randn(2, 3, 4), module_named(name)
+    refused = "in training mode|evaluated at the same point again|running statistics"
+    with pytest.raises(ValueError, match=refused):
+        if direct:
+            fixed_point(module, x, (x,))
+        else:
+            DEQ.from_update(module)(x)
+    module.eval()
+    value = fixed_point(module, x, (x,)).value if direct else DEQ.from_update(module).eval()(x)
+    torch.testing.assert_close(module(value, x), value, rtol=1e-3, atol=1e-3)
+
+
+def halved_by_numpy(z: Tensor, b: Tensor) -> Tensor:
+    numbers = z.numpy()
+    numbers *= 0.5
+    return torch.from_numpy(numbers + b.numpy())
+
+
+@pytest.mark.defect("A7")
+@pytest.mark.parametrize("f", [
+    lambda z, b: z.data.mul_(0.5).add_(b),
+    lambda z, b: 0.5 * z + b.data.mul_(0.5),
+    halved_by_numpy,
+], ids=["data", "argument", "numpy"])  # fmt: skip
+def test_work_in_place_that_torch_does_not_count_is_refused_and_undone(f: Any) -> None:
+    z0, b = torch.linspace(-1, 1, 6).reshape(2, 3), torch.ones(2, 3)
+    before = z0.clone(), b.clone()
+    with pytest.raises(ValueError, match="f works in place on its inputs"):
+        fixed_point(f, z0, (b,), adjoint=None, solver=Forward())
+    assert torch.equal(z0, before[0])
+    assert torch.equal(b, before[1])
+
+
+def hidden_draws(z: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * F.rrelu(z, training=True) - x  # draws for numbers below 0 alone
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("start", [0.0, 1.0])
+@pytest.mark.parametrize("f", [
+    lambda z, x: F.dropout(0.5 * z, 0.5) + x,
+    lambda z, x: F.dropout(torch.relu(0.5 * z), 0.5) + x,
+    hidden_draws,
+], ids=["dropout", "relu", "rrelu"])  # fmt: skip
+def test_draws_that_the_start_hides_are_refused(f: Any, start: float) -> None:
+    x = torch.ones(8, 5)
+    with pytest.raises(ValueError, match="evaluated at the same point again"):
+        fixed_point(f, start * x, (x,))
+    if start == 0:
+        with pytest.raises(ValueError, match="evaluated at the same point again"):
+            DEQ.from_update(f, init="zeros")(x)
+
+
+class Box:
+    """No module, but it holds one."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.norm(z))
+
+    def method(self, z: Tensor) -> Tensor:
+        return self(z)
+
+
+WORLD = Box(nn.BatchNorm1d(4))
+
+
+def of_the_world(z: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(WORLD.norm(z))
+
+
+def given(norm: nn.Module, z: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(norm(z))
+
+
+def by_function(norm: Any, z: Tensor) -> Tensor:
+    return 0.5 * F.batch_norm(z, norm.running_mean, norm.running_var, training=True)
+
+
+def ways(norm: nn.Module) -> dict[str, Any]:
+    WORLD.norm = box = norm
+    holder = Box(norm)
+    return {
+        "global": of_the_world,
+        "attribute": lambda z: 0.5 * torch.tanh(holder.norm(z)),
+        "object": holder,
+        "method": holder.method,
+        "partial": partial(given, norm),
+        "closure": lambda z: 0.5 * torch.tanh(box(z)),
+        "function": partial(by_function, norm),
+    }
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("way", list(ways(nn.BatchNorm1d(4))))
+def test_a_norm_that_learns_is_found_wherever_it_is(way: str, layer: bool) -> None:
+    norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
+    f = ways(norm)[way]
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with torch.inference_mode(layer), pytest.raises(ValueError, match="running statistics of"):
+        if layer:
+            DEQ.from_update(lambda z, x: f(z) + x)(z0)
+        else:
+            fixed_point(f, z0)
+    assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
+    norm(z0)  # outside of a solve it works on
+    assert norm.state_dict()["num_batches_tracked"] == 1
+    if way != "function":
+        norm.eval()
+        assert fixed_point(f, z0).converged.all()
+
+
+def test_a_refused_norm_is_told_whoever_wraps_the_error() -> None:
+    """As a compiler does that traces f, in one order of tests and not in another."""
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+
+    def wrapping(z: Tensor) -> Tensor:
+        try:
+            return 0.5 * torch.tanh(norm(z))
+        except ValueError as error:
+            raise RuntimeError("while tracing") from error
+
+    with pytest.raises(ValueError, match="normalises over the batch by BatchNorm1d") as found:
+        fixed_point(wrapping, torch.randn(8, 4), adjoint=None)
+    assert isinstance(found.value.__cause__, RuntimeError)
+
+    def failing(z: Tensor) -> Tensor:
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        fixed_point(failing, torch.randn(8, 4), adjoint=None)
+
+
+def order(module: nn.Module) -> list[str]:
+    return [path.removesuffix(".") for path, _ in parts_of(module)]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_updates_of_torchscript(kind: str) -> None:
+    """Their modules keep their children in containers of their own."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    made: Any = torch.jit.script(plain) if kind == "script" else torch.jit.trace(plain, x)
+
+    class Half(Update):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, z: Any, x: Any = None, *, mask: Any = None) -> Any:
+            return 0.5 * self.part(z) + x
+
+    layer, wanted = (DEQ(Half(part)) for part in (made, plain))
+    assert order(layer) == [path for path, _ in layer.named_modules()]
+    torch.testing.assert_close(layer(x), wanted(x))
+
+
+def halve(z: Tensor, b: Tensor) -> Tensor:
+    return 0.5 * z + b
+
+
+def fail(seed: int) -> Tensor:
+    """A solve that raises; at module level, where another process finds it."""
+    b = torch.ones(2, 3) * (seed + 1)
+    weight = torch.tensor(0.9, requires_grad=True)
+    solution = fixed_point(
+        lambda z, b: weight * z + b, b, (b,), solver=Forward(), max_steps=3, on_failure="raise"
+    )
+    return solution.value
+
+
+@pytest.mark.defect("C3")
+def test_an_error_of_a_solve_survives_pickling() -> None:
+    with pytest.raises(SolveError) as caught:
+        fail(0)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is SolveError
+    assert str(copy) == str(caught.value)
+    assert copy.solution.counts() == {"MAX_STEPS": 2}
+    assert torch.equal(copy.solution.value, caught.value.solution.value)
+    assert not copy.solution.value.requires_grad
+    assert caught.value.solution.value.requires_grad
+
+
+def heard_from(function: Any, action: Any, times: int = 4) -> list[warnings.WarningMessage]:
+    """Warnings of several calls, each with other numbers in its message."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter(action)
+        for turn in range(times):
+            function(torch.full((2 + turn, 2, 3), 1.0 + turn))
+    return heard
+
+
+def a_layer() -> DEQ:
+    return DEQ.from_update(halve, solver=Forward(), max_steps=2)
+
+
+def layer_alone(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)  # line of the user
+
+
+def solve_alone(x: Tensor) -> Any:
+    return fixed_point(halve, x, (x,), solver=Forward(), max_steps=2)
+
+
+def linear_alone(x: Tensor) -> Any:
+    return solvers.solve_linear(
+        lambda v, x: x.abs() * v * torch.arange(1, 4), x, args=(x,), max_steps=1
+    )
+
+
+def backward_alone(x: Tensor) -> None:
+    x = x.requires_grad_()
+    scale = torch.linspace(0.1, 0.9, 6).reshape(2, 3)
+    value = fixed_point(
+        lambda z, x: scale * z.roll(1, 2) + x,
+        torch.zeros_like(x),
+        (x,),
+        max_steps=200,
+        adjoint=Implicit(max_steps=1),
+    ).value
+    value.square().sum().backward()
+
+
+SOURCES: dict[str, Callable[[], Any]] = {  # each made anew: a layer is told of once
+    "layer": lambda: partial(layer_alone, a_layer()),
+    "nested": lambda: nn.Sequential(nn.Identity(), a_layer()),
+    "solve": lambda: solve_alone,
+    "linear": lambda: linear_alone,
+    "backward": lambda: backward_alone,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions and lines of this file are told of anew by every test."""
+    monkeypatch.setattr(telling, "_TOLD", WeakKeyDictionary())
+    monkeypatch.setattr(telling, "_TOLD_OF_NONE", set())
+
+
+@pytest.mark.defect("D8")
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_failing_line_warns_once_and_is_named(name: str) -> None:
+    heard = [w for w in heard_from(SOURCES[name](), "default") if w.category is SolveWarning]
+    assert len(heard) == 1
+    assert heard[0].filename == __file__
+    assert "unconverged" in str(heard[0].message)
+
+
+@pytest.mark.defect("D8")
+def test_other_filters_keep_their_meaning() -> None:
+    source = partial(layer_alone, a_layer())
+    heard = heard_from(source, "always")
+    assert len(heard) == 4
+    assert len({str(w.message) for w in heard}) == 4
+    assert all("in a layer DEQ" in str(w.message) for w in heard)
+    assert not any("Shown once" in str(w.message) for w in heard)
+    assert {w.filename for w in heard} == {__file__}
+    assert heard_from(source, "ignore") == []
+    with pytest.raises(SolveWarning):
+        heard_from(source, "error")
+    # None of these has used up the one time that it is shown by default.
+    assert [len(heard_from(source, action)) for action in ("once", "default", "module")] == [
+        1,
+        0,
+        0,
+    ]
+
+
+class Inner(nn.Module):
+    """Layers of this kind call theirs from one line."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer = DEQ.from_update(
+            lambda z, x: scale * torch.sin(z).roll(1, 2) + x, solver=Forward(), max_steps=2,
+            adjoint=Implicit(max_steps=1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_layer_is_told_of_once_though_filters_change_and_lines_differ() -> None:
+    """Python forgets what it has shown when the filters change, which torch does within a step."""
+    layer = a_layer()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            layer(torch.ones(2, 2, 3))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+        layer(torch.ones(1, 2, 3))
+    assert len(heard) == 1
+    assert "Shown once for this layer and cause; its attribute last tells" in str(heard[0].message)
+
+
+class Model(nn.Module):
+    """Two blocks, one of them failing, in a model of the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), Inner(0.5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
+    said = [str(w.message) for w in heard_from(Model(), "default")]
+    assert len(said) == 1 and "; in the layer blocks.1.layer (DEQ) of Model. Shown once" in said[0]
+    said = [str(w.message) for w in heard_from(a_layer(), "default")]
+    assert len(said) == 1 and "; in a layer DEQ. Shown once" in said[0]
+
+
+@pytest.mark.parametrize(("factor", "steps", "told", "not_told"), [
+    (3.0, 60, 'the map may not contract.*apply_norm.*"bound".*damp', "raise max_steps"),
+    (0.99, 60, "raise max_steps, loosen the tolerance", "contract"),
+    (3.0, 3, "raise max_steps, loosen the tolerance", "contract"),  # too early to tell
+])  # fmt: skip
+def test_a_residual_that_does_not_fall_has_an_advice_of_its_own(
+    factor: float, steps: int, told: str, not_told: str
+) -> None:
+    """A circle of radius ``factor`` around the origin, or a slow contraction; steps of a cycle."""
+
+    def f(z: Tensor) -> Tensor:
+        return factor * z.flip(1) / z.norm(dim=1, keepdim=True) if factor > 1 else factor * z + 1
+
+    start = torch.tensor([[1.0, 2.0]])
+    with pytest.raises(SolveError, match=told) as caught:
+        fixed_point(f, start, solver=Forward(), max_steps=steps, on_failure="raise", tolerance=1e-9)
+    assert not_told not in str(caught.value)
+
+
+def test_an_energy_that_does_not_fall_is_to_be_checked() -> None:
+    """Its gradient has the wrong sign."""
+
+    class Uphill(EnergyUpdate):
+        def joint(self, z: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return z + z.sin() + 2, z.square().sum(1), -z.sin() - 2
+
+    with pytest.raises(SolveError, match=r"implicit_attn.check_energy tells"):
+        fixed_point(Uphill(), torch.ones(1, 2), solver=Forward(), max_steps=60, on_failure="raise")
