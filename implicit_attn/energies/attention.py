@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Prepared
 from implicit_attn.energies.heads import (
     AttentionInput,
     HasTemperatures,
     HeadOptions,
     HeadsContext,
     by_head,
-    check_added,
     check_exclude_self,
     fit_pairs,
     project_input,
@@ -71,29 +69,19 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
         has_bias = options.bias or seen is not None
         self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What the features see of ``x``, and its pairs, as a ``Prepared``; None without either."""
-        if isinstance(x, Prepared):
-            return x
-        return None if self._ignores(x) else Prepared(self._context(x, mask))
-
     def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
-        added, pairs = self.bias, None
-        if isinstance(x, Prepared) or not self._ignores(x):
-            context = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
-            added, pairs = context.query, context.pairs
-            check_added(added, z, type(self).__name__)
-            added = self.bias if added is None else added
+        context = self.context_of(x, z, mask)
         shape = z.shape[0], self.heads, z.shape[1], z.shape[1]
-        pairs = fit_pairs(pairs, shape, z.device, bool(self.exclude_self))
+        pairs = fit_pairs(context.pairs, shape, z.device, bool(self.exclude_self))
+        added = self.bias if context.query is None else context.query
         return added, Given(mask, pairs=pairs)
 
-    def _ignores(self, x: Any) -> bool:
-        return self.context is None and not isinstance(x, AttentionInput)
+    def sees(self, x: Any) -> bool:
+        return self.context is not None or isinstance(x, AttentionInput)
 
-    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
+    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
         name, query = type(self).__name__, None
-        pairs = read_pairs(x, mask, z, name)
+        pairs = read_pairs(x, mask, name)
         if self.exclude_self is None and pairs is not None:
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
         x = x.tokens if isinstance(x, AttentionInput) else x

@@ -15,8 +15,9 @@ from implicit_attn.energies.heads import (
     AttentionInput,
     Beta,
     HasTemperatures,
-    check_added,
+    HeadsContext,
     check_exclude_self,
+    check_held,
     check_kind,
     fit_pairs,
     masked_key,
@@ -164,11 +165,11 @@ class ConditionalAttention(HasTemperatures, Energy):
         if isinstance(x, Prepared):
             return x
         name, heads = type(self).__name__, self.heads
-        pairs = read_pairs(x, mask, None, name, cross=self.cross)
+        pairs = read_pairs(x, mask, name, cross=self.cross)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross:
-            memory, seen = read_memory(x, self.key.weight.shape[1], None, name)
+            memory, seen = read_memory(x, self.key.weight.shape[1], name)
             if memory.shape[0] != query.shape[0]:
                 raise ValueError(
                     f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
@@ -248,7 +249,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
         frozen: FrozenAttention = self.prepare(x, mask=mask).parts
         held = frozen.query if frozen.log_weights is None else frozen.log_weights
-        check_added(held, z, name)
+        check_held(HeadsContext(query=held), z, name)
         weight = self.state.weight
         return frozen, split_heads(nn.functional.linear(hide(z, mask), weight), self.heads), weight
 

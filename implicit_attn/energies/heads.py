@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from implicit_attn.energies.energy import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm, project
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
     check_mask,
-    check_state,
+    check_tokens,
     hide,
     sum_samples,
     visible_input,
@@ -101,7 +102,7 @@ class Heads:
 
 
 class HasTemperatures(nn.Module):
-    """A module with heads, whose inverse temperatures ``beta`` may be read and set."""
+    """A module with heads, its inverse temperatures ``beta``, and what it sees of its input."""
 
     temperatures: Temperatures
 
@@ -111,6 +112,25 @@ class HasTemperatures(nn.Module):
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, options.head_dim)
         self.temperatures = Temperatures(heads, options.beta, self.width, options.learned_beta)
         return options
+
+    def sees(self, x: Any) -> bool:
+        """Whether anything comes from such an input."""
+        return True
+
+    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
+        """What is made of the input, once a solve."""
+        raise NotImplementedError
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """What keys and features see of ``x``, and its pairs, as a ``Prepared``; None where it is ignored."""
+        if isinstance(x, Prepared):
+            return x
+        return Prepared(self.read(x, mask)) if self.sees(x) else None
+
+    def context_of(self, x: Any, z: Tensor, mask: Tensor | None) -> HeadsContext:
+        """That of an input or of what was prepared of it, checked against the state (B, N, d)."""
+        prepared = self.prepare(x, mask=mask)
+        return check_held(prepared.parts if prepared else HeadsContext(), z, type(self).__name__)
 
     @property
     def beta(self) -> float | Tensor:
@@ -243,13 +263,10 @@ def project_input(
     return project(visible_input(x, weight, mask, name, tokens=True), weight, bias, heads, mask)
 
 
-def read_pairs(
-    x: Any, mask: Tensor | None, z: Tensor | None, name: str, *, cross: bool = False
-) -> Pairs | None:
-    """The pairs of an ``AttentionInput``, each part (B, 1 or H, N, M); None of other inputs.
+def read_pairs(x: Any, mask: Tensor | None, name: str, *, cross: bool = False) -> Pairs | None:
+    """The pairs of an ``AttentionInput`` as they are; None of other inputs.
 
-    Its other parts must make sense, also where the energy does not look at them. Solvers take tensors
-    (B, ...) alone, so a matrix for all samples is expanded, which copies nothing.
+    Its other parts must make sense, also where the energy does not look at them.
     """
     if not isinstance(x, AttentionInput):
         return None
@@ -257,33 +274,21 @@ def read_pairs(
         if getattr(x, part) is not None and not cross:
             raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
     if x.tokens is not None:
-        check_state(x.tokens, f"{name}, x.tokens", tokens=True)
-        if z is not None and x.tokens.shape[:2] != z.shape[:2]:
-            wanted, got = tuple(z.shape[:2]), tuple(x.tokens.shape)
-            raise ValueError(f"{name}: x.tokens must have the tokens of z, {wanted}, got {got}")
-        check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
-    batched = [t.shape[0] for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
-    allowed = _of_each_sample("pairs", "bool", x.pairs, batched)
-    bias = _of_each_sample("pair_bias", "floating", x.pair_bias, batched)
-    return None if allowed is None and bias is None else Pairs(allowed, bias)
-
-
-def _of_each_sample(part: str, kind: str, pairs: Any, batched: list[int]) -> Tensor | None:
-    """Pairs or their bias as (B, 1 or H, N, M); B, for a matrix (N, M), is the first of ``batched``."""
-    if pairs is None:
-        return None
-    shapes = "(B, N, M) or (B, H, N, M)"
-    if not isinstance(pairs, Tensor):
-        raise TypeError(f"{part} must be a {kind} tensor (N, M), {shapes}, got {type(pairs)}")
-    fits = pairs.dtype == torch.bool if kind == "bool" else pairs.is_floating_point()
-    if not fits or not 2 <= pairs.dim() <= 4:
-        got = f"{pairs.dtype} {tuple(pairs.shape)}"
-        raise TypeError(f"{part} must be a {kind} tensor (N, M), {shapes}, got {got}")
-    if pairs.dim() == 2 and not batched:
-        got = tuple(pairs.shape)
-        raise ValueError(f"{part} must be {shapes} where x holds no tokens, got {got}")
-    pairs = pairs.expand(batched[0], *pairs.shape) if pairs.dim() == 2 else pairs
-    return pairs[:, None] if pairs.dim() == 3 else pairs
+        check_tokens(x.tokens, mask, f"{name}, x.tokens", tokens=True)
+    for part, kind in (("pairs", "bool"), ("pair_bias", "floating")):
+        given = getattr(x, part)
+        if given is None:
+            continue
+        fits = isinstance(given, Tensor) and (
+            given.dtype == torch.bool if kind == "bool" else given.is_floating_point()
+        )
+        if not fits or not 2 <= given.dim() <= 4:
+            got = (
+                f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
+            )
+            shapes = "(N, M), (B, N, M) or (B, H, N, M)"
+            raise TypeError(f"{part} must be a {kind} tensor {shapes}, got {got}")
+    return None if x.pairs is None and x.pair_bias is None else Pairs(x.pairs, x.pair_bias)
 
 
 def expand_pairs(x: Any, batch: int) -> Any:
@@ -306,28 +311,25 @@ def expand_pairs(x: Any, batch: int) -> Any:
     return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
 
 
-def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
+def read_memory(x: Any, width: int, name: str) -> tuple[Tensor, Tensor | None]:
     """The memory (B, M, width) of cross-attention, zero where masked, and its mask.
 
-    ``x`` is the memory, a pair of it and its mask, or an ``AttentionInput``; the samples and the device
-    are those of the state ``z`` where that is known.
+    ``x`` is the memory, a pair of it and its mask, or an ``AttentionInput``.
     """
     if isinstance(x, AttentionInput):
         memory, mask = x.memory, x.memory_mask
     else:
         memory, mask = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-    shape = f"({'B' if z is None else z.shape[0]}, M, {width})"
     if not isinstance(memory, Tensor):
         raise TypeError(
-            f"{name}: x must be a tensor {shape}, a pair of it and a mask, or an AttentionInput with "
-            f"such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
+            f"{name}: x must be a tensor (B, M, {width}), a pair of it and a mask, or an AttentionInput "
+            f"with such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
             ".select(key)"
         )
-    batch = memory.shape[:1] if z is None else z.shape[:1]
-    if memory.dim() != 3 or memory.shape != (*batch, memory.shape[1], width):
-        raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(memory.shape)}")
-    if z is not None and memory.device != z.device:
-        raise ValueError(f"{name}: x must be on {z.device} like z, got {memory.device}")
+    if memory.dim() != 3 or memory.shape[2] != width:
+        raise ValueError(
+            f"{name}: x must have the shape (B, M, {width}), got {tuple(memory.shape)}"
+        )
     check_mask(mask, memory, f"{name}, context", features=1)
     return hide(memory, mask), mask
 
@@ -338,17 +340,15 @@ def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
     return unit, torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
 
 
-def check_held(held: Tensor, z: Tensor, name: str) -> None:
-    """What was made of ``x`` must have the samples of ``z``."""
-    if held.shape[0] != z.shape[0]:
-        raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
-
-
-def check_added(added: Tensor | None, z: Tensor, name: str) -> None:
-    """What was made of ``x`` must have the samples and tokens of the state ``z``."""
-    wanted = tuple(z.shape[:2])
-    if added is not None and (got := (added.shape[0], added.shape[2])) != wanted:
+def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
+    """What was made of ``x`` must have the samples of ``z``, its queries the tokens, too."""
+    query, key = context.query, context.key
+    if query is not None and (query.shape[0], query.shape[2]) != z.shape[:2]:
+        wanted, got = tuple(z.shape[:2]), (query.shape[0], query.shape[2])
         raise ValueError(f"{name}: x must have the samples and tokens of z, {wanted}, got {got}")
+    if key is not None and key.shape[0] != z.shape[0]:
+        raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(key)}")
+    return context
 
 
 def check_kind(cross: bool, causal: bool, exclude_self: bool) -> None:

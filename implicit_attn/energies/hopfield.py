@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy, Prepared
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads import (
     Beta,
     HasTemperatures,
     HeadsContext,
     by_head,
-    check_held,
     masked_key,
     read_memory,
     read_pairs,
@@ -327,10 +326,6 @@ class QueryEnergy(HasTemperatures, Energy):
         self.set_heads(dim, heads, beta=beta, learned_beta=learned_beta)
         self.backend = check_backend(backend, "frozen keys")
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """The keys (B, H, M, p), their mask and the pairs, as a ``Prepared``."""
-        return x if isinstance(x, Prepared) else Prepared(self._context(x, mask))
-
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         each, mean = self._attend(z, x, mask)
         return sum_samples(hide(each.mT, mask)), hide(hide(z, mask) - merge_heads(mean), mask)
@@ -342,10 +337,12 @@ class QueryEnergy(HasTemperatures, Energy):
     def _attend(self, z: Tensor, x: Any, mask: Tensor | None) -> Pair:
         """The energy of each query (B, H, N), and its mean key (B, H, N, p)."""
         check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
-        given = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
+        given = self.context_of(x, z, mask)
         key, seen, pairs = given.key, given.mask, given.pairs or Pairs()
         assert key is not None  # made of the memory
-        check_held(key, z, "QueryEnergy")
+        if (key.dtype, key.device) != (z.dtype, z.device):
+            wanted, got = f"{z.dtype} on {z.device}", f"{key.dtype} on {key.device}"
+            raise TypeError(f"QueryEnergy: x must be of {wanted} like z, got {got}")
         if not key.shape[2]:
             (key, seen), pairs = masked_key(key), Pairs()
         query = split_heads(hide(z, mask), self.heads)
@@ -357,11 +354,9 @@ class QueryEnergy(HasTemperatures, Energy):
         over = lse / (by_head(beta, 2, lse) if isinstance(beta, Tensor) else beta)
         return 0.5 * wide.square().sum(-1) - over, mean.to(query.dtype)
 
-    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
-        pairs = read_pairs(x, mask, z, "QueryEnergy", cross=True)
-        memory, seen = read_memory(x, self.dim, z, "QueryEnergy")
-        if z is not None and memory.dtype != z.dtype:
-            raise TypeError(f"QueryEnergy: x must be of {z.dtype} like z, got {memory.dtype}")
+    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
+        pairs = read_pairs(x, mask, "QueryEnergy", cross=True)
+        memory, seen = read_memory(x, self.dim, "QueryEnergy")
         return HeadsContext(None, split_heads(memory, self.heads), seen, pairs)
 
     def extra_repr(self) -> str:

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy, Prepared
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads import (
     AttentionInput,
     HasTemperatures,
     HeadOptions,
     HeadsContext,
-    check_added,
     check_exclude_self,
-    check_held,
     check_kind,
     fit_pairs,
     masked_key,
@@ -41,8 +39,6 @@ from solvers.core.checks import require_choice
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_NOTHING = HeadsContext()
 
 
 class _Evaluation(NamedTuple):
@@ -130,12 +126,6 @@ class SoftmaxAttention(HasTemperatures, Energy):
         self.exclude_self = check_exclude_self(exclude_self, backend)
         self.concave = cross and energy == "inner" and options.norm is None
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Keys of cross-attention and what features see of ``x``, as a ``Prepared``; None without either."""
-        if isinstance(x, Prepared):
-            return x
-        return None if self._ignores(x) else Prepared(self._context(x, mask))
-
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at = self._evaluate(z, x, mask)
         attended, gradient = (self._across if self.cross else self._within)(at, mask)
@@ -182,24 +172,18 @@ class SoftmaxAttention(HasTemperatures, Energy):
         force = force + attended.only(own) if self._elastic else force
         return attended, at.query.pull_back(force)
 
-    def _ignores(self, x: Any) -> bool:
-        return not (self.cross or isinstance(x, AttentionInput)) and self.query_context is None
+    def sees(self, x: Any) -> bool:
+        return self.cross or isinstance(x, AttentionInput) or self.query_context is not None
 
     def _evaluate(self, z: Tensor, x: Any, mask: Tensor | None) -> _Evaluation:
-        name = self._name()
-        check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        if isinstance(x, Prepared):
-            context = x.parts
-        else:
-            context = _NOTHING if self._ignores(x) else self._context(x, mask, z)
+        check_tokens(z, mask, self._name(), dim=self.dim, tokens=True)
+        context = self.context_of(x, z, mask)
         z = hide(z, mask)
-        check_added(context.query, z, name)
         bias = self.query_bias if context.query is None else context.query
         query = self._features(z, self.query, bias, mask)
         if self.cross:
             assert context.key is not None  # made of the memory
             key = Features(context.key, None, self.key.weight, self.heads)
-            check_held(key.unit, z, name)
         else:
             bias = self.key_bias if context.key is None else context.key
             key = self._features(z, self.key, bias, mask)
@@ -219,14 +203,13 @@ class SoftmaxAttention(HasTemperatures, Energy):
         raw = project(z, weight, bias, self.heads, mask)
         return Features.of(raw, self.norm, weight, self.heads)
 
-    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
+    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
         name, heads = self._name(), self.heads
-        pairs = read_pairs(x, mask, z, name, cross=self.cross)
+        pairs = read_pairs(x, mask, name, cross=self.cross)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
         if self.cross:
-            width = self.key.weight.shape[1]
-            memory, memory_mask = read_memory(x, width, z, name)
+            memory, memory_mask = read_memory(x, self.key.weight.shape[1], name)
             check_dtype(memory, self.key.weight, name)
             key = self._features(memory, self.key, self.key_bias, memory_mask).unit
         elif self.query_context is not None and self.key_context is not None:

@@ -144,7 +144,9 @@ def check_input(x: Any, z: Tensor, name: str) -> Tensor:
 
 
 def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
-    """``x`` must have the dtype of the weight that it is multiplied by, but under autocast."""
+    """``x`` must have the device and, but under autocast, the dtype of the weight that multiplies it."""
+    if x.device != weight.device:
+        raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"{name}: x must have the dtype of the weights, {weight.dtype}, got {x.dtype}; convert "
@@ -165,8 +167,6 @@ def visible_input(
         )
     if x.dim() < 2 or (tokens and x.dim() != 3) or x.shape[-1] != width:
         raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(x.shape)}")
-    if x.device != weight.device:
-        raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
     check_dtype(x, weight, name)
     check_mask(mask, x, f"{name}, x", features=1)
     return hide(x, mask)

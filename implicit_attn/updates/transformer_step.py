@@ -9,9 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import Prepared
-from implicit_attn.energies.heads import AttentionInput, head_width, read_memory, read_pairs
+from implicit_attn.energies.heads import (
+    AttentionInput,
+    HeadsContext,
+    check_held,
+    fit_pairs,
+    head_width,
+    read_memory,
+    read_pairs,
+)
 from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.kernels.arguments import dense_for_transforms
+from implicit_attn.kernels.pairs import Pairs
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag
 
@@ -101,18 +110,20 @@ class TransformerStep(Update):
         """The pairs that attend, and with ``cross`` keys and values."""
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
-        allowed, bias = read_pairs(x, mask, tokens, name, cross=self.cross) or (None, None)
+        pairs = read_pairs(x, mask, name, cross=self.cross)
         key = value = None
+        count, seen = tokens.shape[1], mask
         if self.cross:
-            memory, seen = read_memory(x, self.source, tokens, name)
+            memory, seen = read_memory(x, self.source, name)
             key, value = self._split(self.key_value(memory), 2)
-        else:
-            seen = mask
+            check_held(HeadsContext(key=key), tokens, name)
+            count = memory.shape[1]
+        shape = len(tokens), self.heads, tokens.shape[1], count
+        allowed, bias = fit_pairs(pairs, shape, tokens.device) or Pairs()
         if seen is not None:
             keys = seen[:, None, None, :]
             allowed = keys if allowed is None else allowed & keys
         if self.causal and (allowed is not None or bias is not None):
-            count = tokens.shape[1]
             order = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
             allowed = order.expand(len(tokens), 1, -1, -1) if allowed is None else allowed & order
         return Prepared(_Held(hide(tokens, mask), key, value, allowed, bias))

@@ -118,8 +118,8 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ReLUFeedForward(7, 3).grad(Z), ValueError, r"7 features \(d\), got shape"),
     (lambda: ReLUFeedForward(8, 3).grad(Z[0], mask=MASK[0]), ValueError, r"mask needs a state"),
     (lambda: BiSoftmaxAttention(8, 2).grad(Z[0]), ValueError, r"shape \(B, N, d\), got \(4, 8\)"),
-    (lambda: cross_attention().grad(Z), TypeError, r"x must be a tensor \(3, M, 5\).* NoneType"),
-    (lambda: cross_attention().grad(Z, Z), ValueError, r"\(3, M, 5\), got \(3, 4, 8\)"),
+    (lambda: cross_attention().grad(Z), TypeError, r"x must be a tensor \(B, M, 5\).* NoneType"),
+    (lambda: cross_attention().grad(Z, Z), ValueError, r"\(B, M, 5\), got \(3, 4, 8\)"),
     (
         lambda: cross_attention().grad(Z, (torch.zeros(3, 6, 5), MASK)),
         ValueError,
@@ -154,5 +154,5 @@ def test_bad_masks(case: EnergyCase) -> None:
 def test_input_on_another_device() -> None:
     with pytest.raises(ValueError, match=r"x must be on cpu like z, got meta"):
         Quadratic().grad(Z, Z.to("meta"))
-    with pytest.raises(ValueError, match=r"x must be on cpu like z, got meta"):
+    with pytest.raises(ValueError, match=r"x must be on cpu like the weights, got meta"):
         cross_attention().grad(Z, torch.zeros(3, 6, 5, device="meta"))

@@ -101,9 +101,9 @@ def test_a_temperature_for_each_head_is_that_head_alone() -> None:
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (None, TypeError, r"QueryEnergy: x must be a tensor \(2, M, 6\)"),
-        (torch.zeros(2, M, 5).double(), ValueError, r"x must have the shape \(2, M, 6\), got"),
-        (torch.zeros(2, M, DIM), TypeError, r"x must be of torch.float64 like z"),
+        (None, TypeError, r"QueryEnergy: x must be a tensor \(B, M, 6\)"),
+        (torch.zeros(2, M, 5).double(), ValueError, r"x must have the shape \(B, M, 6\), got"),
+        (torch.zeros(2, M, DIM), TypeError, r"x must be of torch.float64 on cpu like z"),
         (AttentionInput(), TypeError, r"got NoneType"),
         (
             AttentionInput(
