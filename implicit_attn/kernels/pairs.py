@@ -113,11 +113,15 @@ def softmax_over_pairs(
 
 
 def token_pairs(
-    mask: Tensor | None, causal: bool, tokens: int, device: torch.device
+    mask: Tensor | None, causal: bool, tokens: int, device: torch.device, own: bool = True
 ) -> Tensor | None:
-    """(B or 1, 1, N, N) bool: pairs of unmasked tokens, with ``j <= i`` where causal; None: all."""
+    """(B or 1, 1, N, N) bool: pairs of unmasked tokens; None: all.
+
+    With ``j <= i`` where ``causal``, without ``j = i`` but for ``own``.
+    """
     pairs = None if mask is None else mask[:, None, :, None] & mask[:, None, None, :]
-    if not causal:
+    if own and not causal:
         return pairs
-    order = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    every = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+    order = every.tril(0 if own else -1) if causal else ~every.tril().triu()
     return order[None, None] if pairs is None else pairs & order

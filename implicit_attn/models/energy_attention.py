@@ -12,7 +12,7 @@ from implicit_attn.deq import DEQ
 from implicit_attn.energies import AttentionInput, Projection
 from implicit_attn.energies.heads import Beta, head_width
 from implicit_attn.energies.tokens import check_dtype, hide
-from implicit_attn.updates.attention_step import QueryDescent
+from implicit_attn.updates.gradient_step import QueryDescent
 from solvers.core.checks import require_choice, require_count, require_flag
 
 

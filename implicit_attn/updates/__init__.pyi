@@ -1,9 +1,8 @@
 from implicit_attn.energies.spins import Couplings as Couplings
-from implicit_attn.updates.attention_step import AttentionStep as AttentionStep
-from implicit_attn.updates.attention_step import QueryDescent as QueryDescent
 from implicit_attn.updates.bare_step import BareAttentionStep as BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep as ActivationStep
 from implicit_attn.updates.gradient_step import GradientStep as GradientStep
+from implicit_attn.updates.gradient_step import QueryDescent as QueryDescent
 from implicit_attn.updates.hyperset import ConditionedStepSizes as ConditionedStepSizes
 from implicit_attn.updates.hyperset import HyperSETLayer as HyperSETLayer
 from implicit_attn.updates.hyperset import LowRankDeltas as LowRankDeltas
@@ -13,7 +12,6 @@ from implicit_attn.updates.hyperset import StepSizes as StepSizes
 from implicit_attn.updates.kinetic_attention import KineticAttention as KineticAttention
 from implicit_attn.updates.mean_field import AdaptiveTAPAttention as AdaptiveTAPAttention
 from implicit_attn.updates.mean_field import MeanFieldAttention as MeanFieldAttention
-from implicit_attn.updates.mean_field import MixerAttention as MixerAttention
 from implicit_attn.updates.mean_field import NormedMLP as NormedMLP
 from implicit_attn.updates.mean_field import SoftmaxCouplingAttention as SoftmaxCouplingAttention
 from implicit_attn.updates.momentum import DescentStep as DescentStep

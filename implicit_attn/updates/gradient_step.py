@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, Prepared
+from implicit_attn.energies.heads import Beta
+from implicit_attn.energies.hopfield import QueryEnergy
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_instance, require_positive
+from solvers.core.checks import require_count, require_instance, require_positive
 
 
 class EnergyStep(Update):
@@ -66,6 +68,43 @@ class GradientStep(EnergyStep):
         if isinstance(z, Tensor):
             return move(z, gradient, self.step_size)
         return pytree.tree_map(lambda leaf, slope: move(leaf, slope, self.step_size), z, gradient)
+
+
+class QueryDescent(GradientStep):
+    r"""``q <- q - eta dE/dq``, every query of every head down its own energy among the keys.
+
+    ``E(q) = 1/2 |q|^2 - beta^-1 log sum_j exp(beta q.k_j)``. A unit step is softmax attention with the
+    keys for values, and no step with ``eta <= 1`` raises E.
+
+    Shapes: ``z`` (B, N, d), the queries, each head a slice of ``p = d / heads`` features. ``x``: the keys
+    (B, M, d), a pair of them and a mask (B, M), or an ``AttentionInput`` with such a memory, which may also
+    hold pairs and their biases. ``mask`` (B, N), of the queries.
+
+    Args:
+        dim: features d of queries and keys.
+        heads: a divisor of ``dim``.
+        step_size: eta, > 0.
+        beta: inverse temperature, > 0, or one for each head; None: ``1 / sqrt(p)``.
+
+    Source: Bal, "Attention as Energy Minimization: Visualizing Energy Landscapes" (2021),
+    https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/; the
+    energy: Ramsauer et al. (2020), https://arxiv.org/abs/2008.02217.
+    """
+
+    energy: QueryEnergy
+
+    def __init__(
+        self, dim: int, heads: int = 1, *, step_size: float = 1.0, beta: Beta = None
+    ) -> None:
+        super().__init__(QueryEnergy(dim, heads, beta=beta), step_size)
+
+    def trajectory(self, z: Tensor, x: Any, steps: int) -> tuple[Tensor, Tensor]:
+        """States (steps + 1, B, N, d) from ``z`` on, and their energies (steps + 1, B, heads, N)."""
+        x = self.prepare(x)
+        states = [z]
+        for _ in range(require_count("steps", steps)):
+            states.append(self(states[-1], x))
+        return torch.stack(states), torch.stack([self.energy.each(state, x) for state in states])
 
 
 class ActivationStep(EnergyStep):

@@ -1,4 +1,4 @@
-"""Mean fields of spins: learned couplings, adaptive TAP, couplings of the input, and mixers."""
+"""Mean fields of spins: learned couplings, adaptive TAP, couplings of the input."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from implicit_attn.energies.tokens import (
     check_tokens,
     hide,
 )
+from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
 from implicit_attn.parametrised import parametrise
 from implicit_attn.updates.update import Update
 from solvers import Site, SphericalSite, SpinState, starting_state, tap_log_partition, tap_step
@@ -26,7 +27,7 @@ from solvers.core.checks import require_count, require_flag, require_instance, r
 
 
 class NormedMLP(nn.Module):
-    """``W2 gelu(W1 norm(z) + b1) + b2`` over the features of each token, or over the tokens.
+    """``W2 gelu(W1 norm(z) + b1) + b2`` of each token, in the place of the Onsager term.
 
     ``norm`` is LayerNorm over the features without gain and offset (W1 and b1 hold them). Its epsilon is
     of order 1: with a tiny one the map has a kink where all components agree, and no solver converges
@@ -35,8 +36,6 @@ class NormedMLP(nn.Module):
     Args:
         dim: features d.
         hidden: hidden units; None: four times the inputs.
-        tokens: None: the map of each token stands for the Onsager term. N: W1 and W2 act on the N tokens
-            of each feature, as in MLP-Mixer.
         epsilon: of the norm, finite, > 0.
         bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the map is
             then at most ``1.13 bound^2 / sqrt(epsilon)``.
@@ -49,25 +48,22 @@ class NormedMLP(nn.Module):
         dim: int,
         hidden: int | None = None,
         *,
-        tokens: int | None = None,
         epsilon: float = 1.0,
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        self.mixes = tokens is not None
-        width = require_count("dim", dim) if tokens is None else require_count("tokens", tokens)
-        hidden = 4 * width if hidden is None else require_count("hidden", hidden)
+        hidden = (
+            4 * require_count("dim", dim) if hidden is None else require_count("hidden", hidden)
+        )
         epsilon = require_positive("epsilon", epsilon)
         self.norm = nn.LayerNorm(dim, eps=epsilon, elementwise_affine=False)
-        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.first, self.second = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
         if bound is not None:
             for linear in (self.first, self.second):
                 parametrise(linear, "weight", SpectralBound(bound))
 
     def forward(self, z: Tensor) -> Tensor:
-        y = self.norm(z)
-        y = self.second(F.gelu(self.first(y.mT if self.mixes else y)))
-        return y.mT if self.mixes else y
+        return self.second(F.gelu(self.first(self.norm(z))))
 
 
 class CorrectedUpdate(Update):
@@ -297,9 +293,9 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         query = F.linear(x, self.query.weight).view(shape).transpose(1, 2)
         key = F.linear(x, self.key.weight).view(shape).transpose(1, 2)
         scores = (query * self.width**-0.5) @ key.mT
-        pairs = open_pairs(x, mask, self_coupling=self.self_coupling)
-        wide = row_softmax(scores.to(accumulation_dtype(scores.dtype)), pairs)
-        return (wide * self.strength).to(scores.dtype)
+        pairs = token_pairs(mask, False, x.shape[1], x.device, own=self.self_coupling)
+        wide = scores.to(accumulation_dtype(scores.dtype))
+        return (softmax_over_pairs(wide, Pairs(pairs))[0] * self.strength).to(scores.dtype)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """x and J, so that a solve computes the couplings once."""
@@ -332,75 +328,3 @@ def check_fields(x: Any, mask: Any, name: str, dim: int) -> None:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name}: x must be a tensor (B, N, {dim}), got {got}")
     check_mask(mask, x, name, features=1)
-
-
-def open_pairs(
-    x: Tensor, mask: Tensor | None, *, self_coupling: bool = True, causal: bool = False
-) -> Tensor | None:
-    """Which tokens of ``x`` (B, N, d) may couple, (B or 1, 1, N, N) bool; None: all."""
-    pairs = None if mask is None else mask[:, None, :, None] & mask[:, None, None, :]
-    if self_coupling and not causal:
-        return pairs
-    every = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-    every = every.tril(0 if self_coupling else -1) if causal else ~every.tril().triu()
-    return every[None, None] if pairs is None else pairs & every
-
-
-def row_softmax(scores: Tensor, pairs: Tensor | None) -> Tensor:
-    """The softmax of each row over its open pairs; a row without any is zero."""
-    if pairs is None:
-        return scores.softmax(-1)
-    # A row without keys is computed over all keys and then emptied: no NaN arises.
-    empty = ~pairs.any(-1, keepdim=True)
-    weights = scores.masked_fill(~(pairs | empty), -torch.inf).softmax(-1)
-    return weights.masked_fill(~pairs, 0.0)
-
-
-class MixerAttention(CorrectedUpdate):
-    r"""``f(z, x)_i = g({z_j})_i - correction(z_i) + x_i`` with a token-mixing MLP ``g``.
-
-    A :class:`NormedMLP` over the tokens replaces the explicit couplings. Its parameters
-    belong to the N positions, so the layer takes exactly N tokens. f is a contraction where the
-    Lipschitz constants of g and of the correction sum to less than 1, which bounds of both can enforce.
-
-    Args:
-        tokens: N.
-        dim: d.
-        hidden: hidden units of the mixer; None: 4 N.
-        correction: as for ``CorrectedUpdate``.
-        bound: bound on the spectral norms of the mixer's two weights, or None.
-
-    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked tokens enter the
-    mixer as zeros and keep their state.
-
-    Source: Tolstikhin et al., "MLP-Mixer" (2021), https://arxiv.org/abs/2105.01601; Bal, "Deep Implicit
-    Attention" (2021), the section on MLP-Mixer,
-    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
-    """
-
-    def __init__(
-        self,
-        tokens: int,
-        dim: int,
-        hidden: int | None = None,
-        *,
-        correction: nn.Module | str | None = "network",
-        bound: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.tokens, self.dim = tokens, dim
-        self.mixer = NormedMLP(dim, hidden, tokens=tokens, bound=bound)
-        self.correction = _read_correction(correction, dim)
-
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        name = type(self).__name__
-        check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        if z.shape[1] != self.tokens:
-            raise ValueError(f"{name}: z must have {self.tokens} tokens, got {tuple(z.shape)}")
-        field = self.mixer(hide(z, mask))
-        if x is not None:
-            field = field + check_input(x, z, name)
-        return self.corrected(field, z, mask)
-
-    def extra_repr(self) -> str:
-        return f"tokens={self.tokens}, dim={self.dim}"

@@ -23,7 +23,6 @@ from implicit_attn.energies import (
 from implicit_attn.updates import (
     KineticAttention,
     MeanFieldAttention,
-    MixerAttention,
     NormedMLP,
     SoftmaxCouplingAttention,
 )
@@ -95,10 +94,6 @@ def kinetic_layer(**options: Any) -> DEQ:
     return DEQ(KineticAttention(DIM, 2).double(), **options)
 
 
-def mixer_layer(**options: Any) -> DEQ:
-    return DEQ(MixerAttention(COUNT, DIM, 5, correction=NormedMLP(DIM, 6)).double(), **options)
-
-
 def spins_layer(**options: Any) -> DEQ:
     interaction = SpinInteraction(Couplings(COUNT, DIM, scale=0.5)).double()
     return DEQ(ActivationStep(interaction, IsingLagrangian()), **options)
@@ -112,7 +107,6 @@ LAYERS: dict[str, Callable[..., DEQ]] = {
     "mean_field": mean_field_layer,
     "softmax_couplings": softmax_couplings_layer,
     "kinetic": kinetic_layer,
-    "mixer": mixer_layer,
     "spins": spins_layer,
 }
 

@@ -1,4 +1,4 @@
-"""Couplings from the input's attention, and the token-mixing MLP in their place."""
+"""Couplings from the input's attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from implicit_attn import DEQ
-from implicit_attn.updates import MixerAttention, NormedMLP, SoftmaxCouplingAttention
+from implicit_attn.updates import NormedMLP, SoftmaxCouplingAttention
 from solvers import Forward, Implicit, SolveWarning, Tolerance
 
 TOKENS, DIM = 5, 6
@@ -30,11 +30,6 @@ each_head = pytest.mark.parametrize("heads", [1, 3])
 def attention(heads: int = 2, **options: Any) -> SoftmaxCouplingAttention:
     torch.manual_seed(0)
     return SoftmaxCouplingAttention(DIM, heads, **options).double()
-
-
-def mixer(**options: Any) -> MixerAttention:
-    torch.manual_seed(0)
-    return MixerAttention(TOKENS, DIM, 7, **options).double()
 
 
 def pair(batch: int = 3) -> tuple[Tensor, Tensor]:
@@ -130,37 +125,6 @@ def test_full_strength_has_no_equilibrium_for_a_common_shift() -> None:
     assert layer.last is not None and not layer.last.converged.any()
 
 
-@pytest.mark.parametrize("correction", ["network", None])
-def test_mixer_formula(correction: str | None) -> None:
-    update = mixer(correction=correction)
-    z, x = pair()
-    norm = (z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True, correction=0) + 1.0).sqrt()
-    first, second = update.mixer.first, update.mixer.second
-    hidden = F.gelu(torch.einsum("hn,bnd->bhd", first.weight, norm) + first.bias[:, None])
-    expected = torch.einsum("nh,bhd->bnd", second.weight, hidden) + second.bias[:, None] + x
-    if update.correction is not None:
-        expected = expected - update.correction(z)
-    torch.testing.assert_close(update(z, x), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(update(z), update(z, x) - x, rtol=1e-12, atol=1e-12)
-
-
-def test_masked_mixer_is_the_mixer_without_those_rows() -> None:
-    update = mixer()
-    z, x = pair()
-    moved = update(z.masked_fill(HIDDEN, torch.nan), x.masked_fill(HIDDEN, torch.nan), mask=MASK)
-    for index, keep in enumerate(MASK[:2]):
-        fewer = MixerAttention(int(keep.sum()), DIM, 7).double()
-        fewer.correction = update.correction
-        with torch.no_grad():
-            fewer.mixer.first.weight.copy_(update.mixer.first.weight[:, keep])
-            fewer.mixer.first.bias.copy_(update.mixer.first.bias)
-            fewer.mixer.second.weight.copy_(update.mixer.second.weight[keep])
-            fewer.mixer.second.bias.copy_(update.mixer.second.bias[keep])
-        alone = fewer(z[index : index + 1, keep], x[index : index + 1, keep])
-        torch.testing.assert_close(moved[index, keep], alone[0], rtol=1e-12, atol=1e-12)
-    assert moved[~MASK].isnan().all()
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -181,10 +145,5 @@ def test_bad_inputs() -> None:
         attention().couplings(x[..., :4])
     with pytest.raises(ValueError, match=re.escape("x must be a tensor (B, N, 6), got dict")):
         DEQ(attention(), init=lambda x: x["a"])({"a": x})
-    with pytest.raises(ValueError, match=re.escape("z must have 5 tokens, got (3, 4, 6)")):
-        mixer()(z[:, :4], x[:, :4])
-    with pytest.raises(ValueError, match="x must have the shape of z"):
-        mixer()(z, x[:, :4])
-    for update in (attention(), mixer()):
-        with pytest.raises(TypeError, match="mask must be a bool tensor"):
-            update(z, x, mask=MASK.float())
+    with pytest.raises(TypeError, match="mask must be a bool tensor"):
+        attention()(z, x, mask=MASK.float())
