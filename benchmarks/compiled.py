@@ -20,25 +20,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.layers import MeanField
 from benchmarks.measure import lower_thirds, table
-from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
+from benchmarks.step import MeanField, MeanFieldUpdate
+from implicit_attn import DEQ, EquilibriumBlock, compile_layers
 
 CASES = [(scale, goal) for scale in (1.0, 2.0) for goal in ((1e-4, 1e-3), (1e-6, 1e-5))]
-
-
-class MeanFieldUpdate(Update):
-    """The benchmark's layer as an update, its couplings computed from their weights."""
-
-    def __init__(self, layer: MeanField) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.layer.update(z, x, self.layer.couplings())
-
-    def initial(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
 
 
 def mean_field(scale: float, goal: tuple[float, float]) -> tuple[nn.Module, Tensor, Tensor]:

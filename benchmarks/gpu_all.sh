@@ -4,7 +4,7 @@
 # masked, widths 72 and 96) and a sweep of tiles, a whole layer.
 #   benchmarks/gpu_all.sh            # into runs/gpu, or where $OUT says
 # It leaves there: table.md (a row a step, then what each benchmark printed) and a .log of each step.
-# It leaves out what runs on the CPU only: adaptive_tap.py, vs_torchdeq.py, step.py, layers.py, zoo.py.
+# It leaves out what runs on the CPU only: adaptive_tap.py, vs_torchdeq.py, step.py.
 # Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, tyro; pytest-xdist
 # is used where it is there; no network. PYTHON names another interpreter. Exits with 1 if anything
 # failed or ran out of time.

@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [--tasks digits recall] [--rows encoder block] [--layers 1 3] [--seeds 3]
 
-Every run is a line of OUT/learning.csv as soon as it has ended; the same command goes on where it was
+Every run is a line of OUT/learning.jsonl as soon as it has ended; the same command goes on where it was
 stopped. The rate of a row (of the logistic regression: its C) is the best on the last fifth of the training
 samples with seed 0; "!" marks one at the end of the choice. All seeds are then trained at that rate on all
 training samples and judged by the test samples. Times are those of the processor, of one thread, for a batch
@@ -11,9 +11,9 @@ of 64 and the whole model. ``--ablations`` changes one thing of the block a row;
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
+import json
 import math
 import statistics
 import sys
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -66,8 +66,7 @@ class Task:
 
 def patches(images: Tensor, side: int) -> Tensor:
     """Images (B, C, H, W) with values in [0, 1] -> (B, N, C side^2) in [-1, 1], row by row."""
-    cut = images.unfold(2, side, side).unfold(3, side, side)  # (B, C, rows, columns, side, side)
-    return 2 * cut.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2) - 1
+    return 2 * F.unfold(images, side, stride=side).mT - 1
 
 
 def image_task(train: Samples, test: Samples, side: int, classes: int, epochs: int) -> Task:
@@ -80,10 +79,8 @@ def image_task(train: Samples, test: Samples, side: int, classes: int, epochs: i
 
 def split_digits() -> tuple[Samples, Samples]:
     data: Any = load_digits()
-    images, labels = (
-        torch.from_numpy(data.images).float()[:, None] / 16,
-        torch.from_numpy(data.target),
-    )
+    images, labels = torch.from_numpy(data.images).float(), torch.from_numpy(data.target)
+    images = images[:, None] / 16
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:1437], order[1437:]
     return (images[train], labels[train]), (images[test], labels[test])
@@ -221,16 +218,8 @@ def changed(d: int, h: int, change: Callable[[Any], object]) -> nn.Module:
     return made
 
 
-def _peaked(block: Any) -> None:
-    block.energy.attention.query.weight *= 10.0
-
-
-def _no_score_norm(block: Any) -> None:
+def no_score_norm(block: Any) -> None:
     block.energy.attention.score_norm = None
-
-
-def _fixed_temperature(block: Any) -> None:
-    block.energy.attention.temperatures.raw.requires_grad_(False)
 
 
 Build = Callable[[int, int, int], nn.Module]  # tokens N, dim, heads -> one layer
@@ -253,9 +242,13 @@ ROWS: dict[str, Build | None] = {
 }
 ABLATIONS: dict[str, Build | None] = {
     "first step": lambda n, d, h: FirstStep(d, h),
-    "no norm of q, k": lambda n, d, h: changed(d, h, _no_score_norm),
-    "peaked start": lambda n, d, h: changed(d, h, _peaked),
-    "fixed temperature": lambda n, d, h: changed(d, h, _fixed_temperature),
+    "no norm of q, k": lambda n, d, h: changed(d, h, no_score_norm),
+    "peaked start": lambda n, d, h: changed(
+        d, h, lambda b: b.energy.attention.query.weight.mul_(10)
+    ),
+    "fixed temperature": lambda n, d, h: changed(
+        d, h, lambda b: b.energy.attention.temperatures.raw.requires_grad_(False)
+    ),
     "unbounded": lambda n, d, h: changed(d, h, remove_norm),
     "curvature .1 .8": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.1, 0.8)),
     "curvature .8 .1": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.8, 0.1)),
@@ -409,48 +402,36 @@ def merit(found: dict[str, Any]) -> tuple[float, float]:
 
 
 class Kept:
-    """The CSV file: a line a run, added as soon as the run has ended."""
+    """The file of results: a line a run, added as soon as the run has ended."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.done = path, Results()
         path.parent.mkdir(parents=True, exist_ok=True)
-        numbers = {"limit": int, "layers": int, "epochs": int, "rate": float, "seed": int}
-        if path.exists():
-            with path.open(newline="") as file:
-                for line in csv.DictReader(file):
-                    names = [field.name for field in dataclasses.fields(Run)]
-                    run = Run(**{name: numbers.get(name, str)(line.pop(name)) for name in names})
-                    status = line.pop("status")
-                    self.done[run] = {"status": status} | {
-                        k: float(v or "nan") for k, v in line.items()
-                    }
+        for line in path.read_text().splitlines() if path.exists() else ():
+            run, found = json.loads(line)
+            self.done[Run(**run)] = found
 
     def get(self, run: Run) -> dict[str, Any]:
         if run not in self.done:
             self.done[run] = perform(run)
-            new = not self.path.exists()
-            with self.path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Run)] + RESULTS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(dataclasses.asdict(run) | self.done[run])
+            with self.path.open("a") as file:
+                file.write(json.dumps([dataclasses.asdict(run), self.done[run]]) + "\n")
             print(f"{run}: {self.done[run]}", file=sys.stderr)
         return self.done[run]
 
 
-RESULTS = [
-    "status", "parameters", "train_accuracy", "accuracy", "loss", "seconds", "evaluations",
-    "converged (worst epoch)", "adjoint converged (worst epoch)",
-]  # fmt: skip
+MEASURES = (
+    "parameters", "train_accuracy", "seconds", "evaluations", "converged (worst epoch)",
+    "adjoint converged (worst epoch)",
+)  # fmt: skip
 
 
 def line(setting: Run, rates: tuple[float, ...], seeds: int, kept: Kept) -> dict[str, Any]:
     """A row of the table: the rate chosen, then all seeds at that rate."""
     rate = rates[0]
     if len(rates) > 1:
-        tried = {
-            r: kept.get(dataclasses.replace(setting, part="validation", rate=r)) for r in rates
-        }
+        setting = dataclasses.replace(setting, part="validation")
+        tried = {r: kept.get(dataclasses.replace(setting, rate=r)) for r in rates}
         rate = max(rates, key=lambda r: merit(tried[r]))
     at_end = "!" if len(rates) > 1 and rate in (min(rates), max(rates)) else ""
     runs = [dataclasses.replace(setting, part="test", rate=rate, seed=s) for s in range(seeds)]
@@ -462,9 +443,9 @@ def line(setting: Run, rates: tuple[float, ...], seeds: int, kept: Kept) -> dict
         scores = [100 * each["accuracy"] for each in good]
         shown |= {"test %": f"{statistics.fmean(scores):.1f}"}
         shown |= {"least": f"{min(scores):.1f}", "greatest": f"{max(scores):.1f}"}
-        for name in RESULTS[1:]:
+        for name in MEASURES:
             values = [each.get(name, math.nan) for each in good]
-            if name not in ("accuracy", "loss") and not all(map(math.isnan, values)):
+            if not all(map(math.isnan, values)):
                 shown[name] = round(statistics.fmean(values), 4)
     return shown
 
@@ -511,11 +492,9 @@ def plan(
 
 
 def main(
-    tasks: tuple[Literal["digits", "mnist", "cifar10", "recall", "same-different"], ...] = (
-        "digits", "mnist", "cifar10", "recall", "same-different",
-    ),
+    tasks: tuple[str, ...] = tuple(TASKS),
     rows: tuple[str, ...] = tuple(ROWS),
-    readouts: tuple[Literal["mean", "class", "query"], ...] = ("mean", "class", "query"),
+    readouts: tuple[str, ...] = ("mean", "class", "query"),
     layers: tuple[int, ...] = (1,),
     seeds: int = 3,
     epochs: int | None = None,
@@ -524,15 +503,17 @@ def main(
     out: Path = Path("runs/learning"),
     ablations: bool = False,
     cost: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """What layers learn between the same embedding and readout.
 
     Args:
+        tasks: digits, mnist, cifar10, recall, same-different.
         rows: layers to compare; see the file for their names.
+        readouts: mean, class, query.
         layers: numbers of layers.
         epochs: instead of the task's own.
         limit: most training samples.
-        out: folder of learning.csv.
+        out: folder of learning.jsonl.
         ablations: the block with one thing changed, at the rate 6e-3, in place of the rows.
         cost: only time the block beside an encoder layer.
     """
@@ -547,16 +528,10 @@ def main(
                 here[name] = task_of(name, limit)
             except (OSError, ImportError) as error:
                 print(f"{name} left out: {error}", file=sys.stderr)
-        kept = Kept(out / "learning.csv")
+        kept = Kept(out / "learning.jsonl")
         chosen, rates = (list(ABLATIONS), (6e-3,)) if ablations else (list(rows), rates)
-        if unknown := set(chosen) - {*ROWS, *ABLATIONS}:
-            raise SystemExit(
-                f"error: --rows must be of {', '.join(ROWS)}, got {', '.join(unknown)}"
-            )
         found = [
-            line(run, PENALTIES, 1, kept)
-            if run.row == "logistic"
-            else line(run, rates, seeds, kept)
+            line(run, *((PENALTIES, 1) if run.row == "logistic" else (rates, seeds)), kept)
             for run in plan(here, chosen, readouts, layers, epochs, limit)
         ]
     print(table(found))

@@ -1,6 +1,6 @@
 """Other people's problems: ours, torchdeq's and scipy's solvers on 70 of them, in one run.
 
-    python benchmarks/other_problems.py [--rows]
+    python benchmarks/other_problems.py
 
 17 maps ``z = f(z)``, 20 systems ``F = 0`` posed as ``z = z - F(z)``, 33 minimisers posed as
 ``z = z - gradient`` (``tests/problems/collections/``), each from its published start, in float64.
@@ -17,10 +17,10 @@ A ratio is the evaluations of a method over those of our default, median over th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,6 @@ from problems.collections.maps import MAPS
 from problems.collections.minimisers import MINIMISERS
 from problems.collections.systems import SYSTEMS
 
-FAILURES: list[str] = []
 Method = Callable[[Collected], float]
 KINDS = {"maps": MAPS, "systems": SYSTEMS, "minimisers": MINIMISERS}
 OURS: dict[str, solvers.Solver | None] = {
@@ -99,12 +98,8 @@ def peer(solve: Callable[[Counter, Collected], Any]) -> Method:
 
     def evaluations(problem: Collected) -> float:
         counter = Counter(problem)
-        try:
+        with contextlib.suppress(Exception):  # a peer's own failure counts as not solved
             solve(counter, problem)
-        except Enough:
-            pass
-        except Exception as error:  # a peer's own failure; said below the table
-            FAILURES.append(f"{problem.kind} {problem.name}: {type(error).__name__}: {error}")
         return counter.reached
 
     return evaluations
@@ -144,20 +139,19 @@ MINIMISING: dict[str, Method] = {
 }
 
 
-def ours(solver: solvers.Solver | None, seen: list[tuple[Collected, solvers.Solution]]) -> Method:
-    """Evaluations of one of our solvers; the solutions are kept in ``seen``."""
+def ours(solver: solvers.Solver | None) -> Method:
+    """Evaluations of one of our solvers."""
 
     def evaluations(problem: Collected) -> float:
         solution = run(problem, solver)
-        seen.append((problem, solution))
         return float(solution.evaluations) if solved(problem, solution.value) else math.inf
 
     return evaluations
 
 
-def methods(kind: str, seen: list[tuple[Collected, solvers.Solution]]) -> dict[str, Method]:
+def methods(kind: str) -> dict[str, Method]:
     """The columns of a kind: those that minimise an energy need one."""
-    own = {n: ours(s, seen) for n, s in OURS.items() if kind == "minimisers" or "LBFGS" not in n}
+    own = {n: ours(s) for n, s in OURS.items() if kind == "minimisers" or "LBFGS" not in n}
     return own | PEERS | (MINIMISING if kind == "minimisers" else {})
 
 
@@ -168,67 +162,25 @@ def summary(counts: dict[str, list[float]]) -> list[dict[str, Any]]:
     for name, values in counts.items():
         pairs = zip(values, reference, strict=True)
         ratios = [v / r for v, r in pairs if math.isfinite(v) and math.isfinite(r)]
-        rows.append(
-            {
-                "method": name,
-                "solved": sum(math.isfinite(value) for value in values),
-                "median evaluations / ours": statistics.median(ratios) if ratios else math.nan,
-            }
-        )
+        row = {"method": name, "solved": sum(math.isfinite(value) for value in values)}
+        middle = statistics.median(ratios) if ratios else math.nan
+        rows.append(row | {"median evaluations / ours": middle})
     return rows
-
-
-def honesty(seen: list[tuple[Collected, solvers.Solution]]) -> str:
-    """How often our statuses were wrong, over all our solvers."""
-    converged = [(p, s) for p, s in seen if bool(s.converged.all())]
-    false = [p.name for p, s in converged if not solved(p, s.value)]
-    stuck = [
-        p.name
-        for p, s in seen
-        if solvers.Status(int(s.status)) == solvers.Status.STALLED and torch.equal(s.value, p.z0)
-    ]
-    return (
-        f"CONVERGED in {len(converged)} of {len(seen)} solves of ours, false in {len(false)} {false}; "
-        f"STALLED at the start in {len(stuck)} {stuck}"
-    )
-
-
-def compare(kind: str, rows: bool) -> None:
-    """Print the comparison on the problems of one kind."""
-    seen: list[tuple[Collected, solvers.Solution]] = []
-    problems, columns = KINDS[kind], methods(kind, seen)
-    counts = {name: [method(problem) for problem in problems] for name, method in columns.items()}
-    if rows:
-        print(f"\n{kind}: evaluations\n")
-        print(
-            table(
-                [
-                    {"problem": p.name, "n": p.dim}
-                    | {name: values[i] for name, values in counts.items()}
-                    for i, p in enumerate(problems)
-                ]
-            )
-        )
-    print(f"\n{len(problems)} {kind}\n\n{table(summary(counts))}\n\n{honesty(seen)}")
-    missed = [
-        p.name for p, v in zip(problems, counts["ours, default"], strict=True) if v == math.inf
-    ]
-    print(f"not solved by our default: {', '.join(missed) or 'none'}")
 
 
 def main(
     kinds: tuple[Literal["maps", "systems", "minimisers"], ...] = ("maps", "systems", "minimisers"),
-    rows: bool = False,
 ) -> None:
-    """Ours, torchdeq's and scipy's solvers on other people's problems; ``rows`` prints every problem."""
+    """Ours, torchdeq's and scipy's solvers on other people's problems."""
     torch.set_num_threads(2)
     warnings.simplefilter("ignore")
-    start = time.perf_counter()
     for kind in kinds:
-        compare(kind, rows)
-    print(f"\npeers that raised: {len(FAILURES)}")
-    print("\n".join(f"- {line[:110]}" for line in FAILURES))
-    print(f"{time.perf_counter() - start:.0f} s")
+        problems = KINDS[kind]
+        counts = {n: [method(each) for each in problems] for n, method in methods(kind).items()}
+        print(f"\n{len(problems)} {kind}\n\n{table(summary(counts))}")
+        pairs = zip(problems, counts["ours, default"], strict=True)
+        missed = [problem.name for problem, number in pairs if number == math.inf]
+        print(f"not solved by our default: {', '.join(missed) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -17,23 +17,99 @@ from typing import Any
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torchdeq.core import get_deq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.compiled import MeanFieldUpdate
-from benchmarks.layers import B, MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
-from implicit_attn import DEQ
+from implicit_attn import DEQ, Update
 
+B, N, D = 64, 17, 10
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 # What every contestant of the training step must reach: true residual, gradient error.
 TARGETS = ((1e-4, 1e-3), (1e-6, 1e-5))
 TOLERANCES = [10 ** (-k / 2) for k in range(4, 17)]
 Pair = tuple[float, float]  # of the forward and of the backward solve
 Ladder = Sequence[float]  # of tolerances, the loosest first
+
+
+class MeanField(nn.Module):
+    """``z = J z - ffn(z) + x`` with symmetric couplings without self-coupling; Bal (2021)."""
+
+    def __init__(
+        self, scale: float = 1.0, seed: int = 0, samples: int = B, masked: bool = False
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.raw = nn.Parameter(scale * torch.randn(N * D, N * D) / (N * D * D) ** 0.5)
+        self.first, self.second = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        blocks = torch.kron(1 - torch.eye(N), torch.ones(D, D))
+        self.blocks: Tensor
+        self.register_buffer("blocks", blocks)
+        self.x = torch.randn(samples, N, D)
+        self.cotangent = torch.randn(samples, N, D)
+        self.mask = None
+        if masked:  # a quarter of the tokens, others in each sample
+            self.mask = torch.rand(samples, N).argsort(1) >= N // 4
+
+    def couplings(self) -> Tensor:
+        return (self.raw + self.raw.mT) / 2 * self.blocks
+
+    def update(self, z: Tensor, x: Tensor, couplings: Tensor, mask: Tensor | None = None) -> Tensor:
+        field = F.linear(z.reshape(len(z), -1), couplings).view_as(z)
+        updated = field - self.second(F.gelu(self.first(z))) + x
+        return updated if mask is None else updated.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+    def exact(self) -> tuple[Tensor, list[Tensor]]:
+        """Fixed point and gradients of <cotangent, z> by a dense float64 solve."""
+        self.double()
+        couplings = self.couplings()
+        x, cotangent = self.x.double(), self.cotangent.double()
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):  # Newton
+                jacobian = self._jacobian(z, couplings)
+                residual = self.update(z, x, couplings, self.mask) - z
+                unit = torch.eye(N * D, dtype=z.dtype)
+                z = z + solve_each(unit - jacobian, residual.flatten(1)).view_as(z)
+        jacobian = self._jacobian(z, couplings)
+        unit = torch.eye(N * D, dtype=z.dtype)
+        u = solve_each((unit - jacobian).mT, cotangent.flatten(1)).view_as(z)
+        loss = (self.update(z, x, couplings, self.mask) * u.detach()).sum()
+        gradients = torch.autograd.grad(loss, list(self.parameters()))
+        self.float()
+        return z, [g.detach() for g in gradients]
+
+    def _jacobian(self, z: Tensor, couplings: Tensor) -> Tensor:
+        def one(state: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+            return self.update(state.view(1, N, D), x[None], couplings, mask[None]).flatten()
+
+        mask = torch.ones(z.shape[:2], dtype=torch.bool) if self.mask is None else self.mask
+        each = torch.func.vmap(torch.func.jacrev(one))
+        return each(z.flatten(1), self.x.to(z.dtype), mask).detach()
+
+
+def solve_each(matrices: Tensor, right: Tensor) -> Tensor:
+    """Dense solves one by one: batched LU of large matrices breaks after ``set_num_threads(2)``."""
+    pairs = zip(matrices, right, strict=True)
+    return torch.stack([torch.linalg.solve(matrix, vector) for matrix, vector in pairs])
+
+
+class MeanFieldUpdate(Update):
+    """The benchmark's layer as an update, its couplings computed from their weights."""
+
+    def __init__(self, layer: MeanField) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self.layer.update(z, x, self.layer.couplings())
+
+    def initial(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
 
 
 def theirs(solver: str, tolerances: Pair, most: int) -> Any:

@@ -26,9 +26,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.jax_peers.protocol import ROOT, Arrays, Worker
-from benchmarks.layers import MeanField
 from benchmarks.measure import table
-from benchmarks.step import TARGETS, TOLERANCES, Pair, errors, loosest
+from benchmarks.step import TARGETS, TOLERANCES, MeanField, Pair, errors, loosest
 
 PROGRAMS = "benchmarks.jax_peers.ours", "benchmarks.jax_peers.theirs"
 VARIABLE = "IMPLICIT_ATTN_JAX_PYTHON"
@@ -104,20 +103,13 @@ def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for each in entries:
         tenths = statistics.quantiles(each.seconds, n=10)
-        found.append(
-            {
-                "contestant": each.name if each.meets else f"{each.name} (target missed)",
-                "tolerances": "{:.1e}, {:.1e}".format(*each.tolerances),
-                "residual": each.reached[0],
-                "gradient error": each.reached[1],
-                "f": each.calls[0],
-                "vjp": each.calls[1],
-                "ms": 1e3 * each.median,
-                "10 to 90 %": f"{1e3 * tenths[0]:.3g}-{1e3 * tenths[-1]:.3g}",
-                f"/ {BAR}": "" if bar is None else each.median / bar,
-                f"/ best {LIBRARY}": each.median / min(libraries) if libraries else "",
-            }
-        )
+        row: dict[str, Any] = {"contestant": each.name + " (target missed)" * (not each.meets)}
+        row["tolerances"] = "{:.1e}, {:.1e}".format(*each.tolerances)
+        row |= {"residual": each.reached[0], "gradient error": each.reached[1]}
+        row |= {"f": each.calls[0], "vjp": each.calls[1], "ms": 1e3 * each.median}
+        row["10 to 90 %"] = f"{1e3 * tenths[0]:.3g}-{1e3 * tenths[-1]:.3g}"
+        row[f"/ {BAR}"] = "" if bar is None else each.median / bar
+        found.append(row | {f"/ best {LIBRARY}": each.median / min(libraries) if libraries else ""})
     return found
 
 
@@ -149,11 +141,6 @@ def python_with_jax(given: Path | None) -> Path:
     return path
 
 
-def load_of_machine() -> str:
-    """How many processes run or want to, on average of the last minute."""
-    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
-
-
 def main(
     rounds: int = 30,
     couplings: tuple[float, ...] = (1.0, 2.0),
@@ -182,10 +169,9 @@ def main(
     ):
         versions = ours.versions | theirs.versions
         print(", ".join(f"{name} {each}" for name, each in versions.items()))
-        print(f"{threads} threads each; load before: {load_of_machine()}")
+        print(f"{threads} threads each")
         for scale in couplings:
             compare((ours, theirs), scale, rounds, pause)
-    print(f"\nload after: {load_of_machine()}")
 
 
 if __name__ == "__main__":

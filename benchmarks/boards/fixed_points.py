@@ -21,7 +21,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +41,6 @@ from implicit_attn.weights import weights_file
 Boards = tuple[Tensor, Tensor]  # puzzles and solutions
 CHUNK = 40  # boards at once
 GUESSES = (0, 1, 2, 4, 8)
-
-
-@dataclass(kw_only=True)
-class Options:
-    """A board solver at its fixed points."""
-
-    weights: str = "sudoku-solver"
-    """of the solver"""
-    hard: Path | None = None
-    """boards of hard_boards.py"""
-    boards: int = 200
-    """of each kind"""
-    answers: int = 2000
-    """boards that solve is to answer"""
-    longest: int = 64
-    """times the iterations of training"""
-    seed: int = 0
-    """of the boards"""
 
 
 def chunks(call: Callable[[Tensor], Any], puzzles: Tensor) -> list[Any]:
@@ -125,12 +106,8 @@ def answered(name: str, model: BoardSolver, boards: Boards) -> list[dict[str, An
     logits = torch.cat(chunks(model, boards[0]))
     sure = logits.softmax(-1).amax(-1).masked_fill(boards[0] > 0, 1.0).amin(1)
     good = right(logits.argmax(-1) + 1, boards)
-    row = {
-        "boards": name,
-        "number": len(good),
-        "solved": percent(good),
-        "evaluations": model.iterations,
-    }
+    row = {"boards": name, "number": len(good), "solved": percent(good)}
+    row["evaluations"] = model.iterations
     for least in (0.9, 0.99, 0.999):
         said = sure > least
         rows.append({**row, "answered where": f"largest softmax > {least}", "answered": percent(said),
@@ -179,56 +156,66 @@ def adaptive(name: str, model: BoardSolver, boards: Boards, solved: Tensor) -> l
     return rows
 
 
-@torch.no_grad()
-def run(model: BoardSolver, options: Options) -> None:
-    few, mixed = (
-        load_sudoku(9000, max(options.boards, options.answers), more=more, seed=options.seed)
-        for more in (0, None)
-    )
-    sets = {
-        "17 givens": (few.test_puzzles, few.test_solutions),
-        "17 to 34": (mixed.test_puzzles, mixed.test_solutions),
-    }
-    number, trained = options.boards, model.iterations
-    part = {name: (p[:number], s[:number]) for name, (p, s) in sets.items()}
-    if options.hard is not None:
-        puzzles, solutions = read_list(options.hard)
-        chosen = torch.linspace(0, len(puzzles) - 1, min(number, len(puzzles))).round().long()
-        part["extreme-like"] = puzzles[chosen], solutions[chosen]
-    print(f"{few.name}, {sum(each.numel() for each in model.parameters()):,} parameters\n")
-    solved = {
-        name: trajectories(model, each, options.longest * trained) for name, each in part.items()
-    }
-    rows = [curve(name, each, trained) for name, each in solved.items()]
-    hard = [name for name in part if name != "17 to 34"]
-    chooser = random.Random(options.seed)
-    scores = [score(each, chooser) for name in hard for each in part[name][0].tolist()]
-    guesses = torch.tensor(scores).expm1().round()
-    together = torch.cat([solved[name] for name in hard], 1)
-    for name, chosen in bins(guesses).items():
-        if chosen.any():
-            rows.append(
-                curve(f"{' and '.join(hard)}: {name} guesses", together[:, chosen], trained)
-            )
-    show(rows)
-    show(kept(model, part["17 givens"], 8 * trained))
-    show([row for name, each in part.items() for row in adaptive(name, model, each, solved[name])])
-    show([guessed(name, model, each) for name, each in part.items()])
-    asked = {name: (p[: options.answers], s[: options.answers]) for name, (p, s) in sets.items()}
-    asked |= {name: each for name, each in part.items() if name not in asked}
-    show([row for name, each in asked.items() for row in answered(name, model, each)])
-
-
 def show(rows: list[dict[str, Any]]) -> None:
     print(table(rows), flush=True)
     print(flush=True)
 
 
-def main(options: tyro.conf.OmitArgPrefixes[Options]) -> None:
-    model, _ = load_model(weights_file(options.weights))
+@torch.no_grad()
+def main(
+    weights: str = "sudoku-solver",
+    hard: Path | None = None,
+    boards: int = 200,
+    answers: int = 2000,
+    longest: int = 64,
+    seed: int = 0,
+) -> None:
+    """A board solver at its fixed points.
+
+    Args:
+        weights: of the solver.
+        hard: boards of hard_boards.py.
+        boards: of each kind.
+        answers: boards that solve is to answer.
+        longest: times the iterations of training.
+        seed: of the boards.
+    """
+    model, _ = load_model(weights_file(weights))
     if not isinstance(model, BoardSolver):
         raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
-    run(model.eval(), options)
+    model.eval()
+    few, mixed = (
+        load_sudoku(9000, max(boards, answers), more=more, seed=seed) for more in (0, None)
+    )
+    sets = {
+        "17 givens": (few.test_puzzles, few.test_solutions),
+        "17 to 34": (mixed.test_puzzles, mixed.test_solutions),
+    }
+    trained = model.iterations
+    part = {name: (p[:boards], s[:boards]) for name, (p, s) in sets.items()}
+    if hard is not None:
+        puzzles, solutions = read_list(hard)
+        chosen = torch.linspace(0, len(puzzles) - 1, min(boards, len(puzzles))).round().long()
+        part["extreme-like"] = puzzles[chosen], solutions[chosen]
+    print(f"{few.name}, {sum(each.numel() for each in model.parameters()):,} parameters\n")
+    solved = {name: trajectories(model, each, longest * trained) for name, each in part.items()}
+    rows = [curve(name, each, trained) for name, each in solved.items()]
+    names = [name for name in part if name != "17 to 34"]
+    chooser = random.Random(seed)
+    scores = [score(each, chooser) for name in names for each in part[name][0].tolist()]
+    guesses = torch.tensor(scores).expm1().round()
+    together = torch.cat([solved[name] for name in names], 1)
+    for name, chosen in bins(guesses).items():
+        if chosen.any():
+            title = f"{' and '.join(names)}: {name} guesses"
+            rows.append(curve(title, together[:, chosen], trained))
+    show(rows)
+    show(kept(model, part["17 givens"], 8 * trained))
+    show([row for name, each in part.items() for row in adaptive(name, model, each, solved[name])])
+    show([guessed(name, model, each) for name, each in part.items()])
+    asked = {name: (p[:answers], s[:answers]) for name, (p, s) in sets.items()}
+    asked |= {name: each for name, each in part.items() if name not in asked}
+    show([row for name, each in asked.items() for row in answered(name, model, each)])
 
 
 if __name__ == "__main__":

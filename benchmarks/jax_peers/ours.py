@@ -12,8 +12,7 @@ from torch.nn.utils import parametrize
 
 import solvers
 from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
-from benchmarks.layers import MeanField
-from benchmarks.step import Ours, Pair, account
+from benchmarks.step import MeanField, Ours, Pair, account
 from implicit_attn import DEQ
 
 # The library has a compiled solve where DEQ has more than torch's own nn.Module.compile.

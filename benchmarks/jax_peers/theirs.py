@@ -1,6 +1,6 @@
 """Answers for the contestants in JAX: ``benchmarks/vs_jax.py`` starts it in the environment of JAX.
 
-The map of ``benchmarks/layers.py``'s MeanField, loops jitted by hand, and the solvers of jaxopt and
+The map of ``benchmarks/step.py``'s MeanField, loops jitted by hand, and the solvers of jaxopt and
 optimistix, each with the settings that were fastest here. What is written by hand is for XLA on CPUs:
 samples in the last dimension (D, N, B), where the map takes 0.6 of the time of the layout (B, N, D); a ring
 of differences that is updated in place; small systems solved by a Cholesky factorisation unrolled over

@@ -60,7 +60,7 @@ def test_tables_of_a_solver_at_its_fixed_points(
     save_checkpoint(path, build_model(specification), progress=progress)
     hard_boards.main(boards=2, rounds=0, out=hard)
     sizes: Any = {"boards": 2, "answers": 2, "longest": 8}
-    fixed_points.main(fixed_points.Options(weights=str(path), hard=hard, **sizes))
+    fixed_points.main(str(path), hard, **sizes)
     text = capsys.readouterr().out
     assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
     assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text

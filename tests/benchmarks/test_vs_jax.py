@@ -16,7 +16,7 @@ import torch
 from benchmarks import vs_jax
 from benchmarks.jax_peers import ours
 from benchmarks.jax_peers.protocol import Worker, WorkerError
-from benchmarks.layers import MeanField
+from benchmarks.step import MeanField
 
 TOLERANCES = 1e-2, 1e-3
 TIGHT = 1e-6, 1e-6  # float32 reaches 1e-7 on some processors only
