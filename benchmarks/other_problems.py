@@ -3,7 +3,7 @@
     python benchmarks/other_problems.py
 
 17 maps ``z = f(z)``, 20 systems ``F = 0`` posed as ``z = z - F(z)``, 33 minimisers posed as
-``z = z - gradient`` (``tests/problems/collections/``), each from its published start, in float64.
+``z = z - gradient`` (``tests/problems/collected.py``), each from its published start, in float64.
 
 One criterion for every method: a problem is solved where ``|f(z) - z| <= 1e-6 max(1, |z|)``, recomputed
 by us, after at most 500 evaluations. An evaluation is one call of f, or of an energy with its
@@ -38,10 +38,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the problems live with the te
 
 import solvers
 from benchmarks.measure import table
-from problems.collections.collected import BUDGET, ROUNDING, TOLERANCE, Collected, run, solved
-from problems.collections.maps import MAPS
-from problems.collections.minimisers import MINIMISERS
-from problems.collections.systems import SYSTEMS
+from problems.collected import (
+    BUDGET,
+    MAPS,
+    MINIMISERS,
+    ROUNDING,
+    SYSTEMS,
+    TOLERANCE,
+    Collected,
+    run,
+    solved,
+)
 
 Method = Callable[[Collected], float]
 KINDS = {"maps": MAPS, "systems": SYSTEMS, "minimisers": MINIMISERS}

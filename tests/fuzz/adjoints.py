@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from fuzz.cases import Draw
-from fuzz.invariants import Call, valid
+from fuzz.cases import Call, Draw, valid
 
 TIGHT = solvers.Tolerance(1e-11)
 

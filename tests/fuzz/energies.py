@@ -10,8 +10,7 @@ from torch import Tensor
 
 import solvers
 from cases.energies import COUNT, ENERGIES, MEMORIES, NORMS, EnergyCase
-from fuzz.cases import Draw
-from fuzz.invariants import valid
+from fuzz.cases import Draw, valid
 from implicit_attn import DEQ
 from implicit_attn.energies import (
     Energy,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cases.triton import Case, Problem, dense, problem_of
-from fuzz.cases import Draw
-from fuzz.invariants import valid
+from fuzz.cases import Draw, valid
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import solvers
-from fuzz.cases import DTYPES, Draw
-from fuzz.invariants import norms, valid
+from fuzz.cases import DTYPES, Draw, norms, valid
 from solvers import Status
 
 MATRICES = (

@@ -15,8 +15,11 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
 
 import solvers.adjoints.implicit as implicit  # noqa: E402
 from fuzz import run  # noqa: E402
-from fuzz.cases import Draw, run_case  # noqa: E402
-from fuzz.invariants import Call  # noqa: E402
+from fuzz.cases import (  # noqa: E402
+    Call,
+    Draw,
+    run_case,
+)
 from fuzz.run import FAMILIES  # noqa: E402
 from implicit_attn.kernels.bi_softmax import reference  # noqa: E402
 from solvers.core.loop import Loop  # noqa: E402

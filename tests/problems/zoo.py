@@ -16,25 +16,23 @@ from functools import cache, partial
 
 import torch
 
-from problems import attention, energies, layers, linear, maps, pathological, systems
+from problems import energies, linear, maps, pathological, systems
 from problems.problem import Build, ZooProblem, cast, residual_norms, rows, scaled
 
 __all__ = ["ENERGY", "LINEAR", "NONLINEAR", "PATHOLOGICAL", "PROBLEMS", "SOLVABLE", "ZooProblem",
            "make", "residual_norms", "rows", "scaled"]  # fmt: skip
 
-_ATTENTION = attention.BUILDS
 LINEAR = list(linear.BUILDS)
+ENERGY = [name for name in energies.BUILDS if name.startswith("energy_")]
 NONLINEAR = [
     *maps.BUILDS,
-    *layers.BUILDS,
     *systems.BUILDS,
-    *(name for name in _ATTENTION if not name.startswith("energy_")),
+    *(name for name in energies.BUILDS if name not in ENERGY),
 ]
-ENERGY = [*energies.BUILDS, *(name for name in _ATTENTION if name.startswith("energy_"))]
 PATHOLOGICAL = list(pathological.BUILDS)
 
 _BUILDS: dict[str, Build] = {}
-for _family in (linear, maps, layers, systems, attention, energies, pathological):
+for _family in (linear, maps, systems, energies, pathological):
     _BUILDS |= _family.BUILDS
 
 

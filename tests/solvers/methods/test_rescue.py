@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from cases.solves import Counter
-from problems.collections.collected import run, solved
-from problems.collections.systems import SYSTEMS
+from problems.collected import SYSTEMS, run, solved
 from problems.zoo import make
 from solvers import LBFGS, Anderson, Descent, Forward, Progress, Solution, Status, fixed_point
 

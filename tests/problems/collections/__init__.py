@@ -1,3 +1,0 @@
-"""Problems of other people's collections, in their own words: neither rescaled nor reordered."""
-
-from __future__ import annotations
