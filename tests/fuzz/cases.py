@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import solvers
-from fuzz.cases import Draw
 
 Choice = TypeVar("Choice")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,9 @@
-"""Random fixed-point problems, and what must hold of their solutions: residuals, statuses, counts, independence."""
+"""Random fixed-point problems, and what must hold of their solutions: residuals, statuses, counts.
+
+A map works on vectors z (B, D) with parameters ``s`` (B, 1), ``b`` (B, D) of each sample and a matrix
+``w`` (D, D) of all, in any dtype. ``terms`` are the magnitudes that its rounding errors are relative
+to: in a dtype of unit ``eps`` an evaluation is off by at most about ``(D + 8) eps terms``.
+"""
 
 from __future__ import annotations
 
