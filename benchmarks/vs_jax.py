@@ -46,7 +46,6 @@ class Entry:
     tolerances: Pair
     reached: tuple[float, float]  # true residual, gradient error
     meets: bool
-    calls: tuple[int, int] = (0, 0)  # of f, vector-Jacobian products
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -79,7 +78,7 @@ def enter(
         lambda pair: problem.errors(worker, name, pair), target, ladder, ladder
     )
     meets = all(got <= wanted for got, wanted in zip(reached, target, strict=True))
-    return Entry(name, worker, chosen, reached, meets, worker.ask("count", name, *chosen))
+    return Entry(name, worker, chosen, reached, meets)
 
 
 def race(entries: Sequence[Entry], rounds: int, pause: float) -> None:
@@ -106,7 +105,7 @@ def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"contestant": each.name + " (target missed)" * (not each.meets)}
         row["tolerances"] = "{:.1e}, {:.1e}".format(*each.tolerances)
         row |= {"residual": each.reached[0], "gradient error": each.reached[1]}
-        row |= {"f": each.calls[0], "vjp": each.calls[1], "ms": 1e3 * each.median}
+        row["ms"] = 1e3 * each.median
         row["10 to 90 %"] = f"{1e3 * tenths[0]:.3g}-{1e3 * tenths[-1]:.3g}"
         row[f"/ {BAR}"] = "" if bar is None else each.median / bar
         found.append(row | {f"/ best {LIBRARY}": each.median / min(libraries) if libraries else ""})

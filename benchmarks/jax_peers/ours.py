@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import solvers
 from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
-from benchmarks.step import MeanField, Ours, Pair, account
+from benchmarks.step import MeanField, Ours, Pair
 from implicit_attn import DEQ
 
 # The library has a compiled solve where DEQ has more than torch's own nn.Module.compile.
@@ -76,14 +76,6 @@ class Step:
             assert parameter.grad is not None
             found["raw" if name.startswith("parametrizations") else name] = parameter.grad.numpy()
         return found
-
-    def count(self, forward: float, backward: float) -> tuple[int, int]:
-        layer = getattr(self.contestant, "deq", None)
-        if layer is not None and layer._programs is not None:  # whose calls nobody sees
-            self.run(forward, backward)
-            report = layer.last.adjoint.solution
-            return int(layer.last.evaluations.max()), int(report.evaluations.max())
-        return account(self.layer, self.contestant, (forward, backward), repeats=1)[:2]
 
 
 MAKERS: dict[str, Callable[[MeanField], Step]] = {

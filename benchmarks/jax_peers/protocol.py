@@ -36,10 +36,6 @@ class Contestant(Protocol):
         """What ``run`` returned: "z" (B, N, D) and the gradients by the names of the parameters."""
         ...
 
-    def count(self, forward: float, backward: float) -> tuple[int, int]:
-        """Calls of f and vector-Jacobian products of a step."""
-        ...
-
 
 class WorkerError(RuntimeError):
     """A worker failed, died or did not answer in time; what it wrote is on the standard error."""
@@ -147,6 +143,5 @@ def timed(
 
 ACTIONS: dict[str, Callable[..., Any]] = {
     "step": lambda contestant, *tolerances: contestant.read(contestant.run(*tolerances)),
-    "count": lambda contestant, *tolerances: contestant.count(*tolerances),
     "time": timed,
 }

@@ -24,7 +24,6 @@ import lineax
 import numpy as np
 import optimistix
 from jax import Array, lax
-from jax.custom_derivatives import linear_call
 from jax.scipy.sparse.linalg import bicgstab
 from jaxopt.linear_solve import solve_bicgstab
 
@@ -331,7 +330,6 @@ LIBRARIES: dict[str, Callable[[Update], Solve]] = {
 
 PACKAGES = ("jax", "jaxopt", "optimistix", "lineax")
 MEMORY = 5
-CALLS = {"f": 0, "vjp": 0, "jvp": 0}
 MAKERS: dict[str, Callable[[Update], Solve]] = {
     "hand-jitted": lambda update: hand_implicit(update, MEMORY),
     "hand-jitted, first version": lambda update: partial(plain_implicit, update),
@@ -347,15 +345,9 @@ class Jitted:
 
     def __init__(self, make: Callable[[Update], Solve], arrays: Arrays, plain: bool) -> None:
         self.weights = tuple(jnp.asarray(arrays[name]) for name in WEIGHTS)
-        self.make, self.arrays, self.plain = make, arrays, plain
-        self.program, self.counting = self._compiled(False), self._compiled(True)
-
-    def _compiled(self, counted: bool) -> Callable[..., Any]:
-        """The step as a function of the tolerances, compiled at its first call."""
-        arrays, plain = self.arrays, self.plain
-        f = plain_update if plain else update
+        self.plain = plain
         to_map = plain_inner if plain else inner
-        solve = self.make(_counting(f) if counted else f)
+        solve = make(plain_update if plain else update)
         sites, dim = arrays["x"].shape[1:]
         blocks = jnp.asarray(arrays["blocks"])
         x, cotangent = (jnp.asarray(self._turned(arrays[name])) for name in ("x", "cotangent"))
@@ -369,7 +361,7 @@ class Jitted:
 
         # x and the cotangent are arguments: as constants the compiler would work on them beforehand.
         program = jax.jit(step)
-        return lambda *tolerances: program(self.weights, x, cotangent, *tolerances)
+        self.program = lambda *tolerances: program(self.weights, x, cotangent, *tolerances)
 
     def run(self, forward: float, backward: float) -> Any:
         return jax.block_until_ready(self.program(np.float32(forward), np.float32(backward)))
@@ -379,34 +371,9 @@ class Jitted:
         found = {n: np.asarray(g) for n, g in zip(WEIGHTS, gradients, strict=True)}
         return found | {"z": self._turned(np.asarray(z))}
 
-    def count(self, forward: float, backward: float) -> tuple[int, int]:
-        CALLS.update(f=0, vjp=0, jvp=0)
-        jax.block_until_ready(self.counting(np.float32(forward), np.float32(backward)))
-        jax.effects_barrier()
-        return CALLS["f"], CALLS["vjp"] + CALLS["jvp"]
-
     def _turned(self, array: Any) -> Any:
         """(B, N, D) to the order of the map, and back."""
         return array if self.plain else np.ascontiguousarray(array.transpose(2, 1, 0))
-
-
-def _counting(update: Update) -> Update:
-    """The update, which counts its calls and those of its derivative and of the transpose of that."""
-
-    def tick(name: str, z: Array) -> Array:
-        jax.debug.callback(lambda: CALLS.__setitem__(name, CALLS[name] + 1))
-        return z
-
-    @jax.custom_jvp
-    def counted(z: Array) -> Array:
-        return tick("f", z)
-
-    @counted.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        forward, transposed = (lambda _, t, name=name: tick(name, t) for name in ("jvp", "vjp"))
-        return tick("f", primals[0]), linear_call(forward, transposed, (), tangents[0])
-
-    return lambda z, weights, x: update(counted(z), weights, x)
 
 
 def load(arrays: Arrays) -> dict[str, Contestant]:

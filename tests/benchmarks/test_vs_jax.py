@@ -49,7 +49,7 @@ def test_a_contestant_that_fails_is_named(worker: Worker) -> None:
     """The worker goes on; one that dies, or never starts, is told."""
     with pytest.raises(WorkerError, match=r"fake: ArithmeticError: no pivot"):
         worker.ask("time", "fake raises", *TOLERANCES, 1, 0)
-    assert worker.ask("count", "fake good", *TOLERANCES) == (3, 4)
+    assert worker.ask("step", "fake good", *TOLERANCES)["weight"] == 1e-3
     with start("fake") as other, pytest.raises(WorkerError, match="ended with 7"):
         other.ask("load", PROBLEM)
         other.ask("time", "fake dies", *TOLERANCES, 1, 0)
@@ -89,14 +89,14 @@ def test_the_loosest_tolerances_that_meet_the_target_are_found(worker: Worker) -
     found = vs_jax.enter(measured, worker, "fake good", (1e-2, 1e-2), ladder)
     assert found.tolerances == (1e-3, 1e-4)
     assert found.reached == pytest.approx((1e-2, 2e-3))
-    assert found.meets and found.calls == (3, 4)
+    assert found.meets
     assert not vs_jax.enter(measured, worker, "fake good", (1e-6, 1e-2), ladder).meets
 
 
 def test_ratios_are_to_what_met_the_target(worker: Worker) -> None:
     times = {"ours": 6.0, "hand-jitted": 2.0, "jaxopt fast": 1.0, "jaxopt slow": 3.0}
     entries = [
-        vs_jax.Entry(name, worker, (1e-2, 1e-3), (0.0, 0.0), name != "jaxopt fast", (3, 4), [t] * 4)
+        vs_jax.Entry(name, worker, (1e-2, 1e-3), (0.0, 0.0), name != "jaxopt fast", [t] * 4)
         for name, t in times.items()
     ]
     found = {row["contestant"]: row for row in vs_jax.rows(entries)}
@@ -139,7 +139,6 @@ def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[st
     del contestants["ours, DEQ layer compiled"]  # minutes; DEQ.compile has its own tests
     for step in contestants.values():
         same(step.read(step.run(*TIGHT)), wanted)
-        assert min(step.count(1e-4, 1e-3)) > 3
 
 
 def test_every_contestant_in_jax_makes_the_same_step(
@@ -156,7 +155,6 @@ def test_every_contestant_in_jax_makes_the_same_step(
         assert vs_jax.BAR in worker.contestants
         for name in worker.contestants:
             same(worker.ask("step", name, *TIGHT), wanted)
-        assert min(worker.ask("count", vs_jax.BAR, *TIGHT)) > 3
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
