@@ -1,24 +1,39 @@
-"""Sums, weights, selections, plain functions, and energies that users write."""
+"""Sums, multiples and selections of energies, signatures of functions, and what mistakes raise."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from implicit_attn import DEQ
+from cases.energies import FAMILIES, EnergyCase, build, few_energies, tokens
+from implicit_attn import DEQ, GradientStep, Update
 from implicit_attn.energies import (
     BiSoftmaxAttention,
+    ClassicalHopfield,
+    DenseAssociative,
     Energy,
+    Field,
     FunctionEnergy,
+    GatedFeedForward,
+    Hopfield,
+    IdentityLagrangian,
+    LinearAttention,
     Quadratic,
     ReLUFeedForward,
+    Scaled,
+    ScoreAttention,
     SoftmaxAttention,
+    SoftmaxFeedForward,
     Sum,
     Weighted,
+    check_energy,
 )
+from implicit_attn.updates import FunctionUpdate
 
 
 @pytest.fixture
@@ -229,3 +244,290 @@ def test_an_inherited_gradient_of_another_energy_is_refused() -> None:
 
     z = torch.randn(2, 3, 4)
     torch.testing.assert_close(Tripled([Quadratic()]).grad(z), 3.0 * z)
+
+
+X = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(1))
+MASK = torch.ones(3, 4, dtype=torch.bool)
+MASK[:, 3:] = False
+
+
+class Well(Energy):
+    """``a/4 sum z^4 + 1/2 |z - x|^2``, without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return (0.25 * self.a * z**4 + 0.5 * (z - x) ** 2).flatten(1).sum(1)
+
+
+class Alone(Energy):
+    """Neither input nor mask."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return (0.25 * z**4).flatten(1).sum(1)
+
+
+class Names(Energy):
+    """Other names, and a mask by position."""
+
+    def forward(self, state: Tensor, inputs: Tensor, mask: Tensor | None) -> Tensor:
+        difference = state - inputs
+        if mask is not None:
+            difference = difference.masked_fill(~mask.unsqueeze(-1), 0.0)
+        return 0.5 * difference.square().flatten(1).sum(1)
+
+
+class Shrink(Update):
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(z) + x
+
+
+class Cosine(Update):
+    def forward(self, z: Tensor) -> Tensor:
+        return 0.5 * torch.cos(z)
+
+
+@pytest.mark.parametrize("factory", [Well, Alone, Names])
+def test_they_are_sound_alone_and_in_sums(factory: type[Energy]) -> None:
+    check_energy(factory(), X, X.flip(0), strict=True)
+    weighted = 0.5 * factory() + Quadratic().weighted(0.3) - 0.1 * Alone()
+    check_energy(weighted, X, X.flip(0), strict=True)
+    check_energy(factory().select("x"), X, {"x": X.flip(0)}, strict=True)
+    assert check_energy(Names(), X, X.flip(0), mask=MASK, strict=True).ok
+
+
+def test_in_layers_of_every_mode() -> None:
+    torch.manual_seed(0)  # not every random term can be descended with this damping
+    layer = DEQ(Well() + 0.2 * ReLUFeedForward(2, 3), max_steps=100)
+    expected = layer(X)
+    each = torch.func.vmap(lambda x: layer(x[None])[0])(X)
+    torch.testing.assert_close(each, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(layer.unrolled(60, damping=0.2)(X), expected, rtol=1e-3, atol=1e-4)
+    layer.compile(backend="eager")
+    torch.testing.assert_close(layer(X), expected, rtol=1e-3, atol=1e-4)
+    gradient = torch.compile(Well().grad, backend="eager", fullgraph=True)
+    torch.testing.assert_close(gradient(X, X), Well().grad(X, X))
+    z = DEQ(Shrink())(X)
+    torch.testing.assert_close(z, 0.5 * torch.tanh(z) + X, rtol=1e-3, atol=1e-3)
+    alone = DEQ(Cosine())(X)
+    torch.testing.assert_close(alone, torch.full_like(X, 0.450184), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "module", [Well(), Alone(), Well() + Quadratic(), 2 * Well(), Shrink(), Cosine()]
+)
+def test_a_mask_that_is_not_taken_raises(module: Any) -> None:
+    words = r"\.forward takes no mask, so masked tokens would influence it; .*\(3, 4\)"
+    with pytest.raises(ValueError, match=words):
+        DEQ(module)(X, MASK)
+    if isinstance(module, Energy):
+        for call in (module.value_and_grad, partial(module.hvp, X)):
+            with pytest.raises(ValueError, match=words):
+                call(X, X, mask=MASK)
+
+
+def test_signatures_that_nobody_could_call() -> None:
+    with pytest.raises(TypeError, match=r"Odd\.forward must be callable as f\(z\) or"):
+
+        class Odd(Energy):
+            def forward(self, z: Tensor, x: Tensor, temperature: float) -> Tensor:
+                return z.sum()
+
+    class Fine(Energy):
+        def forward(self, z: Tensor, *inputs: Any, rate: float = 0.5, **options: Any) -> Tensor:
+            assert not options and len(inputs) == 1
+            return rate * (z - inputs[0]).square().flatten(1).sum(1)
+
+    torch.testing.assert_close(Fine().grad(X, 0.5 * X), 0.5 * X)
+    assert isinstance(GradientStep(Fine()), Update)
+
+
+def by_name(z: Tensor, *, x: Tensor | None = None) -> Tensor:
+    return z.flatten(1).sum(1)
+
+
+def behind(z: Tensor, mask: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+    return z.flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("function", [by_name, behind, 3])
+def test_an_input_that_would_not_arrive_is_refused(function: Any) -> None:
+    """By position it would be taken for the mask; by name it would be left out."""
+    with pytest.raises(TypeError, match="must be callable"):
+        FunctionEnergy(function)
+
+
+def test_what_a_partial_function_holds_stays() -> None:
+    def energy(z: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        kept = 1.0 if mask is None else mask.unsqueeze(-1)
+        return ((z - x).square() * kept).flatten(1).sum(1)
+
+    masked, other = energy(X, X.flip(0), MASK), MASK.flip(1)
+    held = FunctionEnergy(partial(energy, mask=MASK))
+    torch.testing.assert_close(held(X, X.flip(0)), masked)
+    torch.testing.assert_close(held(X, X.flip(0), mask=other), energy(X, X.flip(0), other))
+    held = FunctionEnergy(partial(energy, x=X.flip(0)))
+    torch.testing.assert_close(held(X, X, mask=MASK), masked)
+
+
+@pytest.mark.parametrize("kind", [FunctionEnergy, FunctionUpdate])
+def test_functions_and_modules_of_every_signature(kind: Any) -> None:
+    class Cell(nn.Linear):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(z + x).square().flatten(1).sum(1)
+
+    cell = Cell(2, 2)
+    made = kind(cell)
+    assert set(made.state_dict()) == {"function.weight", "function.bias"}
+    torch.testing.assert_close(made(X, X), cell(X, X))
+    torch.testing.assert_close(
+        kind(lambda *inputs: (inputs[0] - inputs[1]).sum((1, 2)))(X, 2 * X), -X.sum((1, 2))
+    )
+    torch.testing.assert_close(kind(lambda z, x=None: z.sum((1, 2)))(X, X), X.sum((1, 2)))
+    only_mask = kind(lambda z, mask=None: z.sum((1, 2)) if mask is None else mask.sum(1) * 1.0)
+    torch.testing.assert_close(only_mask(X, X, mask=MASK), torch.full((3,), 3.0))
+    for function in (None, lambda: X, lambda *, mask: mask, lambda z, x, c: z, lambda z, *, s: z):
+        with pytest.raises(TypeError, match="callable"):
+            kind(function)
+    with pytest.raises(ValueError, match=r"takes no mask.*\(3, 4\)"):
+        kind(lambda z: z)(X, X, mask=MASK)
+
+
+def test_a_base_class_says_what_is_missing() -> None:
+    class Empty(Update):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty must define forward"):
+        Empty()(X)
+    with pytest.raises(NotImplementedError, match="Empty descends no energy"):
+        Empty().joint(X)
+
+
+Z = torch.zeros(3, 4, 8)
+
+
+def scalar(z: Tensor) -> Tensor:
+    return z.square().sum()
+
+
+def per_token(z: Tensor) -> Tensor:
+    return z.square().sum(-1)
+
+
+def needs_two_more(z: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    return z.flatten(1).sum(1)
+
+
+def self_attention() -> SoftmaxAttention:
+    return SoftmaxAttention(8, 2)
+
+
+def cross_attention() -> SoftmaxAttention:
+    return SoftmaxAttention(8, 2, cross=True, context_dim=5)
+
+
+CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: ScoreAttention(8, 2, norm=1e-6), TypeError, r"norm must be RMSNorm.* got 1e-06"),  # type: ignore[arg-type]
+    (lambda: LinearAttention(8, 2, feature_map="exp"), ValueError, r"feature_map .* got 'exp'"),
+    (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, r"causal needs self"),
+    (lambda: GatedFeedForward(8, 4, activation="cosine"), ValueError, r"activation .* got 'cosine"),
+    (lambda: SoftmaxFeedForward(8, 4, temperature=2), TypeError, r"temperature"),  # type: ignore[call-arg]
+    (lambda: Hopfield(torch.ones(3)), ValueError, r"patterns must have the shape \(M, d\)"),
+    (lambda: Hopfield(torch.ones(3, 2).int()), TypeError, r"patterns must be a floating tensor"),
+    (lambda: DenseAssociative(torch.ones(3, 2), power=1), ValueError, r"power .* got 1"),
+    (lambda: DenseAssociative(torch.ones(3, 2), shift=1.0), ValueError, r"shift needs power='exp'"),
+    (
+        lambda: ClassicalHopfield(torch.ones(3, 2), bias=torch.ones(3)),
+        ValueError,
+        r"bias must have the shape \(d,\), d = 2, got \(3,\)",
+    ),
+    (lambda: Sum([]), ValueError, r"terms must hold at least one energy"),
+    (lambda: Sum([scalar]), TypeError, r"an Energy is expected"),  # type: ignore[list-item]
+    (lambda: Scaled(Quadratic(), nn.Parameter(torch.ones(2))), ValueError, r"no dimensions"),
+    (lambda: Quadratic().weighted(2.0, maximum=1.0), ValueError, r"initial must be below max"),
+    (lambda: FunctionEnergy(3), TypeError, r"function must be callable, got 3"),  # type: ignore[arg-type]
+    (lambda: FunctionEnergy(needs_two_more), TypeError, r"callable as f\(z\) or"),
+    (lambda: FunctionEnergy(lambda: Z), TypeError, r"callable as f\(z\) or"),
+]
+
+
+@pytest.mark.parametrize(("build_it", "error", "message"), CONSTRUCTION)
+def test_construction(build_it: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_it()
+
+
+CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: FunctionEnergy(scalar).grad(Z),
+        ValueError,
+        r"scalar must return one number .* got a scalar",
+    ),
+    (lambda: (Quadratic() + FunctionEnergy(scalar))(Z), ValueError, r"got a scalar"),
+    (lambda: FunctionEnergy(per_token).grad(Z), ValueError, r"\(3,\), got shape \(3, 4\)"),
+    (
+        lambda: FunctionEnergy(lambda z: 0.0).grad(Z),  # type: ignore[arg-type, return-value]
+        TypeError,
+        r"must return a tensor of shape \(B,\), got float",
+    ),
+    (
+        lambda: FunctionEnergy(lambda z: z.flatten(1).sum(1)).grad(Z, mask=MASK),
+        ValueError,
+        r"takes no mask",
+    ),
+    (lambda: FunctionEnergy(lambda z: z.sum(1)).grad(3.0), TypeError, r"z must be a floating"),
+    (lambda: FunctionEnergy(lambda z: z.sum(1)).grad({}), ValueError, r"at least one tensor"),
+    (
+        lambda: FunctionEnergy(lambda z: z.flatten(1).sum(1)).hvp(Z, Z[:2]),
+        ValueError,
+        r"v must be like z, shapes \[\(3, 4, 8\)\], got \[\(2, 4, 8\)\]",
+    ),
+    (lambda: Energy().grad(Z), NotImplementedError, r"Energy must define forward"),
+    (lambda: Quadratic().grad(Z, Z[:2]), ValueError, r"x must have the shape of z"),
+    (lambda: Quadratic().grad(Z, {"x": Z}), TypeError, r"got dict; .* \.select\(key\)"),  # type: ignore[arg-type]
+    (lambda: Quadratic().grad(Z.int()), TypeError, r"z must be of a floating dtype"),
+    (lambda: Quadratic().hvp(Z, Z[0]), ValueError, r"v must be like z"),
+    (lambda: Field().grad(Z), TypeError, r"Field: x must be a tensor like z.* got NoneType"),
+    (lambda: ReLUFeedForward(7, 3).grad(Z), ValueError, r"7 features \(d\), got shape"),
+    (lambda: ReLUFeedForward(8, 3).grad(Z[0], mask=MASK[0]), ValueError, r"mask needs a state"),
+    (lambda: BiSoftmaxAttention(8, 2).grad(Z[0]), ValueError, r"shape \(B, N, d\), got \(4, 8\)"),
+    (lambda: cross_attention().grad(Z), TypeError, r"x must be a tensor \(B, M, 5\).* NoneType"),
+    (lambda: cross_attention().grad(Z, Z), ValueError, r"\(B, M, 5\), got \(3, 4, 8\)"),
+    (
+        lambda: cross_attention().grad(Z, (torch.zeros(3, 6, 5), MASK)),
+        ValueError,
+        r"context: mask must have the shape \(B, N\) = \(3, 6\), got \(3, 4\)",
+    ),
+    (lambda: Quadratic().select("a").grad(Z, {"b": Z}), ValueError, r"x must hold 'a', .*'b'"),
+    (lambda: Quadratic().select(2).grad(Z, (Z, Z)), ValueError, r"x must hold 2, it holds 2 parts"),
+    (lambda: IdentityLagrangian()(Z.int()), TypeError, r"z must be of a floating dtype"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS)
+def test_calls(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# A function checks its own mask.
+@few_energies(*[name for name in FAMILIES if name != "function"])
+def test_bad_masks(case: EnergyCase) -> None:
+    energy = build(case)
+    z, x = tokens(case)
+    good = torch.ones(z.shape[:2], dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"mask must be a bool tensor \(B, N\), got torch.float"):
+        energy.value_and_grad(z, x, mask=good.float())
+    with pytest.raises(ValueError, match=r"mask must have the shape \(B, N\) = \(3, 5\)"):
+        energy.value_and_grad(z, x, mask=good[:, :4])
+    with pytest.raises(ValueError, match=r"mask must be on cpu like z, got meta"):
+        energy.value_and_grad(z, x, mask=good.to("meta"))
+
+
+def test_input_on_another_device() -> None:
+    with pytest.raises(ValueError, match=r"x must be on cpu like z, got meta"):
+        Quadratic().grad(Z, Z.to("meta"))
+    with pytest.raises(ValueError, match=r"x must be on cpu like the weights, got meta"):
+        cross_attention().grad(Z, torch.zeros(3, 6, 5, device="meta"))

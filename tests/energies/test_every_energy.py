@@ -1,16 +1,19 @@
-"""Every energy: check_energy, masks, precisions, transforms, weights, samples and tokens apart, concavity."""
+"""Every energy: check_energy, masks, precisions, transforms, what is prepared, learned weights, bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+import solvers
+from cases.deq import EXACT
 from cases.energies import (
     COUNT,
     ENERGIES,
@@ -24,18 +27,28 @@ from cases.energies import (
     relative_error,
     tokens,
 )
+from cases.solves import accepted_energies
+from implicit_attn import DEQ, ActivationStep, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
     Field,
     FunctionEnergy,
     LinearAttention,
+    Projection,
     Quadratic,
     ReLUFeedForward,
+    RMSNorm,
+    RMSNormLagrangian,
     ScoreAttention,
     SoftmaxAttention,
+    SpectralBound,
+    Sum,
     check_energy,
 )
+from implicit_attn.energies.energy import Prepared, SummedEnergy
+from implicit_attn.energies.tokens import hide
+from solvers import Solution, Tolerance
 
 HOLES = cast(Tensor, masks()["holes"])
 assert HOLES is not None
@@ -288,3 +301,285 @@ def test_flags_combine() -> None:
     assert concave.weighted(0.5).concave and concave.select("x").concave
     assert not ScoreAttention(8, 2, norm=None).weighted(0.5).concave
     assert not Energy().concave
+
+
+DIM = 4
+MASK = torch.tensor([[True, True, True], [True, False, True], [True, True, False]])
+
+
+class Steered(Energy):
+    """``E = sum cosh(z + tanh(x W))`` without masked tokens; counts what it computes of x."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim, dtype=torch.float64))
+        self.calls = 0
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+        self.calls += 1
+        return Prepared(torch.tanh(x @ self.weight))
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        shift = (x if isinstance(x, Prepared) else self.prepare(x, mask=mask)).parts
+        value = torch.cosh(hide(z, mask) + shift).sum(-1)
+        return (value if mask is None else value.masked_fill(~mask, 0.0)).sum(1)
+
+
+class Own(Energy):
+    """A user's energy that knows nothing of prepare and uses its input."""
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        value = (hide(z, mask) * x).sin().sum(-1)
+        return (value if mask is None else value.masked_fill(~mask, 0.0)).sum(1)
+
+
+class Pair(SummedEnergy):
+    def __init__(self, *terms: Energy) -> None:
+        super().__init__()
+        self.pair = nn.ModuleList(terms)
+
+    def summands(self) -> Any:
+        return self.pair
+
+
+def attention() -> Energy:
+    return BiSoftmaxAttention(DIM, 2, bound=1.0).double().weighted(0.3).double()
+
+
+COMPOSITIONS: dict[str, Callable[[], Energy]] = {
+    "alone": Steered,
+    "scaled": lambda: 0.3 * Steered(),
+    "weighted": lambda: Steered().weighted(0.4).double(),
+    "minus": lambda: Quadratic() - 0.1 * Steered(),
+    "sum": lambda: attention() + 0.2 * Steered() + Quadratic(),
+    "two": lambda: Steered() + 0.5 * Steered() + Quadratic(),
+    "with a user's": lambda: Own() + Steered() + Field() + Quadratic(),
+    "scaled sum": lambda: 0.5 * (Own() + Steered()) + Quadratic(),
+    "other sums": lambda: Pair(Pair(Quadratic(), Steered()), Quadratic() + 0.1 * Own()),
+}
+each_composition = pytest.mark.parametrize("name", COMPOSITIONS)
+
+
+def make(name: str) -> Energy:
+    torch.manual_seed(0)
+    return COMPOSITIONS[name]()
+
+
+def wide_tokens(seed: int = 0, batch: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 3, DIM, generator=generator, dtype=torch.float64)
+
+
+def calls(module: nn.Module) -> list[int]:
+    return [part.calls for part in module.modules() if isinstance(part, Steered)]
+
+
+@each_composition
+def test_prepared_input_gives_the_numbers_of_the_input(name: str) -> None:
+    energy, z, x = make(name), wide_tokens(), wide_tokens(1)
+    counted = calls(energy)
+    assert isinstance(energy.prepare(x, mask=MASK), Prepared)
+    assert calls(energy) == [before + 1 for before in counted]
+    for mask in (None, MASK):
+        check_energy(energy, z, x, mask=mask, strict=True)
+
+
+@pytest.mark.parametrize("key", ["input", 0])
+def test_selections_prepare_their_part(key: Any) -> None:
+    torch.manual_seed(0)
+    part = (0.3 * Steered() + Own()).select(key)
+    energy = part + Quadratic().select("other" if key == "input" else 1)
+    z, x, other = wide_tokens(), wide_tokens(1), wide_tokens(2)
+    given = {"input": x, "other": other} if key == "input" else (x, other)
+    prepared = energy.prepare(given)
+    assert isinstance(prepared, Prepared) and calls(energy) == [1]
+    torch.testing.assert_close(energy.grad(z, prepared), energy.grad(z, given))
+    expected = part.energy.grad(z, x) + z - other
+    torch.testing.assert_close(energy.grad(z, prepared), expected)
+    with pytest.raises(ValueError, match=r"x must hold 'input', it holds \['other'\]"):
+        Steered().select("input").prepare({"other": x})
+
+
+def test_what_prepares_nothing_hands_the_input_on() -> None:
+    x = wide_tokens()
+    energies = [Quadratic(), Own(), 0.3 * Own(), attention() + Quadratic(), Sum([Own()])]
+    for energy in energies:
+        assert energy.prepare(x) is x
+        assert GradientStep(energy).prepare(x) is x
+        assert energy.prepare(None) is None
+    given = {"a": x}
+    assert (0.5 * Own()).select("a").prepare(given) == Prepared(x)
+    assert ActivationStep(Own(), RMSNormLagrangian()).prepare(x) is x
+
+
+def update_of(kind: str, energy: Energy) -> GradientStep | ActivationStep:
+    if kind == "activation":
+        return ActivationStep(energy, RMSNormLagrangian(), 0.5)
+    return GradientStep(energy, 0.5)
+
+
+class Recomputing(Steered):
+    """Computes the same at every evaluation."""
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return x
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return super().forward(z, Steered.prepare(self, x, mask=mask), mask=mask)
+
+
+ADJOINTS = {"implicit": EXACT["adjoint"], "unrolled": solvers.Unrolled()}
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
+def test_a_layer_prepares_once_with_all_gradients(
+    kind: str, adjoint: str, mask: Tensor | None
+) -> None:
+    found = []
+    for cls in (Steered, Recomputing):
+        torch.manual_seed(0)
+        terms = 0.1 * cls() + 0.1 * Own()
+        update = update_of(kind, terms if kind == "activation" else terms + Quadratic())
+        layer = DEQ(update, **EXACT | {"adjoint": ADJOINTS[adjoint]})
+        x = wide_tokens(1).requires_grad_()
+        z = layer(x, mask)
+        (z if mask is None else z[mask]).pow(3).sum().backward()
+        assert (calls(layer) == [1]) == (cls is Steered)
+        found.append([z.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    for value, reference in zip(*found, strict=True):
+        assert value is not None and value.abs().max() > 0
+        torch.testing.assert_close(value, reference, rtol=1e-8, atol=1e-10)
+
+
+BOUNDED: dict[str, Any] = {
+    "bisoftmax": lambda: BiSoftmaxAttention(8, 2, bound=0.7),
+    "softmax": lambda: SoftmaxAttention(8, 2, bound=0.7),
+    "relu": lambda: ReLUFeedForward(8, 12, bound=0.7),
+}
+each_bounded = pytest.mark.parametrize("name", BOUNDED)
+STATE = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def composed(name: str) -> Energy:
+    torch.manual_seed(7)
+    return BOUNDED[name]().double()
+
+
+def spectral_norms(energy: Energy) -> list[float]:
+    weights = [m.weight for m in energy.modules() if isinstance(m, Projection)]
+    return [torch.linalg.matrix_norm(w.detach().double(), ord=2).item() for w in weights]
+
+
+def grow(energy: Energy, factor: float) -> None:
+    with torch.no_grad():
+        for parameter in energy.parameters():
+            parameter.mul_(factor)
+
+
+@each_bounded
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
+    energy = composed(name).to(dtype)
+    for factor in (1.0, 100.0):
+        grow(energy, factor)
+        norms = spectral_norms(energy)
+        assert norms and norms == pytest.approx([0.7] * len(norms), rel=1e-5)
+    grow(energy, 1e-4)
+    assert max(spectral_norms(energy)) < 0.1
+    grow(energy, 0.0)
+    assert spectral_norms(energy) == [0.0] * len(norms)
+    assert torch.isfinite(energy.grad(STATE.to(dtype))).all()
+
+
+def test_assigned_and_small_weights_are_stored_as_they_are() -> None:
+    energy = ReLUFeedForward(4, 4, bound=0.5)
+    energy.projection.weight = torch.eye(4)
+    torch.testing.assert_close(energy.projection.weight.detach(), 0.5 * torch.eye(4))
+    weight = 0.01 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(SpectralBound(1.0)(weight), weight)
+
+
+def test_names_and_shapes_of_the_weights() -> None:
+    """What files of weights hold."""
+
+    def shapes(energy: Energy) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in energy.state_dict().items()}
+
+    for cls in (BiSoftmaxAttention, ScoreAttention, LinearAttention):
+        assert shapes(cls(12, 3, head_dim=5)) == {"projection.weight": (15, 12)}
+    own = {"projection.weight": (12, 12), "bias": (12,), "temperatures.raw": (3,)}
+    given = BiSoftmaxAttention(12, 3, context_dim=7, learned_beta=True)
+    assert shapes(given) == {**own, "context.weight": (12, 7)}
+    cross = SoftmaxAttention(12, 3, cross=True, context_dim=7)
+    assert shapes(cross) == {"query.weight": (12, 12), "key.weight": (12, 7)}
+    gated = ReLUFeedForward(6, 9, context_dim=4, gates=True)
+    assert shapes(ReLUFeedForward(6, 9)) == {"projection.weight": (9, 6)}
+    assert shapes(gated) == {
+        "projection.weight": (9, 6), "bias": (9,), "context.weight": (9, 4),
+        "gate.weight": (9, 4), "gate.bias": (9,),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 1e-6])
+def test_soft_norm_bounds_the_curvature(epsilon: float) -> None:
+    """A norm with a small epsilon is nearly singular where a projection vanishes."""
+    torch.manual_seed(0)
+    energy = (BiSoftmaxAttention(8, 2, norm=RMSNorm(epsilon)) + Quadratic()).double()
+    z = 1e-2 * STATE[:1, :3]
+    directions = torch.eye(24, dtype=torch.float64).reshape(24, 1, 3, 8)
+    hessian: Tensor = torch.stack([energy.hvp(z, v).flatten() for v in directions])
+    largest = torch.linalg.eigvalsh(hessian).abs().max().item()
+    assert largest < 20 if epsilon == 1.0 else largest > 200
+
+
+RTOL, BUDGET, WEIGHT = 1e-5, 150, 0.1
+METHODS: dict[str, solvers.Solver] = {
+    "lbfgs": solvers.LBFGS(),
+    "anderson": solvers.Anderson(),
+    "broyden": solvers.Broyden(),
+    "gradient_auto": solvers.GradientDescent("auto"),
+    "newton": solvers.Newton(),
+    "forward": solvers.Forward(),
+}
+# No minimum: these outgrow the quadratic.
+UNBOUNDED = ("dense-2", "gated-gelu-none")
+
+
+def solve(case: EnergyCase, solver: solvers.Solver) -> tuple[Solution, GradientStep]:
+    step = GradientStep(WEIGHT * build(case) + Quadratic())
+    z, x = tokens(case)
+    layer = DEQ(step, solver=solver, tolerance=Tolerance(RTOL), max_steps=BUDGET)
+    x = z if x is None else x
+    with torch.no_grad():
+        return layer.solve(x, z0=z, record=True, on_failure="ignore"), step
+
+
+@each_family
+@pytest.mark.parametrize("method", list(METHODS))
+def test_energies_fall_and_the_end_is_honest(case: EnergyCase, method: str) -> None:
+    solution, step = solve(case, METHODS[method])
+    z, x = tokens(case)
+    assert solution.value.isfinite().all()
+    assert (solution.evaluations <= BUDGET).all()
+    with torch.no_grad():
+        fz = step(solution.value, z if x is None else x)
+    relative = (fz - solution.value).flatten(1).norm(dim=1) / fz.flatten(1).norm(dim=1)
+    torch.testing.assert_close(solution.residual, relative, rtol=1e-6, atol=1e-12)
+    assert torch.equal(solution.converged, solution.residual <= RTOL)
+    trace = solution.trace
+    assert trace is not None and trace.energy is not None
+    energy = accepted_energies(trace)
+    rises = energy[:, 1:] - energy[:, :-1]
+    # 8 rounding errors are what the safeguard allows, one more is the comparison's own.
+    assert (rises <= 9 * torch.finfo(energy.dtype).eps * energy[:, :-1].abs()).all()
+
+
+@each_family
+def test_the_default_finds_every_smooth_minimum(case: EnergyCase) -> None:
+    if case.id in UNBOUNDED:
+        pytest.skip("not bounded below")
+    solution, _ = solve(case, METHODS["lbfgs"])
+    assert solution.converged.all(), solution.summary()

@@ -1,14 +1,24 @@
-"""What all kernels share: a temperature that is learnt, masked cotangents, vmap, half precision."""
+"""Arguments of all kernels, the buffers of strips, and layers on top of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from implicit_attn import DEQ
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Energy,
+    Quadratic,
+    ScoreAttention,
+    SoftmaxAttention,
+)
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
@@ -16,9 +26,11 @@ from implicit_attn.kernels import (
     explain_sigmoid,
     frozen_key_attention,
     sigmoid_attention,
+    workspace,
 )
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
+from solvers import Implicit, Tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = torch.float64
@@ -164,3 +176,100 @@ def test_vmap_counts_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.zeros(1, 1, 600, 4)
     torch.func.grad(lambda z: (found.append(explain(z, BETA).backend), z.sum())[1])(large)
     assert found == ["reference", "blocks", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def empty() -> None:
+    workspace.release()
+
+
+def test_a_large_one_is_not_kept() -> None:
+    like = torch.empty(1)
+    large = workspace.buffer(like, 0, workspace.KEPT + 1)
+    assert large.numel() == workspace.KEPT + 1
+    assert workspace.buffer(like, 0, 8).numel() == 8
+
+
+def test_the_default_device_has_no_say() -> None:
+    z = torch.randn(1, 2, 40, 8)
+    with torch.device("meta"):
+        inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
+        assert workspace.buffer(z, 0, 10).device == z.device
+    outside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
+    for ours, theirs in zip(inside, outside, strict=True):
+        assert ours.device == z.device and torch.equal(ours, theirs)
+
+
+def test_what_a_mode_made_is_not_kept() -> None:
+    like = torch.empty(1)
+    with FakeTensorMode():
+        assert type(workspace.buffer(like, 0, 10)) is not Tensor
+    assert type(workspace.buffer(like, 0, 10)) is Tensor
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    z = torch.randn(1, 2, 40, 8)
+    with torch.inference_mode():
+        inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")[0].clone()
+    outside = bisoftmax(z.clone().requires_grad_(), 0.3, limit=20.0, backend="blocks")[0]
+    assert torch.equal(inside, outside.detach())
+    outside.sum().backward()
+
+
+def test_threads_and_sizes_do_not_disturb_each_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, 2, count, 8, generator=generator) for count in (300, 40, 200, 17)]
+
+    def both(z: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, lse = bisoftmax(z, 0.3, limit=30.0, backend="blocks")
+        return gradient, bisoftmax_hvp(z, gradient, 0.3, limit=30.0, lse=lse, backend="blocks")
+
+    expected = []
+    for z in states:
+        workspace.release()
+        expected.append(both(z))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(both, states * 8))
+    for pair, known in zip(found, expected * 8, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, known, strict=True))
+
+
+# The energy of a backend, which backend is compared with the reference, and (batch, tokens, dim).
+LAYERS: dict[str, tuple[Callable[[str], Energy], str, tuple[int, int, int]]] = {
+    "bi-softmax": (lambda b: 0.4 * BiSoftmaxAttention(12, 2, backend=b), "auto", (1, 260, 12)),
+    "sigmoid": (lambda b: 0.05 * ScoreAttention(8, 2, backend=b), "auto", (2, 260, 8)),
+    "inner": (
+        lambda b: 0.3 * SoftmaxAttention(8, 2, energy="inner", cross=True, backend=b),
+        "flash",
+        (2, 70, 8),
+    ),
+    "elastic": (
+        lambda b: 0.3 * SoftmaxAttention(8, 2, energy="elastic", cross=True, backend=b),
+        "flash",
+        (2, 70, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("attention", "ours", "shape"), LAYERS.values(), ids=LAYERS.keys())
+def test_layers_agree(
+    attention: Callable[[str], Energy], ours: str, shape: tuple[int, int, int], masked: bool
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    mask = torch.rand(shape[:2], generator=generator) > 0.3 if masked else None
+    exact, results = Tolerance(rtol=1e-11), {}
+    for backend in (ours, "reference"):
+        torch.manual_seed(0)
+        model = (attention(backend) + Quadratic()).double()
+        layer = DEQ(model, tolerance=exact, adjoint=Implicit(tolerance=exact))
+        point = x.clone().requires_grad_()
+        inputs = [point, *layer.parameters()]
+        z = layer(point, mask)
+        first = torch.autograd.grad(z.square().mean(), inputs, create_graph=True)
+        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), inputs)
+        product = model.hvp(z.detach(), x, x, mask=mask).detach()
+        results[backend] = [z, product, *first, *second]
+    for found, theirs in zip(results[ours], results["reference"], strict=True):
+        assert (found - theirs).norm() <= 1e-7 * theirs.norm()

@@ -1,17 +1,23 @@
-"""The paper's step against a dense transcription of its equations, and every variant against autograd."""
+"""The layer of Hyper-SET: its step, its step sizes, low-rank differences, what the official code adds."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
-from implicit_attn.updates import HyperSETLayer
+from implicit_attn.models import HyperSET
+from implicit_attn.studies import HeldStep
+from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
+from implicit_attn.updates.hyperset import build_step_sizes, sinusoids
+from implicit_attn.updates.official import DESCENTS, OfficialHyperSETLayer
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
 EPSILON = 1e-6
@@ -142,3 +148,215 @@ def test_masks(attention: str, conditioned: bool) -> None:
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         HyperSETLayer(DIM, HEADS, MEMORIES, **options)
+
+
+STEP_DIM = 6
+
+
+def states(seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(2, 5, STEP_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def test_sinusoids() -> None:
+    times = torch.tensor([1.0, 2.0, 7.5])
+    waves = sinusoids(times, 6)
+    assert waves.shape == (3, 6) and waves.dtype == torch.float64
+    for column, frequency in enumerate((1.0, 1e-2, 1e-4)):
+        assert torch.allclose(waves[:, column], torch.sin(times.double() * frequency))
+        assert torch.allclose(waves[:, column + 3], torch.cos(times.double() * frequency))
+
+
+@pytest.mark.parametrize("kind", ["conditioned-state", "conditioned-input"])
+def test_the_network_starts_at_its_initial_step(kind: str) -> None:
+    """With 0 the layer starts as the identity; its step sizes learn first, then its projections."""
+    torch.manual_seed(0)
+    for initial in (None, 0.25):
+        sizes = build_step_sizes(kind, STEP_DIM, initial=initial)
+        steps = sizes(states(), sizes.prepare(states(1), torch.arange(1, 4)), 2)
+        for step in steps:
+            assert isinstance(step, Tensor) and step.shape == (2, 5, STEP_DIM)
+            assert (step == (0.0 if initial is None else initial)).all()
+    layer = HyperSETLayer(STEP_DIM, 2, 9, step_size=kind, time_dim=16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    z = states()
+    assert torch.equal(layer(z, z, 1), z)
+    moved = []
+    for _ in range(2):
+        before = layer.attention.projection.weight.detach().clone()
+        optimizer.zero_grad()
+        layer(z, z, 1).square().sum().backward()
+        optimizer.step()
+        moved.append(not torch.equal(layer.attention.projection.weight, before))
+    assert moved == [False, True]
+    assert not torch.equal(layer(z, z, 1), z)
+
+
+@pytest.mark.parametrize("source", ["state", "input"])
+def test_what_the_network_looks_at(source: str) -> None:
+    """Time, and the direction of its own tokens: neither their size nor the other tokens."""
+    torch.manual_seed(0)
+    sizes = ConditionedStepSizes(STEP_DIM, source, time_dim=16).double()
+    torch.nn.init.normal_(sizes.last.weight)
+    z, x0 = states(1).double(), states(2).double()
+
+    def steps(z: Tensor, x0: Tensor, t: float = 3.0) -> Tensor:
+        return torch.cat(sizes(z, sizes.prepare(x0, torch.tensor([t])), 0), -1)
+
+    base = steps(z, x0)
+    assert not torch.allclose(steps(z, x0, 4.0), base, atol=1e-2)
+    assert torch.allclose(steps(z, x0, 3.0 + 1e-6), base, atol=1e-4)  # smooth in time
+    other = states(3).double()
+    changed_z, changed_x = steps(other, x0), steps(z, other)
+    assert torch.equal(changed_x if source == "state" else changed_z, base)
+    assert not torch.allclose(changed_z if source == "state" else changed_x, base, atol=1e-2)
+    scaled = steps(5.0 * z, 5.0 * x0)
+    assert torch.allclose(scaled, base, atol=1e-4)
+    one = z.clone(), x0.clone()
+    for tensor in one:
+        tensor[:, 0] += 1.0
+    assert torch.equal(steps(*one)[:, 1:], base[:, 1:])
+    assert not torch.equal(steps(*one)[:, 0], base[:, 0])
+
+
+def test_low_rank_deltas() -> None:
+    torch.manual_seed(0)
+    deltas = LowRankDeltas(40, 30, 3, 5, scale=4.0)
+    weight = torch.randn(40, 30)
+    for index in range(5):
+        expected = weight + 4.0 * deltas.left[index] @ deltas.right[index]
+        assert torch.allclose(deltas(weight, index), expected, atol=1e-6)
+        change = deltas(weight, index) - weight
+        assert torch.linalg.matrix_rank(change, rtol=1e-3) == 3
+    assert torch.equal(deltas(weight, 11), deltas(weight, 4))
+    assert sum(p.numel() for p in deltas.parameters()) == 5 * 3 * (40 + 30)
+    for parameter in deltas.parameters():
+        assert 0.018 < parameter.std() < 0.022 and parameter.mean().abs() < 0.004
+
+
+BAD: list[tuple[Callable[[], object], str]] = [
+    (lambda: ConditionedStepSizes(STEP_DIM, "token"), "source must be one of .*, got 'token'"),
+    (lambda: sinusoids(torch.ones(2), 2), "time_dim must be even and >= 4, got 2"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_step_sizes(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, OFFICIAL_TOKENS = 8, 2, 10, 6
+
+
+def official_tokens(seed: int = 0, batch: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(
+        batch, OFFICIAL_TOKENS, OFFICIAL_DIM, generator=generator, dtype=torch.float64
+    )
+
+
+def official(**options: Any) -> HyperSET:
+    """A model with random gains, whose step sizes depend on time and tokens."""
+    torch.manual_seed(1)
+    settings = {"iterations": 3, "time_dim": 8, "initial_step": 0.2} | options
+    model = HyperSET(OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, **settings).double()
+    for name, parameter in model.named_parameters():
+        if "gains" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        if "last.weight" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_gains_of_one_change_nothing(attention: str, kind: str) -> None:
+    plain = official(attention=attention, epsilon=1e-6)
+    gained = official(attention=attention, epsilon=1e-6, gains=kind)
+    gained.load_state_dict(plain.state_dict(), strict=False)
+    mask = torch.ones(2, OFFICIAL_TOKENS, dtype=torch.bool)
+    mask[1, 3:] = False
+    for name, parameter in gained.named_parameters():
+        if "gains" in name:
+            nn.init.ones_(parameter)
+    for seen in (None, mask):
+        assert torch.allclose(
+            gained(official_tokens(), mask=seen), plain(official_tokens(), mask=seen), atol=1e-12
+        )
+    nn.init.constant_(gained.layers[0].gains.query.weight, 0.7)
+    assert not torch.allclose(gained(official_tokens()), plain(official_tokens()), atol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("options", [{"gains": "separate"}, {"gains": "shared", "descent": "adam"}])
+def test_masks_of_official_steps(attention: str, options: dict[str, Any]) -> None:
+    """Masked tokens keep their state and change nothing for the others, whatever they hold."""
+    model = official(attention=attention, epsilon=None, **options)
+    mask = torch.ones(3, OFFICIAL_TOKENS, dtype=torch.bool)
+    mask[0, 2:4], mask[1, 5:], mask[2] = False, False, False
+    x = official_tokens(batch=3)
+    full = model(x, mask=mask)
+    assert torch.equal(full[~mask], x[~mask])
+    assert torch.allclose(full[:1, mask[0]], model(x[:1, mask[0]]), atol=1e-12)
+    assert torch.allclose(full[1:2, mask[1]], model(x[1:2, mask[1]]), atol=1e-12)
+    result = model(torch.where(mask.unsqueeze(-1), x, float("nan")), mask=mask)
+    assert torch.equal(result[mask], full[mask])
+    gradients = torch.autograd.grad(result[mask].square().sum(), list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_the_step_with_gains_is_no_gradient() -> None:
+    """Its Jacobian is not symmetric, so no energy has it as a gradient; what is monitored has no gains."""
+    model = official(gains="separate", step_size="fixed", attention="linear", iterations=1)
+    layer, z = model.layers[0], official_tokens(batch=1)[:, :2]
+    direction = lambda z: layer.gains.attention_direction(layer.attention, z, None, None)  # noqa: E731
+    jacobian = torch.autograd.functional.jacobian(direction, z).reshape(
+        2 * OFFICIAL_DIM, 2 * OFFICIAL_DIM
+    )
+    assert (jacobian - jacobian.T).abs().max() > 0.1 * jacobian.abs().max()  # type: ignore[union-attr]
+    value, _, features = layer.observe(z, 0)
+    assert torch.equal(value, layer.attention(z))
+    assert torch.allclose(features.square().mean(-1), torch.ones(()).double(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", DESCENTS)
+def test_descents_start_anew_with_each_solve(kind: str) -> None:
+    model = official(descent=kind)
+    first = model(official_tokens())
+    assert torch.equal(model(official_tokens()), first)
+    assert torch.equal(copy.deepcopy(model)(official_tokens()), first)
+    states = model.states(official_tokens(), iterations=5)
+    assert torch.allclose(states[3], first, atol=1e-12)
+    # The same layer without memory takes other steps, but for the plain rule.
+    z = official_tokens()
+    for t in (1, 2, 3):
+        z = model.layers[0](z, official_tokens(), t)
+    assert torch.allclose(z, first, atol=1e-12) == (kind == "plain")
+
+
+def test_what_has_no_energy_or_fixed_point() -> None:
+    """The studies ask: no energy is monitored along a step that follows none, none is solved for."""
+    assert official().layers[0].is_plain
+    assert not official(gains="shared").layers[0].is_plain
+    remembering = official(descent="momentum")
+    assert not remembering.layers[0].is_plain
+    HeldStep(official(gains="separate"))
+    with pytest.raises(ValueError, match="descent must be 'plain' where a fixed point"):
+        HeldStep(remembering)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"step_network": "raw", "step_size": "fixed"},
+            ValueError,
+            "must be 'paper' where .* no ne",
+        ),
+        ({"step_network": "sinusoids"}, ValueError, "time_dim must be dim=8 .* got 512"),
+        ({"epsilon": None}, TypeError, "epsilon must be"),
+    ],
+)
+def test_bad_official_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OfficialHyperSETLayer(OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, **options)

@@ -1,0 +1,401 @@
+"""Steps down an energy: of gradients, of activations, of queries, with momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
+from implicit_attn import DEQ, ActivationStep, GradientStep
+from implicit_attn.energies import (
+    AttentionInput,
+    BiSoftmaxAttention,
+    Energy,
+    Field,
+    IdentityLagrangian,
+    IsingLagrangian,
+    Lagrangian,
+    LayerNormLagrangian,
+    Quadratic,
+    ReLUFeedForward,
+    ReLULagrangian,
+    RMSNorm,
+    RMSNormLagrangian,
+    SoftmaxAttention,
+    SoftmaxLagrangian,
+    SphericalLagrangian,
+)
+from implicit_attn.updates import DescentStep, QueryDescent
+from solvers import Forward, Implicit, Tolerance
+
+DIM = 6
+TIGHT = Tolerance(rtol=1e-12)
+
+
+def convex() -> Energy:
+    """A strongly convex energy, so that every step leads to the same point."""
+    torch.manual_seed(3)
+    memory = ReLUFeedForward(DIM, 9, bound=1.0)
+    return (0.1 * BiSoftmaxAttention(DIM, heads=2, bound=1.0) + 0.3 * memory + Quadratic()).double()
+
+
+def inputs(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, DIM, generator=generator, dtype=torch.float64)
+
+
+@few_energies("quadratic-input", "composition", "function", "softmax-cross-tiny-bound")
+@pytest.mark.parametrize("mask", ["no-mask", "holes", "empty-sample"])
+def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
+    update = GradientStep(build(case), 0.3)
+    z, x = tokens(case)
+    chosen = masks()[mask]
+    moved, value, gradient = update.joint(z, x, mask=chosen)
+    torch.testing.assert_close(moved, update(z, x, mask=chosen), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(value, update.energy(z, x, mask=chosen), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moved, z - 0.3 * gradient, rtol=1e-13, atol=1e-13)
+    point = z.clone().requires_grad_()
+    (reference,) = torch.autograd.grad(update.energy(point, x, mask=chosen).sum(), point)
+    assert relative_error(gradient, reference) <= 1e-9
+    if chosen is not None:
+        assert torch.equal(moved[~chosen], z[~chosen])
+
+
+def test_the_fixed_point_does_not_depend_on_the_step() -> None:
+    energy, x = convex(), inputs()
+    reference = DEQ(energy, tolerance=TIGHT, max_steps=200)(x)
+    solution = DEQ(GradientStep(energy, 0.3), tolerance=TIGHT, max_steps=200).solve(x)
+    assert bool(solution.converged.all())
+    assert relative_error(solution.value.detach(), reference.detach()) <= 1e-10
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True, False, True]])], ids=["all", "mask"])
+def test_the_jacobian_is_symmetric(mask: Tensor | None) -> None:
+    update, z, x = GradientStep(convex(), 0.3), inputs()[:1], inputs(1)[:1]
+    assert update.symmetric
+
+    def step(flat: Tensor) -> Tensor:
+        return update(flat.view_as(z), x, mask=mask).flatten()
+
+    jacobian = torch.autograd.functional.jacobian(step, z.flatten())
+    assert relative_error(jacobian, jacobian.mT) < 1e-12  # type: ignore[union-attr,arg-type]
+
+
+def test_bad_steps() -> None:
+    with pytest.raises(ValueError, match="step_size must be"):
+        GradientStep(Quadratic(), 0.0)
+
+
+WIDE = 8
+LAGRANGIANS: dict[str, Lagrangian] = {
+    "identity": IdentityLagrangian(),
+    "relu": ReLULagrangian(),
+    "softmax": SoftmaxLagrangian(),
+    "rms": RMSNormLagrangian(),
+    "layer-tiny": LayerNormLagrangian(epsilon=1e-6),
+    "ising": IsingLagrangian(),
+    "sphere": SphericalLagrangian(),
+}
+MIXED = ("bisoftmax-soft-4", "relu-none", "hopfield-cold", "softmax-inner-none-1", "composition")
+CONCAVE = ("relu-none", "softmax-cross-none-1", "conditional", "dense-2", "classical", "rbm-ising")
+BOUNDED = ("softmax", "rms", "layer-tiny", "ising", "sphere")  # |g| <= sqrt(d)
+each_lagrangian = pytest.mark.parametrize("name", LAGRANGIANS)
+
+
+def legendre(lagrangian: Lagrangian, z: Tensor, x: Tensor | None) -> Tensor:
+    """``sum_i [z_i.g_i - Lag(z_i) - x_i.g_i]`` with g by automatic differentiation."""
+    point = z if z.requires_grad else z.detach().requires_grad_()
+    value = lagrangian.token_value(point)
+    (g,) = torch.autograd.grad(value.sum(), point, create_graph=True)
+    pull = z if x is None else z - x
+    return ((pull * g).sum(-1) - value).sum(1)
+
+
+@each_lagrangian
+@few_energies(*MIXED)
+@pytest.mark.parametrize("with_input", [True, False])
+def test_monitored_energy_and_its_gradient(case: EnergyCase, name: str, with_input: bool) -> None:
+    lagrangian = LAGRANGIANS[name]
+    update = ActivationStep(build(case), lagrangian, 0.3)
+    z, _ = tokens(case)
+    x = tokens(case, seed=5)[0] if with_input else None
+    moved, value, slope = update.joint(z, x)
+    g = lagrangian.activation(z)
+    expected = legendre(lagrangian, z, x) + update.energy(g, x)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(moved, update(z, x), rtol=1e-12, atol=1e-12)
+
+    point = z.clone().requires_grad_()
+    monitored = legendre(lagrangian, point, x) + update.energy(lagrangian.activation(point), x)
+    (reference,) = torch.autograd.grad(monitored.sum(), point)
+    assert relative_error(slope, reference) <= 1e-9
+    # The step follows the force z - x + dE_int/dg, which holds no derivative of the activation.
+    force = (z if x is None else z - x) + update.energy.grad(g, x)
+    torch.testing.assert_close(moved, z - 0.3 * force, rtol=1e-12, atol=1e-12)
+    assert ((force * slope).sum((1, 2)) >= -1e-9).all()  # downhill in every sample
+
+
+@each_lagrangian
+@pytest.mark.parametrize("kind", ["holes", "empty-sample"])
+@few_energies("bisoftmax-soft-4", "relu-none")
+def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str, kind: str) -> None:
+    update = ActivationStep(build(case), LAGRANGIANS[name], 0.3)
+    z, x = tokens(case)[0], tokens(case, seed=5)[0]
+    mask = masks()[kind]
+    assert mask is not None
+    moved, value, slope = update.joint(z, x, mask=mask)
+    assert torch.equal(moved[~mask], z[~mask])
+    assert torch.equal(update(z, x, mask=mask)[~mask], z[~mask])
+    assert (slope[~mask] == 0).all()
+    other_z, other_x = z.clone(), x.clone()
+    other_z[~mask], other_x[~mask] = 7.0, -3.0
+    other, other_value, _ = update.joint(other_z, other_x, mask=mask)
+    torch.testing.assert_close(other[mask], moved[mask], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(other_value, value, rtol=1e-12, atol=1e-12)
+    point = z.clone().requires_grad_()
+    (reference,) = torch.autograd.grad(update.joint(point, x, mask=mask)[1].sum(), point)
+    assert relative_error(slope, reference) <= 1e-9
+
+
+@each_lagrangian
+@pytest.mark.parametrize("solver", [None, Forward()], ids=str)
+def test_fixed_point_condition(name: str, solver: Any) -> None:
+    """``z = x - dE_int/dg(g(z))``, whatever solver and step."""
+    torch.manual_seed(1)
+    energy = (0.4 * ReLUFeedForward(WIDE, 10, norm=None, bound=1.0)).double()
+    update = ActivationStep(energy, LAGRANGIANS[name], 0.7)
+    x = 2 * torch.randn(3, 4, WIDE, dtype=torch.float64)
+    layer = DEQ(update, solver=solver, tolerance=Tolerance(rtol=1e-11), max_steps=500)
+    with torch.no_grad():
+        solution = layer.solve(x)
+    assert bool(solution.converged.all()), solution.summary()
+    z = solution.value
+    assert relative_error(x - energy.grad(update.activation(z), x), z) <= 1e-10
+
+
+def descend(update: ActivationStep, z: Tensor, x: Tensor | None, steps: int) -> float:
+    """Largest rise of the monitored energy along unit steps, relative to its scale."""
+    worst, last = -torch.inf, None
+    for _ in range(steps):
+        following, value, _ = update.joint(z, x)
+        if not bool(torch.isfinite(value).all() and torch.isfinite(following).all()):
+            break  # unbounded below: it fell to minus infinity
+        if last is not None:
+            scale = torch.maximum(value.abs(), last.abs()).clamp_min(1.0)
+            # Sums of large terms of both signs round at the scale of the terms.
+            scale = scale.maximum(z.square().sum((1, 2)))
+            worst = max(worst, ((value - last) / scale).max().item())
+        z, last = following, value
+    return worst
+
+
+@each_lagrangian
+@few_energies(*CONCAVE)
+def test_unit_step_never_raises_the_energy_of_concave_interactions(
+    case: EnergyCase, name: str
+) -> None:
+    """Any weights, small or large: the concave part lies below its tangent."""
+    for seed, strength in enumerate((1.0, 100.0)):
+        torch.manual_seed(seed)
+        energy = case.factory(WIDE).double()
+        with torch.no_grad():
+            for tensor in (*energy.parameters(), *energy.buffers()):
+                tensor.mul_(strength)
+        z, x = 3 * tokens(case, seed=seed)[0], tokens(case, seed=seed + 50)[0]
+        rise = descend(ActivationStep(energy, LAGRANGIANS[name]), z, x, steps=4)
+        assert rise <= 1e-12, (seed, strength)
+        if name in BOUNDED:
+            assert rise > -torch.inf  # some step was really compared
+
+
+@pytest.mark.parametrize("name", ["softmax", "rms", "sphere"])
+def test_gradients_through_the_layer(name: str) -> None:
+    torch.manual_seed(4)
+    energy = (0.5 * SoftmaxAttention(4, 2, cross=True, norm=RMSNorm(1.0), bound=1.0)).double()
+    update = ActivationStep(energy, LAGRANGIANS[name])
+    layer = DEQ(update, tolerance=Tolerance(rtol=1e-13), max_steps=300, on_failure="raise")
+    x = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x), (x,))
+
+
+@pytest.mark.parametrize(
+    ("energy", "lagrangian", "message"),
+    [
+        (torch.nn.Linear(2, 2), IdentityLagrangian(), "energy must be an Energy"),
+        (Field(), RMSNormLagrangian, "lagrangian must be a Lagrangian, got"),
+    ],
+)
+def test_bad_arguments(energy: Any, lagrangian: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ActivationStep(energy, lagrangian)
+
+
+QUERY_DIM, HEADS, N, M = 6, 2, 4, 5
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+SOLVED: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-13),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
+    "max_steps": 500,
+    "on_failure": "raise",
+}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("step_size", [1.0, 0.3])
+def test_a_step_moves_towards_stock_attention(step_size: float) -> None:
+    z, keys = draw(3, N, QUERY_DIM), draw(3, M, QUERY_DIM, seed=1)
+    heads = [t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (z, keys)]
+    attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[1])
+    expected = torch.lerp(z, attended.transpose(1, 2).flatten(2), step_size)
+    update = QueryDescent(QUERY_DIM, HEADS, step_size=step_size)
+    torch.testing.assert_close(update(z, keys), expected, **EXACT)
+    torch.testing.assert_close(update(z, update.prepare(keys)), expected, **EXACT)
+    moved, value, gradient = update.joint(z, keys)
+    torch.testing.assert_close(moved, expected, **EXACT)
+    torch.testing.assert_close(value, update.energy.each(z, keys).sum((1, 2)), **EXACT)
+    torch.testing.assert_close(gradient, (z - expected) / step_size, **EXACT)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0, 20.0])
+@pytest.mark.parametrize("step_size", [0.25, 1.0])
+def test_frozen_keys_the_energy_of_each_query_falls(beta: float, step_size: float) -> None:
+    update = QueryDescent(QUERY_DIM, HEADS, beta=beta, step_size=step_size)
+    z, keys = draw(8, N, QUERY_DIM), draw(8, M, QUERY_DIM, seed=1)
+    states, energies = update.trajectory(z, keys, 20)
+    assert states.shape == (21, *z.shape) and energies.shape == (21, 8, HEADS, N)
+    assert torch.equal(states[0], z)
+    assert (energies.diff(dim=0) <= 1e-13).all()
+    assert (energies[-1] < energies[0]).all()
+
+
+def test_a_layer_finds_the_limit_of_the_steps_with_its_gradients() -> None:
+    update = QueryDescent(QUERY_DIM, HEADS, beta=0.4)
+    keys = draw(3, M, QUERY_DIM, seed=1).requires_grad_()
+    x, weights = AttentionInput(memory=keys), draw(3, N, QUERY_DIM, seed=3)
+    layer = DEQ(update, **SOLVED)
+    z = layer(x, z0=draw(3, N, QUERY_DIM))
+    (found,) = torch.autograd.grad((z * weights).sum(), keys)
+    states, _ = update.trajectory(draw(3, N, QUERY_DIM), x, 300)
+    (expected,) = torch.autograd.grad((states[-1] * weights).sum(), keys)
+    torch.testing.assert_close(z, states[-1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+STEPS = 8
+
+
+def problem() -> tuple[SoftmaxAttention, Tensor, Tensor]:
+    torch.manual_seed(0)
+    energy = SoftmaxAttention(6, 2, energy="elastic", cross=True, norm=None).double()
+    generator = torch.Generator().manual_seed(1)
+    z, x = torch.randn(2, 2, 4, 6, generator=generator, dtype=torch.float64)
+    return energy, z, x
+
+
+def step_of(branch: Any, method: str, lookahead: str = "literal", **numbers: float) -> DescentStep:
+    """With these beta and eta."""
+    made = DescentStep(branch, method, lookahead=lookahead).double().requires_grad_(False)
+    for name, number in numbers.items():
+        made.numbers[name].fill_(number)
+    return made
+
+
+def run(steps: list[DescentStep], z: Tensor, *args: Any) -> tuple[list[Tensor], Tensor | None]:
+    states, p = [z], None
+    for step in steps:
+        z, p = step(z, p, *args)
+        states.append(z)
+    return states, p
+
+
+def descent(energy: SoftmaxAttention, x: Tensor, **options: Any) -> list[DescentStep]:
+    def branch(z: Tensor) -> Tensor:
+        return -energy.grad(z, x)
+
+    return [step_of(branch, **options) for _ in range(STEPS)]
+
+
+def by_torch(energy: SoftmaxAttention, z: Tensor, x: Tensor, **options: Any) -> list[Tensor]:
+    """Parameters of ``torch.optim.SGD`` before each of its steps, and after the last."""
+    parameter = nn.Parameter(z.clone())
+    optimizer = torch.optim.SGD([parameter], **options)
+    states = [z]
+    for _ in range(STEPS):
+        parameter.grad = energy.grad(parameter.detach(), x)
+        optimizer.step()
+        states.append(parameter.detach().clone())
+    return states
+
+
+@pytest.mark.parametrize("eta", [0.25, 0.3, 1.0])
+def test_heavy_ball_is_that_of_torch(eta: float) -> None:
+    energy, z, x = problem()
+    with torch.no_grad():
+        found, _ = run(descent(energy, x, method="momentum", beta=0.6, eta=eta), z)
+        expected = by_torch(energy, z, x, lr=eta, momentum=0.6)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "eta", "equal"),
+    [("scaled", 0.3, True), ("literal", 1.0, True), ("literal", 0.3, False)],
+)
+def test_where_nesterov_evaluates(lookahead: str, eta: float, equal: bool) -> None:
+    """The points at are the parameters of ``SGD(nesterov=True)``; the literal ones at eta 1 only."""
+    energy, z, x = problem()
+    seen: list[Tensor] = []
+
+    def branch(at: Tensor) -> Tensor:
+        seen.append(at)
+        return -energy.grad(at, x)
+
+    options: dict[str, Any] = {"beta": 0.6, "eta": eta, "lookahead": lookahead}
+    run([step_of(branch, "nesterov", **options) for _ in range(STEPS)], z)
+    expected = by_torch(energy, z, x, lr=eta, momentum=0.6, nesterov=True)
+    errors = [relative_error(at, theirs) for at, theirs in zip(seen, expected, strict=False)]
+    assert max(errors) <= 1e-12 if equal else max(errors) > 0.1
+
+
+def sublayers(method: str, **options: Any) -> list[DescentStep]:
+    torch.manual_seed(3)
+    branches = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)]
+    return [step_of(branch, method, **options) for branch in branches]
+
+
+@pytest.mark.parametrize("method", ["gain", "momentum", "nesterov"])
+def test_without_momentum_it_is_the_plain_step_bit_by_bit(method: str) -> None:
+    _, z, _ = problem()
+    plain, p = run(sublayers("plain"), z)
+    options = {} if method == "gain" else {"beta": 0.0}
+    found, _ = run(sublayers(method, **options), z)
+    assert p is None
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_the_lookahead_of_queries_alone() -> None:
+    _, z, _ = problem()
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def branch(at: Tensor, *, memory: Tensor) -> Tensor:
+        seen.append((at, memory))
+        return at - memory + 1.0
+
+    options: dict[str, Any] = {"beta": 0.5, "lookahead": "queries"}
+    steps = [step_of(branch, "nesterov", **options) for _ in range(2)]
+    z, p = steps[0](z)
+    steps[1](z, p)
+    assert torch.equal(seen[0][0], seen[0][1]) and torch.equal(seen[1][1], z)
+    assert torch.equal(seen[1][0], z - 0.5 * p)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match='needs method="nesterov"'):
+        DescentStep(torch.tanh, "momentum", lookahead="scaled")
