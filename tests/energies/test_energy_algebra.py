@@ -1,5 +1,7 @@
 """Sums, multiples and selections of energies, signatures of functions, and what mistakes raise."""
 
+# Methods of users that leave arguments out, which the base class then accepts.
+# pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
 from collections.abc import Callable
