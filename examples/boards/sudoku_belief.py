@@ -27,6 +27,10 @@ from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import SudokuPotts, sudoku_pairs
 from solvers import Solution, Tolerance, belief_propagation, decimate
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import run
+
+BETA = 4.0  # inverse temperature of learned couplings
 ALONE, BETWEEN = 100, 15  # steps of belief propagation alone, and before each cell is fixed
 BOUND = 30.0  # of the logarithms of a message: certainty is a probability of 1e-13 from 1
 CERTAIN = 0.999  # cells that are fixed together
@@ -75,39 +79,33 @@ def known_digits(puzzles: Tensor) -> tuple[Tensor, Tensor]:
     return F.one_hot((puzzles - 1).clamp_min(0), 9).float(), puzzles > 0
 
 
-def propagated(pairs: Pairs, puzzles: Tensor, steps: int = ALONE) -> Tensor:
+def propagated(pairs: Pairs, puzzles: Tensor) -> Tensor:
     """Boards (B, 81) of the most probable digits."""
-    digits = pairs.solve(puzzles, steps).value.mean.argmax(2) + 1
+    digits = pairs.solve(puzzles, ALONE).value.mean.argmax(2) + 1
     return torch.where(puzzles > 0, puzzles, digits)
 
 
-def decimated(pairs: Pairs, puzzles: Tensor, steps: int = BETWEEN) -> Tensor:
-    """Boards (B, 81): the surest cell is fixed, and at most ``steps`` follow, until a rule is broken."""
-
+def decimated(pairs: Pairs, puzzles: Tensor) -> Tensor:
+    """Boards (B, 81): the surest cell is fixed, and BETWEEN steps follow, until a rule is broken."""
     found = decimate(
-        partial(pairs.solve, puzzles, steps), known_digits(puzzles), certain=CERTAIN,
+        partial(pairs.solve, puzzles, BETWEEN), known_digits(puzzles), certain=CERTAIN,
         accept=lambda rows, states: solved(states + 1),
     )  # fmt: skip
     return torch.where(puzzles > 0, puzzles, found.states + 1)
 
 
-def belief_methods(
-    models: dict[str, Pairs], alone: int = ALONE, between: int = BETWEEN
-) -> dict[str, Solve]:
+def belief_methods(models: dict[str, Pairs]) -> dict[str, Solve]:
     """Each alone and with decimation, and simple logic, by name."""
     ways: dict[str, Solve] = {}
     for name, pairs in models.items():
-        ways[f"{name}: belief propagation"] = partial(propagated, pairs, steps=alone)
-        ways[f"{name}: with decimation"] = partial(decimated, pairs, steps=between)
+        ways[f"{name}: belief propagation"] = partial(propagated, pairs)
+        ways[f"{name}: with decimation"] = partial(decimated, pairs)
     return ways | {SINGLES: solve_by_singles}
 
 
 def sudoku_belief(
     clues: tuple[int, ...] = (17, 25, 30, 36),
     boards: int = 25,
-    alone: int = ALONE,
-    between: int = BETWEEN,
-    beta: float = 4.0,
     fit_steps: int = 300,
     train: int = 5000,
     source: str = "auto",
@@ -118,9 +116,6 @@ def sudoku_belief(
     Args:
         clues: numbers of clues.
         boards: puzzles of each; fewer may have so few clues.
-        alone: steps of belief propagation alone at most.
-        between: steps before each cell is fixed at most.
-        beta: inverse temperature of learned couplings.
         fit_steps: of training.
         train: solved boards to learn from.
         source: list (sudoku17.npz), generated, or auto: the list where it is found.
@@ -131,16 +126,13 @@ def sudoku_belief(
     learned = SudokuPotts.from_model(fitted(HEAD, data.train, fit_steps, seed, 1e-4)).couplings
     hard, rules = Pairs.of_couplings(learned, None), Pairs.of_rules()
     models = {"the rules": rules}
-    models[f"learned couplings, beta {beta:g}"] = Pairs.of_couplings(learned, beta)
+    models[f"learned couplings, beta {BETA:g}"] = Pairs.of_couplings(learned, BETA)
     if not all(torch.equal(one, other) for one, other in zip(hard, rules, strict=True)):
         models["learned couplings made hard"] = hard  # else the same constraints
-    table = compare(test, belief_methods(models, alone, between))
+    table = compare(test, belief_methods(models))
     title = f"Sudoku by belief propagation and decimation ({data.name})"
-    return {"table": table}, draw_shares(title, table, panels=2, size=(10, 5.2), columns=2)[0]
+    return {"table": table}, draw_shares(title, table, panels=2, size=(10, 5.2), legend=2)[0]
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(sudoku_belief)

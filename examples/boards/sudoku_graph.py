@@ -30,7 +30,8 @@ from implicit_attn.models import (
     sudoku_pairs,
 )
 
-Table = list[dict[str, Any]]
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
 
 
 class Recipe(NamedTuple):
@@ -120,9 +121,8 @@ def sudoku_graph(
 
         def watch(model: Any, step: int, loss: float, recipe: str = recipe) -> None:
             if step in watched:
-                precision = precision_of(strengths(model))
-                row = {"model": recipe, "steps": step, "precision": precision, "loss": loss}
-                by_steps.append(row)
+                row = {"precision": precision_of(strengths(model)), "loss": loss}
+                by_steps.append({"model": recipe, "steps": step} | row)
 
         ends[recipe] = strengths(fitted(recipe, every, steps, seed, watch=watch))
     by_boards = []
@@ -150,9 +150,9 @@ def draw(title: str, by_steps: Table, by_boards: Table, ends: dict[str, Tensor])
     looks = dict(zip((COUNTING, *RECIPES), looks, strict=True))
     for axes, table, key in ((left, by_steps, "steps"), (right, by_boards, "boards")):
         for name, (color, marker) in looks.items():
-            points = [(row[key], row["precision"]) for row in table if row["model"] == name]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=name, c=color, marker=marker, ms=5)
+            points = columns(table, key, "precision", model=name)
+            if points[0]:
+                axes.plot(*points, label=name, c=color, marker=marker, ms=5)
         axes.set(xscale="log", ylim=(0, 1.05), ylabel="precision of the 810 strongest pairs")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
@@ -177,7 +177,4 @@ def draw(title: str, by_steps: Table, by_boards: Table, ends: dict[str, Tensor])
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(sudoku_graph)

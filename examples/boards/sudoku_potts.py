@@ -36,11 +36,13 @@ from implicit_attn.data import (
 from implicit_attn.models import SudokuPotts
 from implicit_attn.programs.board_figures import draw_board
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runner import Table, columns, run
+
 MIXED = "mixed"  # puzzles with the package's own distribution of clues
 LEARNED, BARE = "learned, factored", "learned, factored, no penalty"
 RULES, SINGLES = "the rules", "naked and hidden singles"
 COLOURS = ("C0", "C3", "C2", "C1", "C4", "#7d4fa3", "black")
-Table = list[dict[str, Any]]
 Solve = Callable[[Tensor], Tensor]  # puzzles (B, 81) -> boards (B, 81)
 
 
@@ -81,8 +83,6 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
         if few.any():
             puzzles = reveal_up_to(minimal[few], solutions[few], number, generator)
             sets[str(number)] = puzzles, solutions[few]
-    if not sets:
-        raise ValueError(f"clues must be >= {(minimal != 0).sum(1).min()} for {name}, got {clues}")
     sets[MIXED] = reveal(minimal, solutions, more, generator), solutions
     return Boards(name, learned, sets)
 
@@ -150,7 +150,7 @@ def sudoku_potts(
     few = [number for number in sorted(set(clues)) if counts.get(number, 0) < boards]
     note = "".join(f"; {counts.get(number, 'none')} with {number} clues" for number in few)
     title = f"Sudoku solved by a Potts model learned from solved boards ({data.name}{note})"
-    figure, board = draw_shares(title, table, panels=3, size=(13, 4.8), columns=3)
+    figure, board = draw_shares(title, table, panels=3, size=(13, 4.8), legend=3)
     shown = there[(len(there) - 1) // 2]
     puzzles, solutions = data.test[str(shown)]
     filled = ways[f"{LEARNED}, annealed"](puzzles)
@@ -163,7 +163,7 @@ def sudoku_potts(
 
 
 def draw_shares(
-    title: str, table: Table, panels: int, size: tuple[float, float], columns: int
+    title: str, table: Table, panels: int, size: tuple[float, float], legend: int
 ) -> tuple[Figure, Any]:
     """Shares of boards and cells against the number of clues; the last panel is left to the caller."""
     figure, axes = plt.subplots(1, panels, figsize=size)
@@ -173,18 +173,16 @@ def draw_shares(
     for panel, (key, label) in zip(axes, measures, strict=False):
         names = dict.fromkeys(row["method"] for row in table)
         for name, color, marker in zip(names, COLOURS, "os^DvPX", strict=False):
-            points = [(int(row["clues"]), 100 * row[key]) for row in table if row["method"] == name]
-            panel.plot(*zip(*points, strict=True), label=name, c=color, marker=marker, ms=5)
+            clues, shares = columns(table, "clues", key, method=name)
+            points = [int(each) for each in clues], [100 * share for share in shares]
+            panel.plot(*points, label=name, c=color, marker=marker, ms=5)
         panel.set_xticks(sorted({int(row["clues"]) for row in table}))
         panel.set(xlabel="clues of the puzzle", ylabel=label, ylim=(-3, 103))
         panel.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=legend, frameon=False)
     return figure, axes[-1]
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(sudoku_potts)

@@ -12,15 +12,16 @@ layer for the residual that torchdeq has reached.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from statistics import median
 from types import ModuleType
+from typing import Literal, get_args
 
 import language_model
 import multiscale_digits
 import torch
-from engines import BACKWARD, ENGINES, Record
+import tyro
+from engines import Backward, Engine, Record
 
 EXAMPLES: dict[str, ModuleType] = {"language": language_model, "digits": multiscale_digits}
 COLUMNS = "engine          loss at 1    at 10    last  differs  evaluations  products  residual"
@@ -54,36 +55,28 @@ def row(name: str, records: Sequence[Record], reference: Sequence[Record]) -> st
     )
 
 
-def runs(example: ModuleType, seeds: int, words: list[str]) -> list[Record]:
-    """One training for each seed."""
-    parser = example.command_line()
-    chosen = [parser.parse_args([*words, "--seed", str(seed)]) for seed in range(seeds)]
-    return [example.run(options, report=0) for options in chosen]
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--example", choices=EXAMPLES, nargs="+", default=list(EXAMPLES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--tol", type=float, default=1e-3)
-    parser.add_argument("--rate", type=float, default=1e-3)
-    help_ = "torchdeq's b_solver"
-    parser.add_argument("--backward", choices=BACKWARD, default="broyden", help=help_)
-    options = parser.parse_args(words)
-    given = ["--steps", str(options.steps), "--rate", str(options.rate)]
-    given += ["--backward", options.backward]
-    for title in options.example:
+def main(
+    example: tuple[Literal["language", "digits"], ...] = ("language", "digits"),
+    seeds: int = 3,
+    steps: int = 50,
+    tol: float = 1e-3,
+    rate: float = 1e-3,
+    backward: Backward = "broyden",
+) -> None:
+    """Both ported examples by every engine; ``backward`` is torchdeq's b_solver."""
+    for title in example:
+        module = EXAMPLES[title]
         print(f"{title}\n{COLUMNS}", flush=True)
         reference: list[Record] = []
-        for name in (*ENGINES, "ours, as exact"):
-            tol = residual(reference) if "exact" in name else options.tol
-            words = [*given, "--engine", name.split(",")[0], "--tol", str(tol)]
-            found = runs(EXAMPLES[title], options.seeds, words)
+        for name in (*get_args(Engine), "ours, as exact"):
+            asked = residual(reference) if "exact" in name else tol
+            given = {"engine": name.split(",")[0], "steps": steps, "rate": rate, "tol": asked}
+            options = [module.Options(**given, backward=backward, seed=s) for s in range(seeds)]
+            found = [module.run(each, report=0) for each in options]
             reference = reference or found
             print(row(name, found, reference), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    tyro.cli(main)

@@ -7,10 +7,9 @@ the same weights and the same random numbers, so their losses can be compared st
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,21 @@ from implicit_attn.regularization import VariationalDropout, apply_norm, dropout
 from solvers import Implicit, Tolerance
 from solvers.torchdeq_bridge import TorchDEQ
 
-ENGINES = ("torchdeq", "bridge", "ours")
-BACKWARD = ("anderson", "broyden", "fixed_point_iter")
+Engine = Literal["torchdeq", "bridge", "ours"]
+Backward = Literal["anderson", "broyden", "fixed_point_iter"]
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The options that both examples have."""
+
+    engine: Engine = "ours"
+    backward: Backward = "broyden"  # torchdeq's b_solver
+    tol: float = 1e-3  # relative residual that a solve is asked for
+    max_steps: int = 60  # evaluations of a solve, forward and backward
+    steps: int = 50  # of training
+    rate: float = 1e-3
+    seed: int = 0
 
 
 class Metered(nn.Module):
@@ -55,17 +67,16 @@ class Metered(nn.Module):
 class ByTorchDEQ(nn.Module):
     """The cell solved by torchdeq: weight norm, one dropout mask a solve, implicit gradient."""
 
-    def __init__(
-        self, cell: Metered, start: Callable[[Any], Any], tol: float, most: int, backward: str
-    ) -> None:
+    def __init__(self, options: Options, cell: Metered, start: Callable[[Any], Any]) -> None:
         super().__init__()
+        tol, most = options.tol, options.max_steps
         their_apply_norm(cell, "weight_norm")
         for name, part in list(cell.named_modules()):
             if isinstance(part, VariationalDropout):
                 cell.set_submodule(name, SameMasks(part))
         self.cell, self.start = cell, start
         self.deq = get_deq(
-            core="indexing", ift=True, f_solver="anderson", b_solver=backward,
+            core="indexing", ift=True, f_solver="anderson", b_solver=options.backward,
             f_tol=tol, b_tol=tol, f_stop_mode="rel", b_stop_mode="rel",
             f_max_iter=most, b_max_iter=most,
         )  # fmt: skip
@@ -102,14 +113,14 @@ class SameMasks(VariationalDropout1d):
 class ByOurs(nn.Module):
     """The cell as a layer of this package; nothing has to be reset."""
 
-    def __init__(
-        self, cell: Metered, start: Callable[[Any], Any], tol: float, most: int, *, bridge: bool
-    ) -> None:
+    def __init__(self, options: Options, cell: Metered, start: Callable[[Any], Any]) -> None:
         super().__init__()
         apply_norm(cell)
-        solver = TorchDEQ("anderson") if bridge else None
-        options: Any = {"solver": solver, "tolerance": Tolerance(tol), "max_steps": most}
-        self.layer = DEQ.from_update(cell, init=start, adjoint=Implicit(max_steps=most), **options)
+        most = options.max_steps
+        self.layer = DEQ.from_update(
+            cell, init=start, solver=TorchDEQ("anderson") if options.engine == "bridge" else None,
+            tolerance=Tolerance(options.tol), max_steps=most, adjoint=Implicit(max_steps=most),
+        )  # fmt: skip
 
     def forward(self, x: Any) -> Any:
         return self.layer(x)
@@ -129,38 +140,16 @@ def _rows(z: Any) -> Tensor:
     return torch.cat([leaf.flatten(1) for leaf in ([z] if isinstance(z, Tensor) else z)], dim=1)
 
 
-def engine(
-    options: argparse.Namespace, cell: Metered, start: Callable[[Any], Any]
-) -> ByTorchDEQ | ByOurs:
-    """The engine that the command line asks for, to solve ``cell(z, x)`` from ``start(x)``."""
-    tol, most = options.tol, options.max_steps
-    if options.engine == "torchdeq":
-        return ByTorchDEQ(cell, start, tol, most, options.backward)
-    return ByOurs(cell, start, tol, most, bridge=options.engine == "bridge")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that both examples have."""
-    add = parser.add_argument
-    add("--engine", choices=ENGINES, default="ours")
-    add("--backward", choices=BACKWARD, default="broyden", help="torchdeq's b_solver")
-    add("--tol", type=float, default=1e-3, help="relative residual that a solve is asked for")
-    add("--max-steps", type=int, default=60, help="evaluations of a solve, forward and backward")
-    add("--steps", type=int, default=50, help="of training")
-    add("--rate", type=float, default=1e-3)
-    add("--seed", type=int, default=0)
+def engine(options: Options, cell: Metered, start: Callable[[Any], Any]) -> ByTorchDEQ | ByOurs:
+    """The engine that is asked for, to solve ``cell(z, x)`` from ``start(x)``."""
+    return (ByTorchDEQ if options.engine == "torchdeq" else ByOurs)(options, cell, start)
 
 
 class Equilibrium(nn.Module):
-    """A model around an engine; a subclass defines ``losses``.
+    """A model around an engine; a subclass defines ``losses``."""
 
-    Attributes:
-        meter: the cell, which counts.
-        reached: residual of the latest solve.
-    """
-
-    meter: Metered
-    reached: float = float("nan")
+    meter: Metered  # the cell, which counts
+    reached: float  # residual of the latest solve
 
     def losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
         """The loss and a penalty that is added to it, scalars."""
@@ -169,32 +158,25 @@ class Equilibrium(nn.Module):
 
 @dataclass
 class Record:
-    """What the steps of a training took, a number a step.
+    """What the steps of a training took, a number a step."""
 
-    Attributes:
-        losses: the loss, without the penalty.
-        forward, backward: evaluations of the cell and products with its derivative, per sample.
-        residuals: largest ``|f(z) - z| / |f(z)|`` of the batch, at the z that the loss is taken of.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    residuals: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # without the penalty
+    forward: list[float] = field(default_factory=list)  # evaluations of the cell, per sample
+    backward: list[float] = field(default_factory=list)  # products with its derivative
+    residuals: list[float] = field(default_factory=list)  # largest of the batch
 
 
 def train(
-    model: Equilibrium, batches: Callable[[int], tuple[Tensor, Tensor]], *, steps: int, rate: float,
-    report: int,
-) -> Record:  # fmt: skip
-    """``steps`` steps of Adam; batch k is ``batches(k)``, inputs (B, ...) and targets (B, ...).
+    model: Equilibrium, batch: Callable[[], tuple[Tensor, Tensor]], options: Options, report: int
+) -> Record:
+    """Steps of Adam; each takes a ``batch()``, inputs (B, ...) and targets (B, ...).
 
     A line is printed after every ``report`` steps; 0: none.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
     record = Record()
-    for step in range(steps):
-        inputs, targets = batches(step)
+    for step in range(options.steps):
+        inputs, targets = batch()
         torch.manual_seed(step)  # the same masks and random vectors for every engine
         meter = model.meter
         meter.forward_rows = meter.backward_rows = 0
@@ -206,7 +188,7 @@ def train(
         record.residuals.append(model.reached)
         optimizer.step()
         record.losses.append(loss.item())
-        if report and (step % report == 0 or step == steps - 1):
+        if report and (step % report == 0 or step == options.steps - 1):
             made = f"{record.forward[-1]:.1f} + {record.backward[-1]:.1f}"
             text = f"step {step + 1:3d}  loss {loss.item():.4f}  evaluations {made}"
             print(f"{text}  residual {model.reached:.1e}")

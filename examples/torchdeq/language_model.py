@@ -15,16 +15,30 @@ Kolter, "TorchDEQ" (2023), https://arxiv.org/abs/2310.18605.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from engines import Equilibrium, Metered, Record, add_options, engine, train
+import tyro
+from engines import Equilibrium, Metered, Record, engine, train
+from engines import Options as Shared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data import HELP, TextData, load_text
 from implicit_attn.regularization import VariationalDropout
+
+
+@dataclass(kw_only=True)
+class Options(Shared):
+    """A language model of one block in equilibrium."""
+
+    text: str = HELP  # its name, or a path
+    dim: int = 64
+    heads: int = 4
+    length: int = 48  # characters that the model sees
+    batch: int = 16
+    dropout: float = 0.1
+    penalty: float = 0.1  # weight of the penalty of the Jacobian
 
 
 class Block(nn.Module):
@@ -58,7 +72,7 @@ class Block(nn.Module):
 class LanguageModel(Equilibrium):
     """Embedding, equilibrium block, head: characters (B, T) -> logits (B, T, V)."""
 
-    def __init__(self, vocabulary: int, options: argparse.Namespace) -> None:
+    def __init__(self, vocabulary: int, options: Options) -> None:
         super().__init__()
         dim = options.dim
         self.embedding = nn.Embedding(vocabulary, dim)
@@ -77,39 +91,21 @@ class LanguageModel(Equilibrium):
         return loss, self.weight * self.solved.penalty(z, u.detach())
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add_options(parser)
-    add("--text", default=HELP, help=f"name or path of the text (default {HELP})")
-    add("--dim", type=int, default=64)
-    add("--heads", type=int, default=4)
-    add("--length", type=int, default=48, help="characters that the model sees")
-    add("--batch", type=int, default=16)
-    add("--dropout", type=float, default=0.1)
-    add("--penalty", type=float, default=0.1, help="weight of the penalty of the Jacobian")
-    return parser
-
-
-def run(options: argparse.Namespace, report: int = 10) -> Record:
+def run(options: Options, report: int = 10) -> Record:
     """Train for ``options.steps`` steps; the weights and the batches are those of ``options.seed``."""
     data: TextData = load_text(options.text)
     torch.manual_seed(options.seed)
     model = LanguageModel(len(data.alphabet), options)
     generator = torch.Generator().manual_seed(options.seed)
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+    def batch() -> tuple[Tensor, Tensor]:
         last = len(data.train) - options.length
         begins = torch.randint(last, (options.batch,), generator=generator)
         windows = data.train[begins[:, None] + torch.arange(options.length + 1)]
         return windows[:, :-1], windows[:, 1:]
 
-    return train(model, batch, steps=options.steps, rate=options.rate, report=report)
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    run(command_line().parse_args(words))
+    return train(model, batch, options, report)
 
 
 if __name__ == "__main__":
-    main()
+    run(tyro.cli(Options))

@@ -13,17 +13,27 @@ Source: Bai, Koltun, Kolter, "Multiscale Deep Equilibrium Models" (2020), https:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from engines import Equilibrium, Metered, Record, add_options, engine, train
+import tyro
+from engines import Equilibrium, Metered, Record, engine, train
+from engines import Options as Shared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data import load_digits
 
 Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(kw_only=True)
+class Options(Shared):
+    """Digits classified by the fixed point of two coupled resolutions."""
+
+    channels: int = 12  # of the fine resolution, an even number
+    batch: int = 32
 
 
 def normed(channels: int) -> nn.GroupNorm:
@@ -73,7 +83,7 @@ class TwoScales(nn.Module):
 class Classifier(Equilibrium):
     """Stem, two resolutions in equilibrium, a linear head: images (B, 1, 8, 8) -> logits (B, 10)."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
         channels = options.channels
         self.stem = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), normed(channels))
@@ -92,32 +102,19 @@ class Classifier(Equilibrium):
         return F.cross_entropy(self.head(features), targets), 0.0
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add_options(parser)
-    add("--channels", type=int, default=12, help="of the fine resolution, an even number")
-    add("--batch", type=int, default=32)
-    return parser
-
-
-def run(options: argparse.Namespace, report: int = 10) -> Record:
+def run(options: Options, report: int = 10) -> Record:
     """Train for ``options.steps`` steps; the weights and the batches are those of ``options.seed``."""
     data = load_digits()
     torch.manual_seed(options.seed)
     model = Classifier(options)
     generator = torch.Generator().manual_seed(options.seed)
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+    def batch() -> tuple[Tensor, Tensor]:
         chosen = torch.randint(len(data.train_labels), (options.batch,), generator=generator)
         return data.train_images[chosen], data.train_labels[chosen]
 
-    return train(model, batch, steps=options.steps, rate=options.rate, report=report)
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    run(command_line().parse_args(words))
+    return train(model, batch, options, report)
 
 
 if __name__ == "__main__":
-    main()
+    run(tyro.cli(Options))

@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("sklearn", reason="the digits need the extra [examples]")
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "torchdeq"
-SIZES = {
-    "language_model": ["--dim", "16", "--heads", "2", "--length", "12", "--batch", "4"],
-    "multiscale_digits": ["--channels", "4", "--batch", "8"],
+Load = Callable[[Path], ModuleType]
+SIZES: dict[str, dict[str, Any]] = {
+    "language_model": {"dim": 16, "heads": 2, "length": 12, "batch": 4},
+    "multiscale_digits": {"channels": 4, "batch": 8},
 }
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A program of the folder as a module, with the modules that it imports from there."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("engines", *SIZES, "compare"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-    def loaded(name: str) -> ModuleType:
-        found = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        monkeypatch.setitem(sys.modules, name, module)
-        found.loader.exec_module(module)
-        return module
-
-    with torch.random.fork_rng(devices=[]):
-        yield loaded
-    for name in ("engines", *SIZES, "compare"):
-        sys.modules.pop(name, None)
-
-
 @pytest.mark.parametrize("name", SIZES)
-def test_losses_agree_by_every_engine(name: str, load: Any) -> None:
+def test_losses_agree_by_every_engine(name: str, load: Load) -> None:
     """Twelve steps of training: within 1 % of torchdeq's at each of them, and they fall."""
-    example = load(name)
+    example = load(FOLDER / f"{name}.py")
     records = {
         engine: example.run(
-            example.command_line().parse_args(
-                ["--engine", engine, "--steps", "12", "--rate", "5e-3", *SIZES[name]]
-            ),
-            report=0,
+            example.Options(engine=engine, steps=12, rate=5e-3, **SIZES[name]), report=0
         )
         for engine in ("torchdeq", "bridge", "ours")
     }
@@ -64,8 +39,8 @@ def test_losses_agree_by_every_engine(name: str, load: Any) -> None:
         assert sum(found.backward) <= sum(expected.backward)
 
 
-def test_the_comparison_prints_its_table(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    load("compare").main(["--example", "digits", "--seeds", "1", "--steps", "2"])
+def test_the_comparison_prints_its_table(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    load(FOLDER / "compare.py").main(("digits",), seeds=1, steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == [
         "torchdeq", "bridge", "ours", "ours, as exact",
@@ -75,6 +50,7 @@ def test_the_comparison_prints_its_table(load: Any, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_program_runs(name: str, load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    load(name).main(["--steps", "2", *SIZES[name]])
+def test_the_program_runs(name: str, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load(FOLDER / f"{name}.py")
+    example.run(example.Options(steps=2, batch=4))
     assert "step   2  loss" in capsys.readouterr().out
