@@ -19,7 +19,6 @@ from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import check_mask, check_state, hide
 from solvers.core.checks import require_choice, require_count, require_positive
 
-ORDERS = ("blocks", "cyclic")
 BEYOND = ("extrapolate", "hold")
 
 
@@ -42,8 +41,6 @@ class RecurrentBackbone(nn.Module):
         dim: features d of a token.
         layers: modules with ``context`` and ``advance`` (see ``RecurrentLayer``).
         iterations: T of each layer in training; a call may ask for any other number.
-        order: "blocks" repeats the first layer T times, then the second; "cyclic" goes T times
-            through all layers.
         beyond: what a layer is told after time T: "extrapolate" the true time, "hold" T.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
@@ -56,21 +53,27 @@ class RecurrentBackbone(nn.Module):
         layers: Iterable[nn.Module],
         iterations: int = 12,
         *,
-        order: str = "blocks",
         beyond: str = "extrapolate",
     ) -> None:
         super().__init__()
         self.dim = require_count("dim", dim)
         self.layers: Any = nn.ModuleList(layers)
         self.iterations = require_count("iterations", iterations)
-        self.order = require_choice("order", order, ORDERS)
         self.beyond = require_choice("beyond", beyond, BEYOND)
 
     def forward(
-        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        iterations: int | None = None,
+        mask: Tensor | None = None,
+        z0: Tensor | None = None,
     ) -> Tensor:
-        """The tokens after ``iterations`` of each layer, by default as many as in training."""
-        return self._run(x, iterations, mask, None)
+        """The tokens after ``iterations`` of each layer, by default as many as in training.
+
+        ``z0`` is the state before the first one; None: the input.
+        """
+        return self._run(x, iterations, mask, None, z0)
 
     def states(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
@@ -82,13 +85,15 @@ class RecurrentBackbone(nn.Module):
 
     def schedule(self, iterations: int) -> list[tuple[int, int]]:
         """Pairs (layer, its iteration from 0) in the order in which they are made."""
-        number = len(self.layers)
-        if self.order == "blocks":
-            return [(layer, index) for layer in range(number) for index in range(iterations)]
-        return [(layer, index) for index in range(iterations) for layer in range(number)]
+        return [(layer, k) for layer in range(len(self.layers)) for k in range(iterations)]
 
     def _run(
-        self, x: Tensor, iterations: int | None, mask: Tensor | None, states: list[Tensor] | None
+        self,
+        x: Tensor,
+        iterations: int | None,
+        mask: Tensor | None,
+        states: list[Tensor] | None,
+        z0: Tensor | None = None,
     ) -> Tensor:
         count = self.iterations if iterations is None else require_count("iterations", iterations)
         check_state(x, type(self).__name__, dim=self.dim, tokens=True)
@@ -98,6 +103,7 @@ class RecurrentBackbone(nn.Module):
             times = times.clamp_max(self.iterations)
         z = hide(x, mask)
         contexts = [layer.context(z, times) for layer in self.layers]
+        z = z if z0 is None else hide(z0, mask)
         for layer, index in self.schedule(count):
             z = self.layers[layer].advance(z, contexts[layer], index, mask)
             if states is not None:
@@ -105,7 +111,7 @@ class RecurrentBackbone(nn.Module):
         return keep_masked(z, x, mask)
 
     def extra_repr(self) -> str:
-        return f"iterations={self.iterations}, order={self.order}, beyond={self.beyond}"
+        return f"iterations={self.iterations}, beyond={self.beyond}"
 
 
 def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -163,7 +169,7 @@ class SharedTransformer(RecurrentBackbone):
         heads: attention heads, a divisor of d.
         hidden: hidden units of the feed-forward part; None: 4 d.
         layers: their number.
-        recurrence: iterations, order and beyond of ``RecurrentBackbone``.
+        recurrence: iterations and beyond of ``RecurrentBackbone``.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -214,7 +220,7 @@ class CRATE(RecurrentBackbone):
         step_size: of the ISTA step, eta.
         sparsity: weight of its l1 penalty, lambda.
         layers: their number.
-        recurrence: iterations, order and beyond of ``RecurrentBackbone``.
+        recurrence: iterations and beyond of ``RecurrentBackbone``.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -287,7 +293,7 @@ class EnergyTransformer(RecurrentBackbone):
         heads: attention heads.
         memories: of the Hopfield network, rows of xi; None: 4 d.
         layers: their number.
-        iterations, order: as for ``RecurrentBackbone``.
+        iterations: as for ``RecurrentBackbone``.
         options: of the layers:
             step_size: of the descent, eta; 0.1 is the paper's for images.
             bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
@@ -311,13 +317,12 @@ class EnergyTransformer(RecurrentBackbone):
         *,
         layers: int = 1,
         iterations: int = 12,
-        order: str = "blocks",
         **options: Any,
     ) -> None:
         memories = 4 * dim if memories is None else memories
         number = require_count("layers", layers)
         made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
-        super().__init__(dim, made, iterations, order=order)
+        super().__init__(dim, made, iterations)
 
 
 class EquilibriumTransformer(nn.Module):

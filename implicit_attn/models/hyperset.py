@@ -44,7 +44,7 @@ class HyperSET(RecurrentBackbone):
         layers: number of layers with weights and step sizes of their own.
         share_steps: all layers take their step sizes from one network, as in the official code.
         iterations: of each layer.
-        order, beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
+        beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
             of the time, so that later times than in training mean something; low-rank differences
             stay at their last.
         step_size: "conditioned-state" (the paper's choice for classification), "conditioned-input"
@@ -66,7 +66,6 @@ class HyperSET(RecurrentBackbone):
         *,
         layers: int = 1,
         iterations: int = 12,
-        order: str = "blocks",
         beyond: str = "extrapolate",
         step_size: str = "conditioned-state",
         share_steps: bool = False,
@@ -82,7 +81,7 @@ class HyperSET(RecurrentBackbone):
             shared = options["step_size"] = build_step_network(network, step_size, dim, **more)
         kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
         made = [kind(dim, heads, memories, **options) for _ in range(number)]
-        super().__init__(dim, made, iterations, order=order, beyond=beyond)
+        super().__init__(dim, made, iterations, beyond=beyond)
         self.step_sizes = shared
 
     def trajectory(

@@ -68,16 +68,6 @@ class SpinTransformer(nn.Module):
         if require_flag("residual", residual):
             self.outputs = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(number))
 
-    @property
-    def layer(self) -> DEQ:
-        """The only module of a model whose output is its state; TypeError for another model."""
-        if len(self.steady) > 1 or self.outputs is not None:
-            what = f"{len(self.steady)} modules, residual={self.outputs is not None}"
-            raise TypeError(
-                f"model must have one spin module without residual, got {what}; train with --layers 1"
-            )
-        return self.steady[0]
-
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:

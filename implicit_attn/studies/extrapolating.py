@@ -210,9 +210,8 @@ def _states_after(
     backbone: RecurrentBackbone, x: Tensor, iterations: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
     """State (B, N, d) and last relative change (B,) after each number of iterations."""
-    number = len(backbone.layers)
-    if number == 1 or backbone.order == "cyclic":  # a longer run contains the shorter ones
-        states = backbone.states(x, iterations=max(iterations))[::number]
+    if len(backbone.layers) == 1:  # a longer run contains the shorter ones
+        states = backbone.states(x, iterations=max(iterations))
         changes = relative_changes(states)
         return [(states[count], changes[count - 1]) for count in iterations]
     found = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import solvers
-from implicit_attn.models import RecurrentBackbone
 from implicit_attn.studies.subjects import Subject, subject_of
 from implicit_attn.studies.tables import (
     BLUE,
@@ -80,9 +80,8 @@ def paths(
         runs["equilibrium"] = lambda x, mask, z0: layer.solve(x, mask, z0=z0, **options).value
     else:
         for number in (subject.trained, 4 * subject.trained):
-            runs[f"{number} iterations"] = lambda x, mask, z0, n=number: run_from(
-                backbone, x, z0, n
-            )
+            run = partial(backbone, iterations=number)
+            runs[f"{number} iterations"] = lambda x, mask, z0, run=run: run(x, z0=z0)
     summary: Table = []
     samples: Table = []
     for name, run in runs.items():
@@ -90,18 +89,6 @@ def paths(
         summary += [{"run": name, **row} for row in rows]
         samples += [{"run": name, **row} for row in distances]
     return Paths(summary, samples)
-
-
-def run_from(backbone: RecurrentBackbone, x: Tensor, z0: Tensor, iterations: int) -> Tensor:
-    """The state (B, N, d) of a recurrence with input ``x`` (B, N, d) after ``iterations`` of each
-    layer from ``z0`` (B, N, d)."""
-    times = torch.arange(1, iterations + 1, device=x.device)
-    if backbone.beyond == "hold":
-        times = times.clamp_max(backbone.iterations)
-    contexts = [layer.context(x, times) for layer in backbone.layers]
-    for layer, index in backbone.schedule(iterations):
-        z0 = backbone.layers[layer].advance(z0, contexts[layer], index)
-    return z0
 
 
 def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:

@@ -43,8 +43,8 @@ class HeldStep(Update):
     """The step of a recurrent backbone's last iteration of training, as an update of its own.
 
     A recurrence whose steps depend on the iteration (its time) has no fixed point. With the time
-    held at that of the last iteration it has one, and a solver can look for it. Of several layers
-    in sequence it is the last layer's step; of layers in cyclic order, one step of each.
+    held at that of the last iteration it has one, and a solver can look for it. Of several layers it
+    is the last layer's step.
     """
 
     def __init__(self, backbone: RecurrentBackbone) -> None:
@@ -55,9 +55,8 @@ class HeldStep(Update):
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         backbone, source = self.backbone, z if x is None else x
         times = torch.arange(1, backbone.iterations + 1, device=z.device)
-        for layer in backbone.layers if backbone.order == "cyclic" else backbone.layers[-1:]:
-            z = layer.advance(z, layer.context(source, times), backbone.iterations - 1, mask)
-        return z
+        layer = backbone.layers[-1]
+        return layer.advance(z, layer.context(source, times), backbone.iterations - 1, mask)
 
 
 def equilibria(model: nn.Module) -> list[DEQ]:

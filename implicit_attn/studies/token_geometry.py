@@ -27,7 +27,6 @@ from implicit_attn.studies.tables import (
 
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
 TITLES = {"attention": "Attention energy", "feedforward": "Feed-forward energy", "whole": "Energy"}
-Features = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,18 +81,16 @@ def geometry(
     x: Any = None,
     *,
     iterations: int | None = None,
-    features: Features | None = None,
 ) -> Geometry:
     """Energies, effective ranks and angles of tokens along the iterations of a layer.
 
+    Ranks and angles are those of the heads of a Hyper-SET energy, else of the tokens as they are.
     Of an equilibrium the states are those that the layer returns after 1, 2, ... evaluations; the
     first one is its start, iteration 0.
 
     Args:
         layer, x: as for :func:`convergence`, or a Hyper-SET model.
         iterations: how many; None: as many as in training.
-        features: states (B, N, d) -> (B, heads, N, p), whose rank and angle are taken; None: the heads
-            of a Hyper-SET energy, else the tokens of the state as they are.
 
     Raises:
         TypeError: the layer's state has no tokens, or an unrolled model is not Hyper-SET.
@@ -104,7 +101,7 @@ def geometry(
     spaces: list[Tensor] = []
     with torch.no_grad():
         for inputs, _ in subject.parts():
-            energies, seen = _observe(subject, inputs, number, features)
+            energies, seen = _observe(subject, inputs, number)
             for name, values in energies.items():
                 kinds.setdefault(name, []).append(values.double())
             spaces.append(torch.stack([effective_rank(seen), average_angle(seen)]))
@@ -123,9 +120,7 @@ def geometry(
     return Geometry(table, heads, subject.trained)
 
 
-def _observe(
-    subject: Subject, inputs: Any, number: int, features: Features | None
-) -> tuple[dict[str, Tensor], Tensor]:
+def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tensor], Tensor]:
     """Energies by name, (1 + T, B) each, and features (1 + T, B, heads, N, p)."""
     x, mask = subject.given(inputs)
     if subject.recurrence is not None:
@@ -141,22 +136,21 @@ def _observe(
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
     states = [layer.solve(x, mask, max_steps=k + 1, **options).value for k in range(number + 1)]
     energy: Any = getattr(layer.update, "energy", None)
+    features: Callable[[Any], Tensor] = _tokens
     if isinstance(energy, HyperSETEnergy):
         attention: Any = energy.attention
-        features = features or attention.energy.features
+        features = attention.energy.features
         parts: Any = {"attention": energy.attention, "feedforward": energy.feedforward}
         energies = {name: torch.stack([part(z) for z in states]) for name, part in parts.items()}
     else:
         whole = [each for z in states if (each := subject.energy(z, x, mask)) is not None]
         energies = {"whole": torch.stack(whole)} if whole else {}
-    return energies, torch.stack([_tokens(z) if features is None else features(z) for z in states])
+    return energies, torch.stack([features(z) for z in states])
 
 
 def _tokens(z: Any) -> Tensor:
     if not isinstance(z, Tensor) or z.dim() != 3:
-        raise TypeError(
-            f"layer must have states (B, N, d) where no features are given, got {type(z).__name__}"
-        )
+        raise TypeError(f"layer must have states (B, N, d), got {type(z).__name__}")
     return z.unsqueeze(1)
 
 

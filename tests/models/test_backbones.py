@@ -362,8 +362,8 @@ def test_the_energy_transformer_descends() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="sparsity must be finite and > 0"):
         CRATE(DIM, HEADS, sparsity=0.0)
-    with pytest.raises(ValueError, match="order must be one of"):
-        CRATE(DIM, HEADS, order="none")
+    with pytest.raises(ValueError, match="beyond must be one of"):
+        CRATE(DIM, HEADS, beyond="none")
     with pytest.raises(ValueError, match="heads must divide dim=12"):
         CRATE(DIM, 5)
 

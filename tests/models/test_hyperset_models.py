@@ -63,7 +63,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "softmax-gated": {"attention": "softmax", "feedforward": "gated"},
     "lora": {"lora_rank": 2},
     "layers": {"layers": 2},
-    "cyclic": {"layers": 2, "order": "cyclic"},
 }
 each_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
 
@@ -76,14 +75,13 @@ def test_the_model_repeats_its_layers(options: dict[str, Any], iterations: int |
     x = tokens()
     z, states = x, [x]
     plan = [(layer, t) for layer in range(len(model.layers)) for t in range(1, count + 1)]
-    if options.get("order") == "cyclic":
-        plan.sort(key=lambda step: (step[1], step[0]))
     for layer, t in plan:
         module = model.layers[layer]
         assert isinstance(module, HyperSETLayer)
         z = module(z, x, t)
         states.append(z)
     assert torch.allclose(model(x, iterations=iterations), z, atol=1e-12)
+    assert torch.allclose(model(x, iterations=iterations, z0=x), z, atol=1e-12)
     assert torch.allclose(model.states(x, iterations=iterations), torch.stack(states), atol=1e-12)
 
 

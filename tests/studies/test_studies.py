@@ -20,7 +20,6 @@ from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import FunctionEnergy, Quadratic
 from implicit_attn.models import build_model
 from implicit_attn.studies.extrapolating import relative_changes, stopping_times
-from implicit_attn.studies.path_ends import run_from
 from implicit_attn.studies.subjects import Subject, subject_of
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
@@ -255,15 +254,6 @@ def test_a_contraction_forgets_its_start_and_a_bistable_map_does_not() -> None:
     keeps = {row["start"]: row for row in studies.paths(layer, x).summary}
     assert keeps["zero"]["distance"] == pytest.approx(1.0) and keeps["zero"]["same"] == 0.0
     assert keeps["random 1"]["same"] < 1.0
-
-
-@pytest.mark.parametrize("options", [{}, {"layers": 2, "order": "cyclic"}, {"beyond": "hold"}])
-def test_a_run_from_the_input_is_the_models_own(options: dict[str, Any]) -> None:
-    subject = image_subject("hyperset", **options)
-    backbone = subject.require_recurrence()
-    with torch.no_grad():
-        x = subject.model.tokens(subject.inputs)
-        assert torch.allclose(run_from(backbone, x, x, 5), backbone(x, iterations=5), atol=1e-6)
 
 
 # Geometry.
