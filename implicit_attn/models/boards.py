@@ -16,7 +16,6 @@ from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
 from solvers import Solution, Status, Tolerance
 from solvers.core.checks import require_choice, require_count, require_instance
-from solvers.core.solution import apply_policy, check_on_failure
 from solvers.methods.forward import Forward
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4
@@ -381,7 +380,7 @@ class BoardSolver(nn.Module):
             stop: "converged", by ``layer.solve``; or "consistent", each board by plain iteration until
                 no group has a colour twice, without gradients. A consistent board is a solution, the
                 only one where a puzzle has one; if the groups are all the rules.
-            guesses: at most, for a board whose answer does not agree with the groups. The k-th is a copy
+            guesses: at most, for a board that is not consistent. The k-th is a copy
                 with its k-th most uncertain cell (by the entropy of its logits) set to its likeliest
                 colour, solved in the same way; it is taken if it agrees.
             options: of :meth:`DEQ.solve`; with "consistent" ``max_steps`` alone.
@@ -393,23 +392,18 @@ class BoardSolver(nn.Module):
         """
         boards, shape = self._read(puzzles)
         require_choice("stop", stop, STOPS)
-        if require_count("guesses", guesses, low=0) == 0:
-            found = self._solve(boards, stop, options)
-        elif stop == "consistent":
-            found = self._guess(boards, guesses, stop, options)
-        else:
-            policy = options.get("on_failure", self.layer.on_failure)
-            check_on_failure(policy)
-            found = self._guess(boards, guesses, stop, options | {"on_failure": "ignore"})
-            apply_policy(found, policy, f"boards with up to {guesses} guesses", self.layer)
+        if require_count("guesses", guesses, low=0) > 0 and stop != "consistent":
+            raise ValueError(f"guesses need stop='consistent', got {stop!r}")
+        found = self._solve(boards, stop, options)
+        self._guess(found, boards, guesses, options)
         found.digits = found.digits.view(shape)
         return found
 
     def _guess(
-        self, boards: Tensor, guesses: int, stop: str, options: dict[str, Any]
-    ) -> BoardSolution:
-        found = self._solve(boards, stop, options)
-        first = found.value.detach()
+        self, found: BoardSolution, boards: Tensor, guesses: int, options: dict[str, Any]
+    ) -> None:
+        """Try again the boards that do not agree; a copy that does is written into ``found``."""
+        first = found.value
         entropy = torch.special.entr(first.softmax(-1)).sum(-1).masked_fill(boards > 0, -1.0)
         order, favourites = entropy.argsort(1, descending=True), first.argmax(-1) + 1
         for number in range(guesses):
@@ -419,14 +413,13 @@ class BoardSolver(nn.Module):
                 break
             cells = order[left, number].unsqueeze(1)
             chosen = favourites[left].gather(1, cells).to(boards.dtype)
-            copies = self._solve(boards[left].scatter(1, cells, chosen), stop, options)
+            copies = self._solve(boards[left].scatter(1, cells, chosen), "consistent", options)
             found.guesses[left] += 1
             found.evaluations[left] += copies.evaluations
             agree, parts = copies.consistent, ("value", "status", "residual", "residual_norm")
             for name in (*parts, "steps", "digits", "consistent"):
                 old, new = getattr(found, name), getattr(copies, name)
                 setattr(found, name, old.index_put((left[agree],), new[agree]))
-        return found
 
     def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
         """Boards (B, N), without guesses."""

@@ -26,7 +26,13 @@ from implicit_attn.data import (
 )
 from implicit_attn.models import build_model
 from implicit_attn.models.registry import BACKBONES
-from implicit_attn.training import MaskedImages, SudokuCompletion, Training, describe
+from implicit_attn.training import (
+    Classification,
+    MaskedImages,
+    SudokuCompletion,
+    Training,
+    describe,
+)
 from implicit_attn.training.script import (
     Job,
     Program,
@@ -194,8 +200,8 @@ class VitImages(BackboneProgram):
         if first:
             numbers = f"{len(data.train_images)} training and {len(data.test_images)} test images"
             print(f"data: {data.name}, {numbers}")
-        augment = None if self.no_augment else AUGMENTS[self.data]
-        return Job(model, data, recipe, {**kept, "model": specification}, augment=augment)
+        task = Classification(data, None if self.no_augment else AUGMENTS[self.data])
+        return Job(model, task, recipe, {**kept, "model": specification})
 
 
 @dataclass(kw_only=True)

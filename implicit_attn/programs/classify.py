@@ -19,7 +19,7 @@ from implicit_attn.optional import require
 from implicit_attn.programs.backbones import Data, take
 from implicit_attn.studies import Study, Subject, format_table, report
 from implicit_attn.studies.tables import GREY, ORANGE, Table
-from implicit_attn.training import NonFiniteLoss, Training, accuracy
+from implicit_attn.training import Classification, NonFiniteLoss, Training, accuracy
 from implicit_attn.training.script import (
     Job,
     Program,
@@ -308,7 +308,7 @@ class MnistSpins(Program):
         kept["model"] = {"kind": "spin-classifier", **values}
         torch.manual_seed(self.seed)
         model = SpinClassifier(**values, layer=layer)
-        return Job(model, data, recipe, kept, augment=RandomAffine(), observe=site_norms)
+        return Job(model, Classification(data, RandomAffine()), recipe, kept, site_norms)
 
     def report(self, training: Training) -> None:
         """Tables as CSV and text, one picture."""

@@ -27,14 +27,11 @@ from implicit_attn.studies.tables import (
     leave_empty,
     legend_below,
     show_best,
-    write_in_corner,
 )
 from implicit_attn.updates.hyperset import ConditionedStepSizes, HyperSETLayer
 
 ACCELERATED = ("L-BFGS", "Anderson", "Broyden")
 RTOLS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
-LOG_FROM = 20.0  # ratio of the largest to the smallest loss above which the axis is logarithmic
-LABEL_GAP = 0.09  # least distance of two labels beside a curve, as a share of the panel's width
 # Of inputs: states in order, each with columns (B,) or None.
 Run = Callable[[Any], Iterable[tuple[Any, ...]]]
 
@@ -328,37 +325,24 @@ def _at(rows: Table, evaluations: int) -> dict[str, Any]:
 
 def _draw_curves(axes: Any, curves: Table, key: str, trained: int) -> None:
     methods = list(dict.fromkeys(row["method"] for row in curves))
-    markers = "osv^DP*"
-    drawn: list[float] = []
-    for number, name in enumerate(methods):
+    factor, drawn = 100.0 if key == "accuracy" else 1.0, list[float]()
+    for number, (name, marker) in enumerate(zip(methods, "osv^DP*", strict=False)):
         rows = [row for row in curves if row["method"] == name and row.get(key) is not None]
-        if not rows:
-            continue
-        values = [(100.0 if key == "accuracy" else 1.0) * row[key] for row in rows]
-        steps = [row["evaluations"] for row in rows]
-        look: Any = {"marker": markers[number % len(markers)], "markersize": 4, "linewidth": 1.2}
-        axes.plot(steps, values, color=f"C{number}", label=name, **look)
+        values = [factor * row[key] for row in rows]
+        look: Any = {"marker": marker, "markersize": 4, "linewidth": 1.2, "color": f"C{number}"}
+        axes.plot([row["evaluations"] for row in rows], values, label=name, **look)
         drawn += values
     axes.set_xlabel("iterations (evaluations) at test time")
     if not drawn:
         leave_empty(axes, f"no {key} is defined")
         return
-    most = max(row["evaluations"] for row in curves)
-    for multiple in range(1, most // trained + 1):
+    for multiple in range(1, max(row["evaluations"] for row in curves) // trained + 1):
         label = f"1x, 2x, ... training ({trained})" if multiple == 1 else None
         axes.axvline(multiple * trained, color=GREY, linestyle=":", linewidth=1, label=label)
     if key == "accuracy":
-        first = [row for row in curves if row["method"] in methods[:2]]
-        _show_best(axes, drawn, first, trained)
-    elif key == "loss" and max(drawn) > LOG_FROM * min(drawn):
+        show_best(axes, drawn)
+    elif key == "loss":
         axes.set_yscale("log")
-
-
-def _show_best(axes: Any, drawn: list[float], rows: Table, trained: int) -> None:
-    """Cut off what is far below the best, except accuracies of ``rows`` from ``trained`` on."""
-    later = [100 * row["accuracy"] for row in rows if row["evaluations"] >= trained]
-    if show_best(axes, drawn, later) is not None:
-        write_in_corner(axes, f"cut off below\n(lowest {min(drawn):.1f} %)")
 
 
 def _draw_adaptive(axes: Any, found: Extrapolation) -> None:
@@ -369,22 +353,20 @@ def _draw_adaptive(axes: Any, found: Extrapolation) -> None:
     first = found.curves[0]["method"]
     fixed = [row for row in found.curves if row["method"] == first]
     drawn: list[float] = []
-    for rows, label, color, marker, size in (
-        (fixed, f"fixed depth ({first})", GREY, "o", 3),
-        (found.adaptive, "every sample stops at the tolerance", ORANGE, "s", 4),
+    for rows, label, color, marker in (
+        (fixed, f"fixed depth ({first})", GREY, "o"),
+        (found.adaptive, "every sample stops at the tolerance", ORANGE, "s"),
     ):
         steps, accuracy = zip(*((r["evaluations"], 100 * r["accuracy"]) for r in rows), strict=True)
-        axes.plot(steps, accuracy, label=label, color=color, marker=marker, markersize=size)
+        axes.plot(steps, accuracy, label=label, color=color, marker=marker, markersize=4)
         drawn += accuracy
-    last = -float("inf")
-    for row in found.adaptive:
-        if row["evaluations"] - last >= LABEL_GAP * fixed[-1]["evaluations"]:
-            last = row["evaluations"]
-            text: Any = {"textcoords": "offset points", "xytext": (4, -11), "fontsize": 8}
-            axes.annotate(f"{row['rtol']:g}", (last, 100 * row["accuracy"]), **text)
+    for row in found.adaptive[::3]:  # labels of all would overlap
+        place = (row["evaluations"], 100 * row["accuracy"])
+        text: Any = {"textcoords": "offset points", "xytext": (4, -11), "clip_on": True}
+        axes.annotate(f"{row['rtol']:g}", place, fontsize=8, **text)
     label = f"training ({found.trained})"
     axes.axvline(found.trained, color=GREY, linestyle=":", linewidth=1, label=label)
-    _show_best(axes, drawn, fixed, found.trained)
+    show_best(axes, drawn)
     axes.set(xlabel="mean iterations per sample", ylabel="test accuracy, %")
     axes.legend(frameon=False, fontsize=8)
 

@@ -24,7 +24,6 @@ from implicit_attn.studies.tables import (
     Study,
     Table,
     show_best,
-    write_in_corner,
 )
 
 OWN = "the layer's solver"
@@ -149,11 +148,7 @@ def draw_accuracy(
         ylabel="test accuracy, %",
         title="Accuracy against evaluations at test time",
     )
-    bottom = show_best(axes, [*accuracy, *others], others)
-    if bottom is not None:
-        pairs = zip(budgets, accuracy, strict=True)
-        hidden = [f"{budget}: {value:.1f} %" for budget, value in pairs if value < bottom]
-        write_in_corner(axes, "below:\n" + "\n".join(hidden))
+    show_best(axes, [*accuracy, *others])
     axes.legend(loc="best")
 
 

@@ -156,14 +156,13 @@ def draw_band(
     color: str,
     label: str | None,
     *,
-    band_label: str | None = None,
     alpha: float = 0.2,
     **line: Any,
 ) -> None:
     """Column ``key`` against column ``step``, with the band from ``key_10`` to ``key_90``."""
     steps = [row[step] for row in rows]
     low, high = ([row[f"{key}_{percent}"] for row in rows] for percent in (10, 90))
-    axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0, label=band_label)
+    axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0)
     axes.plot(steps, [row[key] for row in rows], color=color, label=label, **line)
 
 
@@ -173,23 +172,9 @@ def legend_below(figure: Any, axes: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
 
-def show_best(axes: Any, values: list[float], needed: list[float] | None = None) -> float | None:
-    """Limit a panel of accuracies (%) to the ``WINDOW`` points below the best of ``values``.
-
-    The values ``needed`` stay visible even where they are further below. Returns the lower limit,
-    or None where everything fits.
-    """
-    top = max(values)
-    height = max(WINDOW, 1.05 * (top - min(needed or [top])))
-    if top - min(values) <= height:
-        return None
-    axes.set_ylim(top - height, top + 0.05 * height)
-    return top - height
-
-
-def write_in_corner(axes: Any, text: str) -> None:
-    """A small note in the lower left corner of a panel."""
-    axes.text(0.02, 0.03, text, fontsize=8, bbox=NOTE_BOX, transform=axes.transAxes, va="bottom")
+def show_best(axes: Any, values: list[float]) -> None:
+    """Limit a panel of accuracies (%) to the ``WINDOW`` points below the best of ``values``."""
+    axes.set_ylim(max(min(values), max(values) - WINDOW) - 0.5, max(values) + 0.5)
 
 
 def leave_empty(axes: Any, reason: str) -> None:

@@ -54,9 +54,11 @@ class Geometry(Study):
         for panel in axes[0]:
             panel.set(xlabel="iteration", ylabel="energy")
         for panel, kind in zip(axes[0], kinds, strict=False):
-            look = {"marker": "o", "markersize": 3.5, "band_label": "10 % to 90 % of samples"}
+            look = {"marker": "o", "markersize": 3.5}
             key, color = f"{kind}_energy", COLORS[kind]
-            draw_band(panel, self.energies, "iteration", key, color, "mean", **look)
+            draw_band(
+                panel, self.energies, "iteration", key, color, "mean (band: 10 % to 90 %)", **look
+            )
             panel.set_title(TITLES[kind])
         for panel in axes[0, len(kinds) :]:
             leave_empty(panel, "this layer has no further energy")

@@ -26,7 +26,7 @@ from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.data.images import hash_seed
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import require
-from implicit_attn.training.tasks import Augment, Classification, Task, describe
+from implicit_attn.training.tasks import Classification, Task, describe
 from solvers.core.checks import require_choice, require_count, require_nonnegative
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -206,8 +206,6 @@ class Training:
         recipe: hyperparameters.
         path: of the checkpoint; the history stands beside it as a table, with the ending ``.csv``.
         settings: further settings of the run (JSON); a resumed run must have equal ones.
-        augment: ``augment(images, generator) -> images`` applied to training batches, or None;
-            for image data only, another task augments by itself.
         observe: called with the model before training and after every epoch; what it returns
             (JSON) is kept in ``observations``.
         fabric: from :func:`start_processes`; None: one process on the CPU. Its loggers are given
@@ -220,9 +218,6 @@ class Training:
             forward and adjoint, evaluations (median), adjoint products, worst adjoint residual.
         observations: what ``observe`` returned: before training, and an entry an epoch.
         epoch: complete epochs.
-
-    Raises:
-        TypeError: ``augment`` is given with a task.
     """
 
     def __init__(
@@ -233,15 +228,12 @@ class Training:
         path: str | Path,
         settings: dict[str, Any] | None = None,
         *,
-        augment: Augment | None = None,
         observe: Callable[[Any], Any] | None = None,
         fabric: Any = None,
         compile: bool = False,
     ) -> None:
         if isinstance(task, ImageData):
-            task = Classification(task, augment)
-        elif augment is not None:
-            raise TypeError(f"augment goes with image data; {type(task).__name__} has its own")
+            task = Classification(task)
         self.fabric = start_processes(accelerator="cpu") if fabric is None else fabric
         self.model: Any = model
         self.recipe, self.path, self.settings = recipe, Path(path), settings or {}

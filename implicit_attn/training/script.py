@@ -26,7 +26,7 @@ from implicit_attn.training.loop import (
     in_first,
     start_processes,
 )
-from implicit_attn.training.tasks import Augment, Task
+from implicit_attn.training.tasks import Task
 
 SMALL = (
     1_000_000  # parameters up to which one thread is as fast as two, and not disturbed by others
@@ -70,7 +70,6 @@ class Job:
     task: ImageData | Task
     recipe: Recipe
     settings: Values
-    augment: Augment | None = None
     observe: Callable[[Any], Any] | None = None
 
 
@@ -202,7 +201,7 @@ class Program:
     def _training(self, job: Job, fabric: Any, name: str = "checkpoint") -> Training:
         kept = {**asdict(job.recipe), **job.settings}
         kept = json.loads(json.dumps(kept))  # as a checkpoint gives them back
-        options: Any = {"augment": job.augment, "observe": job.observe, "compile": self.compile}
+        options: Any = {"observe": job.observe, "compile": self.compile}
         path = self.place / f"{name}.safetensors"
         return Training(job.model, job.task, job.recipe, path, kept, fabric=fabric, **options)
 

@@ -410,8 +410,6 @@ class MaskedImages(Task):
         data: images; their labels are not used.
         patch: height = width of a patch.
         masked: share of the patches that is hidden, in (0, 1); at least one is and one is not.
-        augment: ``augment(images, generator) -> images`` for training batches, before patches are
-            hidden; None: none.
         test: number of test images; None: all.
         seed: of the masks of the test images.
         batch: images at once in the evaluation.
@@ -426,7 +424,6 @@ class MaskedImages(Task):
     data: ImageData
     patch: int
     masked: float = 0.4
-    augment: Augment | None = None
     test: int | None = None
     seed: int = 0
     batch: int = 256
@@ -457,9 +454,8 @@ class MaskedImages(Task):
 
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         """Images with NaN in hidden patches, and the same images whole."""
-        images = inputs if self.augment is None else self.augment(inputs, generator)
-        counts = torch.randint(1, self.most + 1, (len(images),), generator=generator)
-        return self._hide(images, counts, generator), images
+        counts = torch.randint(1, self.most + 1, (len(inputs),), generator=generator)
+        return self._hide(inputs, counts, generator), inputs
 
     def terms(self, inputs: Tensor, targets: Tensor) -> int:
         return int(hidden_patches(inputs, self.patch).sum())

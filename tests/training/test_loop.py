@@ -29,6 +29,7 @@ from implicit_attn.energies import Quadratic, ReLUFeedForward
 from implicit_attn.models import HyperSET, ImageClassifier
 from implicit_attn.optional import require
 from implicit_attn.training import (
+    Classification,
     NonFiniteLoss,
     Recipe,
     SettingsDiffer,
@@ -229,12 +230,12 @@ def test_images_are_augmented_and_an_iteration_count_changes_nothing_else(tmp_pa
     plain, seven = Recorder(), Recorder()
     for name, model, iterations in (("a", plain, None), ("b", seven, 7)):
         recipe = Recipe(2, 5, 0.1, iterations=iterations)
-        training(tmp_path / name, model, recipe=recipe, augment=RandomAffine()).run()
+        task = Classification(toy_data(), RandomAffine())
+        torch.manual_seed(0)
+        Training(model, task, recipe, tmp_path / name).run()
     assert plain.iterations == 4 * [None] and seven.iterations == 4 * [7]
     assert all(map(torch.equal, plain.images, seven.images))
     assert not torch.equal(plain.images[0], plain.images[2])
-    with pytest.raises(TypeError, match="augment goes with image data"):
-        Training(plain, "other", Recipe(1, 1, 0.1), tmp_path, augment=RandomAffine())  # type: ignore[arg-type]
 
 
 # Nothing is lost.

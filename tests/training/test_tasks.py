@@ -190,12 +190,12 @@ def test_a_model_of_pairs_learns_their_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("masked", "most"), [(0.4, 6), (0.01, 1), (0.99, 15)])
 def test_so_many_patches_are_hidden(masked: float, most: int) -> None:
-    task = MaskedImages(IMAGES, 2, masked=masked, augment=lambda i, _: i.flip(3))
+    task = MaskedImages(IMAGES, 2, masked=masked)
     inputs, targets = task.test_images()
     assert hidden_patches(inputs, 2).sum(1).tolist() == [most] * 20
     assert task.terms(inputs, targets) == 20 * most
     inputs, targets = batch(task)
-    assert torch.equal(targets, IMAGES.train_images.flip(3))
+    assert torch.equal(targets, IMAGES.train_images)
     assert torch.equal(inputs[~inputs.isnan()], targets[~inputs.isnan()])
     varied = hidden_patches(inputs, 2).sum(1)
     assert varied.min() >= 1 and varied.max() <= most and len(varied.unique()) > most / 2

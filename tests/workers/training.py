@@ -20,7 +20,7 @@ from torch import Tensor
 
 from implicit_attn.data import ImageData, RandomAffine, load
 from implicit_attn.models import HyperSET, HyperSETEquilibrium, ImageClassifier
-from implicit_attn.training import NonFiniteLoss, Recipe, Training, start_processes
+from implicit_attn.training import Classification, NonFiniteLoss, Recipe, Training, start_processes
 
 # 50 + 50 + 1 images: parts of different lengths, and a batch with fewer samples than processes.
 IMAGES, BATCH, EPOCHS = 101, 50, 4
@@ -52,11 +52,10 @@ def unrolled(folder: Path, fabric: Any = None, kill_at: int | None = None) -> Wa
     backbone = HyperSET(16, 2, 16, iterations=3, initial_step=0.2, time_dim=8, lora_rank=1)
     training = Watched(
         ImageClassifier(backbone, 8, 1, 10, patch=2, readout="tokens"),
-        digits(),
+        Classification(digits(), RandomAffine(shift=0.5)),
         Recipe(EPOCHS, BATCH, 1e-2, iterations=(1, 3), seed=5),
         folder / "checkpoint.safetensors",
         {"some": "settings"},
-        augment=RandomAffine(shift=0.5),
         fabric=fabric,
     )
     training.kill_at = kill_at
