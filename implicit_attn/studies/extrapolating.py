@@ -362,7 +362,7 @@ def _draw_adaptive(axes: Any, found: Extrapolation) -> None:
         drawn += accuracy
     for row in found.adaptive[::3]:  # labels of all would overlap
         place = (row["evaluations"], 100 * row["accuracy"])
-        text: Any = {"textcoords": "offset points", "xytext": (4, -11), "clip_on": True}
+        text: Any = {"textcoords": "offset points", "xytext": (0, -13), "ha": "center"}
         axes.annotate(f"{row['rtol']:g}", place, fontsize=8, **text)
     label = f"training ({found.trained})"
     axes.axvline(found.trained, color=GREY, linestyle=":", linewidth=1, label=label)
