@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled, read_adjoint
-from solvers.adjoints.transformed import Transformed, refuse_in_transform
+from solvers.adjoints.transforms import Transformed, refuse_in_transform
 from solvers.compiled.evaluations import Evaluation
 from solvers.core.checks import (
     require_callable,

@@ -15,8 +15,7 @@ from implicit_attn.updates.update import Update
 from solvers.compiled.evaluations import Wanted
 from solvers.compiled.inputs import Padding, detached
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
-from solvers.compiled.programs import Programs, UntraceableError
-from solvers.compiled.weights import Weights
+from solvers.compiled.programs import Programs, UntraceableError, Weights
 from solvers.core.guards.reading import read_anew
 from solvers.core.jacobian import gradients
 from solvers.core.modes import (
@@ -30,7 +29,7 @@ from solvers.core.modes import (
 )
 
 if TYPE_CHECKING:
-    from solvers.compiled.graphs.stages import Bound
+    from solvers.compiled.graphs import Bound
 
 
 def prepare(

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record
 from solvers.compiled.evaluations import Linearization, Wanted
-from solvers.compiled.weights import Weights
+from solvers.compiled.programs import Weights
 from solvers.core.layout import leaves_of
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.packing import pack, unpack
-from solvers.compiled.weights import Weights
+from solvers.compiled.programs import Weights
 from solvers.core.jacobian import gradients
 from solvers.core.layout import leaves_of, map_tensors
 from solvers.core.modes import constant_weights, without_autocast

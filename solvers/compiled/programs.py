@@ -15,19 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from solvers.compiled import graphs
-from solvers.compiled.backends import check_backend
-from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
-from solvers.compiled.weights import Weights, read_module
+from solvers.compiled.packing import Packed, Skeleton, fingerprint, look, pack, unpack
+from solvers.core.checks import require_choice, require_instance
 from solvers.core.device import tracing
-from solvers.core.guards.reading import found_once
+from solvers.core.guards.reading import found_once, parts_of
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 
 if TYPE_CHECKING:
-    from solvers.compiled.graphs.stages import Bound, Run
+    from solvers.compiled.graphs import Bound, Run
 
 _LOG = logging.getLogger(__name__)
+
+
+def _graphs() -> Any:
+    """Imported with the first program: it brings torch's compiler, which takes seconds."""
+    from solvers.compiled import graphs
+
+    return graphs
+
+
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MOST = 64  # programs that are kept
 LOCK = threading.RLock()  # torch traces in one thread at a time
@@ -154,7 +161,7 @@ class Programs:
             with self._making(weights):
                 graph, examples, after = self._traced(function, inputs, parts, weights)
                 varying = range(len(parts[0].tensors))
-                made = graphs.stages.made(graph, examples, varying, wanted, self._compiled)
+                made = _graphs().made(graph, examples, varying, wanted, self._compiled)
                 found = made, after
             self.staged[which] = found
         return found[0].at(inputs), found[1]
@@ -257,11 +264,11 @@ class Programs:
             found.append(packed.skeleton)
             return packed.tensors
 
-        return *graphs.tracing.trace(flat, inputs, fixed=len(names)), found[-1]
+        return *_graphs().trace(flat, inputs, fixed=len(names)), found[-1]
 
     def _compiled(self, graph: GraphModule, examples: list[Tensor]) -> Run:
         options = (self.backend, self.mode, self.options)
-        return graphs.tracing.compiled(graph, examples, *options)
+        return _graphs().compiled(graph, examples, *options)
 
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""
@@ -289,3 +296,56 @@ class _Within(nn.Module):
 
     def forward(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
         return function(*given)
+
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def check_backend(backend: Any, mode: Any, options: Any) -> None:
+    """Raise TypeError or ValueError unless these are a backend of torch and belong together."""
+    if not callable(backend):
+        names = torch.compiler.list_backends(exclude_tags=())
+        require_choice("backend", backend, ["eager", *(n for n in names if n != "eager")])
+    if mode is not None:
+        require_choice("mode", mode, MODES)
+    require_instance("options", options, dict, "a dict of options of Inductor", optional=True)
+    if backend != "inductor" and (mode is not None or options):
+        raise ValueError(
+            f'mode and options belong to backend="inductor", got backend={backend!r}, mode={mode!r}, '
+            f"options={options!r}"
+        )
+
+
+_OF_EVERY_MODULE = set(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters and buffers of a module, by name.
+
+    ``kind`` tells apart for which of its states programs differ: shapes, modes, plain attributes.
+    """
+
+    tensors: dict[str, Tensor]
+    kind: Hashable
+
+
+def read_module(module: nn.Module) -> tuple[dict[str, Tensor], Hashable]:
+    """Parameters and buffers by name, each once, and what else an evaluation of the module may depend on.
+
+    That is the modules' types, modes, numbers of hooks and own attributes.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: list[Hashable] = []
+    seen: set[int] = set()
+    for prefix, part in parts_of(module):
+        values = vars(part)
+        for own in (values["_parameters"], values["_buffers"]):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors[prefix + name] = tensor
+        hooks = len(values["_forward_hooks"]) + len(values["_forward_pre_hooks"])
+        plain += [prefix, type(part), part.training, hooks]
+        plain += [(n, fingerprint(v)) for n, v in values.items() if n not in _OF_EVERY_MODULE]
+    return tensors, tuple(plain)

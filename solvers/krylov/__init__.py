@@ -1,8 +1,7 @@
 """Krylov methods for batches of linear systems ``A x = b``, from products with ``A`` alone.
 
 - ``solve``: :func:`solvers.solve_linear`
-- ``loop``: the loop of a solve: cycles of a method, verified residuals, statuses
-- ``cycle``: one cycle and its results
+- ``loop``: the loop of a solve: cycles of a method and their results, verified residuals, statuses
 - ``product``: the products with ``A`` and the scaled right-hand sides
 - ``method``: the interface of the methods
 - ``cg``, ``minres``, ``gmres``: the methods

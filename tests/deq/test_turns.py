@@ -16,7 +16,7 @@ from cases.turns import Cell, assert_same, assert_same_solution, pair, results, 
 from implicit_attn import DEQ
 from implicit_attn.updates import Update
 from solvers import CG, GMRES, Anderson, Broyden, Forward, Implicit, Newton, Tolerance, fixed_point
-from solvers.compiled.graphs import stages
+from solvers.compiled import graphs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
@@ -234,9 +234,9 @@ def test_what_changes_between_the_passes() -> None:
 def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the backward pass, while the loss lives; and without a collection of garbage."""
     saved: dict[int, StorageWeakRef] = {}
-    at = stages.Stages.at
+    at = graphs.Stages.at
 
-    def noting(self: stages.Stages, inputs: Any) -> Any:
+    def noting(self: graphs.Stages, inputs: Any) -> Any:
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         found = at(self, inputs)
         for storage in [t.untyped_storage() for bound in found for t in bound.others]:
@@ -249,7 +249,7 @@ def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     layer = pair(DEQ(Cell(), **EXACT))[1]
     results(layer, sample())
-    monkeypatch.setattr(stages.Stages, "at", noting)
+    monkeypatch.setattr(graphs.Stages, "at", noting)
     gc.collect()
     gc.disable()
     try:

@@ -15,9 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from solvers import Anderson, Descent, Implicit, Newton, Unrolled, fixed_point
-from solvers.compiled.graphs import stages, tracing
-from solvers.compiled.graphs.slopes import RULES, with_slopes
-from solvers.compiled.graphs.stages import made
+from solvers.compiled import graphs
+from solvers.compiled.graphs import RULES, made, with_slopes
 
 pytestmark = [  # inside torch's compiler
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -124,9 +123,9 @@ def inputs() -> list[Tensor]:
     ]
 
 
-def parts(f: Function, **options: Any) -> tuple[stages.Stages, list[Counter[str]]]:
+def parts(f: Function, **options: Any) -> tuple[graphs.Stages, list[Counter[str]]]:
     """The stages of f, varying by its first input, and the operators of each of their graphs."""
-    graph, examples = tracing.trace(lambda *given: list(f(*given)), inputs())
+    graph, examples = graphs.trace(lambda *given: list(f(*given)), inputs())
     operators: list[Counter[str]] = []
 
     def compiled(part: GraphModule, like: list[Tensor]) -> Any:
@@ -137,7 +136,7 @@ def parts(f: Function, **options: Any) -> tuple[stages.Stages, list[Counter[str]
         return part.forward
 
     wanted = options.get("wanted", (slice(None),))
-    return stages.made(graph, examples, [0], wanted, compiled), operators
+    return graphs.made(graph, examples, [0], wanted, compiled), operators
 
 
 def constants(z: Tensor, x: Tensor, w: Tensor) -> Any:
@@ -274,14 +273,14 @@ def test_products_with_the_slope_are_what_autograd_computes(
 def test_each_vector_costs_one_product(activation: Callable[..., Tensor]) -> None:
     """What is computed for every vector, beside the first part that is computed once."""
     vector, x = torch.randn(4), torch.randn(4)
-    graphs: list[torch.fx.GraphModule] = []
+    made_graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., list[Tensor]]:
-        graphs.append(graph)
+        made_graphs.append(graph)
         return graph.forward
 
     stages = made(graph_of(activation, vector, x), [vector, x], [0], [slice(None)], keep)
-    _, then = graphs
+    _, then = made_graphs
     assert [str(n.target) for n in then.graph.nodes if n.op == "call_function"] == [
         "aten.mul.Tensor"
     ]
