@@ -18,7 +18,7 @@ import implicit_attn
 from implicit_attn import DEQ, Energy, Update, pretrained_models
 from implicit_attn.cli import COMMANDS
 from solvers import SolveWarning, Tolerance
-from tools.site.names import listed
+from tools.names import listed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "api"
 # A name in code font, alone; a heading or a link is left as it is.
 _CODE = re.compile(r"(?<![\[`\w])`(?P<name>[A-Za-z_][\w.]*\w)`(?![`\]])")

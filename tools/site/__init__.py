@@ -1,1 +1,0 @@
-"""What the documentation site is built with, beside MkDocs itself."""
