@@ -84,7 +84,7 @@ notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (A
 	$(BIN)/python docs/notebooks/build.py $(ARGS)
 
 integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face, Lightning and Accelerate
-	OMP_NUM_THREADS=1 $(OTHERS_VENV)/bin/python -m pytest tests/examples/integrations $(ARGS)
+	OMP_NUM_THREADS=1 $(OTHERS_VENV)/bin/python -m pytest tests/examples/test_integrations.py $(ARGS)
 
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 

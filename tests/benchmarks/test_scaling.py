@@ -39,15 +39,6 @@ def test_places_divide_the_tokens() -> None:
         places(8, 3, True)
 
 
-def test_messages_and_sums_are_counted() -> None:
-    network = Network(4)
-    arrived = network.shift([(torch.full((3,), float(k)),) for k in range(4)])
-    assert [message[0][0].item() for message in arrived] == [3, 0, 1, 2]
-    assert network.sent == [12] * 4
-    assert network.add([torch.ones(2)] * 4).tolist() == [4, 4]
-    assert network.sent == [12 + 12] * 4  # 2 (P - 1) / P of 8 bytes
-
-
 def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "ITERATIONS", (2, 12))
     # Weights are kept anyway, and do not count.

@@ -1,4 +1,4 @@
-"""What the gallery computes beside the library: rings, tokens on circles, local rules, likelihoods."""
+"""What the gallery computes beside the library: rings, tokens on circles, likelihoods, Potts data."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import solvers
 from cases.potts import all_colours, random_couplings, samples_of
-from implicit_attn.energies import BareAttention
-from implicit_attn.models import PottsModel
-from solvers import TorusSite
+from implicit_attn.energies.spins import zero_sum
+from implicit_attn.models import FactoredAttention, PottsModel
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 Load = Callable[[Path], ModuleType]
@@ -40,6 +41,87 @@ def test_parities_and_runs_by_hand(size: int, marks: tuple[int, int], load: Load
             runs.append([bits[place - n] for n in range(back + 1)])
             assert int(rings.targets[ring, place]) == sum(runs[-1]) % 2
         assert int(rings.difficulty[ring]) == max(map(len, runs))
+
+
+@pytest.fixture
+def rings(load: Load) -> ModuleType:
+    torch.manual_seed(0)
+    return load(EXAMPLES / "rings/ring_models.py")
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def contraction(rings: ModuleType) -> Any:
+    model = rings.EquilibriumRing(8, 2).double()
+    with torch.no_grad():
+        model.layer.update.output.weight.mul_(0.1)
+        model.layer.update.narrow.weight.mul_(0.1)
+    return model
+
+
+def test_a_local_block_is_attention_over_the_neighbours(rings: ModuleType) -> None:
+    """Against a loop over positions, heads and offsets."""
+    model, size = rings.EquilibriumRing(8, 2).double(), 7
+    block, table, cells = model.layer.update, model.bias.table, drawn(1, size, 8, seed=2)
+    z = drawn(1, size, 8)
+    found = block(z, rings.Surroundings(cells, model.bias(size)))
+    made = block.queries_keys_values(block.attention_norm(z)).chunk(3, 2)
+    query, key, value = (each[0].unflatten(1, (2, 4)) for each in made)
+    taken = torch.zeros(size, 2, 4, dtype=torch.float64)
+    for i in range(size):
+        for h in range(2):
+            near = [(i + 1) % size, i, (i - 1) % size]
+            scores = torch.stack([query[i, h] @ key[j, h] / math.sqrt(4) for j in near])
+            taken[i, h] = (scores + table[h]).softmax(0) @ value[near, h]
+    h = cells + block.output(taken.flatten(1))
+    wanted = h + block.narrow(block.widen(block.feedforward_norm(h)).relu())
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="takes no mask"):
+        model.layer(model.encode(drawn(3, 4, 2)), mask=torch.ones(3, 4, dtype=torch.bool))
+
+
+def test_a_turned_ring_has_turned_answers(rings: ModuleType) -> None:
+    layered = [rings.LayeredRing(8, 2, 3, local) for local in (True, False)]
+    for model in (rings.EquilibriumRing(8, 2), *layered):
+        for size in (4, 9):
+            x = drawn(3, size, 2)
+            found = model.double()(x.roll(3, 1))
+            torch.testing.assert_close(found, model(x).roll(3, 1), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, rings: ModuleType) -> None:
+    x = drawn(3, 12, 2)
+    other = x.clone()
+    other[:, 0] += 1
+    distance = torch.minimum(torch.arange(12), 12 - torch.arange(12))
+
+    def changed(model: Any, **options: int) -> list[bool]:
+        model = model.double()
+        return ((model(x, **options) - model(other, **options)).abs().sum((0, 2)) > 1e-12).tolist()
+
+    # Evaluation t sees the input itself, and its neighbours' states after t - 1; the first starts at zero.
+    seen = changed(rings.EquilibriumRing(8, 2), iterations=depth)
+    assert seen == (distance < depth).tolist()
+    assert changed(rings.LayeredRing(8, 2, depth, True)) == (distance <= depth).tolist()
+    assert all(changed(rings.LayeredRing(8, 2, depth)))
+
+
+def test_iterations_end_at_the_fixed_point_that_the_layer_finds(rings: ModuleType) -> None:
+    """Values and gradients, implicit ones and those through 80 iterations."""
+    model, x, tight = contraction(rings), drawn(2, 4, 2), solvers.Tolerance(rtol=1e-12)
+    implicit = solvers.Implicit(tolerance=tight)
+    end = model.layer(model.encode(x), tolerance=tight, max_steps=200, adjoint=implicit)
+    wanted = model.decode(end)
+    errors = [(model(x, iterations=n) - wanted).abs().max().item() for n in (2, 6, 80)]
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-9
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(wanted.square().sum(), parameters)
+    through = torch.autograd.grad(model(x, iterations=80).square().sum(), parameters)
+    for one, other in zip(found, through, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
 # Images as tokens on circles.
@@ -67,34 +149,6 @@ def test_tokens_on_circles_and_back(load: Load) -> None:
     torch.testing.assert_close(random.norm(dim=-1), 12**0.5 * once)
 
 
-def test_a_value_is_half_a_turn(load: Load) -> None:
-    """0, 1/2 and 1 lie at angles 0, pi/2 and pi; directions beyond go to the nearer end.
-
-    A sine of -0.0 beside a negative cosine is the angle -pi; a pair (0, 0) has no direction.
-    """
-    circles = load(EXAMPLES / "bare/images.py")
-    codec = circles.CircleTokens(1, 1, 3, 1)
-    tokens = codec.encode(torch.tensor([0.0, 0.5, 1.0]).view(1, 1, 1, 3))
-    expected = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
-    torch.testing.assert_close(tokens[0], expected, rtol=0, atol=1e-6)
-    beyond = circles.points(torch.tensor([-0.3, math.pi + 0.3, math.pi / 4])).view(1, 3, 2)
-    torch.testing.assert_close(codec.decode(beyond).flatten(), torch.tensor([0.0, 1.0, 0.25]))
-    branch = codec.decode(torch.tensor([[[-1.0, -0.0], [0.0, 0.0], [-0.0, -0.0]]])).flatten()
-    assert branch[:2].tolist() == [1, 0] and branch.min() >= 0 and branch.max() <= 1
-
-
-def test_features_are_orthonormal_and_the_principal_ones_keep_most(load: Load) -> None:
-    circles = load(EXAMPLES / "bare/images.py")
-    images = torch.rand(50, 3, 4, 6, generator=seeded())
-    tokens, kept = circles.CircleTokens(3, 4, 6, 2).encode(images), []
-    for rows in (circles.random_features(5, 24, seeded(3)), circles.principal_features(5, tokens)):
-        torch.testing.assert_close(rows @ rows.mT, torch.eye(5), rtol=0, atol=1e-6)
-        kept.append((tokens @ rows.mT).square().mean().item())
-    assert kept[1] > 1.5 * kept[0]
-    whole = circles.principal_features(24, tokens)
-    torch.testing.assert_close(tokens @ whole.mT @ whole, tokens, rtol=0, atol=1e-5)
-
-
 # Local rules.
 
 
@@ -103,24 +157,6 @@ def turned() -> Tensor:
     angles = 6.28 * torch.rand(200, 2, generator=seeded(1))
     angles = torch.stack([angles[:, 0], angles[:, 0] + 1.57, angles[:, 1]], 1)
     return torch.stack([angles.cos(), angles.sin()], -1)
-
-
-@pytest.mark.parametrize("rule", ["exact", "source"])
-def test_local_rules_find_the_right_pair(rule: str, load: Load) -> None:
-    images, data = load(EXAMPLES / "bare/images.py"), turned()
-    torch.manual_seed(0)
-    model = BareAttention(3, 2, site=TorusSite())
-    before = model.log_prob(data).sum(1).mean().item()
-    recipe = images.Recipe(rule, cap=None if rule == "exact" else 1.5)
-    images.learn(model, data, recipe, steps=120, batch=128, rate=0.1, seed=2)
-    norms, turn = model.couplings.site_norms().detach(), model.couplings.weight[1, 0].detach()
-    if rule == "source":  # the loss has no minimum: the bound is reached and holds
-        assert norms[0, 1].item() == pytest.approx(1.5, rel=1e-4) and norms.max() <= 1.5 + 1e-6
-        return
-    assert model.log_prob(data).sum(1).mean().item() > before + 1.5
-    assert norms[0, 1] > 2 * norms[0, 2] and norms[1, 0] > 2 * norms[1, 2]
-    right_angle = torch.tensor([[0.0, -1], [1, 0]]) / 2**0.5
-    torch.testing.assert_close(turn / turn.norm(), right_angle, rtol=0, atol=0.1)
 
 
 def test_the_local_gradient_of_a_pair_sum_is_that_of_its_likelihood(load: Load) -> None:
@@ -184,20 +220,6 @@ def test_the_maximum_has_the_moments_of_the_data(load: Load) -> None:
     torch.testing.assert_close(mean, data.mean(0), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("chains", [None, 300])
-def test_sampling_comes_near_the_maximum(chains: int | None, load: Load) -> None:
-    likelihood, data = load(EXAMPLES / "potts/boltzmann_learning.py"), states_of(potts(), 4000)
-    best, models = PottsModel(3, 3).double(), [PottsModel(3, 3) for _ in range(3)]
-    likelihood.fit_exact_likelihood(best, data)
-    for seed, model in enumerate(models[:2]):
-        torch.manual_seed(seed)  # which must not matter
-        likelihood.contrastive_divergence(model, data, chains=chains, steps=100, batch=500)
-    assert torch.equal(models[0].couplings.weight, models[1].couplings.weight)
-    with torch.no_grad():
-        reached = [likelihood.exact_likelihood(each, data).item() for each in (best, *models[1:])]
-    assert 0 <= reached[0] - reached[1] < 0.05 * (reached[0] - reached[2])
-
-
 def test_the_bias_of_chains_that_start_at_the_data(load: Load) -> None:
     """Two sites that are bound to be equal, data of one colour only: the model knows both colours, but
     its chains do not leave the data in one sweep, so that CD-1 sees next to no gradient."""
@@ -228,3 +250,80 @@ def test_the_masked_loss_hides_every_site_in_its_turn(load: Load) -> None:
 
     expected = F.cross_entropy(table[test.roll(1, 1)].flatten(0, 1), test.flatten()).item()
     assert masked_loss(Neighbours(), test, 3, batch=15) == pytest.approx(expected, rel=1e-6)
+
+
+# Potts models on graphs, and measures of couplings.
+
+
+@pytest.fixture
+def couplings(load: Load) -> ModuleType:
+    return load(EXAMPLES / "potts/couplings.py")
+
+
+@pytest.mark.parametrize(
+    ("kind", "edges"), [("er-kron", 30), ("er-general", 30), ("tree", 19), ("ring4", 40)]
+)
+def test_graphs_and_conditionals(couplings: ModuleType, kind: str, edges: int) -> None:
+    """Symmetric and sparse; ``p(s_i | rest)`` against energies of changed configurations."""
+    model = couplings.graph_potts(kind, torch.Generator().manual_seed(2), colours=3)
+    graph, n = couplings.neighbours(model), torch.arange(20)
+    assert torch.equal(model.couplings, model.couplings.permute(1, 0, 3, 2))
+    assert int(graph.sum()) == 2 * edges and not graph.diagonal().any()
+    colours = torch.randint(0, 3, (4, 20), generator=torch.Generator().manual_seed(0))
+
+    def energy(s: Tensor) -> Tensor:
+        return torch.stack([0.5 * model.couplings[n[:, None], n, r[:, None], r].sum() for r in s])
+
+    logits = couplings.conditional_logits(model, colours).log_softmax(-1)
+    for site in (0, 7):
+        changed = colours.repeat(3, 1, 1)
+        changed[:, :, site] = torch.arange(3)[:, None]
+        expected = torch.stack([energy(each) for each in changed], dim=1).log_softmax(1)
+        torch.testing.assert_close(logits[:, site], expected)
+    chosen = logits.gather(2, colours[:, :, None]).mean().item()
+    assert couplings.bayes_npl(model, colours) == pytest.approx(-chosen, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("truth", "precision", "area"),
+    [([1, 1, 0, 0, 0, 0], 1.0, 1.0), ([0, 0, 0, 0, 1, 1], 0.0, 0.0),
+     ([1, 0, 1, 0, 0, 0], 0.5, 7 / 8)],
+)  # fmt: skip
+def test_precision_and_area(
+    couplings: ModuleType, truth: list[float], precision: float, area: float
+) -> None:
+    """Scores 6 to 1 of the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3)."""
+    scores, edges = torch.zeros(4, 4), torch.zeros(4, 4).bool()
+    rows, columns = torch.triu_indices(4, 4, 1)
+    scores[rows, columns] = torch.arange(6.0).flip(0) + 1
+    edges[rows, columns] = torch.tensor(truth).bool()
+    assert couplings.contact_precision(scores, edges) == pytest.approx(precision)
+    false_share, true_share = couplings.roc_curve(scores, edges)
+    assert float(torch.trapezoid(true_share, false_share)) == pytest.approx(area)
+
+
+class Exact(nn.Module):
+    """The conditionals of a Potts model; refuses a call with two masked sites or none."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert ((tokens == 3).sum(1) == 1).all()
+        return self.logits(tokens.clamp_max(2))
+
+
+def test_the_categorical_jacobian_of_known_couplings(couplings: ModuleType) -> None:
+    model = couplings.graph_potts("tree", torch.Generator().manual_seed(0), sites=5, colours=3)
+    sequences = torch.randint(0, 3, (4, 5), generator=torch.Generator().manual_seed(1))
+    exact = Exact(lambda tokens: couplings.conditional_logits(model, tokens))
+    found = couplings.categorical_jacobian(exact, sequences, 3, mask=3, batch=7)
+    assert couplings.coupling_error(found, model.couplings) < 1e-12
+    assert not found.diagonal().any() and exact.training
+    torch.manual_seed(0)
+    factored = FactoredAttention(5, 3, heads=2, rows="sink").double()
+    with torch.no_grad():
+        factored.values.normal_()
+    found = couplings.categorical_jacobian(factored, sequences, 3)
+    torch.testing.assert_close(zero_sum(found), zero_sum(factored.couplings().detach()))

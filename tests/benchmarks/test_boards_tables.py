@@ -1,10 +1,9 @@
-"""Hard boards: equal for equal seeds, one solution each; the tables of a solver at its fixed points."""
+"""Hard boards have one solution each; the tables of a solver at its fixed points, and of every method."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,12 +39,10 @@ def test_the_search_finds_what_is_there_and_counts_its_guesses() -> None:
     assert [int(each.sum()) for each in parts.values()] == [1, 2, 2, 2, 2]
 
 
-def test_tables_of_a_solver_at_its_fixed_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of a small board solver that has learned nothing."""
     pytest.importorskip("safetensors", reason="weights are read from a file")
-    pytest.importorskip("lightning_fabric", reason="of the training")
-    from benchmarks.boards import fixed_points
     from implicit_attn.checkpoint import save_checkpoint
     from implicit_attn.models import build_model
 
@@ -55,12 +52,50 @@ def test_tables_of_a_solver_at_its_fixed_points(
         "kind": "board-solver", "groups": units().tolist(), "cells": 81, "colours": 9,
         "features": 4, "width": 4, "iterations": 4, "window": 2,
     }  # fmt: skip
-    path, hard = tmp_path / "solver.safetensors", tmp_path / "hard.npz"
+    path = tmp_path / "solver.safetensors"
     progress = {"settings": {"model": specification}}
     save_checkpoint(path, build_model(specification), progress=progress)
+    return str(path)
+
+
+def test_tables_of_a_solver_at_its_fixed_points(
+    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lightning_fabric", reason="of the training")
+    from benchmarks.boards import fixed_points
+
+    hard = tmp_path / "hard.npz"
     hard_boards.main(boards=2, rounds=0, out=hard)
-    sizes: Any = {"boards": 2, "answers": 2, "longest": 8}
-    fixed_points.main(str(path), hard, **sizes)
+    fixed_points.main(weights, hard, boards=2, answers=2, longest=8)
     text = capsys.readouterr().out
     assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
     assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text
+
+
+def test_every_method_has_a_row(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="the examples need the extra [examples]")
+    from benchmarks.boards import sudoku
+
+    sudoku.main(weights, test=3, boards=2, train=9, fit_steps=2)
+    lines = capsys.readouterr().out.splitlines()
+    head, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line
+    ]
+    assert head[:2] == ["method", "boards"] and {"30", "34", "mixed"} <= set(head)
+    names = [row[0] for row in rows[1:]]
+    assert names[0] == "naked and hidden singles"
+    assert "board solver, 1 iterations (0.25x)" in names
+    assert "board solver, 64 iterations (16x)" in names
+    assert "true graph: with decimation" in names and "learned, factored, annealed" in names
+    shares = {row[0]: [float(cell) for cell in row[2:]] for row in rows[1:]}
+    assert all(0 <= share <= 100 for each in shares.values() for share in each)
+    assert shares["true graph: with decimation"][-2] == 100  # 34 givens
+    assert shares["board solver, 64 iterations (16x)"] == [0] * len(head[2:])  # untrained
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    pytest.importorskip("safetensors", reason="weights are read from a file")
+    from benchmarks.boards import sudoku
+
+    with pytest.raises(SystemExit, match="must be of a board solver, got a"):
+        sudoku.main("digits-hyperset")
