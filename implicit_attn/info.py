@@ -12,7 +12,7 @@ import torch
 
 from implicit_attn import __version__
 from implicit_attn.data.files import DATA_VARIABLE, cache_folder
-from implicit_attn.kernels import explain, explain_sigmoid
+from implicit_attn.kernels import explain
 from implicit_attn.optional import DISTRIBUTION, installed_version, requirements
 from solvers.native import library
 
@@ -73,10 +73,8 @@ def kernels() -> Rows:
     for place in places:
         for batch, heads, tokens, features in SIZES:
             z = torch.zeros(batch, heads, tokens, features, device=place)
-            for kind, choose in (("bi-softmax", explain), ("sigmoid", explain_sigmoid)):
-                found = choose(z, 1.0)
-                shape = f"{tokens} tokens x {features}"
-                yield place, f"{kind}, {shape}: {found.backend} ({found.reason})"
+            found, shape = explain(z, 1.0), f"{tokens} tokens x {features}"
+            yield place, f"bi-softmax, {shape}: {found.backend} ({found.reason})"
     yield "native engine", library.told()
 
 

@@ -86,7 +86,7 @@ def test_the_choice_of_a_kernel_is_logged(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.records
     with caplog.at_level(logging.DEBUG, logger="implicit_attn"):
         kernels.bisoftmax(z, 1.0)
-        kernels.sigmoid_attention(z, 1.0)
+        kernels.frozen_key_attention(z, z, 1.0)
     chosen = kernels.explain(z, 1.0)
     assert f"bi-softmax: {chosen.backend} ({chosen.reason})" in caplog.messages
-    assert any(text.startswith("sigmoid: ") for text in caplog.messages)
+    assert any(text.startswith("frozen keys: ") for text in caplog.messages)

@@ -26,11 +26,12 @@ from implicit_attn.kernels import (
     bisoftmax,
     check_backend,
     frozen_key_attention,
-    sigmoid_attention,
 )
 from implicit_attn.kernels.arguments import rescaled
 from implicit_attn.kernels.pairs import Pairs
+from implicit_attn.kernels.tiling import recomputed
 from solvers.core.checks import require_choice
+from solvers.core.modes import without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -200,6 +201,9 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
 
 
+DENSE_TOKENS, STRIP_ROWS = 256, 128  # of scores: up to so many tokens at once, else so many rows
+
+
 class Score(NamedTuple):
     """A function F of a score and the weight ``w = 2 F'``, entry by entry."""
 
@@ -236,8 +240,9 @@ class ScoreAttention(HeadsEnergy):
 
     Args:
         score: F, one of those names.
-        backend: of the sigmoid: "reference" (dense), "blocks" (memory linear in N) or "auto";
-            ``implicit_attn.kernels.explain_sigmoid`` says which one "auto" takes. Others are dense.
+
+    From ``DENSE_TOKENS`` tokens on scores are computed by strips of rows, and again for derivatives, so
+    that memory is linear in N.
 
     Source: the forms are those of the code of Hu, Zou, Xu, "Hyper-SET"
     (https://arxiv.org/abs/2502.11646, table 18 for the sigmoid), with the sign and the factors that
@@ -250,32 +255,33 @@ class ScoreAttention(HeadsEnergy):
         heads: int,
         *,
         score: str = "sigmoid",
-        backend: str = "auto",
         **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__(dim, heads, **shared)
         self.score = require_choice("score", score, SCORES)
-        self.backend = check_backend(backend, "sigmoid")
-        if score != "sigmoid" and backend == "blocks":
-            raise ValueError(f'backend="blocks" needs score="sigmoid", got {score!r}')
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
         u, beta, root = self._roots(y)
-        if self.score == "sigmoid":
-            force, values = sigmoid_attention(u, beta, mask=given.mask, backend=self.backend)
-            values = values if root is None else values / root.square().flatten()
-        else:
-            scores = (u @ u.mT) * beta
-            values = SCORES[self.score].value(scores.to(accumulation_dtype(scores.dtype)))
-            if given.mask is not None:  # F(0) may be another number than 0
-                both = given.mask[:, None, :, None] & given.mask[:, None, None, :]
-                values = values.masked_fill(~both, 0.0)
-            force = SCORES[self.score].weight(scores) @ u
-            values = values / (beta if root is None else root.square())
-        return sum_samples(values), force if root is None else (force / root).to(y.dtype)
+        count, wide = u.shape[2], u.to(accumulation_dtype(u.dtype))
+        rows = count if count <= DENSE_TOKENS else STRIP_ROWS
+        with without_autocast(y.device.type):
+            parts = recomputed(self._strip, count, rows, wide, beta, given.mask)
+            values = torch.stack([value for value, _ in parts]).sum(0)
+            force = torch.cat([force for _, force in parts], 2)
+            values = values / (beta if root is None else root.square().flatten())
+            return values.sum(1), (force if root is None else force / root).to(y.dtype)
+
+    def _strip(self, rows: slice, u: Tensor, beta: float, mask: Tensor | None) -> Pair:
+        """The sum of F (B, H) over some rows of the scores, and their ``w(S) U``."""
+        score, scores = SCORES[self.score], (u[:, :, rows] @ u.mT) * beta
+        values = score.value(scores)
+        if mask is not None:  # F(0) may be another number than 0
+            both = mask[:, None, rows, None] & mask[:, None, None, :]
+            values = values.masked_fill(~both, 0.0)
+        return values.sum((2, 3)), score.weight(scores) @ u
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, score={self.score!r}, backend={self.backend!r}"
+        return f"{super().extra_repr()}, score={self.score!r}"
 
 
 class LinearAttention(HeadsEnergy):

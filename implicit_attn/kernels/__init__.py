@@ -10,9 +10,7 @@ from implicit_attn.kernels.dispatch import (
     check_backend,
     explain,
     explain_frozen_keys,
-    explain_sigmoid,
     frozen_key_attention,
-    sigmoid_attention,
 )
 
 __all__ = [
@@ -23,7 +21,5 @@ __all__ = [
     "covariance_product",
     "explain",
     "explain_frozen_keys",
-    "explain_sigmoid",
     "frozen_key_attention",
-    "sigmoid_attention",
 ]

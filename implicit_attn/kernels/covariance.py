@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from implicit_attn.kernels.arguments import dense_for_transforms, wide_dtype
+from implicit_attn.kernels.arguments import wide_dtype
+from implicit_attn.kernels.tiling import recomputed
 from solvers.core.checks import require_choice, require_count, require_flag
 from solvers.core.modes import without_autocast
 
@@ -94,30 +94,19 @@ def _compute(
         raise ValueError(
             f"causal=True needs as many keys as queries, {query.shape[2]}, got {key.shape[2]}"
         )
-    count = query.shape[2]
-    if backend == "reference" or count <= rows:
-        return _strip(query, key, values, moved, 0, causal).to(vector.dtype)
-    # Checkpoints know neither torch.func nor forward mode.
-    whole = dense_for_transforms(query, key, values, moved) is not None
-    parts = []
-    for first in range(0, count, rows):
-        strip = slice(first, first + rows)
-        arguments = query[:, :, strip], key, values, moved[:, :, strip], first, causal
-        if whole:
-            parts.append(_strip(*arguments))
-            continue
-        parts.append(checkpoint(_strip, *arguments, use_reentrant=False, preserve_rng_state=False))
+    rows = query.shape[2] if backend == "reference" else rows
+    parts = recomputed(_strip, query.shape[2], rows, query, key, values, moved, causal)
     return torch.cat(parts, 2).to(vector.dtype)
 
 
 def _strip(
-    query: Tensor, key: Tensor, values: Tensor, vector: Tensor, first: int, causal: bool
+    rows: slice, query: Tensor, key: Tensor, values: Tensor, vector: Tensor, causal: bool
 ) -> Tensor:
-    scores = query @ key.mT
+    scores = query[:, :, rows] @ key.mT
     if causal:
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
-        scores = scores.masked_fill(later.triu(first + 1), -torch.inf)
-    return _product(scores.softmax(-1), values, vector)
+        scores = scores.masked_fill(later.triu(rows.start + 1), -torch.inf)
+    return _product(scores.softmax(-1), values, vector[:, :, rows])
 
 
 def _product(weights: Tensor, values: Tensor, vector: Tensor, mean: Tensor | None = None) -> Tensor:

@@ -1,19 +1,18 @@
 """The attention kernels that everything else calls, and which backend computes each.
 
-Bi-softmax, sigmoid attention and attention to keys that stay go the same way: the arguments are checked,
-``beta`` becomes a number, ``explain`` and its kin choose, and the backend computes.
+Bi-softmax and attention to keys that stay go the same way: the arguments are checked, ``beta`` becomes a
+number, ``explain`` or its kin chooses, and the backend computes.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels import sigmoid, softmax
+from implicit_attn.kernels import softmax
 from implicit_attn.kernels.arguments import (
     Choice,
     by_rescaling,
@@ -37,13 +36,12 @@ _LOG = logging.getLogger("implicit_attn.kernels")
 # "blocks" is the public name of the strips.
 BACKENDS = {
     "bi-softmax": ("auto", "reference", "blocks", "cpp", "triton"),
-    "sigmoid": ("auto", "reference", "blocks"),
     "frozen keys": ("auto", "reference", "flash"),
 }
 # Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
 # matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
 DENSE_TOKENS = 256
-DENSE_PAIRS = {"bi-softmax": 2**18, "sigmoid": 2**17}
+DENSE_PAIRS = 2**18
 # Fewer pairs of a query and a frozen key in a head are left to the dense formula, measured on a CPU.
 FLASH_PAIRS = 2**14
 
@@ -157,41 +155,6 @@ def bisoftmax_hvp(
     return product.to(z.dtype)
 
 
-def sigmoid_attention(
-    z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Gradient and value of the sigmoid attention energy of each head.
-
-    With ``S = beta Z Z^T`` the energy is ``E(Z) = 1/(2 beta) sum_ij sigma(S_ij)`` over the pairs
-    without masked tokens, sigma the logistic function, and its gradient ``sigma'(S) Z`` (Hu, Zou, Xu,
-    "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18, with the sign that makes it the gradient).
-
-    Both results can be differentiated: twice by "blocks", in memory O(N); any number of times, and in
-    forward mode, by "reference".
-
-    Args:
-        z: (B, H, N, p) projected tokens, floating.
-        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
-        mask: (B, N) bool, False at masked tokens; None: none is masked.
-        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), or "auto": see
-            ``explain_sigmoid``.
-
-    Returns:
-        gradient (B, H, N, p) in the dtype of ``z``, zero at masked tokens, and value (B, H) in
-        float32 or wider.
-
-    Raises:
-        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
-        NotImplementedError: forward-mode differentiation by "blocks".
-    """
-    check_arguments(z, beta, mask)
-    check_backend(backend, "sigmoid")
-    x, number, root = _at_number(z, beta, 0.5)
-    dense = _log("sigmoid", _explain_sigmoid(x, backend)) == "reference"
-    gradient, value = (sigmoid.dense if dense else sigmoid.forward)(x, number, mask)
-    return (gradient, value) if root is None else ((gradient / root).to(z.dtype), value / root**2)
-
-
 def frozen_key_attention(
     query: Tensor,
     key: Tensor,
@@ -265,18 +228,6 @@ def explain(
     return _explain_bisoftmax(z, mask, pairs, bias, backend)
 
 
-def explain_sigmoid(
-    z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
-) -> Choice:
-    """Which backend ``sigmoid_attention`` takes for these arguments, and why.
-
-    It raises the errors of ``sigmoid_attention``; nothing is computed.
-    """
-    check_arguments(z, beta, mask)
-    check_backend(backend, "sigmoid")
-    return _explain_sigmoid(z, backend)
-
-
 def explain_frozen_keys(
     query: Tensor,
     key: Tensor,
@@ -297,7 +248,7 @@ def explain_frozen_keys(
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
-    """``backend`` itself where ``kernel`` ("bi-softmax", "sigmoid", "frozen keys") has it."""
+    """``backend`` itself where ``kernel`` ("bi-softmax", "frozen keys") has it."""
     return require_choice("backend", backend, BACKENDS[kernel])
 
 
@@ -353,24 +304,9 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
         taken = Choice("cpp", "the native engine takes this tensor")
     if missing is None:
         return taken
-    return _dense_or_strips(z, DENSE_PAIRS["bi-softmax"], f" (no {name}: {missing})")
-
-
-def _explain_sigmoid(z: Tensor, backend: str) -> Choice:
-    if backend == "blocks":
-        refuse_forward_mode(z, backend, "that of the gradient")
-    if backend != "auto":
-        return Choice(backend, "asked for")
-    # On a CUDA device no cache bounds the pairs.
-    pairs = math.inf if z.is_cuda else DENSE_PAIRS["sigmoid"]
-    return dense_for_transforms(z) or _dense_or_strips(z, pairs)
-
-
-def _dense_or_strips(z: Tensor, pairs: float, note: str = "") -> Choice:
-    """The dense formula for few tokens and, in all matrices together, pairs; else strips."""
     count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
-    size = f"{matrices} matrices of {count} x {count} pairs{note}"
-    if count <= DENSE_TOKENS and matrices * count**2 <= pairs:
+    size = f"{matrices} matrices of {count} x {count} pairs (no {name}: {missing})"
+    if count <= DENSE_TOKENS and matrices * count**2 <= DENSE_PAIRS:
         return Choice("reference", f"{size}: the dense formula has the least overhead")
     return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
 

@@ -14,7 +14,7 @@ from solvers.core.modes import without_autocast
 
 _FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
 _DIFFERENTIATING = (_FUNCTORCH.TransformType.Grad, _FUNCTORCH.TransformType.Jvp)
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
@@ -65,7 +65,7 @@ class Operator:
         """
         tensors = [each for each in args if isinstance(each, Tensor)]
         recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        ordinary = all(type(each) in _ORDINARY for each in tensors)
+        ordinary = all(type(each) in ORDINARY for each in tensors)
         if recorded or not ordinary or torch.compiler.is_compiling() or transformed():
             return self.operator(*args)
         return self.implementation(*args)

@@ -1,4 +1,4 @@
-"""Strips of rows: what the kernels that hold no N x N matrix share.
+"""Strips of rows and the buffers they are computed in: what the kernels without an N x N matrix share.
 
 Tensors are (G, N, p), G = B H heads, float32 or float64, with zero rows at masked tokens.
 """
@@ -6,19 +6,43 @@ Tensors are (G, N, p), G = B H heads, float32 or float64, with zero rows at mask
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from implicit_attn.kernels import workspace
-from implicit_attn.kernels.arguments import wide_dtype, zero_masked
+from implicit_attn.kernels.arguments import dense_for_transforms, wide_dtype, zero_masked
+from implicit_attn.kernels.operators import ORDINARY
 
 # Elements of a strip for all its heads: 1 MiB of float32, which stays in cache. Whole matrices are
 # small, so that more of them at once save operator calls.
 STRIP, WHOLE_STRIP = 2**18, 2**20
 WHOLE = 256  # tokens up to which a strip is a whole matrix
 ROWS = 128  # rows of a strip beyond that, at most
+
+
+# Elements of the largest buffer that is kept; a larger one is allocated for each call.
+KEPT = 2**20
+
+_OF_THIS_THREAD = threading.local()
+
+
+def recomputed(function: Callable[..., Any], count: int, rows: int, *arguments: Any) -> list[Any]:
+    """``function(strip, *arguments)`` for strips of so many rows, one at least.
+
+    Where there are several each is computed again for derivatives, so that only one of them is held at a
+    time. The transforms of ``torch.func``, forward mode and compilers hold all of them.
+    """
+    strips = [slice(first, first + rows) for first in range(0, max(count, 1), max(rows, 1))]
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    plain = all(type(each) in ORDINARY for each in tensors) and not torch.compiler.is_compiling()
+    if len(strips) == 1 or not plain or dense_for_transforms(*tensors) is not None:
+        return [function(strip, *arguments) for strip in strips]
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return [checkpoint(function, strip, *arguments, **options) for strip in strips]
 
 
 def wide_rows(z: Tensor, mask: Tensor | None) -> Tensor:
@@ -59,6 +83,30 @@ def row_strips(keys: Tensor, queries: int) -> Iterator[tuple[slice, slice]]:
             yield slice(head, head + group), slice(first, min(first + rows, queries))
 
 
+def buffer(like: Tensor, number: int, size: int) -> Tensor:
+    """Flat, uninitialised memory for ``size`` elements with the dtype and device of ``like``.
+
+    A fresh allocation is paid for page by page when it is first written, which for small problems
+    takes longer than the arithmetic. So each thread keeps the CPU buffers up to ``KEPT`` elements, one
+    for each ``number`` and dtype: a buffer is good until the same one is asked for again.
+    """
+    if type(like) is not Tensor or like.device.type != "cpu" or size > KEPT:
+        return like.new_empty(size)
+    kept, name = vars(_OF_THIS_THREAD), f"{number} {like.dtype}"
+    found = kept.get(name)
+    if found is None or found.numel() < size:
+        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+            found = torch.empty(size, dtype=like.dtype, device="cpu")
+        if type(found) is Tensor:  # what a mode such as FakeTensorMode made is good only inside it
+            kept[name] = found
+    return found
+
+
+def release() -> None:
+    """Free the buffers of this thread."""
+    vars(_OF_THIS_THREAD).clear()
+
+
 class SymmetricStrips:
     """Strips of the symmetric matrices ``beta Z Z^T``, with the buffers that they share."""
 
@@ -70,7 +118,7 @@ class SymmetricStrips:
         self.groups = [slice(first, first + heads) for first in range(0, batch, heads)]
         self._rows = [(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
         size = heads * rows * tokens
-        self._buffers = [workspace.buffer(z, number, size) for number in range(buffers)]
+        self._buffers = [buffer(z, number, size) for number in range(buffers)]
 
     def of(self, heads: slice) -> list[SymmetricStrip]:
         """All strips of the matrices of a group of heads."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.energies import relative_error
+from cases.kernels import Allocations
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     ClassicalHopfield,
@@ -69,6 +71,7 @@ def linear_value(y: list[Tensor], phi: Callable[[Tensor], Tensor]) -> float:
     return sum((BETA * float(phi(a) @ phi(b))) ** 2 for a in y for b in y) / (4 * BETA)
 
 
+BETAS = (0.3, 1.2)
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda y: y,
     "relu": lambda y: y.clamp_min(0),
@@ -139,6 +142,29 @@ def test_score(z: Tensor, norm: RMSNorm | None, score: str) -> None:
     energy = ScoreAttention(DIM, score=score, **attention_options(norm)).double()  # type: ignore[arg-type]
     definition = partial(score_value, SCORES[score])
     assert_energy(energy, z, None, [by_pairs(energy, sample, definition) for sample in z])
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens: value, gradient and its derivative as from all scores at once, without N x N numbers."""
+    torch.manual_seed(0)
+    energy = ScoreAttention(8, 2, score=score, beta=BETAS).to(dtype)
+    z, v = torch.randn(2, 1, 1024, 8).to(dtype)
+    mask = torch.rand(1, 1024) < 0.8
+    with Allocations() as seen:
+        value, gradient = energy.value_and_grad(z, mask=mask)
+        product = energy.hvp(z, v, mask=mask)
+    assert seen.largest <= 2 * 128 * 1024
+    monkeypatch.setattr("implicit_attn.energies.attention.DENSE_TOKENS", 1024)
+    wide = energy.double()
+    exact, exact_gradient = wide.value_and_grad(z.double(), mask=mask)
+    exact_product = wide.hvp(z.double(), v.double(), mask=mask)
+    room = 100 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 0.05
+    for found, expected in (
+        (value, exact), (gradient, exact_gradient), (product, exact_product)
+    ):  # fmt: skip
+        assert relative_error(found.detach(), expected.detach()) <= room
 
 
 @each_norm

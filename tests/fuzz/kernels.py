@@ -13,7 +13,6 @@ from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
     frozen_key_attention,
-    sigmoid_attention,
 )
 
 NEAR = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -24,8 +23,8 @@ MASKS = ("none", "random", "rows", "padding")
 
 def check(draw: Draw) -> None:
     """One kernel."""
-    kind = draw.choose("kernel", ("bisoftmax", "bisoftmax", "sigmoid", "frozen keys"))
-    {"bisoftmax": _bisoftmax, "sigmoid": _sigmoid, "frozen keys": _frozen}[kind](draw)
+    kind = draw.choose("kernel", ("bisoftmax", "bisoftmax", "frozen keys"))
+    {"bisoftmax": _bisoftmax, "frozen keys": _frozen}[kind](draw)
 
 
 def _draw_problem(draw: Draw, backend: str) -> tuple[Case, Problem]:
@@ -93,32 +92,6 @@ def _plain(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
     counts = torch.ones(case.batch, case.tokens, dtype=torch.bool)
     counts = counts if problem.mask is None else problem.mask
     return problem.z.double().masked_fill(~counts[:, None, :, None], 0.0), counts
-
-
-def _sigmoid(draw: Draw) -> None:
-    backend = draw.choose("backend", ("reference", "blocks"))
-    case, problem = _draw_problem(draw, backend)
-    z, counts = _plain(problem, case)
-    z = z.requires_grad_()
-    gates = torch.sigmoid(case.beta * z @ z.mT)
-    pairs = counts[:, None, :, None] & counts[:, None, None, :]
-    value = torch.where(pairs, gates, 0.0).sum((2, 3)) / (2 * case.beta)
-    (gradient,) = torch.autograd.grad(value.sum(), z, create_graph=True)
-    v = problem.v.double().masked_fill(~counts[:, None, :, None], 0.0)
-    (product,) = torch.autograd.grad((gradient * v).sum(), z)
-    options: dict[str, Any] = {"mask": problem.mask, "backend": backend}
-    inputs, point = (problem.z, problem.v), problem.z.clone().requires_grad_()
-    found = valid(draw, lambda: sigmoid_attention(point, case.beta, **options), inputs).result
-    if found is None:
-        return
-    times = valid(draw, lambda: torch.autograd.grad(found[0], point, problem.v), inputs).result
-    if times is None:
-        return
-    room = NEAR[case.dtype] * (1 + case.beta * case.width * case.scale**2 * 4)
-    least = float(z.detach().norm())
-    _near(draw, "gradient", found[0].detach(), gradient.detach(), room, least)
-    _near(draw, "value", found[1].detach(), value.detach(), room)
-    _near(draw, "hvp", times[0], product, room * 4, float(v.norm()))
 
 
 def _frozen(draw: Draw) -> None:

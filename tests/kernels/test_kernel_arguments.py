@@ -16,17 +16,14 @@ from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
     Quadratic,
-    ScoreAttention,
     SoftmaxAttention,
 )
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
     explain,
-    explain_sigmoid,
     frozen_key_attention,
-    sigmoid_attention,
-    workspace,
+    tiling,
 )
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
@@ -57,8 +54,6 @@ ENTRIES: dict[str, Callable[..., Any]] = {
     "bisoftmax causal": lambda z, beta: bisoftmax(z, beta, causal=True, backend="blocks"),
     "hvp reference": lambda z, beta: bisoftmax_hvp(z, V, beta, backend="reference"),
     "hvp blocks": lambda z, beta: bisoftmax_hvp(z, V, beta, backend="blocks"),
-    "sigmoid reference": lambda z, beta: sigmoid_attention(z, beta, backend="reference"),
-    "sigmoid blocks": lambda z, beta: sigmoid_attention(z, beta, backend="blocks"),
     "frozen reference": lambda z, beta: frozen_key_attention(z, KEY, beta, backend="reference"),
     "frozen flash": lambda z, beta: frozen_key_attention(z, KEY, beta, backend="flash"),
 }
@@ -89,7 +84,7 @@ def test_a_tensor_beta_keeps_the_dtype_and_may_have_one_element_only() -> None:
     with pytest.raises(ValueError, match=r"beta must be .* one element, got torch.float32 \(2,\)"):
         bisoftmax(z, torch.ones(2))
     with pytest.raises(ValueError, match="beta must be > 0, got -1"):
-        sigmoid_attention(z, torch.tensor(-1.0, requires_grad=True))
+        bisoftmax(z, torch.tensor(-1.0, requires_grad=True))
 
 
 @pytest.mark.defect("A14")
@@ -157,13 +152,13 @@ def test_vmap_leaves_the_choice_to_the_size(monkeypatch: pytest.MonkeyPatch) -> 
         stack = (0.1 * randn(3, 1, 1, count, 4)).float()
 
         def chosen(z: Tensor) -> Tensor:
-            found.append((explain(z, BETA).backend, explain_sigmoid(z, BETA).backend))
-            return bisoftmax(z, BETA)[0] + bisoftmax_hvp(z, z, BETA) + sigmoid_attention(z, BETA)[0]
+            found.append(explain(z, BETA).backend)
+            return bisoftmax(z, BETA)[0] + bisoftmax_hvp(z, z, BETA)
 
         torch.testing.assert_close(
             torch.vmap(chosen)(stack), torch.stack([chosen(z) for z in stack])
         )
-    assert found == [("reference", "reference")] * 4 + [("blocks", "blocks")] * 4
+    assert found == ["reference"] * 4 + ["blocks"] * 4
 
 
 @pytest.mark.defect("E6")
@@ -180,21 +175,21 @@ def test_vmap_counts_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def empty() -> None:
-    workspace.release()
+    tiling.release()
 
 
 def test_a_large_one_is_not_kept() -> None:
     like = torch.empty(1)
-    large = workspace.buffer(like, 0, workspace.KEPT + 1)
-    assert large.numel() == workspace.KEPT + 1
-    assert workspace.buffer(like, 0, 8).numel() == 8
+    large = tiling.buffer(like, 0, tiling.KEPT + 1)
+    assert large.numel() == tiling.KEPT + 1
+    assert tiling.buffer(like, 0, 8).numel() == 8
 
 
 def test_the_default_device_has_no_say() -> None:
     z = torch.randn(1, 2, 40, 8)
     with torch.device("meta"):
         inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
-        assert workspace.buffer(z, 0, 10).device == z.device
+        assert tiling.buffer(z, 0, 10).device == z.device
     outside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
     for ours, theirs in zip(inside, outside, strict=True):
         assert ours.device == z.device and torch.equal(ours, theirs)
@@ -203,8 +198,8 @@ def test_the_default_device_has_no_say() -> None:
 def test_what_a_mode_made_is_not_kept() -> None:
     like = torch.empty(1)
     with FakeTensorMode():
-        assert type(workspace.buffer(like, 0, 10)) is not Tensor
-    assert type(workspace.buffer(like, 0, 10)) is Tensor
+        assert type(tiling.buffer(like, 0, 10)) is not Tensor
+    assert type(tiling.buffer(like, 0, 10)) is Tensor
 
 
 def test_inference_mode_leaves_nothing_behind() -> None:
@@ -226,7 +221,7 @@ def test_threads_and_sizes_do_not_disturb_each_other() -> None:
 
     expected = []
     for z in states:
-        workspace.release()
+        tiling.release()
         expected.append(both(z))
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(both, states * 8))
@@ -237,7 +232,6 @@ def test_threads_and_sizes_do_not_disturb_each_other() -> None:
 # The energy of a backend, which backend is compared with the reference, and (batch, tokens, dim).
 LAYERS: dict[str, tuple[Callable[[str], Energy], str, tuple[int, int, int]]] = {
     "bi-softmax": (lambda b: 0.4 * BiSoftmaxAttention(12, 2, backend=b), "auto", (1, 260, 12)),
-    "sigmoid": (lambda b: 0.05 * ScoreAttention(8, 2, backend=b), "auto", (2, 260, 8)),
     "inner": (
         lambda b: 0.3 * SoftmaxAttention(8, 2, energy="inner", cross=True, backend=b),
         "flash",
