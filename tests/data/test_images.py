@@ -34,8 +34,6 @@ from implicit_attn.data import (
     load,
     load_cifar10,
     load_digits,
-    load_fashion_mnist,
-    load_mnist,
     read_idx,
 )
 from implicit_attn.data.files import RemoteFile, cache_folder, fetch, find, search_folders
@@ -228,14 +226,6 @@ def test_the_digits_are_scikit_learns() -> None:
         load("MNIST")
 
 
-def test_one_class_is_not_enough() -> None:
-    """``--limit 1`` ended in a traceback of scikit-learn."""
-    data = load_digits()
-    assert len(data.first(2).train_labels) == 2
-    with pytest.raises(ValueError, match=r"limit must leave .* two classes at least, got 1"):
-        data.first(1)
-
-
 @pytest.mark.parametrize("name", LOCAL)
 def test_the_real_files(name: str) -> None:
     if not LOCAL[name]:
@@ -245,36 +235,6 @@ def test_the_real_files(name: str) -> None:
     assert data.test_images.shape == (10_000, 1, 28, 28)
     counts = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert data.test_labels.bincount().tolist() == (counts if name == "mnist" else 10 * [1000])
-
-
-def test_each_mnist_file_goes_to_its_place(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four small files in the place of both sets', with checksums that fit them."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [((6, 28, 28), 256), ((6,), 10), ((4, 28, 28), 256), ((4,), 10)]
-    arrays = [torch.randint(high, size, generator=generator) for size, high in sizes]
-    monkeypatch.setattr(image_sets, "_SHAPES", tuple(size for size, _ in sizes))
-    for constant, read in (
-        ("MNIST_FILES", load_mnist),
-        ("FASHION_MNIST_FILES", load_fashion_mnist),
-    ):
-        files = []
-        for file, array in zip(getattr(image_sets, constant), arrays, strict=True):
-            content = idx_bytes(tuple(array.shape), array.flatten().tolist())
-            path = folders[0].parent / file.folder / file.name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
-            files.append(RemoteFile(file.folder, file.name, "", md5(content), ()))
-        monkeypatch.setattr(image_sets, constant, tuple(files))
-        data = read()
-        assert torch.equal((data.train_images * 255).round().long().squeeze(1), arrays[0])
-        assert torch.equal(data.train_labels, arrays[1])
-        assert torch.equal((data.test_images * 255).round().long().squeeze(1), arrays[2])
-        assert torch.equal(data.test_labels, arrays[3])
-    monkeypatch.setattr(image_sets, "_SHAPES", ((6, 28, 28), (6,), (5, 28, 28), (5,)))
-    with pytest.raises(ValueError, match=r"mnist/t10k-images-idx3-ubyte: .*\(4, 28, 28\).*\(5,"):
-        load_mnist()
 
 
 # CIFAR-10 as binary records and as JPEG files: the real copy where it is at hand, small ones else.

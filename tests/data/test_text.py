@@ -120,19 +120,6 @@ def test_a_digest_tells_texts_apart() -> None:
     assert len({data.digest, moved.digest, *(other.digest for other in others)}) == 4
 
 
-def test_losses_of_counting_models() -> None:
-    """By hand, ``abab...``: every pair is known, so the loss of pairs is that of the pseudocount."""
-    data = split_text("ab", ["ab" * 50], 0.2)
-    assert ngram_loss(data, 1, pseudocount=1e-9) == pytest.approx(torch.tensor(2.0).log().item())
-    assert ngram_loss(data, 2, pseudocount=1e-9) == pytest.approx(0.0, abs=1e-9)
-    pairs = 40 * torch.tensor([40.01 / 40.02]).log().double()  # a is followed by b, 40 times
-    assert ngram_loss(data, 2) == pytest.approx(-pairs.item() / 40, rel=0.02)
-    with pytest.raises(ValueError, match="order must be <= 20"):
-        ngram_loss(data, 30)
-    with pytest.raises(ValueError, match="order must be >= 1"):
-        ngram_loss(data, 0)
-
-
 @pytest.mark.skipif(NOVELS is None, reason="text/austen.txt.xz is not in the data folders")
 def test_the_novels() -> None:
     data = load_text("austen")

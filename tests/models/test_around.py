@@ -97,17 +97,6 @@ def test_sinusoidal_positions() -> None:
     assert torch.allclose(difference, expected, atol=1e-6)
 
 
-def test_what_is_read() -> None:
-    z = torch.randn(2, 17, DIM, generator=torch.Generator().manual_seed(0))
-    other = z.clone()
-    other[:, 1:] += torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(1))
-    by_class, by_mean = build(), build(readout="mean")
-    assert torch.equal(by_class.classify(z), by_class.classify(other))
-    assert not torch.allclose(by_mean.classify(z[:, 1:]), by_mean.classify(other[:, 1:]), atol=1e-3)
-    expected = by_mean.head(by_mean.norm(z[:, 1:]).mean(1))
-    assert torch.allclose(by_mean.classify(z[:, 1:]), expected)
-
-
 def test_the_patch_divides_the_image() -> None:
     with pytest.raises(ValueError, match="patch must divide image_size=8, got 3"):
         build(patch=3)
@@ -161,12 +150,6 @@ def test_a_prediction_depends_on_the_visible_patches() -> None:
     assert moved[0] > 1e-3 and moved[1:].max() == 0
 
 
-def test_infinite_pixels_are_not_hidden() -> None:
-    images = IMAGES.clone()
-    images[0, 0, 0, 0] = torch.inf
-    assert not MaskedImageModel(Echo(), 6, 2, patch=2)(images)[0].isfinite().all()
-
-
 def test_positions_say_row_and_column() -> None:
     constant = MaskedImageModel(Echo(12), 10, 2, patch=2, positions="sinusoidal")
     places = constant.get_buffer("position").view(5, 5, 12)
@@ -204,18 +187,6 @@ def test_a_cell_sees_the_others_and_its_place() -> None:
     assert (before - after).abs().amax((0, 2)).min() > 1e-6
     empty = model(torch.zeros(1, 81, dtype=torch.int64))
     assert (empty[0, 0] - empty[0, 1]).abs().max() > 1e-3
-
-
-def test_positions_that_start_from_units() -> None:
-    """Cells of a row, a column or a box are alike; those that share nothing are not."""
-    torch.manual_seed(0)
-    model = SudokuModel(HyperSET(512, 2, 8, time_dim=8), start="units")
-    places = torch.nn.functional.normalize(model.position.detach(), dim=1)
-    likeness = (places @ places.T)[0]
-    assert likeness[1] == pytest.approx(2 / 3, abs=0.15)  # row and box
-    assert likeness[8] == pytest.approx(1 / 3, abs=0.15)  # row
-    assert likeness[80] == pytest.approx(0, abs=0.15)
-    assert model.position.square().mean().sqrt().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_positions_and_norm_of_the_official_code() -> None:

@@ -152,20 +152,6 @@ def test_the_series_obeys_its_bound_and_ends_at_the_exact_step() -> None:
         assert order > 0 or error > 1e-4
 
 
-def test_without_values_the_functions_are_the_same() -> None:
-    """``W_O,h := W_O,h W_V,h M_h`` makes the one the other."""
-    full, z = make("newton-taylor"), draw()
-    bare = make("newton-taylor-no-value")
-    state = {name: t for name, t in full.state_dict().items() if not name.startswith("value")}
-    bare.load_state_dict(state)
-    with torch.no_grad():
-        blocks = full.output.weight.unflatten(1, (HEADS, WIDTH))
-        for head, (q, v) in enumerate(zip(heads_of(full.query), heads_of(full.value), strict=True)):
-            block = blocks[:, head] @ v @ q.mT @ torch.linalg.inv(q @ q.mT)
-            bare.output.weight[:, WIDTH * head : WIDTH * (head + 1)] = block
-    assert relative_error(bare(z).detach(), full(z).detach()) <= 1e-12
-
-
 def light(order: int | None, tau: float) -> Any:
     form = make(LightNewtonAttention, order=order)
     set_scalars(form, tau=tau)
@@ -371,19 +357,6 @@ def test_values_by_the_inverse_of_the_keys() -> None:
     torch.testing.assert_close(model(x), expected, rtol=0.0, atol=1e-12)
 
 
-def test_values_of_heads() -> None:
-    model, x = build(12, heads=3, values="after"), drawn_input(2, 5, 12)
-    plain = build(12, heads=3)
-    torch.testing.assert_close(model(x), plain(x), rtol=0.0, atol=1e-14)  # identities
-    assert isinstance(model.values, torch.nn.Parameter)
-    with torch.no_grad():
-        model.values.copy_(drawn_input(3, 4, 4, seed=2))
-    attended = queries_of(plain.descent(*_state(plain, x)), 3)
-    moved = torch.einsum("hpq,bhnq->bnhp", model.values, attended).flatten(2)
-    expected = F.linear(moved, model.output.weight)
-    torch.testing.assert_close(model(x), expected, rtol=0.0, atol=1e-12)
-
-
 def _state(model: EnergyAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.linear(x, model.query.weight), F.linear(x, model.key.weight)
 
@@ -426,17 +399,6 @@ def test_trajectory_and_its_energies() -> None:
     torch.testing.assert_close(model(x), last, rtol=0.0, atol=1e-14)
 
 
-@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
-def test_floating_masks_exclude_by_minus_infinity_alone(wrong: float) -> None:
-    model, x = build(8, heads=2), drawn_input(1, 3, 8)
-    bias = drawn_input(1, 3, 3, seed=1)
-    bias[0, 1, 2] = wrong
-    with pytest.raises(ValueError, match="mask must hold finite numbers or minus infinity"):
-        model(x, mask=bias)
-    bias[0, 1, 2] = -torch.inf
-    assert model(x, mask=bias).isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["pairs", "heads", "floating"])
 def test_equilibrium_among_pairs_is_the_limit_of_the_steps(name: str) -> None:
     """For samples that end after different numbers of evaluations."""
@@ -446,18 +408,6 @@ def test_equilibrium_among_pairs_is_the_limit_of_the_steps(name: str) -> None:
     torch.testing.assert_close(solved(x, mask=mask), limit(x, mask=mask), rtol=1e-9, atol=1e-9)
     assert solved.equilibrium is not None and solved.equilibrium.last is not None
     assert solved.equilibrium.last.evaluations.unique().numel() > 1
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"causal": True, "context_dim": 4}, ValueError, "causal=True needs self-attention"),
-        ({"tolerance": Tolerance()}, TypeError, r"unknown arguments \['tolerance'\].*steps=None"),
-    ],
-)
-def test_errors_of_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        EnergyAttention(8, **options)
 
 
 X = torch.zeros(2, 5, 8)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import solvers
 from cases.potts import coupling_error
-from implicit_attn import DEQ
 from implicit_attn.data import solve_sudoku
 from implicit_attn.data.sudoku import CELLS, SudokuSymmetries, solved, unique_puzzles, units
 from implicit_attn.models import (
@@ -20,7 +19,6 @@ from implicit_attn.models import (
     BoardStatus,
     BoardUpdate,
     FactoredAttention,
-    PottsModel,
     SudokuPotts,
     build_model,
     fit_pseudolikelihood,
@@ -118,16 +116,6 @@ def test_bad_boards(error: type[Exception], boards: Tensor, message: str) -> Non
         learn_groups(boards, 3, steps=1)
 
 
-def test_bad_pairs() -> None:
-    with pytest.raises(TypeError, match="pairs must be bool"):
-        maximal_cliques(torch.zeros(3, 3))
-    with pytest.raises(ValueError, match="pairs must be a symmetric matrix"):
-        maximal_cliques(torch.ones(3, 3, dtype=torch.bool).triu())
-    parts = torch.arange(30) // 3  # 3^10 cliques
-    with pytest.raises(ValueError, match="at most 10000 maximal cliques"):
-        maximal_cliques(parts[:, None] != parts)
-
-
 # The board solver: its formula, its symmetries, its gradients, its solves.
 
 
@@ -220,31 +208,6 @@ def test_gradients_reach_back_through_the_window_alone() -> None:
         state = one.update.advance(state, marks).detach()
     one.classify(one.update.advance(state, marks)).square().sum().backward()
     torch.testing.assert_close(one.update.own.weight.grad, gradients[1], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", [solvers.Forward(), solvers.Anderson(), solvers.Broyden()])
-def test_every_solver_finds_the_fixed_point(method: solvers.Solver) -> None:
-    model = solver()
-    exact = model(PUZZLES, iterations=300)
-    solution = model.solve(
-        PUZZLES, solver=method, tolerance=solvers.Tolerance(1e-11), max_steps=300
-    )
-    assert solution.converged.all()
-    torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-8)
-    assert isinstance(model.layer, DEQ) and model.layer.last is not None
-
-
-def test_implicit_gradients_are_those_of_many_iterations() -> None:
-    model = solver()
-    unrolled = model(PUZZLES, iterations=300).square().sum()
-    expected = torch.autograd.grad(unrolled, list(model.parameters()))
-    adjoint = solvers.Implicit(tolerance=solvers.Tolerance(1e-12))
-    options: dict[str, Any] = {"solver": solvers.Forward(), "max_steps": 300}
-    options["tolerance"] = solvers.Tolerance(1e-12)
-    value = model.solve(PUZZLES, adjoint=adjoint, **options).value
-    found = torch.autograd.grad(value.square().sum(), list(model.parameters()))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_by_specification_and_with_a_layer() -> None:
@@ -546,30 +509,6 @@ def test_a_puzzle_without_clues_is_decimated_to_the_end(rules: SudokuPotts) -> N
     assert int(answer.steps) == 10 + 80  # the last cell is what the others leave
     torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(1, 81))
     assert torch.equal((answer.probabilities.amax(2) < 1).sum(1), torch.tensor([1]))
-
-
-def test_the_residual_is_that_of_the_means(rules: SudokuPotts) -> None:
-    asked, _ = puzzles(3, 22)
-    answer = rules.solve(asked, steps=20, beta=(0.5, 2.0))
-    response = torch.softmax(2.0 * rules.field(answer.probabilities), -1)
-    change = (response - answer.probabilities).abs().amax(2)
-    torch.testing.assert_close(answer.residual, change.masked_fill(asked != 0, 0).amax(1))
-    assert answer.steps.tolist() == [20, 20, 20]
-    assert float(answer.residual.min()) > 1e-3
-    # At one small beta the mean field has one fixed point, which the damped steps reach.
-    still = rules.solve(asked, steps=400, beta=(0.5, 0.5))
-    assert float(still.residual.max()) < 1e-4
-
-
-def test_a_potts_model_is_taken_too() -> None:
-    model = PottsModel(81, 9)
-    with pytest.raises(ValueError, match="repel"):
-        SudokuPotts.from_model(model)
-    with torch.no_grad():
-        model.couplings.weight = -pair_identity()
-    torch.testing.assert_close(
-        SudokuPotts.from_model(model).couplings, SudokuPotts.from_rules().couplings
-    )
 
 
 def test_wrong_couplings() -> None:

@@ -99,18 +99,6 @@ def test_sizes_by_the_formula() -> None:
         assert count(solved) == size(81, 64, 4, 1, 64)
 
 
-def test_momentum_of_zero_is_the_plain_model_bit_by_bit() -> None:
-    plain, ids = stirred(make()), symbols()
-    for descent in ("momentum", "nesterov"):
-        model = make(descent=descent)
-        model.load_state_dict(plain.state_dict(), strict=False)
-        assert not torch.equal(model(ids), plain(ids))
-        with torch.no_grad():
-            for step in model.steps:
-                step.numbers.beta.zero_()
-        assert torch.equal(model(ids), plain(ids))
-
-
 def test_a_looped_model_repeats_its_blocks() -> None:
     model, ids = stirred(make(layers=1, iterations=3)), symbols()
     z = model.tokens(ids)
@@ -185,17 +173,6 @@ def test_generated_text() -> None:
     model.train().norm.eval()
     generate(model, prompt, 1)  # leaves every module in its mode
     assert model.training and model.dropout.training and not model.norm.training
-
-
-def test_ties_and_small_temperatures() -> None:
-    even = make()
-    torch.nn.init.zeros_(even.head.weight)  # all symbols are as likely
-    drawn = generate(even, symbols(200, 4), 1, most=3)[:, -1]
-    assert len(drawn.unique()) == 3
-    model, prompt = stirred(make()), symbols(3, 4)
-    greedy = generate(model, prompt, 5, temperature=0.0)
-    for temperature in (1e-40, 1e-300):
-        assert torch.equal(generate(model, prompt, 5, temperature=temperature), greedy)
 
 
 def test_symbols_are_drawn_as_often_as_the_model_says() -> None:

@@ -276,43 +276,10 @@ def test_a_loss_that_is_not_finite_is_told_and_changes_nothing(solver: str) -> N
     assert not bool(model.couplings.free.any())
 
 
-class Breaks(PottsModel):
-    """A penalty that is not finite where couplings are large: fits run into it."""
-
-    def __init__(self, value: float, limit: float = 0.05) -> None:
-        super().__init__(4, 3)
-        self.value, self.limit = value, limit
-
-    def penalty(self) -> Tensor:
-        size = super().penalty()
-        return torch.where(size > self.limit, self.value * size.detach(), size)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_line_search_steps_back_from_what_is_not_finite(value: float) -> None:
-    model = Breaks(value)
-    fit = fit_pseudolikelihood(model, data(), 1e-3, steps=20)
-    assert any(not math.isfinite(loss) for loss in fit.losses)
-    finite = [loss for loss in fit.losses if math.isfinite(loss)]
-    assert fit.status in ("stalled", "max_steps", "nonfinite") and min(finite) < finite[0]
-    objective = model.pseudo_likelihood(data()) + 1e-3 * model.penalty()
-    assert float(objective.detach()) == pytest.approx(min(finite), rel=1e-5)
-
-
 @pytest.mark.parametrize("solver", ["lbfgs", "adam"])
 def test_a_model_without_free_parameters_is_refused(solver: str) -> None:
     with pytest.raises(ValueError, match="model must have a parameter"):
         fit_pseudolikelihood(PottsModel(4, 3).requires_grad_(False), data(), solver=solver)
-
-
-def test_batches_are_seeded_and_leave_the_random_state() -> None:
-    found, models = [], [PottsModel(4, 3) for _ in range(3)]
-    state = torch.random.get_rng_state()
-    for seed, model in zip((0, 0, 1), models, strict=True):
-        options: dict[str, Any] = {"steps": 5, "batch": 8, "seed": seed}
-        found.append(fit_pseudolikelihood(model, data(), solver="adam", **options).losses)
-    assert found[0] == found[1] != found[2]
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -156,17 +156,6 @@ def test_eigenvalues_of_a_gradient_step(step_size: float) -> None:
         )
 
 
-def test_eigenvalues_of_a_rotation() -> None:
-    """``z <- 0.9 R z + x`` turns by 60 degrees: complex eigenvalues of modulus 0.9."""
-    half, root = 0.5, 0.75**0.5
-    turn = 0.9 * torch.tensor([[half, -root], [root, half]], dtype=torch.float64)
-    x = rows(1)[:, :1, :2]
-    table = studies.jacobian_eigenvalues(DEQ.from_update(lambda z, x: z @ turn.T + x), x, x)
-    assert [row["real"] for row in table] == pytest.approx([0.45, 0.45])
-    assert sorted(row["imaginary"] for row in table) == pytest.approx([-0.9 * root, 0.9 * root])
-    assert "curvature" not in table[0]
-
-
 # Accuracy against evaluations and iterations.
 
 

@@ -17,7 +17,6 @@ from implicit_attn.data import (
     SudokuSymmetries,
     board_counts,
     load_sudoku,
-    ngram_loss,
     reveal_up_to,
 )
 from implicit_attn.data.images import hidden_patches
@@ -33,7 +32,6 @@ from implicit_attn.training import (
     SudokuCompletion,
     Task,
     Training,
-    describe,
 )
 
 for module in ("sklearn", "tqdm", "lightning_fabric"):
@@ -168,26 +166,6 @@ def test_windows_are_of_the_text_and_their_targets_one_symbol_later() -> None:
     assert set(inputs[:, 0].tolist()) == {0, 1, 2} and targets.max() == 9  # nothing is left out
 
 
-class Bigram(nn.Module):
-    """Logits of the next symbol from the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(len(TEXT.alphabet), len(TEXT.alphabet))
-        nn.init.zeros_(self.table.weight)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids)
-
-
-def test_a_model_of_pairs_learns_their_counts(tmp_path: Path) -> None:
-    task, recipe = NextToken(TEXT, 10, windows=5), Recipe(30, 8, 0.3, weight_decay=0.0)
-    training = Training(Bigram(), task, recipe, tmp_path / "run")
-    assert training.evaluate()["validation_loss"] == pytest.approx(math.log(len(TEXT.alphabet)))
-    training.run()
-    assert training.history[-1]["validation_loss"] < 1.1 * ngram_loss(TEXT, 2)
-
-
 @pytest.mark.parametrize(("masked", "most"), [(0.4, 6), (0.01, 1), (0.99, 15)])
 def test_so_many_patches_are_hidden(masked: float, most: int) -> None:
     task = MaskedImages(IMAGES, 2, masked=masked)
@@ -261,12 +239,6 @@ def test_a_training_learns_what_hidden_patches_hold(tmp_path: Path) -> None:
 def test_wrong_options_are_named(kind: Any, data: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         kind(data, **options)
-
-
-def test_descriptions() -> None:
-    values = {"test_accuracy": 0.98333, "test_loss": 0.5, "test_psnr": 20.0}
-    texts = ["test accuracy 98.33 %", "test loss 0.5000", "test PSNR 20.00 dB"]
-    assert [describe(*each) for each in values.items()] == texts
 
 
 def pool_step(pool: CarriedStates, number: int, seed: int = 0) -> Tensor:
