@@ -87,13 +87,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    restore_random: bool = True,
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Restore model and optimizer from a file of :func:`save_checkpoint`, all or nothing.
+    """Restore model, optimizer and random state from a file of :func:`save_checkpoint`, all or nothing.
 
     Everything is read and checked before anything is changed: the checksum; names, shapes and dtypes
     of the weights; the optimizer's class, groups and state; the random state; ``progress``. Trained
@@ -103,7 +99,6 @@ def load_checkpoint(
         path: the file.
         model: with the parameters and buffers that were saved, of the same dtypes.
         optimizer: of the saved class and parameter groups; None: its state is not restored.
-        restore_random: restore the state of torch's CPU generator too.
 
     Returns:
         ``progress``.
@@ -134,8 +129,7 @@ def load_checkpoint(
         if optimizer is not None and before is not None:
             optimizer.state, optimizer.param_groups = before
         raise
-    if restore_random:
-        torch.set_rng_state(random)
+    torch.set_rng_state(random)
     return progress
 
 

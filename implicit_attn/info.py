@@ -79,37 +79,22 @@ def kernels() -> Rows:
 
 
 def folders() -> Rows:
-    """Data, and what the package and its tools keep between processes."""
+    """The user's data, and the cache of downloads, with the sets that are there."""
     named = os.environ.get(DATA_VARIABLE)
-    no_data = f"${DATA_VARIABLE} is not set"
-    yield "data", _read(_data_in, lambda: Path(named)) if named else no_data
-    yield "data cache", _read(_data_in, cache_folder)
-    triton = os.environ.get("TRITON_CACHE_DIR")
-    yield (
-        "triton cache",
-        _read(_entries_in, lambda: Path(triton or Path.home() / ".triton" / "cache")),
-    )
+    yield "data", _told(lambda: Path(named)) if named else f"${DATA_VARIABLE} is not set"
+    yield "data cache", _told(cache_folder)
 
 
-def _read(describe: Callable[[Path], str], find: Callable[[], Path]) -> str:
+def _told(find: Callable[[], Path]) -> str:
     """A folder that may not be entered, or has no home to be in, is told; the other rows go on."""
     try:
-        return describe(find())
+        folder = find()
+        if not folder.is_dir():
+            return f"{folder} (no such folder)"
+        sets = [name for name, pattern in DATA_SETS.items() if any(folder.glob(pattern))]
+        return f"{folder}: {', '.join(sets) or 'no data set'}"
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         return f"cannot be read: {error}"
-
-
-def _data_in(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder} (no such folder)"
-    found = [name for name, pattern in DATA_SETS.items() if any(folder.glob(pattern))]
-    return f"{folder}: {', '.join(found) or 'no data set'}"
-
-
-def _entries_in(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder} (no such folder yet)"
-    return f"{folder}: {sum(1 for _ in folder.glob('*'))} entries"
 
 
 def extras() -> Rows:

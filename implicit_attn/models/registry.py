@@ -156,7 +156,7 @@ def load_model(
     _check_specification(specification, Path(path))
     with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
         model = build_model(specification, layer=layer)
-    progress = load_checkpoint(path, model, restore_random=False)
+        progress = load_checkpoint(path, model)
     if isinstance(model, SymbolModel) and (alphabet := settings.get("alphabet")) is not None:
         if not len(set(alphabet)) == len(alphabet) == model.vocabulary:
             raise ValueError(

@@ -30,13 +30,13 @@ from implicit_attn.training.script import (
     take_recipe,
 )
 
-PRESETS: dict[str, Values] = {
-    "equilibrium": {"rate": 4e-3, "dropout": 0.1, "layers": 1, "epochs": 20},
-    "hyperset": {"rate": 2e-3, "bound": 2.0, "maximum": 2.0, "epochs": 20},
-}
-SHARED: Values = {"dim": 64, "heads": 4, "width": 128, "batch": 64, "rtol": 1e-3, "max_steps": 60}
+PRESET: Values = {
+    "dim": 64, "heads": 4, "width": 128, "layers": 1, "dropout": 0.1, "rtol": 1e-3, "max_steps": 60,
+    "epochs": 20, "batch": 64, "rate": 4e-3,
+}  # fmt: skip
 POSITIONS = 0.5  # standard deviation of their initial values
 LOGISTIC, IDENTITY, ENCODER = "logistic regression", "identity", "encoder layer"
+EQUILIBRIUM = "equilibrium"
 NOISE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # deviations of the noise on pixels in [0, 1]
 
 
@@ -44,8 +44,7 @@ NOISE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # deviations of the noise on pixels in [
 class Classify(Program):
     """Train an equilibrium block to read handwritten digits, beside simpler models, and report on it.
 
-    implicit-attn train classify: embedded 8x8 digits, about a minute. With --data mnist --patch 4 MNIST;
-    --model hyperset: an energy that sees the image as 1/2 |z - x|^2; --baselines none: without others.
+    implicit-attn train classify: embedded 8x8 digits, about a minute. With --data mnist --patch 4 MNIST.
 
     Each image becomes tokens x. The block makes x + z* of them, where z* minimises an energy that sees
     x inside its attention and its hidden units; a linear readout classifies the result. The same loop
@@ -54,13 +53,10 @@ class Classify(Program):
     """
 
     data: Data = "digits"
-    model: Literal["equilibrium", "hyperset"] = "equilibrium"
     readout: Literal["tokens", "class", "mean"] = "tokens"
-    """all tokens, a class token or (equilibrium) the mean of all tokens"""
+    """all tokens, a class token or the mean of all tokens"""
     patch: int = 2
     """height = width of a patch"""
-    baselines: Literal["all", "none"] = "all"
-    """simpler models trained beside it"""
     limit: int | None = None
     """use only so many training images"""
 
@@ -70,26 +66,20 @@ class Classify(Program):
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
         # Before minutes of training, and with a message of one line.
-        self.logistic = logistic_regression(data) if self.baselines == "all" else None
-        preset = SHARED | PRESETS[self.model]
-        if self.model == "hyperset" and self.readout == "tokens":
-            preset |= {"epochs": 16}
-        values = self.values(preset)
+        self.logistic = logistic_regression(data)
+        values = self.values(PRESET)
         kept = {"data": self.data, "limit": self.limit, "rtol": values["rtol"]}
         self.recipe = take_recipe(values, self.seed)
         _, channels, side, _ = data.train_images.shape
         stem = {"stem": "conv" if self.readout == "class" else "patch"} | take(values, "stem")
         self.around = {"image_size": side, "channels": channels, "classes": data.classes}
         self.around |= {"patch": self.patch, "readout": self.readout, **stem}
-        rtol, steps = values.pop("rtol"), values.pop("max_steps")
-        layer = layer_options(rtol, max_steps=steps)
-        self.sizes = {name: values[name] for name in ("dim", "heads", "width")}
         self.around |= {"positions": "learned", "embedding_norm": False}
-        if self.model == "equilibrium":
-            self.sizes |= {name: values[name] for name in ("layers", "dropout")}
-        name = {"hyperset": "hyperset-equilibrium"}.get(self.model, self.model)
-        backbone = {"name": name, "iterations": steps, **values}
+        rtol, steps = values.pop("rtol"), values.pop("max_steps")
+        self.sizes = {name: values[name] for name in ("dim", "heads", "width", "layers", "dropout")}
+        backbone = {"name": EQUILIBRIUM, "iterations": steps, **values}
         specification = {"kind": "image-classifier", **self.around, "backbone": backbone}
+        layer = layer_options(rtol, max_steps=steps)
         model = self._seeded(lambda: build_model(specification, layer=layer))
         return Job(model, data, self.recipe, {**kept, "model": specification})
 
@@ -120,22 +110,18 @@ class Classify(Program):
         """Tables as CSV and text, a picture of the equilibrium, and one of it beside the baselines."""
         history, model, data = training.history, training.model, training.data
         save_weights(training)
-        models, explicit = {}, None
-        if self.logistic is not None:
-            models = self._rivals(data, {"data": self.data, "limit": self.limit})
-            right = accuracy(models[ENCODER][0], data.test_images, data.test_labels)
-            explicit = (ENCODER, right)
+        models = self._rivals(data, {"data": self.data, "limit": self.limit})
+        right = accuracy(models[ENCODER][0], data.test_images, data.test_labels)
         number = sum(p.numel() for p in model.parameters())
         title = (
-            f"{self.data}, {self.model}, {self.readout} readout: test accuracy "
+            f"{self.data}, {EQUILIBRIUM}, {self.readout} readout: test accuracy "
             f"{100 * history[-1]['test_accuracy']:.2f} %, {number:,} parameters"
         )
-        write_report(self, training, title, explicit=explicit)
-        if self.logistic is not None:
-            models[self.model] = model, sum(row["seconds"] for row in history)
-            beside = compare(self.model, models, self.logistic, data)
-            beside.save(self.place / "comparison", title)
-            print(f"\n{beside}\ncomparison: {self.place / 'comparison.png'}")
+        write_report(self, training, title, explicit=(ENCODER, right))
+        models[EQUILIBRIUM] = model, sum(row["seconds"] for row in history)
+        beside = compare(EQUILIBRIUM, models, self.logistic, data)
+        beside.save(self.place / "comparison", title)
+        print(f"\n{beside}\ncomparison: {self.place / 'comparison.png'}")
 
 
 def write_report(program: Program, training: Training, title: str, **options: Any) -> None:
@@ -174,11 +160,11 @@ def build_rival(name: str, sizes: Mapping[str, Any], around: Mapping[str, Any]) 
         sizes: dim, heads, width (hidden units), dropout and layers, one after the other.
         around: the arguments of ``ImageClassifier`` but the backbone.
     """
-    dim, heads, width, dropout = (sizes.get(k, 0) for k in ("dim", "heads", "width", "dropout"))
+    dim, heads, width, dropout = (sizes[k] for k in ("dim", "heads", "width", "dropout"))
     options: Any = {"batch_first": True, "norm_first": True}
     made = [
         nn.TransformerEncoderLayer(dim, heads, width, dropout, **options)
-        for _ in range(sizes.get("layers", 1) if name == ENCODER else 0)
+        for _ in range(sizes["layers"] if name == ENCODER else 0)
     ]
     return ImageClassifier(RivalBackbone(dim, nn.Sequential(*made)), **dict(around))
 

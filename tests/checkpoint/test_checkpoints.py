@@ -87,10 +87,6 @@ def test_training_continues_exactly(tmp_path: Path, before: int) -> None:
         torch.manual_seed(5)
         step(*run)
     assert same(contents(*first), contents(*other))
-    torch.manual_seed(4)
-    state = torch.get_rng_state()
-    load_checkpoint(path, other[0], restore_random=False)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -74,8 +74,7 @@ def test_the_defaults_are_those_of_the_shipped_weights(name: str) -> None:
 SMALL = "dim=8 heads=2"
 RUNS = {
     "train classify": f"--limit 64 --epochs 1 --patch 4 --readout class --options {SMALL} width=8",
-    "demo": "--boards 2 --steps 2 --limit 64 --epochs 1 --patch 4 --model hyperset "
-    f"--options {SMALL} width=8",
+    "demo": f"--boards 2 --steps 2 --limit 64 --epochs 1 --patch 4 --options {SMALL} width=8",
     "train vit-images": f"--limit 64 --epochs 2 --iterations 2 --options {SMALL} patch=4",
     "train masked-images": f"--limit 64 --epochs 1 --test 9 --iterations 2 --options {SMALL} width=8",
     "train mnist-spins": "--limit 64 --epochs 1 --options dim=4",
