@@ -91,11 +91,3 @@ def test_every_method_has_a_row(weights: str, capsys: pytest.CaptureFixture[str]
     assert all(0 <= share <= 100 for each in shares.values() for share in each)
     assert shares["true graph: with decimation"][-2] == 100  # 34 givens
     assert shares["board solver, 64 iterations (16x)"] == [0] * len(head[2:])  # untrained
-
-
-def test_weights_of_another_model_are_refused() -> None:
-    pytest.importorskip("safetensors", reason="weights are read from a file")
-    from benchmarks.boards import sudoku
-
-    with pytest.raises(SystemExit, match="must be of a board solver, got a"):
-        sudoku.main("digits-hyperset")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import curves, memory, ring
-from benchmarks.ring import Network, gather, places, scatter
+from benchmarks.ring import gather, places, scatter
 
 
 @pytest.mark.parametrize(
@@ -19,14 +19,6 @@ def test_the_ring_is_exact_and_sends_what_is_planned(
     for name in ("gradient", "HVP", "adjoint"):
         assert found[name] <= 1e-12, name  # type: ignore[operator]
     assert found["bytes / plan"] == 1
-
-
-def test_a_row_without_a_key_is_empty() -> None:
-    where, network = places(4, 2, zigzag=False), Network(2)
-    mask = torch.zeros(1, 4, dtype=torch.bool)
-    z = scatter(torch.ones(1, 1, 4, 2), where)
-    parts = ring.Ring(network, where, 1.0, mask=scatter(mask, where, 1)).gradient(z)
-    assert all(torch.equal(t, torch.zeros_like(t)) for part in parts for t in part)
 
 
 def test_places_divide_the_tokens() -> None:

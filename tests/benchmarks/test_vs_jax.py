@@ -75,29 +75,6 @@ def test_workers_take_turns(tmp_path: Path) -> None:
     assert all(len(each.seconds) == 4 * vs_jax.STEPS for each in entries)
 
 
-class Measured:
-    """A problem whose residual is ten times the forward tolerance, and the error of the gradient
-    twenty times the backward one."""
-
-    def errors(self, worker: Worker, name: str, tolerances: tuple[float, float]) -> Any:
-        return 10 * tolerances[0], 20 * tolerances[1]
-
-
-def test_the_loosest_tolerances_that_meet_the_target_are_found(worker: Worker) -> None:
-    measured: Any = Measured()
-    ladder = [1e-2, 1e-3, 1e-4, 1e-5]
-    found = vs_jax.enter(measured, worker, "fake good", (1e-2, 1e-2), ladder)
-    assert found.tolerances == (1e-3, 1e-4)
-    assert found.reached == pytest.approx((1e-2, 2e-3))
-    assert found.meets
-    assert not vs_jax.enter(measured, worker, "fake good", (1e-6, 1e-2), ladder).meets
-
-
-def test_a_missing_environment_names_what_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="make bench-jax"):
-        vs_jax.main(jax_python=tmp_path / "python")
-
-
 def test_what_is_compared_with_is_pinned_and_in_the_extra() -> None:
     """The extra "bench" allows what the table was measured with."""
     root = Path(vs_jax.ROOT)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -357,23 +354,18 @@ def test_the_other_guesses(masked: ModuleType) -> None:
 # Examples to be read.
 
 
-def test_wrap_your_energy() -> None:
+def test_wrap_your_energy(
+    load: Callable[[Path], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The filters learn: the error ends well below that of the noisy signals themselves."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "examples/wrap_your_energy.py", "--steps", "40"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = re.findall(
-        r"step +(\d+) +error ([\d.]+) \(noisy ([\d.]+)\) +converged (\d+) % +"
-        r"energy ([\d.]+) -> ([\d.]+)",
-        result.stdout,
-    )
+    with torch.random.fork_rng(devices=[]):
+        load(EXAMPLES / "wrap_your_energy.py").train(steps=40)
+    pattern = r"error ([\d.]+) \(noisy ([\d.]+)\) +converged (\d+) % +energy ([\d.]+) -> ([\d.]+)"
+    lines = re.findall(pattern, capsys.readouterr().out)
     rows = [[float(value) for value in line] for line in lines]
-    assert len(rows) >= 5, result.stdout
-    assert rows[-1][1] < 0.25 * rows[0][1] and rows[-1][1] < 0.7 * rows[-1][2]
-    for _, _, _, converged, before, after in rows:
+    assert len(rows) >= 5
+    assert rows[-1][0] < 0.25 * rows[0][0] and rows[-1][0] < 0.7 * rows[-1][1]
+    for _, _, converged, before, after in rows:
         assert converged == 100 and after < before
 
 

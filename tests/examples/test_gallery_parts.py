@@ -82,15 +82,6 @@ def test_a_local_block_is_attention_over_the_neighbours(rings: ModuleType) -> No
         model.layer(model.encode(drawn(3, 4, 2)), mask=torch.ones(3, 4, dtype=torch.bool))
 
 
-def test_a_turned_ring_has_turned_answers(rings: ModuleType) -> None:
-    layered = [rings.LayeredRing(8, 2, 3, local) for local in (True, False)]
-    for model in (rings.EquilibriumRing(8, 2), *layered):
-        for size in (4, 9):
-            x = drawn(3, size, 2)
-            found = model.double()(x.roll(3, 1))
-            torch.testing.assert_close(found, model(x).roll(3, 1), rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, rings: ModuleType) -> None:
     x = drawn(3, 12, 2)
@@ -186,11 +177,6 @@ def states_of(model: PottsModel, number: int) -> Tensor:
         return F.one_hot(samples_of(model.energy, 3, 3, number, 0), 3).double()
 
 
-def gradient_norm(model: PottsModel) -> float:
-    norms = [each.grad.norm() for each in model.parameters() if each.grad is not None]
-    return torch.stack(norms).norm().item()
-
-
 def test_the_likelihood_and_its_gradient_by_enumeration(load: Load) -> None:
     exact_likelihood = load(EXAMPLES / "potts/boltzmann_learning.py").exact_likelihood
     model, data = potts(), states_of(potts(1), 50)
@@ -206,35 +192,6 @@ def test_the_likelihood_and_its_gradient_by_enumeration(load: Load) -> None:
     pairs -= torch.einsum("k,kia,kjb->ijab", weight, states, states)
     rows, columns = torch.triu_indices(3, 3, 1)
     torch.testing.assert_close(model.couplings.free.grad, pairs[rows, columns])
-
-
-def test_the_maximum_has_the_moments_of_the_data(load: Load) -> None:
-    likelihood, data = load(EXAMPLES / "potts/boltzmann_learning.py"), states_of(potts(), 3000)
-    model = PottsModel(3, 3).double()
-    assert likelihood.fit_exact_likelihood(model, data, steps=2) == "max_steps"
-    assert likelihood.fit_exact_likelihood(model, data, tolerance=1e-8) == "converged"
-    truth = likelihood.exact_likelihood(potts(), data)
-    assert likelihood.exact_likelihood(model, data) > truth
-    states = F.one_hot(all_colours(3, 3), 3).double()
-    mean = torch.einsum("k,kia->ia", (-model.energy(states)).softmax(0), states)
-    torch.testing.assert_close(mean, data.mean(0), rtol=0, atol=1e-7)
-
-
-def test_the_bias_of_chains_that_start_at_the_data(load: Load) -> None:
-    """Two sites that are bound to be equal, data of one colour only: the model knows both colours, but
-    its chains do not leave the data in one sweep, so that CD-1 sees next to no gradient."""
-    likelihood, model = load(EXAMPLES / "potts/boltzmann_learning.py"), PottsModel(2, 2).double()
-    apart, same = 1 - torch.eye(2).double(), 6 * torch.eye(2).double()
-    with torch.no_grad():
-        model.couplings.weight = torch.einsum("ij,ab->ijab", apart, same)
-    data = F.one_hot(torch.zeros(1000, 2).long(), 2).double()
-    likelihood.exact_likelihood(model, data).backward()
-    true, seen = gradient_norm(model), list[float]()
-    for sweeps in (1, 2000):
-        likelihood.contrastive_divergence(
-            model, data, sweeps=sweeps, steps=1, rate=1e-9, watch=lambda _, norm: seen.append(norm)
-        )
-    assert seen[0] < 0.1 * true and seen[1] == pytest.approx(true, rel=0.15)
 
 
 def test_the_masked_loss_hides_every_site_in_its_turn(load: Load) -> None:
@@ -284,22 +241,15 @@ def test_graphs_and_conditionals(couplings: ModuleType, kind: str, edges: int) -
     assert couplings.bayes_npl(model, colours) == pytest.approx(-chosen, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("truth", "precision", "area"),
-    [([1, 1, 0, 0, 0, 0], 1.0, 1.0), ([0, 0, 0, 0, 1, 1], 0.0, 0.0),
-     ([1, 0, 1, 0, 0, 0], 0.5, 7 / 8)],
-)  # fmt: skip
-def test_precision_and_area(
-    couplings: ModuleType, truth: list[float], precision: float, area: float
-) -> None:
-    """Scores 6 to 1 of the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3)."""
+def test_precision_and_area(couplings: ModuleType) -> None:
+    """Scores 6 to 1 of the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3), the first and the third true."""
     scores, edges = torch.zeros(4, 4), torch.zeros(4, 4).bool()
     rows, columns = torch.triu_indices(4, 4, 1)
     scores[rows, columns] = torch.arange(6.0).flip(0) + 1
-    edges[rows, columns] = torch.tensor(truth).bool()
-    assert couplings.contact_precision(scores, edges) == pytest.approx(precision)
+    edges[rows, columns] = torch.tensor([1, 0, 1, 0, 0, 0]).bool()
+    assert couplings.contact_precision(scores, edges) == pytest.approx(0.5)
     false_share, true_share = couplings.roc_curve(scores, edges)
-    assert float(torch.trapezoid(true_share, false_share)) == pytest.approx(area)
+    assert float(torch.trapezoid(true_share, false_share)) == pytest.approx(7 / 8)
 
 
 class Exact(nn.Module):

@@ -65,18 +65,3 @@ def test_the_index_has_every_notebook() -> None:
     assert all(
         f"[{title.removeprefix('# ')}]({path.stem}.md)" in index for path, title in titles.items()
     )
-
-
-def test_a_cell_of_another_kind_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "odd.py"
-    path.write_text("# %% a title\nx = 1\n")
-    with pytest.raises(ValueError, match="a cell must begin with"):
-        BUILDER.read_cells(path)
-
-
-def test_a_cell_shows_its_last_value() -> None:
-    scope: dict[str, Any] = {}
-    assert BUILDER.run_cell("x = 2\nprint('a')\nx + 1", scope, "cell") == "a\n3"
-    assert BUILDER.run_cell("x = 3", scope, "cell") == ""
-    with pytest.raises(ZeroDivisionError):
-        BUILDER.run_cell("1 / 0", scope, "cell")

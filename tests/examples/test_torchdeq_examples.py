@@ -47,10 +47,3 @@ def test_the_comparison_prints_its_table(load: Load, capsys: pytest.CaptureFixtu
     ]  # fmt: skip
     assert all(float(line[-7:]) < 1.1e-3 for line in lines[2:])
     assert "0.00 %" in lines[2]
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_the_program_runs(name: str, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    example = load(FOLDER / f"{name}.py")
-    example.run(example.Options(steps=2, batch=4))
-    assert "step   2  loss" in capsys.readouterr().out
