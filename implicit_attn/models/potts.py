@@ -317,8 +317,7 @@ class PseudoLikelihoodFit:
     Attributes:
         status: "converged" (L-BFGS: the gradient met the tolerance), "max_steps", "stalled" (L-BFGS: no
             step along the search direction lowered the loss) or "nonfinite" (a loss or gradient is not
-            finite: the parameters are those of the last evaluation with finite ones, with L-BFGS of the
-            lowest such loss, or as they were).
+            finite: the parameters are as they were before).
         losses: the objective at each evaluation: with "lbfgs" of all data, trial steps of the line
             search among them; with "adam" of each batch before its step.
         steps: made.
@@ -410,24 +409,19 @@ def fit_pseudolikelihood(
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, largest, total_steps=limit)
     losses, kept = list[float](), copy.deepcopy(model.state_dict())
     batches = _batches(model, data, size, augment, seed)
-    states = next(batches)
-    for step in range(limit + 1):  # the last step, too, may have led out of range
+    for step in range(1, limit + 1):
         optimizer.zero_grad()
-        loss = _objective(model, states, l2)
-        if not math.isfinite(number := float(loss.detach())):
-            model.load_state_dict(kept)
-            return PseudoLikelihoodFit("nonfinite", (*losses, number), step, math.nan)
-        if step == limit:
-            break
-        losses.append(number)
-        kept = copy.deepcopy(model.state_dict())
+        loss = _objective(model, next(batches), l2)
+        losses.append(float(loss.detach()))
         loss.backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        told(step + 1, number)
-        if step + 1 < limit:
-            states = next(batches)
+        told(step, losses[-1])
+    ends = [bool(each.isfinite().all()) for each in parameters]
+    if not all([*ends, *map(math.isfinite, losses)]):
+        model.load_state_dict(kept)
+        return PseudoLikelihoodFit("nonfinite", tuple(losses), limit, math.nan)
     return PseudoLikelihoodFit("max_steps", tuple(losses), limit, math.nan)
 
 
@@ -453,52 +447,42 @@ def _run_lbfgs(
     model: ConditionalModel, parameters: list[nn.Parameter], states: Tensor, l2: float, limit: int,
     tolerance: float, watch: Watch,
 ) -> PseudoLikelihoodFit:  # fmt: skip
-    losses, best, broken = list[float](), math.inf, False
-    kept = copy.deepcopy(model.state_dict())
+    losses, kept = list[float](), copy.deepcopy(model.state_dict())
 
-    def measure() -> tuple[Tensor, float, bool]:
-        """The objective, the largest entry of its gradient, and whether both are finite."""
+    def measure() -> tuple[Tensor, float]:
+        """The objective, and the largest entry of its gradient."""
         model.zero_grad()
         loss = _objective(model, states, l2)
         loss.backward()
         found = [p.grad.abs().max() for p in parameters if p.grad is not None]
-        loss, largest = loss.detach(), float(torch.stack(found).max())
-        return loss, largest, math.isfinite(float(loss)) and math.isfinite(largest)
+        return loss.detach(), float(torch.stack(found).max())
 
     def closure() -> Tensor:
-        nonlocal best, broken, kept
-        loss, _, finite = measure()
+        loss, largest = measure()
         losses.append(float(loss))
         watch(len(losses), losses[-1])
-        if not finite:
-            # An infinite loss makes the line search step back; NaN would spread through it.
-            broken = True
-            model.zero_grad()
-            return torch.full_like(loss, math.inf)
-        if losses[-1] < best:
-            best, kept = losses[-1], copy.deepcopy(model.state_dict())
-        return loss
-
-    first, start, finite = measure()
-    if not finite:
+        if math.isfinite(losses[-1]) and math.isfinite(largest):
+            return loss
+        # An infinite loss makes the line search step back; NaN would spread through it.
         model.zero_grad()
-        return PseudoLikelihoodFit("nonfinite", (float(first),), 0, math.nan)
+        return torch.full_like(loss, math.inf)
+
+    _, start = measure()
     optimizer = torch.optim.LBFGS(
         parameters, max_iter=limit, max_eval=25 * limit, tolerance_grad=tolerance * start,
         tolerance_change=0.0, history_size=LBFGS_MEMORY, line_search_fn="strong_wolfe",
     )  # fmt: skip
-    failed = False
     try:
         optimizer.step(closure)  # type: ignore[arg-type]
+        _, end = measure()
     except (RuntimeError, ArithmeticError, IndexError):
         # The line search compares and divides what it finds; numbers out of range break it.
-        if not broken:
+        if all(map(math.isfinite, losses)):
             raise
-        failed = True
-    steps = int(optimizer.state[parameters[0]].get("n_iter", 0))
-    _, end, finite = measure()
+        end = math.nan
     model.zero_grad()
-    if failed or not finite:
+    steps = int(optimizer.state[parameters[0]].get("n_iter", 0))
+    if not math.isfinite(end) or not math.isfinite(start):
         model.load_state_dict(kept)
         return PseudoLikelihoodFit("nonfinite", tuple(losses), steps, math.nan)
     relative = end / start if start > 0 else 0.0

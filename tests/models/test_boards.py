@@ -60,9 +60,9 @@ def test_strong_pairs_lie_above_the_widest_gap() -> None:
     assert strong_pairs(torch.zeros(4, 4, 3, 3))[1] == 0
 
 
-def latin_squares(number: int, side: int) -> Tensor:
+def latin_squares(number: int, side: int, generator: torch.Generator | None = None) -> Tensor:
     """Random ones, (number, side * side): the cyclic one, its lines and colours permuted."""
-    generator = torch.Generator().manual_seed(0)
+    generator = generator or torch.Generator().manual_seed(0)
     orders = [torch.rand(number, side, generator=generator).argsort(1) for _ in range(3)]
     cyclic = (torch.arange(side)[:, None] + torch.arange(side)) % side
     squares = cyclic.expand(number, side, side)
@@ -222,17 +222,8 @@ def test_by_specification_and_with_a_layer() -> None:
     assert (other.update.features, other.update.width) == (4, 6)  # what training goes on with
 
 
-def two_latin_squares(number: int, generator: torch.Generator) -> Tensor:
-    """Random Latin squares of side 4, colours 1 .. 4: the cyclic one, its lines and colours permuted."""
-    cyclic = (torch.arange(4)[:, None] + torch.arange(4)) % 4
-    orders = [torch.rand(number, 4, generator=generator).argsort(1) for _ in range(3)]
-    squares = cyclic.expand(number, 4, 4).gather(1, orders[0][:, :, None].expand(-1, -1, 4))
-    squares = squares.gather(2, orders[1][:, None, :].expand(-1, 4, -1))
-    return orders[2].gather(1, squares.flatten(1)) + 1
-
-
 def latin_puzzles(number: int, unknown: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    boards = two_latin_squares(number, generator)
+    boards = latin_squares(number, 4, generator) + 1
     hidden = torch.rand(boards.shape, generator=generator).argsort(1) < unknown
     return boards.masked_fill(hidden, 0), boards
 
