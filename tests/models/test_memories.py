@@ -115,13 +115,6 @@ def test_pseudo_likelihood_follows_the_gradient_that_autograd_finds() -> None:
     torch.testing.assert_close(couplings, couplings.mT, rtol=0, atol=1e-15)
 
 
-def test_the_first_step_of_pseudo_likelihood_is_hebbian() -> None:
-    """Adam's first step is the sign of the gradient, which at J = 0 is Hebb's matrix."""
-    patterns = spins(5, 12)
-    first = pseudo_likelihood(patterns, steps=1, rate=0.5)
-    torch.testing.assert_close(first, 0.5 * hebb(patterns).sign(), rtol=1e-6, atol=1e-6)
-
-
 def test_dense_memories_hold_more_than_pair_memories() -> None:
     """At 320 patterns of 40 spins the published order of the rules."""
     patterns = spins(320, 40)

@@ -114,16 +114,3 @@ def test_couplings_stay_bounded() -> None:
     assert norm <= 0.8 * (1 + 1e-5)
     solution = model.layer.solve(model.tokens(images()))
     assert bool(solution.converged.all()), solution.summary()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"bound": -1.0}, ValueError, "bound"),
-        ({"widths": (16, 24)}, ValueError, r"widths must be three integers >= 1, got \(16, 24\)"),
-    ],
-    ids=str,
-)
-def test_bad_sizes_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        classifier(**options)
