@@ -17,7 +17,6 @@ from implicit_attn.energies.tokens import accumulation_dtype, check_mask, check_
 from implicit_attn.kernels import covariance_product
 from implicit_attn.kernels.arguments import dense_for_transforms
 from solvers.core.checks import require_choice, require_count, require_flag
-from solvers.core.guards.telling import warn_user
 from solvers.core.modes import without_autocast
 
 TAU = 0.01  # at the start of training
@@ -247,32 +246,31 @@ def covariances(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class LightNewtonAttention(AttentionForm):
-    r"""Softmax attention with a second-order correction, ``(I - tau C)^-1 m`` or its series.
+    r"""Softmax attention with a second-order correction, the series of ``(I - tau C)^-1 m``.
 
     With ``P = softmax(q.k / sqrt(p))``, m is the mean of the values under P and C their covariance.
     The branch is ``sum_h W_O,h y_h`` with ::
 
-        order=None:  y = (I - tau_h C_h)^-1 m_h
-        order=m:     y = sum_(r<=m) (tau_h C_h)^r m_h
+        y = sum_(r<=order) (tau_h C_h)^r m_h
 
     It comes from the inner free energy, whose Hessian ``-C/T`` is negative, so that Newton's own step
     would climb; ``I - tau C`` preconditions a descent as long as ``tau C < I``. With ``tau = 0`` it is
-    softmax attention. On the CPU the exact form warns where ``I - tau C`` is not positive definite.
+    softmax attention.
 
     Args:
         dim, heads, causal: as for ``AttentionForm``.
-        order: m, each term costs about half an attention in dense operations; None: exact, which
-            forms a p x p matrix for every query.
+        order: terms of the series after the first, each costs about half an attention in dense
+            operations.
 
     tau_h of any sign is learned from 0.01.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
-    https://arxiv.org/abs/2511.00907, appendix (LightMHA2nd) and LightMHA2nd1st.
+    https://arxiv.org/abs/2511.00907, LightMHA2nd1st.
     """
 
-    def __init__(self, dim: int, heads: int, *, order: int | None = 1, causal: bool = True) -> None:
+    def __init__(self, dim: int, heads: int, *, order: int = 1, causal: bool = True) -> None:
         super().__init__(dim, heads, causal=causal)
-        self.order = None if order is None else require_count("order", order)
+        self.order = require_count("order", order)
         self.tau = nn.Parameter(torch.full((heads,), TAU))
 
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -282,23 +280,7 @@ class LightNewtonAttention(AttentionForm):
             query, key, value = query.to(wide), key.to(wide), value.to(wide)
             weights = self.weights((query @ key.mT) * self.width**-0.5, mask)
             mean = weights @ value
-            if self.order is None:
-                return self._solve(weights, value, mean, self.tau.view(-1, 1, 1).to(wide))
             return sum_series(weights, value, mean, mean, self.tau, self.order)
-
-    def _solve(self, weights: Tensor, value: Tensor, mean: Tensor, tau: Tensor) -> Tensor:
-        eye = torch.eye(self.width, dtype=mean.dtype, device=mean.device)
-        matrix = eye - tau.unsqueeze(-1) * covariances(weights, value)
-        # Anywhere else the look would wait for the device.
-        if matrix.device.type == "cpu" and not torch.compiler.is_compiling():
-            _, failed = torch.linalg.cholesky_ex(matrix.detach())
-            # Numbers that are not finite came from elsewhere, not from tau.
-            failed = (failed > 0) & matrix.detach().isfinite().all(-1).all(-1)
-            if bool(failed.any()):
-                told = f"{int(failed.sum())} of {failed.numel()} queries and heads"
-                text = f"tau is too large: I - tau C is not positive definite for {told}, where the step "
-                warn_user(f"{text}descends nothing", UserWarning, "tau", self)
-        return torch.linalg.solve(matrix, mean)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, order={self.order}"
@@ -309,7 +291,6 @@ ATTENTION_FORMS: dict[str, Callable[..., AttentionForm]] = {
     "newton": partial(NewtonAttention, order=None),
     "newton-taylor": partial(NewtonAttention, order=1),
     "newton-taylor-no-value": partial(NewtonAttention, order=1, values=False),
-    "light-newton": partial(LightNewtonAttention, order=None),
     "light-newton-taylor": partial(LightNewtonAttention, order=1),
 }
 
@@ -318,7 +299,7 @@ def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> Att
     """An attention form of ``ATTENTION_FORMS``: tokens (B, N, d) -> (B, N, d), the residual branch.
 
     Args:
-        name: "softmax", "newton", "newton-taylor", "newton-taylor-no-value", "light-newton" or
+        name: "softmax", "newton", "newton-taylor", "newton-taylor-no-value" or
             "light-newton-taylor".
         dim, heads: features d of a token, attention heads.
         options: further arguments of that form, but for those that its name says: an exact form has no
