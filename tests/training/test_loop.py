@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import solvers
-from cases.training import Recorder, toy_data
 from implicit_attn import DEQ
 from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
-from implicit_attn.data import RandomAffine, epoch_generator
+from implicit_attn.data import ImageData, RandomAffine, epoch_generator
 from implicit_attn.energies import Quadratic, ReLUFeedForward
 from implicit_attn.models import HyperSET, ImageClassifier
 from implicit_attn.optional import require
@@ -46,6 +45,32 @@ from workers.training import EPOCHS, SPOILT, equilibrium, unrolled  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 KILL_AT = 8  # in the third epoch of three steps
+
+
+# The smallest training: ten images, a linear model that remembers its calls.
+
+
+def toy_data(train: int = 10) -> ImageData:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(train + 4, 1, 4, 4, generator=generator)
+    labels = torch.arange(train + 4) % 3
+    return ImageData("toy", 3, images[:train], labels[:train], images[train:], labels[train:])
+
+
+class Recorder(nn.Module):
+    """Remembers how it was called in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+        self.iterations: list[int | None] = []
+        self.images: list[Tensor] = []
+
+    def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
+        if self.training:
+            self.iterations.append(iterations)
+            self.images.append(images)
+        return self.linear(images.flatten(1))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ Writes its parameters after every step, and the gradients of the first one; and 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cases.deq import DIM, make, tokens
-from cases.scripts import load_script
 from implicit_attn import EquilibriumBlock
 from solvers import Implicit, Tolerance
 
@@ -60,7 +60,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def example() -> Any:
-    return load_script(Path(__file__).resolve().parents[2] / "examples" / "scale_out.py")
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+    return importlib.import_module("scale_out")
 
 
 def blocks(script: Any) -> nn.Module:
