@@ -213,25 +213,6 @@ def test_a_failing_write_leaves_the_old_file(
     assert read_progress(path) == {"epoch": 3}
 
 
-def test_two_that_save_to_one_path_do_not_meet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one saves while the first one is writing; the first one ends last."""
-    path, real, moved = tmp_path / "run.safetensors", os.replace, list[tuple[Path, Path]]()
-
-    def replace(source: Path, target: Path) -> None:
-        moved.append((source, target))
-        if len(moved) == 1:
-            save_checkpoint(path, *build(), {"saved": "second"})
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    save_checkpoint(path, *build(), {"saved": "first"})
-    assert len({source for source, _ in moved}) == 2
-    assert read_progress(path) == {"saved": "first"}
-    assert [each.name for each in tmp_path.iterdir()] == ["run.safetensors"]
-
-
 # Damage. Each file is written anew with its checksum, as somebody could.
 
 

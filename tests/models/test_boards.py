@@ -20,7 +20,6 @@ from implicit_attn.models import (
     BoardUpdate,
     FactoredAttention,
     SudokuPotts,
-    build_model,
     fit_pseudolikelihood,
     learn_groups,
     random_symmetries,
@@ -208,18 +207,6 @@ def test_gradients_reach_back_through_the_window_alone() -> None:
         state = one.update.advance(state, marks).detach()
     one.classify(one.update.advance(state, marks)).square().sum().backward()
     torch.testing.assert_close(one.update.own.weight.grad, gradients[1], rtol=1e-10, atol=1e-12)
-
-
-def test_by_specification_and_with_a_layer() -> None:
-    specification = {"kind": "board-solver", "groups": LATIN, "window": 3, **SMALL}
-    model: Any = build_model(specification, layer={"max_steps": 7, "on_failure": "ignore"})
-    assert model.window == 3 and model.layer.max_steps == 7
-    assert model.layer.solver == solvers.Forward()
-    other: Any = build_model(specification, layer={"solver": solvers.Anderson()})
-    assert other.layer.solver == solvers.Anderson() and other.layer.max_steps == 40
-    assert other.layer.tolerance == solvers.Tolerance(1e-3)
-    assert "members" not in " ".join(model.state_dict())
-    assert (other.update.features, other.update.width) == (4, 6)  # what training goes on with
 
 
 def latin_puzzles(number: int, unknown: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
