@@ -138,7 +138,7 @@ def main(dist: Path) -> None:
         (work / "where.py").write_text(WHERE)
         run("python", "where.py", str(ROOT))
         run("implicit-attn", "info")
-        small = "--boards 9 --steps 9 --epochs 1 --limit 256 --baselines none"
+        small = "--boards 9 --steps 9 --epochs 1 --limit 256"
         run("implicit-attn", "demo", *small.split())
         run("implicit-attn", "study", "geometry", "--samples", "32")
         made = (
