@@ -37,6 +37,9 @@ PROGRAMS = {name.split()[1] for name in COMMANDS if name.startswith("train ")}
 STUDY = "implicit-attn study"
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
 PATH = re.compile(rf"(?<![\w/.])(?:{FOLDERS})(?:/[\w.-]+)+/?(?![\w*{{<])")
+# What starts tests and programs by their paths, besides pages.
+WORKERS = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "workers").glob("*.py")]
+SCRIPTS = ["Makefile", ".ci/run", *sorted(WORKERS)]
 DOTTED = re.compile(r"`((?:solvers|implicit_attn)(?:\.\w+)+)[`(]")
 
 
@@ -135,7 +138,9 @@ def test_the_energy_that_the_guide_recommends_is_solved(scale: float) -> None:
         assert solution.evaluations.max() <= 20
 
 
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in RECORDS])
+@pytest.mark.parametrize(
+    "document", [name for name in [*DOCUMENTS, *SCRIPTS] if name not in RECORDS]
+)
 def test_the_files_it_names_exist(document: str) -> None:
     named = {match.rstrip("/.") for match in PATH.findall(text_of(document))}
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
