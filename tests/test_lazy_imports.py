@@ -1,20 +1,28 @@
-"""What ``import implicit_attn`` loads, and the names that are found when they are asked for."""
+"""What an import loads and how it fails: lazy names, hidden and missing packages; logs that stay silent."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import json
+import logging
+import os
 import pickle
 import pkgutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import implicit_attn
 import solvers
+from implicit_attn import kernels
+from implicit_attn.optional import require
+from implicit_attn.shadow import check
 
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = sorted(
@@ -98,3 +106,154 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(ImportError, match="nothing"):
         exec("from solvers import nothing")
     assert not hasattr(implicit_attn, "__wrapped__")
+
+
+ITSELF = "from implicit_attn import DEQ\nprint('ran')"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "script"),
+    [
+        ("solvers.py", "print('ran')", "mine.py"),  # a file beside a script of the user
+        ("solvers.py", ITSELF, "mine.py"),
+        ("solvers.py", ITSELF, "solvers.py"),  # the script itself
+        ("solvers/__init__.py", ITSELF, "mine.py"),
+    ],
+    ids=["file", "file-that-imports-us", "script", "folder-that-imports-us"],
+)
+def test_another_module_named_solvers_is_refused(
+    file: str, text: str, script: str, tmp_path: Path
+) -> None:
+    """Told before torch is imported, and before a circular import could be blamed."""
+    other = tmp_path / file
+    other.parent.mkdir(exist_ok=True)
+    other.write_text(text)
+    (tmp_path / "mine.py").write_text("import implicit_attn")
+    here = Path(implicit_attn.__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(here)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and not done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: implicit_attn comes with a package solvers")
+    assert str(other) in last and "Rename or move" in last
+
+
+def test_a_folder_without_a_file_is_named() -> None:
+    other = types.ModuleType("solvers")
+    other.__path__ = ["/work/of/mine/solvers"]
+    with pytest.raises(ImportError, match="found /work/of/mine/solvers"):
+        check(other)
+    check(solvers)
+
+
+def test_the_bridge_says_that_torchdeq_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchdeq"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchdeq", None)
+    monkeypatch.delitem(sys.modules, "solvers.torchdeq_bridge", raising=False)
+    with pytest.raises(
+        ImportError, match=r"torchdeq_bridge needs torchdeq.*pip install \"\.\[torchdeq\]\""
+    ):
+        importlib.import_module("solvers.torchdeq_bridge")
+
+
+@pytest.mark.parametrize("name", ["implicit_attn", "solvers"])
+def test_the_logs_are_silent_unless_asked(name: str) -> None:
+    log = logging.getLogger(name)
+    assert any(isinstance(handler, logging.NullHandler) for handler in log.handlers)
+    assert log.level == logging.NOTSET
+
+
+def test_the_choice_of_a_kernel_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    z = torch.randn(1, 2, 5, 4)
+    with caplog.at_level(logging.INFO, logger="implicit_attn"):
+        kernels.bisoftmax(z, 1.0)
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, logger="implicit_attn"):
+        kernels.bisoftmax(z, 1.0)
+        kernels.frozen_key_attention(z, z, 1.0)
+    chosen = kernels.explain(z, 1.0)
+    assert f"bi-softmax: {chosen.backend} ({chosen.reason})" in caplog.messages
+    assert any(text.startswith("frozen keys: ") for text in caplog.messages)
+
+
+def test_an_installed_module_is_returned() -> None:
+    assert require("json", extra="examples") is json
+    assert require("os.path", extra="examples") is sys.modules["os.path"]
+
+
+def test_a_missing_module_names_the_extra_and_the_cause() -> None:
+    with pytest.raises(
+        ImportError, match=r"no_such_module.*pip install \"\.\[examples\]\"` in a checkout"
+    ) as caught:
+        require("no_such_module.part", extra="examples")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_module_blocked_by_its_own_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(ImportError, match=r"pooch could not be imported.*\[test\]"):
+        require("pooch", extra="test")
+
+
+WITHOUT_SCIPY_AND_TORCHDEQ = """
+import sys
+
+
+class Absent:  # torch asks whether scipy can be found: it must not be listed as a module without a spec
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("scipy", "torchdeq"):
+            raise ModuleNotFoundError(name, name=name)
+
+
+sys.meta_path.insert(0, Absent())
+import torch
+import solvers
+from solvers.spins import sites
+
+torch.manual_seed(0)
+x = torch.randn(3, 4, requires_grad=True)
+solution = solvers.fixed_point(lambda z, x: 0.5 * z.cos() + x, torch.zeros(3, 4), (x,))
+solution.value.sum().backward()
+assert solution.converged.all() and x.grad.isfinite().all()
+descent = solvers.Descent(lambda z: z.cosh().log().sum(1))
+assert solvers.fixed_point(descent, x.detach(), tolerance=solvers.Tolerance(atol=1e-6)).converged.all()
+assert solvers.solve_linear(lambda v: 2 * v, x.detach()).converged.all()
+couplings = torch.zeros(4, 4, 1, 1)
+assert solvers.adaptive_tap(couplings, x.detach()[:, :, None], site=sites.IsingSite()).converged.all()
+radius = solvers.spectral_radius(lambda z: 0.5 * z, x.detach())
+assert (radius - 0.5).abs().max() < 1e-6
+
+import implicit_attn
+
+implicit_attn.EquilibriumBlock(16, heads=2)(torch.randn(2, 4, 16)).sum().backward()
+for name in implicit_attn.pretrained_models():
+    implicit_attn.load_pretrained(name)
+board = implicit_attn.load_pretrained("sudoku-solver").solve("." * 81, max_steps=2, on_failure="ignore")
+pixels = {"digits-hyperset-equilibrium": 8, "mnist-spins": 28}
+for name, side in pixels.items():
+    assert implicit_attn.load_pretrained(name)(torch.rand(2, 1, side, side)).shape == (2, 10)
+assert len(implicit_attn.load_pretrained("austen-language").generate("It was ", 3)) == 10
+print([name for name in sys.modules if name in ("scipy", "torchdeq")])
+for use in (
+    lambda: solvers.spectral_radius(lambda z: z, torch.ones(1, 99)),
+    lambda: __import__("solvers.torchdeq_bridge"),
+):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_neither_is_needed_and_what_needs_one_says_so() -> None:
+    """Solves, a block and all weights work; the spectrum of a large map and the bridge ask for one."""
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_SCIPY_AND_TORCHDEQ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, spectrum, bridge = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert spectrum.startswith("method='arpack' needs scipy") and "pip install" in spectrum
+    assert bridge.startswith("solvers.torchdeq_bridge needs torchdeq") and "pip install" in bridge

@@ -1,11 +1,15 @@
-"""Random models of coupled sites, and what exact enumeration says about them."""
+"""Random models of coupled sites, what exact enumeration says about them, samples of them."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from implicit_attn.energies.spins import zero_sum
 
 
 def generator(seed: int) -> torch.Generator:
@@ -17,11 +21,6 @@ def couplings(sites: int, dim: int, scale: float, random: torch.Generator) -> Te
     drawn = scale * torch.randn(sites, sites, dim, dim, generator=random, dtype=torch.float64)
     upper = drawn * torch.ones(sites, sites, dtype=torch.float64).triu(1)[:, :, None, None]
     return upper + upper.permute(1, 0, 3, 2)
-
-
-def averaged_couplings(sites: int, dim: int, scale: float, random: torch.Generator) -> Tensor:
-    """The symmetric part of a matrix with entries N(0, scale^2), zero diagonal blocks."""
-    return couplings(sites, dim, scale / 2**0.5, random)
 
 
 def fields(batch: int, sites: int, dim: int, random: torch.Generator, scale: float = 0.5) -> Tensor:
@@ -58,3 +57,74 @@ def enumerate_moments(states: Tensor, blocks: Tensor, field: Tensor) -> tuple[Te
     mean = weight @ states
     around = states - mean
     return mean, around.T @ (weight.unsqueeze(1) * around)
+
+
+TREE = ((0, 1), (2, 1), (1, 3), (3, 4))
+TWO_TREES = ((0, 1), (2, 1), (3, 4))
+RING = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 0))
+
+
+class Exact(NamedTuple):
+    """By enumeration: log Z (B,), marginals (B, N, d), pair marginals (B, N, N, d, d)."""
+
+    log_partition: Tensor
+    mean: Tensor
+    pairs: Tensor
+
+
+def pair_list(
+    edges: tuple[tuple[int, int], ...], dim: int, scale: float, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Pairs (E, 2) and couplings (E, d, d), float64."""
+    blocks = torch.randn(len(edges), dim, dim, generator=random, dtype=torch.float64)
+    return torch.tensor(edges), scale * blocks
+
+
+def dense(edges: Tensor, blocks: Tensor, sites: int) -> Tensor:
+    """(N, N, d, d) of listed pairs."""
+    whole = blocks.new_zeros(sites, sites, *blocks.shape[1:])
+    first, second = edges.unbind(1)
+    return whole.index_put((first, second), blocks).index_put((second, first), blocks.mT)
+
+
+def enumerated(couplings: Tensor, field: Tensor, allowed: Tensor | None = None) -> Exact:
+    """Of couplings (N, N, d, d) and fields (B, N, d), over the states where ``allowed`` (d^N, N d)."""
+    sites, dim = field.shape[1:]
+    states = potts_states(sites, dim)  # (S, N d)
+    labels = states.view(-1, sites, dim).argmax(2)
+    weight = field.new_zeros(len(field), len(labels))
+    for i in range(sites):
+        weight = weight + field[:, i, labels[:, i]]
+        for j in range(i):
+            weight = weight + couplings[i, j, labels[:, i], labels[:, j]]
+    if allowed is not None:
+        weight = torch.where(allowed, weight, -torch.inf)
+    chance = torch.softmax(weight, 1)
+    both = torch.einsum("bs,sx,sy->bxy", chance, states, states)
+    pairs = both.view(-1, sites, dim, sites, dim).transpose(2, 3)
+    return Exact(weight.logsumexp(1), (chance @ states).view(field.shape), pairs)
+
+
+def all_colours(sites: int, colours: int) -> Tensor:
+    """(d^N, N) int64: every configuration."""
+    return torch.cartesian_prod(*[torch.arange(colours)] * sites)
+
+
+def draw_exactly(log_weight: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """Indices (samples,) of configurations with probabilities ``softmax(log_weight)``."""
+    return torch.multinomial(log_weight.softmax(0), samples, replacement=True, generator=generator)
+
+
+def samples_of(
+    energy: Callable[[Tensor], Tensor], sites: int, colours: int, samples: int, seed: int
+) -> Tensor:
+    """(samples, N) colours drawn from ``exp(-energy)`` exactly."""
+    states = all_colours(sites, colours)
+    generator = torch.Generator().manual_seed(seed)
+    return states[draw_exactly(-energy(states), samples, generator)]
+
+
+def coupling_error(couplings: Tensor, truth: Tensor) -> float:
+    """``|J^ - J^_true| / |J^_true|`` in the zero-sum gauge."""
+    true = zero_sum(truth.detach().double())
+    return float((zero_sum(couplings.detach().double()) - true).norm() / true.norm())

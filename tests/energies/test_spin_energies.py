@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases.potts import random_couplings
 from cases.solves import accepted_energies
+from cases.spin_models import couplings as random_couplings
 from implicit_attn import DEQ, ActivationStep, GradientStep
 from implicit_attn.energies import (
     Couplings,
@@ -296,7 +296,7 @@ def test_bad_states(z: Tensor, kind: type[Exception], message: str) -> None:
 
 
 def couplings(seed: int = 0) -> torch.Tensor:
-    return random_couplings(5, 3, torch.Generator().manual_seed(seed))
+    return random_couplings(5, 3, 1.0, torch.Generator().manual_seed(seed))
 
 
 def test_the_gauge_has_zero_sums_and_is_kept() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from cases.potts import all_colours, random_couplings, samples_of
+from cases.spin_models import all_colours, samples_of
+from cases.spin_models import couplings as random_couplings
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import FactoredAttention, PottsModel
 
@@ -167,7 +168,7 @@ def test_the_local_gradient_of_a_pair_sum_is_that_of_its_likelihood(load: Load) 
 def potts(seed: int = 0) -> PottsModel:
     model, generator = PottsModel(3, 3).double(), seeded(seed)
     with torch.no_grad():
-        model.couplings.weight = random_couplings(3, 3, generator, 0.8)
+        model.couplings.weight = random_couplings(3, 3, 0.8, generator)
         model.field.copy_(0.3 * torch.randn(3, 3, generator=generator))
     return model
 

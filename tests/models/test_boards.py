@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.potts import coupling_error
+from cases.spin_models import coupling_error
 from implicit_attn.data import solve_sudoku
 from implicit_attn.data.sudoku import CELLS, SudokuSymmetries, solved, unique_puzzles, units
 from implicit_attn.models import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.potts import all_colours, coupling_error, draw_exactly, random_couplings, samples_of
+from cases.spin_models import all_colours, coupling_error, draw_exactly, samples_of
+from cases.spin_models import couplings as random_couplings
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import FactoredAttention, PottsModel, fit_pseudolikelihood
 from implicit_attn.models.potts import ROWS
@@ -28,7 +29,7 @@ def model_of(
     seed: int = 0, *, sites: int = SITES, scale: float = 1.0, field: float = 1.0
 ) -> PottsModel:
     model = PottsModel(sites, COLOURS).double()
-    drawn = random_couplings(sites, COLOURS, generator(seed), scale)
+    drawn = random_couplings(sites, COLOURS, scale, generator(seed))
     with torch.no_grad():
         model.couplings.weight = drawn
         model.field.copy_(field * torch.randn(sites, COLOURS, generator=generator(seed + 1)))
@@ -155,7 +156,7 @@ def test_logits_are_those_of_the_couplings(rows: str, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 4, 9])
 def test_the_error_of_the_best_heads_is_the_tail_of_the_singular_values(heads: int) -> None:
-    couplings = random_couplings(5, 3, torch.Generator().manual_seed(2))
+    couplings = random_couplings(5, 3, 1.0, torch.Generator().manual_seed(2))
     sigma = torch.linalg.svdvals(couplings.reshape(25, 9))
     model = FactoredAttention.from_couplings(couplings, heads)
     error = (model.couplings() - couplings).norm()

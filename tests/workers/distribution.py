@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("implicit_attn", "solvers")
 OURS = ("implicit_attn", "implicit-attn", "__editable__", "solvers")
 # Of the tests of the sdist: what a user would miss first, in seconds.
-TESTS = ("tests/test_optional.py", "tests/test_lazy_imports.py", "tests/cli/test_command.py")
+TESTS = ("tests/test_lazy_imports.py", "tests/cli/test_command.py")
 WHERE = """
 import sys, implicit_attn, solvers
 from pathlib import Path

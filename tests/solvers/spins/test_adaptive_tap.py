@@ -13,7 +13,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from cases.spin_models import (
     as_matrix,
-    averaged_couplings,
     couplings,
     enumerate_moments,
     fields,
@@ -144,7 +143,7 @@ def test_potts_beats_the_naive_mean_field_on_every_model() -> None:
 def test_spheres_against_monte_carlo() -> None:
     """Importance sampling from the uniform measure; errors of the estimate by the delta method."""
     sites, dim, random = 4, 3, generator(4)
-    blocks, x = averaged_couplings(sites, dim, 0.4, random), fields(1, sites, dim, random)
+    blocks, x = couplings(sites, dim, 0.4 / 2**0.5, random), fields(1, sites, dim, random)
     samples = torch.randn(300_000, sites, dim, generator=random, dtype=F64)
     samples = (dim**0.5 * samples / samples.norm(dim=2, keepdim=True)).flatten(1)
     energy = 0.5 * ((samples @ as_matrix(blocks)) * samples).sum(1) + samples @ x.flatten()

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from cases.pair_models import RING, TREE, TWO_TREES, dense, enumerated, pair_list
-from cases.spin_models import couplings, fields, generator, symmetric
+from cases.spin_models import (
+    RING,
+    TREE,
+    TWO_TREES,
+    couplings,
+    dense,
+    enumerated,
+    fields,
+    generator,
+    pair_list,
+    symmetric,
+)
 from solvers import (
     Beliefs,
     Implicit,
