@@ -210,7 +210,7 @@ class MaskedPatches(BackboneProgram):
 
     implicit-attn train masked-images: embedded 8x8 digits, a minute or two. With --data mnist some ten
     minutes; --model transformer: about as many parameters. Pictures of several runs, beside guesses that
-    learn nothing: examples/attention/masked_images.py.
+    learn nothing: examples/masked_images.py.
 
     A learned token stands for each hidden patch. The loss is the squared error of hidden pixels; its
     values at other numbers of iterations are printed.

@@ -15,13 +15,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], ModuleType]]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """A file of ``examples`` as a module, imported as if it were run there."""
     threads, known = torch.get_num_threads(), set(sys.modules)
 
-    def loaded(path: Path) -> ModuleType:
+    def loaded(name: str) -> ModuleType:
+        path = EXAMPLES / name
         monkeypatch.syspath_prepend(str(path.parent))
-        return importlib.import_module(path.stem)
+        return importlib.import_module(path.name)
 
     yield loaded
     torch.set_num_threads(threads)

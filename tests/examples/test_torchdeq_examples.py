@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sklearn", reason="the digits need the extra [examples]")
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "torchdeq"
-Load = Callable[[Path], ModuleType]
+Load = Callable[[str], ModuleType]
 SIZES: dict[str, dict[str, Any]] = {
     "language_model": {"dim": 16, "heads": 2, "length": 12, "batch": 4},
     "multiscale_digits": {"channels": 4, "batch": 8},
@@ -21,7 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SIZES)
 def test_losses_agree_by_every_engine(name: str, load: Load) -> None:
     """Twelve steps of training: within 1 % of torchdeq's at each of them, and they fall."""
-    example = load(FOLDER / f"{name}.py")
+    example = load(f"torchdeq/{name}")
     records = {
         engine: example.run(
             example.Options(engine=engine, steps=12, rate=5e-3, **SIZES[name]), report=0
@@ -40,7 +38,7 @@ def test_losses_agree_by_every_engine(name: str, load: Load) -> None:
 
 
 def test_the_comparison_prints_its_table(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    load(FOLDER / "compare.py").main(("digits",), seeds=1, steps=2)
+    load("torchdeq/compare").main(("digits",), seeds=1, steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == [
         "torchdeq", "bridge", "ours", "ours, as exact",

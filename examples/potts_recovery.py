@@ -1,8 +1,8 @@
 """Which models find the couplings of a sparse Potts model in its samples?
 
-    python examples/potts/potts_recovery.py                                       # half a minute
-    python examples/potts/potts_recovery.py --data tree --methods linear sink sink-long softmax-4 potts
-    python examples/potts/potts_recovery.py --sites 20 --colours 10 --samples 20000 --test 5000 --masked 800 \
+    python examples/potts_recovery.py                                       # half a minute
+    python examples/potts_recovery.py --data tree --methods linear sink sink-long softmax-4 potts
+    python examples/potts_recovery.py --sites 20 --colours 10 --samples 20000 --test 5000 --masked 800 \
         --batch 512 --dim 48 --tested 1000 --few                                  # full size, minutes
 
 Methods: factored attention by its rows, also with heads or longer training (linear, softmax-16, sink-long),
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import couplings as potts
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import columns, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,9 +30,6 @@ from implicit_attn.models import FactoredAttention, PottsModel, SharedTransforme
 from implicit_attn.models import fit_pseudolikelihood as fit
 from implicit_attn.studies import SpinModel
 from implicit_attn.training import Recipe
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, run
 
 FACTORED = re.compile(r"(linear|softmax|sink)(-(\d+))?(-long)?")
 TRANSFORMERS = {  # layers, recycles, their label

@@ -1,26 +1,22 @@
 """One transformer block read images, once and at its fixed point, beside stacks of usual layers.
 
-python examples/attention/repeated_block.py [--data digits] [--epochs 5] [--seeds 2]
+python examples/repeated_block.py [--data digits] [--epochs 5] [--seeds 2]
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import Table, columns, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn import DEQTransformer
 from implicit_attn.data import load
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 DIM, HEADS, HIDDEN = 64, 4, 128
 RATES = {"one block, once": 1e-2, "one block, repeated": 6e-3, "three blocks": 3e-3}

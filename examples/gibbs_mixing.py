@@ -6,12 +6,10 @@ until they have mixed: until it stays within 3 standard errors of that of the lo
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import torch
 from couplings import graph_potts
+from runner import run
 
 import solvers
 
@@ -82,7 +80,4 @@ def gibbs_mixing(
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(gibbs_mixing)

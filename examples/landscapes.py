@@ -8,13 +8,12 @@ https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from runner import run
 from torch import Tensor
 
 from implicit_attn.updates import QueryDescent
@@ -147,7 +146,4 @@ def draw_legend(axes) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
-    from runner import run
-
     run(landscapes)

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from runner import Table, columns, run
 from torch import Tensor
 
 from implicit_attn.models import BinaryMemory
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 PAIR_RULES = ("hebb", "pseudo-inverse", "pseudo-likelihood")
 DENSE_RULES = (2, 3, 4, "exp")

@@ -6,19 +6,15 @@ Random asymmetric couplings J_ij ~ N(1/N, 0.01/N) and fields x_i ~ U(-1/2, 1/2),
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from runner import columns, run
 from scipy.optimize import root_scalar
 from torch import Tensor
 
 from solvers import IsingSite, glauber, kinetic_trajectory
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, run
 
 SITE, SPREAD = IsingSite(), 0.1  # of the couplings, in units of 1 / sqrt N
 CLOSURES = {"naive": "naive mean field", "tap": "TAP", "gaussian": "Gaussian closure"}

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from runner import Table, columns, rows_of, run
 
 from implicit_attn.energies.effective import PRIORS, EffectiveRBM, ScalarPrior
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, rows_of, run
 
 ORDERS = {2: "C1", 4: "C2", 8: "C3"}  # of the Taylor sums
 UNITS = 4  # hidden units

@@ -2,7 +2,7 @@
 
     implicit-attn train masked-images --model transformer                        # a minute or two each
     implicit-attn train masked-images --model hyperset
-    python examples/attention/masked_images.py --runs runs/masked-digits-*
+    python examples/masked_images.py --runs runs/masked-digits-*
 
 Runs must be of the same data and hidden patches; those of one model may differ in the seed. Drawn: the error
 of hidden pixels with 1/4 to 4 times the iterations of training, and images of the first run that fill in.
@@ -10,7 +10,6 @@ of hidden pixels with 1/4 to 4 times the iterations of training, and images of t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import Table, columns, run
 from torch import Tensor
 
 from implicit_attn.data import load
 from implicit_attn.models import load_model
 from implicit_attn.training import MaskedImages
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # of the iterations of training
 SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures

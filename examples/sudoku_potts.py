@@ -1,7 +1,7 @@
 """Sudoku solved by the couplings of a Potts model, learned from solved boards alone.
 
-    python examples/boards/sudoku_potts.py                    # half a minute
-    python examples/boards/sudoku_potts.py --boards 500       # the table of the gallery
+    python examples/sudoku_potts.py                    # half a minute
+    python examples/sudoku_potts.py --boards 500       # the table of the gallery
 
 Clues are held fixed; the probabilities of the other cells follow the mean field of the couplings while
 the temperature falls ("annealed"), or the surest cell is fixed, again and again ("decimated"). Beside
@@ -12,14 +12,13 @@ are generated.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import Table, columns, run
 from sudoku_graph import HEAD, POTTS, fitted, solved_boards
 from torch import Tensor
 
@@ -35,9 +34,6 @@ from implicit_attn.data import (
 )
 from implicit_attn.models import SudokuPotts
 from implicit_attn.programs.board_figures import draw_board
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 MIXED = "mixed"  # puzzles with the package's own distribution of clues
 LEARNED, BARE = "learned, factored", "learned, factored, no penalty"

@@ -9,21 +9,17 @@ maximum likelihood to noisy ones and never sees a clean one.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from runner import Table, columns, run
 from torch import Tensor
 
 from implicit_attn.data import load_digits
 from implicit_attn.energies import Hopfield
 from implicit_attn.models import fit_patterns
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 CLEAN, FITTED = "memory of clean images", "memory fitted to noisy images"
 STYLES = {

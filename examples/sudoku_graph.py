@@ -1,6 +1,6 @@
 """Which cells of Sudoku constrain each other, learned from solved boards alone.
 
-    python examples/boards/sudoku_graph.py        # half a minute
+    python examples/sudoku_graph.py        # half a minute
 
 Factored attention and a Potts model predict every cell of a board from the other 80. The precision of
 their 810 strongest pairs is drawn against the steps of training (boards under random symmetries) and
@@ -11,13 +11,12 @@ same digit.
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import Table, columns, run
 from torch import Tensor
 
 from implicit_attn.data import load_sudoku, resolve_source, solve_sudoku
@@ -29,9 +28,6 @@ from implicit_attn.models import (
     random_symmetries,
     sudoku_pairs,
 )
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 
 class Recipe(NamedTuple):

@@ -1,6 +1,6 @@
 """Sudoku by belief propagation, alone and with decimation, on the rules and on learned couplings.
 
-    python examples/boards/sudoku_belief.py        # half a minute
+    python examples/sudoku_belief.py        # half a minute
 
 Messages between the cells of 810 pairs give every cell's digit probabilities. Alone they leave most
 boards unsolved. With decimation the surest cell is fixed and the messages go on, until the board is
@@ -9,13 +9,12 @@ full or a rule is broken.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
+from runner import run
 from sudoku_graph import HEAD, fitted
 from sudoku_potts import MIXED, SINGLES, Solve, Table, compare, draw_shares, load_boards
 from torch import Tensor
@@ -26,9 +25,6 @@ from implicit_attn.data.sudoku import solved
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import SudokuPotts, sudoku_pairs
 from solvers import Solution, Tolerance, belief_propagation, decimate
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import run
 
 BETA = 4.0  # inverse temperature of learned couplings
 ALONE, BETWEEN = 100, 15  # steps of belief propagation alone, and before each cell is fixed

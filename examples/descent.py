@@ -1,6 +1,6 @@
 """Attention forms as optimisers of one query's energy: steps until its gradient vanishes.
 
-    python examples/optimisers/descent.py        # half a minute
+    python examples/descent.py        # half a minute
 
 A query among keys that stay has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
 is ``q - m``, the distance to the mean m of the keys under the attention weights; its Hessian is
@@ -12,20 +12,16 @@ same energies here.
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import Table, columns, run
 from torch import Tensor
 
 from implicit_attn.kernels import covariance_product
 from implicit_attn.models.attention import covariances
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 KEYS, STARTS, DIM, TEMPERATURE = 9, 5, 4, 1.6  # keys and starts are drawn from N(0, I)
 BOUND = 1e-10  # norm of the gradient that is to be reached

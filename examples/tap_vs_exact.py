@@ -10,21 +10,17 @@ wrong there. Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.0561
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from free_energy import ORDERS, Row, Table, draw_bands, draw_errors, over_strengths
+from runner import columns, run
 from torch import Tensor
 
 import solvers
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, run
 
 STRENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 # Column, colour and label of each line of a panel.

@@ -7,14 +7,10 @@ attends to itself alone.
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
 from runner import columns, run
 
 USUAL = [2, 16, 64, 128, 256, 512, 1024]  # dimensions of the table at the usual scale c = 1

@@ -1,6 +1,6 @@
 """Attention that learns by a local rule, beside fixed random weights and back-propagation.
 
-    python examples/optimisers/local_learning.py        # half a minute
+    python examples/local_learning.py        # half a minute
 
 The weights W of an attention layer descend the free energy that its states descend, without any signal
 from the task; only a linear readout sees answers. Digits: one state a sample runs down its energy among
@@ -13,20 +13,16 @@ algorithms 1 to 3.
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from runner import Table, columns, run
 from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.data import HELP, ImageData, TextData, load_digits, load_text, ngram_loss
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 FIXED, LOCAL, BACKWARD = RULES = ("fixed weights", "local rule", "back-propagation")
 DIM, TEMPERATURE, STEP = 32, 4.0, 0.5  # d of tokens and states, T, eta

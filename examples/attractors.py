@@ -7,24 +7,20 @@ digits or from digits with masked patches; and from random states, with random c
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from images import EXACT, SOURCE, Images, open_images, show
+from bare_attention import EXACT, SOURCE, Images, open_images, show
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from runner import columns, run
 from torch import Tensor
 from torch.nn.utils import parametrize
 
 import solvers
 from implicit_attn.energies import BareAttention
 from implicit_attn.updates import BareAttentionStep
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, run
 
 NOISE, MASKED, GAMMA = 0.8, 4, 0.5  # of the angles; patches; share of the old state in a step
 RUNS = 300  # images of each part whose states are kept

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from runner import Table, run
 from torch import Tensor
 
 import solvers
 from implicit_attn.energies import Hopfield
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, run
 
 BETAS = (
     *(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 15.0, 20.0, 25.0, 30.0),

@@ -8,23 +8,19 @@ at the minimum of ``phi(t) = beta sum_i t_i - 1/2 log det(t - J) + beta/4 h^T (t
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
+from runner import columns, rows_of, run
 from torch import Tensor
 from torch.nn import functional as F
 
 import solvers
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, rows_of, run
 
 
 @dataclass

@@ -8,19 +8,15 @@ Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from runner import Table, columns, run
 
 import solvers
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, columns, run
 
 # Name of the theory, colour and label of its lines.
 ORDERS = (

@@ -7,19 +7,15 @@ five patterns in two dimensions. At 1 / (k beta) its integral is summed by the t
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from runner import Table, run
 from torch import Tensor
 
 from implicit_attn.energies import Hopfield
 from implicit_attn.models import fit_patterns
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import Table, run
 
 REACH = 3.2  # half the width of the picture
 RATE = 0.2  # of the ascent

@@ -6,19 +6,15 @@ Uniform directions of the fields, J_ij ~ N(0, 1/N) without symmetry, spins of th
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from runner import columns, run
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from solvers import GlauberRun, Site, SolveError, SphericalSite, glauber, kinetic_step
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, run
 
 CLOSURES = ("naive", "plefka", "gaussian")
 COLOURS = {"naive": "C1", "tap": "C2", "plefka": "C2", "gaussian": "C0"}

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.collections import LineCollection
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))
 from runner import Table, columns, rows_of, run
+from torch import Tensor
 
 ORDERS = [2**power for power in range(10)]
 BETAS = {0.1: "C4", 0.5: "C0", 1.0: "C2", 2.0: "C1", 10.0: "C3"}

@@ -1,6 +1,6 @@
 """Rules that learn the couplings of small Potts models, whose likelihood can be summed exactly.
 
-    python examples/potts/boltzmann_learning.py        # half a minute
+    python examples/boltzmann_learning.py        # half a minute
 
 Exact likelihood, pseudo-likelihood, contrastive divergence (one Gibbs sweep from the data, CD-1) and its
 persistent form (from kept chains, PCD-1). The error of the couplings against the number of samples; of the
@@ -10,25 +10,21 @@ rules that sample also against their steps.
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from couplings import coupling_error
 from matplotlib.figure import Figure
+from runner import columns, run
 from torch import Tensor
 from torch.nn import functional as F
 
 import solvers
 from implicit_attn.models import PottsModel, fit_pseudolikelihood
 from implicit_attn.studies import SpinModel, random_potts
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runner import columns, run
 
 EXACT, PSEUDO, CD, PCD = RULES = ("exact likelihood", "pseudo-likelihood", "CD-1", "PCD-1")
 SCALE = 0.8  # of the couplings of all pairs, N(0, SCALE^2); there are no fields
