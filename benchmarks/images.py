@@ -136,7 +136,7 @@ def masked(
         for row in rows
     ]
     folders = [str(run.folder(out)) for run in perform(runs, out, workers, train)]
-    program = ROOT / "examples" / "attention" / "masked_images.py"
+    program = ROOT / "examples" / "masked_images.py"
     words = [sys.executable, str(program), "--runs", *folders, "--out", str(out)]
     raise SystemExit(subprocess.run(words, check=False).returncode)
 

@@ -27,7 +27,7 @@ import tyro
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "boards")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from sudoku_belief import Pairs, belief_methods
 from sudoku_graph import HEAD, fitted
