@@ -61,7 +61,7 @@ class Report(Study):
             panels = list(figure.subplots(2, 2).flat)
             draw_energies(panels.pop(2), self.convergence, {OWN: BLUE})
         else:
-            upper, lower = figure.subfigures(2, 1, height_ratios=[1.05, 1.0])
+            upper, lower = figure.subfigures(2, 1)
             panels = list(upper.subplots(1, 3))
             draw_couplings(lower, self.couplings)
         draw_training(panels[0], self.epochs)
@@ -144,9 +144,9 @@ def draw_accuracy(
     axes.set_xticks(named, [str(budget) for budget in named])
     axes.minorticks_off()
     axes.set(
-        xlabel="evaluations per sample at test time (1: the start of the solve)",
+        xlabel="evaluations per sample at test time\n(1: the start of the solve)",
         ylabel="test accuracy, %",
-        title="Accuracy against evaluations at test time",
+        title="Accuracy by evaluations",
     )
     show_best(axes, [*accuracy, *others])
     axes.legend(loc="best")
@@ -162,9 +162,11 @@ def draw_couplings(figure: Any, couplings: tuple[Any, ...]) -> None:
     for panel, k in zip(axes, moments, strict=False):
         image = panel.imshow(np.asarray(couplings[k]), cmap="viridis", vmin=0.0, vmax=top)
         name = "before training" if k == 0 else f"after epoch {k}"
-        panel.set(title=f"Couplings {name}", xlabel="site j (0: class token)", ylabel="site i")
+        panel.set(title=f"Couplings {name}", xlabel="site j (0: class token)")
+        panel.locator_params(integer=True)
+    axes[0].set_ylabel("site i")
     shared = list(axes[: len(moments)])
-    figure.colorbar(image, ax=shared, label="$|J_{ij}|$ (Frobenius)", shrink=0.8)
+    figure.colorbar(image, ax=shared, label="$|J_{ij}|$ (Frobenius)", location="bottom", shrink=0.5)
     draw_coupling_graph(axes[-1], np.asarray(couplings[-1]))
 
 
