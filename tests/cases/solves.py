@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import solvers
-from problems.zoo import ZooProblem, residual_norms
+from problems.problem import residual_norms
+from problems.zoo import ZooProblem
 from solvers import LBFGS, Anderson, Broyden, EnergyUpdate, Forward, GradientDescent, Newton, Solver
 
 SOLVERS: dict[str, Solver] = {

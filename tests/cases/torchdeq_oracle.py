@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torchdeq.solver import get_solver
 
-from problems import zoo
-from problems.zoo import ZooProblem, residual_norms
+from problems.problem import residual_norms, rows
+from problems.zoo import ZooProblem
 
 Run = Callable[[Callable[..., Tensor], Tensor, tuple[Any, ...]], Any]
 
@@ -183,7 +183,7 @@ def outcome(
             reasons = {} if error is None else {0: error}
             return _outcome(together, together.reached, reasons)
     alone = [
-        outcome(zoo.rows(problem, torch.tensor([i])), tolerance, solver_name, max_evaluations)
+        outcome(rows(problem, torch.tensor([i])), tolerance, solver_name, max_evaluations)
         for i in range(problem.batch)
     ]
     return Outcome(

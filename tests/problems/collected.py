@@ -244,11 +244,6 @@ OPTIMISTIX = "optimistix, tests/helpers.py, fixed_point_fn_init_args, {}"
 ANGLES = tuple(torch.pi / divisor for divisor in (2, 3, 4, 5, 6, 1.27, 1.73))
 
 
-def double(z: Tensor) -> Tensor:
-    """``2 z``."""
-    return 2 * z
-
-
 def weighted_square(z: Tensor, weights: tuple[float, ...]) -> Tensor:
     """``c z^2``; fixed points 0 and ``1 / c``."""
     return z.new_tensor(weights) * z * z
@@ -259,11 +254,6 @@ def weighted_root(z: Tensor, weights: tuple[float, ...]) -> Tensor:
     return z.new_tensor(weights) * z.sqrt()
 
 
-def lambert(z: Tensor) -> Tensor:
-    """``exp(-2 z) / 2``; ``z = W(1) / 2``."""
-    return torch.exp(-2 * z) / 2
-
-
 def logarithmic(z: Tensor) -> Tensor:
     """``log(k_l / (k_s z)) / log(i_0 z / (z - 1)) + 1`` of scipy's issue 5460; ``z = m = 1.3``."""
     ks, kl, m = 2.0, 6.0, 1.3
@@ -271,30 +261,10 @@ def logarithmic(z: Tensor) -> Tensor:
     return torch.log(kl / ks / z) / torch.log(i0 * z / (z - 1)) + 1
 
 
-def rational_root(z: Tensor) -> Tensor:
-    """``sqrt(c_1 / (z + c_2))``, c_1 = (10, 12), c_2 = (3, 5)."""
-    return (z.new_tensor([10.0, 12.0]) / (z + z.new_tensor([3.0, 5.0]))).sqrt()
-
-
-def geometric(z: Tensor) -> Tensor:
-    """``(0.9, 0.99, 0.999) z``."""
-    return z.new_tensor([0.9, 0.99, 0.999]) * z
-
-
-def halfway(z: Tensor) -> Tensor:
-    """``(z + 1) / 2``."""
-    return 0.5 * z + 0.5
-
-
 def sine_and_powers(z: Tensor) -> Tensor:
     """``z^2 sin z`` (three coordinates), ``z^3`` (two), ``-z`` (four); z = 0."""
     first, second, third = z.split([3, 2, 4], dim=1)
     return torch.cat([first.sin() * first.square(), second**3, -third], 1)
-
-
-def shifted_cosine(z: Tensor) -> Tensor:
-    """``cos z + (0, pi / 2)``."""
-    return z.cos() + z.new_tensor([0.0, torch.pi / 2])
 
 
 def rotation(z: Tensor) -> Tensor:
@@ -318,22 +288,7 @@ def _uniform_symmetric() -> tuple[Tensor, Tensor]:
 MATRIX, OFFSET = _uniform_symmetric()
 
 
-def affine(z: Tensor) -> Tensor:
-    """``M z + b``, M of spectral radius about 1/2."""
-    return z @ MATRIX.to(z) + OFFSET.to(z)
-
-
-def exponential(z: Tensor) -> Tensor:
-    """``exp(-z)``: the omega constant in each of 28 coordinates."""
-    return torch.exp(-z)
-
-
 MIDPOINT = torch.randn(28, 28, generator=torch.Generator().manual_seed(19), dtype=torch.float64)
-
-
-def midpoint_stage(z: Tensor) -> Tensor:
-    """The implicit midpoint stage ``M (y_0 + dt z)`` from ``y_0 = 0``, ``dt = 1/16``; z = 0."""
-    return z @ MIDPOINT.to(z).mT / 16
 
 
 def _map(
@@ -349,44 +304,43 @@ _CENTRE = tuple(float(i) for i in range(1, 15))
 _NEAR = tuple(i / 14 for i in range(14))
 
 MAPS: list[Collected] = [
-    _map("double", double, (1.0,), (0.0,), SCIPY_MAPS.format("test_scalar_trivial")),
+    _map("double", lambda z: 2 * z, (1.0,), (0.0,), SCIPY_MAPS.format("test_scalar_trivial")),
     _map("square", partial(weighted_square, weights=(1.0,)), (1.05,), (1.0,),
         SCIPY_MAPS.format("test_scalar_basic1")),
     _map("root", partial(weighted_root, weights=(1.0,)), (1.05,), (1.0,),
         SCIPY_MAPS.format("test_scalar_basic2")),
-    _map("double_2", double, (0.3, 0.15), (0.0, 0.0), SCIPY_MAPS.format("test_array_trivial")),
+    _map("double_2", lambda z: 2 * z, (0.3, 0.15), (0.0, 0.0), SCIPY_MAPS.format("test_array_trivial")),
     _map("square_3", partial(weighted_square, weights=SQUARES), (1.1, 1.15, 0.9),
         tuple(1 / c for c in SQUARES), SCIPY_MAPS.format("test_array_basic1")),
     _map("root_3", partial(weighted_root, weights=ROOTS), (0.8, 1.1, 1.1),
         tuple(c * c for c in ROOTS), SCIPY_MAPS.format("test_array_basic2")),
-    _map("lambert", lambert, (1.0,), (OMEGA / 2,), SCIPY_MAPS.format("test_lambertw")),
+    _map("lambert", lambda z: torch.exp(-2 * z) / 2, (1.0,), (OMEGA / 2,),
+        SCIPY_MAPS.format("test_lambertw")),
     _map("issue_5460", logarithmic, (1.001,), (1.3,), SCIPY_MAPS.format("test_no_acceleration")),
-    _map("rational_root", rational_root, (1.2, 1.3), (1.4920333, 1.37228132),
+    _map("rational_root",
+        lambda z: (z.new_tensor([10.0, 12.0]) / (z + z.new_tensor([3.0, 5.0]))).sqrt(),
+        (1.2, 1.3), (1.4920333, 1.37228132),
         "scipy.optimize.fixed_point, the example of its documentation"),
-    _map("geometric", geometric, (1.0, 0.4, -0.2), (0.0, 0.0, 0.0),
+    _map("geometric", lambda z: z.new_tensor([0.9, 0.99, 0.999]) * z, (1.0, 0.4, -0.2), (0.0, 0.0, 0.0),
         JAXOPT.format("test_geometric_decay")),
-    _map("halfway", halfway, (0.0,), (1.0,), JAXOPT.format("test_support_for_scalars")),
+    _map("halfway", lambda z: 0.5 * z + 0.5, (0.0,), (1.0,), JAXOPT.format("test_support_for_scalars")),
     _map("sine_and_powers", sine_and_powers, (0.6, 0.0, -0.1, 0.7, 0.5, -1 / 3, 0.0, 2 / 3,
         -0.4 / 3), 9 * (0.0,), JAXOPT.format("test_sin_fixed_point")),
-    _map("shifted_cosine", shifted_cosine, (0.3, torch.pi / 4), (DOTTIE, torch.pi / 2),
+    _map("shifted_cosine", lambda z: z.cos() + z.new_tensor([0.0, torch.pi / 2]),
+        (0.3, torch.pi / 4), (DOTTIE, torch.pi / 2),
         JAXOPT.format("test_cos_fixed_point")),
     _map("rotation", rotation, _NEAR, _CENTRE, JAXOPT.format("test_rotation_map")),
-    _map("affine_200", affine, 200 * (0.0,), torch.linalg.solve(torch.eye(200,
-        dtype=torch.float64) - MATRIX, OFFSET).tolist(),
+    _map("affine_200", lambda z: z @ MATRIX.to(z) + OFFSET.to(z), 200 * (0.0,),
+        torch.linalg.solve(torch.eye(200, dtype=torch.float64) - MATRIX, OFFSET).tolist(),
         JAXOPT.format("test_affine_contractive_mapping, numbers drawn anew")),
-    _map("exponential_28", exponential, 28 * (0.5,), 28 * (OMEGA,),
+    _map("exponential_28", lambda z: torch.exp(-z), 28 * (0.5,), 28 * (OMEGA,),
         OPTIMISTIX.format("_exponential")),
-    _map("midpoint_28", midpoint_stage, 28 * (0.5,), 28 * (0.0,),
+    _map("midpoint_28", lambda z: z @ MIDPOINT.to(z).mT / 16, 28 * (0.5,), 28 * (0.0,),
         OPTIMISTIX.format("_midpoint_f_linear, numbers drawn anew")),
 ]  # fmt: skip
 
 
 MINPACK = MGH + ", as a square system in MINPACK's tests"
-
-
-def scipy_f(x: Tensor) -> Tensor:
-    """``-d x - 0.01 |x|^2 x``, d = (3, 2, 1.5, 1, 0.5)."""
-    return -known.cubic(x)
 
 
 def pressure_network(x: Tensor) -> Tensor:
@@ -439,7 +393,7 @@ def parabola(n: int) -> list[float]:
 
 
 SYSTEMS: list[Collected] = [
-    _system("F", scipy_f, 5 * [1.0], SCIPY.format("F"), 5 * [0.0]),
+    _system("F", lambda x: -known.cubic(x), 5 * [1.0], SCIPY.format("F"), 5 * [0.0]),
     _system("F2", known.identity, [1.0, 2, 3, 4, 5, 6], SCIPY.format("F2"), 6 * [0.0]),
     _system("F3", known.tridiagonal, [1.0, 2, 3], SCIPY.format("F3"), [-2.5, -4.0, -3.5]),
     _system("F4_powell", known.powell_badly_scaled, [-1.0, -2.0], SCIPY.format("F4_powell"),
@@ -495,16 +449,6 @@ def maximum_entropy(x: Tensor) -> Tensor:
     return logits.logsumexp(1) - x @ x.new_tensor([1.0, 0.3, 0.5])
 
 
-def himmelblau(x: Tensor) -> Tensor:
-    """``(x1^2 + x2 - 11)^2 + (x1 + x2^2 - 7)^2``."""
-    return (x[:, 0] ** 2 + x[:, 1] - 11) ** 2 + (x[:, 0] + x[:, 1] ** 2 - 7) ** 2
-
-
-def matyas(x: Tensor) -> Tensor:
-    """``0.26 (x1^2 + x2^2) - 0.48 x1 x2``."""
-    return 0.26 * (x * x).sum(1) - 0.48 * x[:, 0] * x[:, 1]
-
-
 def eggholder(x: Tensor) -> Tensor:
     """``-(x2 + 47) sin sqrt|x1/2 + x2 + 47| - x1 sin sqrt|x1 - x2 - 47|``."""
     a, b = x[:, 0], x[:, 1] + 47
@@ -525,11 +469,6 @@ def _bowl() -> Tensor:
 
 
 BOWL = _bowl()
-
-
-def bowl(x: Tensor) -> Tensor:
-    """``x^T A^T A x`` with a Gaussian A (20, 20): ill conditioned."""
-    return (x * (x @ BOWL.to(x))).sum(1)
 
 
 _minimiser = partial(Collected, "minimiser")
@@ -582,11 +521,13 @@ MINIMISERS: list[Collected] = [
         JAXOPT_MINIMISER.format("test_against_scipy, eggholder")),
     _minimiser("zakharov_6", zakharov, [600.0, 700.0, 200.0, 100.0, 90.0, 1e4],
         JAXOPT_MINIMISER.format("test_zakharov"), 6 * [0.0], 0.0),
-    _minimiser("himmelblau", himmelblau, [2.0, 2.5], OPTIMISTIX_MINIMISER.format("himmelblau"), [3.0, 2.0],
-        0.0),
-    _minimiser("matyas", matyas, [6.0, 6.0], OPTIMISTIX_MINIMISER.format("matyas"), [0.0, 0.0], 0.0),
-    _minimiser("bowl_20", bowl, 20 * [0.05], OPTIMISTIX_MINIMISER.format("bowl, numbers drawn anew"),
-        20 * [0.0], 0.0),
+    _minimiser("himmelblau",
+        lambda x: (x[:, 0] ** 2 + x[:, 1] - 11) ** 2 + (x[:, 0] + x[:, 1] ** 2 - 7) ** 2,
+        [2.0, 2.5], OPTIMISTIX_MINIMISER.format("himmelblau"), [3.0, 2.0], 0.0),
+    _minimiser("matyas", lambda x: 0.26 * (x * x).sum(1) - 0.48 * x[:, 0] * x[:, 1], [6.0, 6.0],
+        OPTIMISTIX_MINIMISER.format("matyas"), [0.0, 0.0], 0.0),
+    _minimiser("bowl_20", lambda x: (x * (x @ BOWL.to(x))).sum(1), 20 * [0.05],
+        OPTIMISTIX_MINIMISER.format("bowl, numbers drawn anew"), 20 * [0.0], 0.0),
     _minimiser("beale_2_0", sum_of_squares(beale), [2.0, 0.0], OPTIMISTIX_MINIMISER.format("beale"),
         [3.0, 0.5], 0.0),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from problems.collected import BUDGET, MAPS, MINIMISERS, SYSTEMS, Collected, residual, run, solved
-from problems.problem import PLAIN_LIMIT
+from problems.problem import PLAIN_LIMIT, residual_norms, rows
 from problems.zoo import (
     ENERGY,
     LINEAR,
@@ -19,8 +19,6 @@ from problems.zoo import (
     SOLVABLE,
     ZooProblem,
     make,
-    residual_norms,
-    rows,
 )
 
 every = pytest.mark.parametrize("name", list(PROBLEMS))

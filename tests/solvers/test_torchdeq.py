@@ -16,7 +16,8 @@ from torchdeq.solver.stat import SolverStat
 import solvers
 from cases import torchdeq_oracle as oracle
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
-from problems.zoo import make, residual_norms, rows
+from problems.problem import residual_norms, rows
+from problems.zoo import make
 from solvers import (
     Anderson,
     Broyden,

@@ -23,8 +23,8 @@ from cases.solves import (
     solve,
     true_residuals,
 )
-from problems.linear import affine, affine_energy, symmetric_matrix
-from problems.zoo import ZooProblem, make, rows, scaled
+from problems.problem import rows, scaled
+from problems.zoo import ZooProblem, affine, affine_energy, make, symmetric_matrix
 from solvers import (
     CG,
     GMRES,
