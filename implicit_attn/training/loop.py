@@ -55,6 +55,8 @@ class Recipe:
             warm-up; "linear" from the end of the warm-up on.
         decayed: what the weight decay acts on: "all" parameters, or "matrices", those of two
             dimensions or more, which leaves out biases, norms and single numbers.
+        average: ``a`` in [0, 1) of ``w_bar <- a w_bar + (1 - a) w`` after every step but the first.
+            Measures are those of the averages, which the model has after the last epoch. 0: none.
 
     Raises:
         TypeError: a number of epochs, samples or iterations is no integer.
@@ -74,6 +76,7 @@ class Recipe:
     iterations: int | tuple[int, int] | None = None
     decay: str = "cosine"
     decayed: str = "all"
+    average: float = 0.0
 
     def __post_init__(self) -> None:
         require_count("epochs", self.epochs)
@@ -85,6 +88,8 @@ class Recipe:
                 raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be > 0 or None, got {self.clip!r}")
+        if not 0 <= self.average < 1:
+            raise ValueError(f"average must lie in [0, 1), got {self.average!r}")
         require_choice("optimizer", self.optimizer, OPTIMIZERS)
         require_choice("decay", self.decay, DECAYS)
         require_choice("decayed", self.decayed, DECAYED)
@@ -344,6 +349,7 @@ class Training:
                 bar.update()
                 bar.set_postfix_str(f"loss {total / terms:.4f}")
         seconds = time.perf_counter() - start
+        self._exchange()
         measures = self.evaluate()
         row = {"epoch": self.epoch + 1, "loss": total / terms, **self.solves.means(self._reduce)}
         row |= {"seconds": seconds, **measures}
@@ -351,6 +357,8 @@ class Training:
         if self.observe is not None:
             self.observations.append(self.observe(self.model))
         self.epoch += 1
+        if self.epoch < self.recipe.epochs:
+            self._exchange()
         self.fabric.log_dict(row, step=self.epoch)
         if first:
             shown = "  ".join(describe(name, value) for name, value in measures.items())
@@ -387,9 +395,26 @@ class Training:
         )
         _check_finite("gradient's norm", norm.item(), place)
         self.stepper.step()
+        self._average()
         if own:
             self.solves.add()
         return value, int(terms)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Averages stand in the optimiser's state, with which they are saved and resumed."""
+        for parameter, state in self.optimizer.state.items() if self.recipe.average else ():
+            kept = state.setdefault("average", parameter.detach().clone())
+            kept.lerp_(parameter, 1 - self.recipe.average)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The weights and their averages, where there are any, change places."""
+        for parameter, state in self.optimizer.state.items():
+            if "average" in state:
+                weights = parameter.detach().clone()
+                parameter.copy_(state["average"])
+                state["average"].copy_(weights)
 
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
         """The task's measures of the model on the test samples, each a mean.

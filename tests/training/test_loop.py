@@ -263,6 +263,25 @@ def test_images_are_augmented_and_an_iteration_count_changes_nothing_else(tmp_pa
     assert not torch.equal(plain.images[0], plain.images[2])
 
 
+def test_averaged_weights_are_measured_kept_in_the_end_and_resumed(tmp_path: Path) -> None:
+    recipe, seen = Recipe(3, 5, 0.1, average=0.8), []
+
+    whole, part, rest = (training(tmp_path / name, recipe=recipe) for name in "abb")
+    whole.optimizer.register_step_post_hook(lambda *_: seen.append(weights(whole.model)))
+    whole.run()
+    expected = seen[0]
+    for each in seen[1:]:
+        expected = [0.8 * mean + 0.2 * value for mean, value in zip(expected, each, strict=True)]
+    for found, wanted in zip(weights(whole.model), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert whole.evaluate() == {"test_accuracy": whole.history[-1]["test_accuracy"]}
+    part._run_epoch()
+    part.save()
+    rest.resume()
+    rest.run()
+    assert equal(rest.model, whole.model) and rest.history[:1] == part.history
+
+
 # Nothing is lost.
 
 
@@ -431,6 +450,7 @@ def test_the_optimiser_is_the_one_named() -> None:
         (Recipe, {"batch": 2.5}, "batch must be an integer, got"),
         (Recipe, {"rate": math.nan}, "rate .* got nan"),
         (Recipe, {"warmup": 2}, r"warmup must lie in \[0, 1\], got 2"),
+        (Recipe, {"average": 1}, r"average must lie in \[0, 1\), got 1"),
         (Recipe, {"clip": 0}, "clip must be > 0 or None, got 0"),
         (Recipe, {"optimizer": "sgd"}, "optimizer must be one of .* got 'sgd'"),
         (Recipe, {"decay": "steps"}, "decay must be one of"),
