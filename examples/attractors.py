@@ -7,11 +7,12 @@ digits or from digits with masked patches; and from random states, with random c
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from bare_attention import EXACT, SOURCE, Images, open_images, show
+from bare_attention import EXACT, SOURCE, Images, decode, noisy, open_images, points, show
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from runner import columns, run
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 import solvers
+from implicit_attn.data.images import join_patches
 from implicit_attn.energies import BareAttention
 from implicit_attn.updates import BareAttentionStep
 
@@ -40,21 +42,21 @@ class Run(NamedTuple):
 
 
 def step_of(setup: Images, model: BareAttention) -> BareAttentionStep:
-    circles = setup.codec.values
+    circles = setup.train.shape[2] // 2
     return BareAttentionStep(model, gamma=GAMMA, radius=circles**0.5, circles=circles)
 
 
 @torch.no_grad()
 def move(setup: Images, model: Any, originals: Tensor, masked: int, steps: int) -> Run:
     """From ``masked`` patches at random angles, the others right and held; or, of 0, from noisy ones."""
-    generator, codec = torch.Generator().manual_seed(setup.seed + 2), setup.codec
-    step = step_of(setup, model)
+    generator, step = torch.Generator().manual_seed(setup.seed + 2), step_of(setup, model)
     free = torch.ones(originals.shape[:2], dtype=torch.bool)
     if masked:
         free = torch.rand(free.shape, generator=generator).argsort(1) < masked
-        start = torch.where(free.unsqueeze(-1), codec.random(len(originals), generator), originals)
+        angles = torch.rand(*free.shape, originals.shape[2] // 2, generator=generator)
+        start = torch.where(free.unsqueeze(-1), points(2 * math.pi * angles), originals)
     else:
-        start = codec.noisy(originals, NOISE, generator)
+        start = noisy(originals, NOISE, generator)
     states = [start]
     with parametrize.cached():
         for _ in range(steps):
@@ -63,15 +65,15 @@ def move(setup: Images, model: Any, originals: Tensor, masked: int, steps: int) 
 
 
 @torch.no_grad()
-def measure(setup: Images, model: Any, found: Run, steps: Any) -> Table:
+def measure(model: Any, found: Run, steps: Any) -> Table:
     """Overlap ``z_i.z_i* / p`` with the originals, pixel error, and energy."""
-    codec, free, table = setup.codec, found.free, []
-    wanted = codec.decode_patches(found.originals)[free]
+    free, table = found.free, []
+    wanted = decode(found.originals)[free]
     for step in steps:
         state = found.states[step]
-        overlap = (state * found.originals).sum(-1)[free].mean().item() / codec.values
-        error = (codec.decode_patches(state)[free] - wanted).square().mean().sqrt().item()
-        row = {"step": step, "overlap": overlap, "error": error}
+        overlap = (state * found.originals).sum(-1)[free].mean().item()
+        error = (decode(state)[free] - wanted).square().mean().sqrt().item()
+        row = {"step": step, "overlap": overlap / (state.shape[2] // 2), "error": error}
         table.append(row | {"energy": model(state).mean().item()})
     return table
 
@@ -87,20 +89,20 @@ def transients(setup: Images, models: dict[str, Any], masked: int, steps: int):
     for name, model in models.items():
         for part, images in (("train", setup.train), ("test", setup.test)):
             runs[name] = move(setup, model, images[:RUNS], masked, steps)
-            rows = measure(setup, model, runs[name], shown)
+            rows = measure(model, runs[name], shown)
             table += [{"model": name, "part": part} | row for row in rows]
     return table, runs
 
 
-def baselines(setup: Images, noisy: Run) -> Table:
+def baselines(setup: Images, runs: Run) -> Table:
     """Overlaps that need no couplings: angles folded into the half circle of the values, and means."""
-    codec = setup.codec
     mean = setup.train.mean(0).unflatten(-1, (-1, 2))
     mean = (mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-12)).flatten(-2)
-    folded = codec.encode(codec.decode(noisy.states[0]).clamp(0.0, 1.0))
+    folded = points(math.pi * decode(runs.states[0]).clamp(0.0, 1.0))
     guesses = {"noise folded, no model": folded, "mean direction of each pixel": mean}
+    circles = setup.train.shape[2] // 2
     return [
-        {"predictor": name, "overlap": (z * noisy.originals).sum(-1).mean().item() / codec.values}
+        {"predictor": name, "overlap": (z * runs.originals).sum(-1).mean().item() / circles}
         for name, z in guesses.items()
     ]
 
@@ -197,14 +199,14 @@ def attractors(
     """
     setup = open_images("digits", images, steps, "principal", seed)
     trained = {name: setup.fit(name) for name in (EXACT, SOURCE.format(8))}
-    denoising, noisy = transients(setup, trained, 0, moves)
+    denoising, denoised = transients(setup, trained, 0, moves)
     filling, filled = transients(setup, trained, MASKED, moves)
     states, free = filled[EXACT].states[:1], filled[EXACT].free.unsqueeze(-1)
     with torch.no_grad():
         for _ in range(min(MEAN_STEPS, moves)):
             mean = trained[EXACT].conditionals(states[-1]).mean()
             states.append(torch.where(free, mean, states[-1]))
-    rows = measure(setup, trained[EXACT], filled[EXACT]._replace(states=states), range(len(states)))
+    rows = measure(trained[EXACT], filled[EXACT]._replace(states=states), range(len(states)))
     filling += [{"model": "conditional mean, exact", "part": "test"} | row for row in rows]
 
     table, changes = [], []
@@ -216,16 +218,16 @@ def attractors(
             changes += [name | row for row in residuals(runs)]
     for name, model in trained.items():
         generator = torch.Generator().manual_seed(seed + 2)
-        start = setup.codec.noisy(setup.test[:ends].double(), NOISE, generator)
+        start = noisy(setup.test[:ends].double(), NOISE, generator)
         step = step_of(setup, copy.deepcopy(model).double())
         row = endings([follow(step, start, random_moves)])
         table.append({"couplings": name, "gamma": GAMMA} | row)
-    tables = {"denoising": denoising, "baselines": baselines(setup, noisy[EXACT])}
+    tables = {"denoising": denoising, "baselines": baselines(setup, denoised[EXACT])}
     tables |= {"masked": filling, "residuals": changes, "ends": table}
-    return tables, draw(setup, tables, noisy[EXACT], filled[EXACT])
+    return tables, draw(setup, tables, denoised[EXACT], filled[EXACT])
 
 
-def draw(setup: Images, tables: dict[str, Table], noisy: Run, filled: Run) -> Figure:
+def draw(setup: Images, tables: dict[str, Table], denoised: Run, filled: Run) -> Figure:
     """Overlap and error along the steps, residuals and ends, and states on the way."""
     figure = plt.figure(figsize=(13, 10), dpi=90)
     figure.suptitle("Bare self-attention as a network of attractors")
@@ -243,14 +245,14 @@ def draw(setup: Images, tables: dict[str, Table], noisy: Run, filled: Run) -> Fi
     draw_lines(energy, tables["denoising"], "energy")
     energy.set(title="Denoising: energy E of an image", ylabel="mean of the images")
     draw_lines(filling, tables["masked"], "error")
-    middle = setup.codec.decode_patches(setup.train.mean(0))
-    error = (middle - setup.test_values).square().mean().sqrt().item()
+    middle = decode(setup.train.mean(0))
+    error = (middle - decode(setup.test)).square().mean().sqrt().item()
     filling.axhline(error, color="C4", linestyle=":", label="mean of the site")
     filling.set(title="Masked patches, the others held", ylabel="error of their pixels")
     filling.legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.41))
     draw_residuals(change, tables["residuals"])
     draw_ends(share, radius, tables["ends"])
-    draw_states(below, setup, {"denoising": noisy, "masked\npatches": filled})
+    draw_states(below, setup, {"denoising": denoised, "masked\npatches": filled})
     return figure
 
 
@@ -306,7 +308,7 @@ def draw_ends(axes: Any, radii: Any, table: Table) -> None:
 
 def draw_states(figure: Any, setup: Images, runs: dict[str, Run]) -> None:
     """For one test image a task: the states along the way, the original last; red: what is masked."""
-    last, size = min(len(each.states) for each in runs.values()) - 1, setup.codec.patch
+    last, size = min(len(each.states) for each in runs.values()) - 1, setup.patch
     steps = [step for step in (0, 1, 2, 5, 10, 20, 50, 100) if step < last] + [last]
     text = f"States on the way, test images, {EXACT} (red: the masked patches)"
     figure.suptitle(text, fontsize=10)
@@ -318,9 +320,9 @@ def draw_states(figure: Any, setup: Images, runs: dict[str, Run]) -> None:
         titles = [*(f"step {step}" for step in steps), "original"]
         masked = [] if each.free[image].all() else each.free[image].nonzero().flatten().tolist()
         for axes, z, title in zip(line[1:], [*states, each.originals[image]], titles, strict=True):
-            show(axes, setup.codec.decode(z[None])[0])
+            show(axes, join_patches(decode(z[None]), size)[0])
             for place in masked if title != "original" else ():
-                row, column = divmod(place, setup.codec.width // size)
+                row, column = divmod(place, math.isqrt(len(z)))
                 corner = size * column - 0.5, size * row - 0.5
                 axes.add_patch(Rectangle(corner, size, size, fill=False, color="C3"))
             if image == 0:

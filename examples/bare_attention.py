@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -17,6 +16,7 @@ from runner import run
 from torch import Tensor, nn
 
 from implicit_attn.data import load
+from implicit_attn.data.images import join_patches, split_patches
 from implicit_attn.energies import BareAttention, Couplings
 from solvers import TorusSite
 
@@ -25,75 +25,29 @@ Data = Literal["digits", "cifar10"]
 Kind = Literal["principal", "random"]
 
 
-@dataclass(frozen=True)
-class CircleTokens:
-    r"""Images (B, C, H, W) in [0, 1] as tokens (B, N, 2p) of points on unit circles, and back.
+# Images (B, C, S, S) in [0, 1] become tokens (B, N, 2p) of points on unit circles: a value v is the angle
+# ``pi v``, so that 0 and 1 lie opposite; the p values of a patch make a token of norm ``sqrt p``.
 
-    A value v becomes the angle ``pi v`` and the point ``(cos pi v, sin pi v)``, so 0 and 1 lie
-    opposite; the p values of a patch, all channels, make a token of norm ``sqrt p``. Patches are
-    counted row by row; ``patch`` is the side of one and divides H and W.
+
+def encode(images: Tensor, patch: int) -> Tensor:
+    """(B, C, S, S) -> (B, N, 2p), the patches row by row."""
+    return points(math.pi * split_patches(images, patch))
+
+
+def decode(tokens: Tensor) -> Tensor:
+    """(..., 2p) -> values (..., p): those whose points are nearest to the direction of each pair.
+
+    Directions outside the half circle of the values go to its nearer end, a pair (0, 0) to 0.
     """
+    cosine, sine = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.atan2(sine.clamp_min(0.0).abs(), cosine) / math.pi  # -0.0 would give -1
 
-    channels: int
-    height: int
-    width: int
-    patch: int
 
-    @property
-    def sites(self) -> int:
-        """N, the patches of an image."""
-        return (self.height // self.patch) * (self.width // self.patch)
-
-    @property
-    def values(self) -> int:
-        """p, the values of a patch."""
-        return self.channels * self.patch**2
-
-    @property
-    def dim(self) -> int:
-        """2p, the components of a token."""
-        return 2 * self.values
-
-    def encode(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) in [0, 1] -> (B, N, 2p)."""
-        return points(math.pi * self.patches(images))
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """(B, N, 2p) -> (B, C, H, W), see :meth:`decode_patches`."""
-        return self.images(self.decode_patches(tokens))
-
-    def decode_patches(self, tokens: Tensor) -> Tensor:
-        """(..., 2p) -> values (..., p): those whose points are nearest to the direction of each pair.
-
-        Directions outside the half circle of the values go to its nearer end, a pair (0, 0) to 0.
-        """
-        cosine, sine = tokens.unflatten(-1, (self.values, 2)).unbind(-1)
-        return torch.atan2(sine.clamp_min(0.0).abs(), cosine) / math.pi  # -0.0 would give -1
-
-    def patches(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, N, p), any values."""
-        size = self.patch
-        # (B, C, rows, s, columns, s)
-        tiles = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
-        return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-    def images(self, patches: Tensor) -> Tensor:
-        """(B, N, p) -> (B, C, H, W), the inverse of :meth:`patches`."""
-        size = self.patch
-        rows, columns = self.height // size, self.width // size
-        tiles = patches.reshape(len(patches), rows, columns, self.channels, size, size)
-        return tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, self.channels, self.height, self.width)
-
-    def noisy(self, tokens: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-        """``tokens`` (..., 2p) with normal noise of standard deviation ``sigma`` on every angle."""
-        cosine, sine = tokens.unflatten(-1, (self.values, 2)).unbind(-1)
-        noise = torch.randn(cosine.shape, generator=generator, dtype=tokens.dtype)
-        return points(torch.atan2(sine, cosine) + sigma * noise)
-
-    def random(self, count: int, generator: torch.Generator) -> Tensor:
-        """``count`` images of independent uniform angles as tokens (count, N, 2p), float32."""
-        shape = (count, self.sites, self.values)
-        return points(2 * math.pi * torch.rand(shape, generator=generator))
+def noisy(tokens: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
+    """``tokens`` (..., 2p) with normal noise of standard deviation ``sigma`` on every angle."""
+    cosine, sine = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+    noise = torch.randn(cosine.shape, generator=generator, dtype=tokens.dtype)
+    return points(torch.atan2(sine, cosine) + sigma * noise)
 
 
 def points(angles: Tensor) -> Tensor:
@@ -225,22 +179,21 @@ class Images:
     """Tokens of training and test images, and how models on them are made and trained."""
 
     data: str
-    codec: CircleTokens
     train: Tensor  # (M, N, 2p) float32
     test: Tensor
     features: Tensor | None
     steps: int
     seed: int
 
-    @cached_property
-    def test_values(self) -> Tensor:
-        """Pixel values of the test patches, (M', N, p)."""
-        return self.codec.decode_patches(self.test)
+    @property
+    def patch(self) -> int:
+        return SIZES[self.data].patch
 
     def fit(self, name: str) -> Any:
         """The trained model of ``RECIPES``."""
-        recipe, sizes, sites = RECIPES[name], SIZES[self.data], self.codec.sites
-        dim = self.codec.dim if self.features is None else len(self.features)
+        recipe, sizes = RECIPES[name], SIZES[self.data]
+        sites, dim = self.train.shape[1:]
+        dim = dim if self.features is None else len(self.features)
         torch.manual_seed(self.seed)
         if name == PAIRS:
             model: BareAttention | PairSum = PairSum(sites, dim, self.features)
@@ -253,19 +206,17 @@ class Images:
 def open_images(data: Data, images: int, steps: int, kind: Kind, seed: int) -> Images:
     """The data set as tokens; 0 images or steps: the default of the data."""
     sizes, loaded = SIZES[data], load(data)
-    _, channels, height, width = loaded.train_images.shape
-    codec = CircleTokens(channels, height, width, sizes.patch)
     generator, parts = torch.Generator().manual_seed(seed), []
     for pictures, most in ((loaded.train_images, sizes.train), (loaded.test_images, sizes.test)):
         chosen = torch.randperm(len(pictures), generator=generator)[: images or most]
-        parts.append(codec.encode(pictures[chosen]))
+        parts.append(encode(pictures[chosen], sizes.patch))
     train, test = parts
     features = None
     if sizes.features and kind == "principal":
         features = principal_features(sizes.features, train)
     elif sizes.features:
-        features = random_features(sizes.features, codec.dim, generator)
-    return Images(data, codec, train, test, features, steps or sizes.steps, seed)
+        features = random_features(sizes.features, train.shape[2], generator)
+    return Images(data, train, test, features, steps or sizes.steps, seed)
 
 
 def show(axes: Any, image: Tensor) -> None:
@@ -328,17 +279,16 @@ def bare_attention(
         seed: of images, couplings and batches.
     """
     setup = open_images(data, images, steps, kind, seed)
-    codec, truth = setup.codec, setup.test_values
-    values = codec.decode_patches(setup.train)
+    values, truth = decode(setup.train), decode(setup.test)
     guesses = {
-        "mean of the site": codec.decode_patches(setup.train.mean(0)).expand_as(truth),
+        "mean of the site": decode(setup.train.mean(0)).expand_as(truth),
         "ridge regression": best_ridge(values, truth),
     }
     models, losses = {}, {}
     for name in RECIPES:
         models[name] = setup.fit(name)
         tokens, losses[name] = predict(name, models[name], setup.test)
-        guesses[name] = codec.decode_patches(tokens)
+        guesses[name] = decode(tokens)
     table: list[dict[str, Any]] = []
     for name, guess in guesses.items():
         row = {"predictor": name, "error": (guess - truth).square().mean().sqrt().item()}
@@ -354,7 +304,7 @@ def draw(setup: Images, models: dict[str, Any], guesses: dict[str, Tensor], tabl
     left, right = above.subfigures(1, 2, width_ratios=(1, 1.15), squeeze=False).flat
     draw_errors(left.subplots(), table[::-1])
     shown = {name: guess for name, guess in guesses.items() if "≤ 2" not in name}
-    draw_predictions(right, setup, {"original": setup.test_values} | shown)
+    draw_predictions(right, setup.patch, {"original": decode(setup.test)} | shown)
     left, right = below.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False).flat
     draw_norms(left, {name: model for name, model in models.items() if name in shown})
     draw_blocks(right, setup, models[EXACT])
@@ -371,7 +321,7 @@ def draw_errors(axes: Any, rows: list) -> None:
     axes.set_xlabel("root mean square error of the pixels (dashed: the mean)")
 
 
-def draw_predictions(figure: Any, setup: Images, rows: dict[str, Tensor]) -> None:
+def draw_predictions(figure: Any, patch: int, rows: dict[str, Tensor]) -> None:
     """Six images composed of their patches, every one predicted from the original others."""
     figure.suptitle("Test images, each patch predicted from the true others", fontsize=10)
     panels = figure.subplots(len(rows), 7, width_ratios=[2.6] + [1] * 6, squeeze=False)
@@ -379,7 +329,7 @@ def draw_predictions(figure: Any, setup: Images, rows: dict[str, Tensor]) -> Non
         axes.axis("off")
     for line, (name, values) in zip(panels, rows.items(), strict=True):
         line[0].text(1, 0.5, name.replace(", ", ",\n"), ha="right", va="center", fontsize=8)
-        for axes, image in zip(line[1:], setup.codec.images(values[:6]), strict=False):
+        for axes, image in zip(line[1:], join_patches(values[:6], patch), strict=False):
             show(axes, image)
 
 
@@ -411,7 +361,7 @@ def draw_blocks(figure: Any, setup: Images, model: Any) -> None:
     for number, axes in enumerate(panels[count:]):
         assert F is not None
         row = F[number].unflatten(0, (-1, 2))[:, 0]  # what multiplies the cosines
-        picture = row.view(setup.codec.channels, setup.codec.patch, setup.codec.patch)
+        picture = row.view(-1, setup.patch, setup.patch)
         show(axes, 0.5 + 0.5 * picture / picture.abs().max())
         axes.set_title(f"F, row {number}, its cosines", fontsize=8)
 
