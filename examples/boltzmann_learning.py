@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -29,6 +28,8 @@ from implicit_attn.studies import SpinModel, random_potts
 EXACT, PSEUDO, CD, PCD = RULES = ("exact likelihood", "pseudo-likelihood", "CD-1", "PCD-1")
 SCALE = 0.8  # of the couplings of all pairs, N(0, SCALE^2); there are no fields
 ENOUGH = 500  # L-BFGS steps: few samples leave directions in which the likelihood is nearly flat
+# Without a penalty there is no maximum where a configuration of two sites never occurs in the data.
+L2, SMALL = 1e-5, 1e-5  # the penalty; the largest entry of the gradient at the end
 
 
 def every_state(sites: int, colours: int) -> Tensor:
@@ -42,18 +43,14 @@ def exact_likelihood(model: PottsModel, states: Tensor) -> Tensor:
     return -model.energy(states.to(model.field)).mean() - torch.logsumexp(-model.energy(every), 0)
 
 
-def fit_exact_likelihood(
-    model: PottsModel, states: Tensor, l2: float = 0.0, steps: int = 100, tolerance: float = 1e-5
-) -> str:
-    """Maximise :func:`exact_likelihood`, less ``l2 / 2 sum J^2``, by at most ``steps`` evaluations of L-BFGS.
+def fit_exact_likelihood(model: PottsModel, states: Tensor) -> str:
+    """Maximise :func:`exact_likelihood`, less ``L2 / 2 sum J^2``, by L-BFGS; the problem is convex.
 
-    The problem is convex. Without ``l2`` it has no maximum where a configuration of two sites never
-    occurs in the data: couplings grow until the gradient is within the tolerance. Returns "converged"
-    (no entry of the gradient is beyond the tolerance), "max_steps" or "stalled".
+    Returns "converged" (no entry of the gradient is beyond SMALL), "max_steps" or "stalled".
     """
     evaluations = 0
     optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=steps, max_eval=steps, tolerance_grad=tolerance,
+        model.parameters(), max_iter=ENOUGH, max_eval=ENOUGH, tolerance_grad=SMALL,
         tolerance_change=0.0, line_search_fn="strong_wolfe",
     )  # fmt: skip
 
@@ -61,39 +58,29 @@ def fit_exact_likelihood(
         nonlocal evaluations
         evaluations += 1
         optimizer.zero_grad()
-        loss = 0.5 * l2 * model.couplings.weight.square().sum() - exact_likelihood(model, states)
+        loss = 0.5 * L2 * model.couplings.weight.square().sum() - exact_likelihood(model, states)
         loss.backward()
         return loss.item()
 
     optimizer.step(evaluate)
     made, _ = evaluations, evaluate()
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-    return "converged" if largest <= tolerance else "max_steps" if made >= steps else "stalled"
+    return "converged" if largest <= SMALL else "max_steps" if made >= ENOUGH else "stalled"
 
 
 def contrastive_divergence(
-    model: PottsModel,
-    states: Tensor,
-    *,
-    sweeps: int = 1,
-    chains: int | None = None,
-    steps: int = 500,
-    batch: int = 2000,
-    rate: float = 0.1,
-    seed: int = 0,
-    watch: Callable[[int, float], None] = lambda step, gradient: None,
-) -> None:
-    r"""Raise the likelihood of one-hot states (M, N, d) by Gibbs samples of the model (CD-k, or PCD-k).
+    model: PottsModel, states: Tensor, chains: int | None, batch: int, steps: int, seed: int, watch: Any
+) -> None:  # fmt: skip
+    r"""Raise the likelihood of one-hot states (M, N, d) by Gibbs samples of the model, CD-1 or PCD-1.
 
     The gradient of the log-likelihood is a difference of two means::
 
         d log P / dJ_ij = <S_i S_j^T>_data - <S_i S_j^T>_model,    d log P / dx_i = <S_i>_data - <S_i>_model
 
-    The mean over the model is estimated from ``sweeps`` Gibbs sweeps, started at the data of the batch
-    (contrastive divergence: biased for few sweeps, even with infinite data), or at the end of the
-    step before, in ``chains`` kept chains (PCD: they follow the model, without that bias once they mix
-    faster than the model changes). The steps are those of Adam with a rate that falls to 0 along a
-    cosine. ``watch(step, norm of the estimated gradient)`` is called after each.
+    The mean over the model is estimated from a Gibbs sweep, started at the data of the batch (CD: biased,
+    even with infinite data), or at the end of the step before, in ``chains`` kept chains (PCD: they
+    follow the model, without that bias once they mix faster than the model changes). ``watch(step)``
+    is called after each step of Adam, whose rate falls to 0 along a cosine.
 
     Source: G. E. Hinton (2002), "Training products of experts by minimizing contrastive divergence",
     https://doi.org/10.1162/089976602760128018; T. Tieleman (2008), "Training restricted Boltzmann machines
@@ -106,21 +93,20 @@ def contrastive_divergence(
         return states[torch.randint(len(states), (number,), generator=generator)]
 
     kept = None if chains is None else draw(chains)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(1, steps + 1):
         positive = states if batch >= len(states) else draw(batch)
         negative = solvers.gibbs(
             model.couplings.weight.detach(), model.field.detach(), site=solvers.PottsSite(),
-            sweeps=sweeps, generator=generator, start=positive if kept is None else kept,
+            sweeps=1, generator=generator, start=positive if kept is None else kept,
         )  # fmt: skip
         kept = None if kept is None else negative
         optimizer.zero_grad()
         (model.energy(positive).mean() - model.energy(negative).mean()).backward()
-        gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         schedule.step()
-        watch(step, torch.stack(gradients).norm().item())
+        watch(step)
 
 
 def sample_exactly(model: SpinModel, number: int, generator: torch.Generator) -> Tensor:
@@ -134,11 +120,11 @@ def sample_exactly(model: SpinModel, number: int, generator: torch.Generator) ->
 def fit(rule: str, model: PottsModel, states: Tensor, seed: int, steps: int, watch: Any) -> str:
     """Change the model; the status of the fit."""
     if rule == EXACT:
-        return fit_exact_likelihood(model.double(), states, l2=1e-5, steps=ENOUGH)
+        return fit_exact_likelihood(model.double(), states)
     if rule == PSEUDO:
-        return fit_pseudolikelihood(model.double(), states, l2=1e-5, steps=ENOUGH).status
-    sizes: Any = {"batch": 2000} if rule == CD else {"chains": 1000, "batch": 4000}
-    contrastive_divergence(model, states, steps=steps, seed=seed, watch=watch, **sizes)
+        return fit_pseudolikelihood(model.double(), states, l2=L2, steps=ENOUGH).status
+    chains, batch = (None, 2000) if rule == CD else (1000, 4000)
+    contrastive_divergence(model, states, chains, batch, steps, seed, watch)
     return "max_steps"  # an estimated gradient never vanishes
 
 
@@ -179,7 +165,7 @@ def boltzmann_learning(
                 def error(model: PottsModel = model, truth: SpinModel = truth) -> float:
                     return coupling_error(model.couplings.weight.detach(), truth.couplings)
 
-                def watch(step: int, gradient: float, rule: str = rule, error: Any = error) -> None:
+                def watch(step: int, rule: str = rule, error: Any = error) -> None:
                     if step % max(1, steps // 20) == 0:
                         traces[rule, step].append(error())
 

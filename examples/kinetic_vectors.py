@@ -14,7 +14,7 @@ from runner import columns, run
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from solvers import GlauberRun, Site, SolveError, SphericalSite, glauber, kinetic_step
+from solvers import Site, SolveError, SphericalSite, glauber, kinetic_step
 
 CLOSURES = ("naive", "plefka", "gaussian")
 COLOURS = {"naive": "C1", "tap": "C2", "plefka": "C2", "gaussian": "C0"}
@@ -82,48 +82,37 @@ def histories(network: Network, setting: str, steps: int) -> list[dict[str, Any]
     return table
 
 
-def error(means: Tensor, unsolved: list, network: Network, closure: str, run: GlauberRun):
-    """``|m - exact| / |exact|`` at the end, which contains the ``noise`` of the simulation."""
-    exact = run.means[-1]
-    found = ((means[-1] - exact).norm() / exact.norm()).item()
-    noise = (run.spins.var(0).sum().sqrt() / math.sqrt(len(run.spins)) / exact.norm()).item()
-    row = {"steps": len(means) - 1, "beta": network.beta, "closure": closure, "error": found}
-    return row | {"noise": noise, "unsolved": len(unsolved)}
+def errors(chains: int, seed: int, steps: int) -> list[dict[str, Any]]:
+    """Each closure against simulated chains on the exact sphere: ``|m - exact| / |exact|`` at the end.
 
-
-def errors_after_six_steps(chains: int, seed: int) -> list[dict[str, Any]]:
-    """The closures of many dimensions against simulated chains on the exact sphere."""
+    Of 6 steps the closures are those of many dimensions; of one step, from independent random spins,
+    those of the exact sphere but for "plefka". The error contains the ``noise`` of the simulation.
+    """
     table = []
+    spins, dim = (64, 32) if steps == 6 else (48, 16)
     for setting in ("beta = 1", "beta = 2"):
         generator = torch.Generator().manual_seed(seed)
-        network = Network.drawn(64, 32, setting, generator)
-        start = torch.full_like(network.field, 1 / math.sqrt(32))
-        site = SphericalSite(network.radius)
-        many, (_, field, couplings, _) = start.expand(chains, -1, -1), network
-        run = glauber(many, field[0], couplings, steps=6, site=site, generator=generator)
-        for closure in CLOSURES:
-            found = network.follow(start, closure, 6)
-            table.append(error(*found, network, closure, run))
-    return table
-
-
-def errors_after_one_step(chains: int, seed: int) -> list[dict[str, Any]]:
-    """From independent random spins, with the closures of the exact sphere but for "plefka"."""
-    table = []
-    for setting in ("beta = 1", "beta = 2"):
-        generator = torch.Generator().manual_seed(seed)
-        network = Network.drawn(48, 16, setting, generator)
-        site = SphericalSite(network.radius)
-        before = torch.randn(1, 48, 16, generator=generator)
-        length = network.beta * network.radius
-        before = length * before / before.norm(dim=-1, keepdim=True)
-        mean = site.mean(before, before.new_zeros(1, 48, 16, 16))
-        many = site.sample(before.expand(chains, -1, -1), generator)
-        _, field, couplings, _ = network
-        run = glauber(many, field[0], couplings, steps=1, site=site, generator=generator)
-        for closure in ("naive", "tap", "plefka", "gaussian"):
-            found = network.follow(mean, closure, 1, None if closure == "plefka" else site)
-            table.append(error(*found, network, closure, run))
+        network = Network.drawn(spins, dim, setting, generator)
+        _, field, couplings, radius = network
+        site = SphericalSite(radius)
+        if steps == 6:
+            start = torch.full_like(field, 1 / math.sqrt(dim))
+            many, closures = start.expand(chains, -1, -1), CLOSURES
+        else:
+            before = torch.randn(1, spins, dim, generator=generator)
+            before = network.beta * radius * before / before.norm(dim=-1, keepdim=True)
+            start = site.mean(before, before.new_zeros(1, spins, dim, dim))
+            many = site.sample(before.expand(chains, -1, -1), generator)
+            closures = ("naive", "tap", "plefka", "gaussian")
+        run = glauber(many, field[0], couplings, steps=steps, site=site, generator=generator)
+        exact = run.means[-1]
+        noise = (run.spins.var(0).sum().sqrt() / math.sqrt(chains) / exact.norm()).item()
+        for closure in closures:
+            own = None if steps == 6 or closure == "plefka" else site
+            means, unsolved = network.follow(start, closure, steps, own)
+            found = ((means[-1] - exact).norm() / exact.norm()).item()
+            row = {"steps": steps, "beta": network.beta, "closure": closure, "error": found}
+            table.append(row | {"noise": noise, "unsolved": len(unsolved)})
     return table
 
 
@@ -152,7 +141,7 @@ def kinetic_vectors(
         below.set(xlabel="time step", ylim=(0, 0.75))
     panels[0, 0].set_ylabel("cosine with the field (solid),\nwith the step before (dotted)")
     panels[1, 0].set_ylabel("length of the mean / radius\n(bands: middle 80 % of the spins)")
-    six, one = errors_after_six_steps(chains, seed), errors_after_one_step(chains, seed)
+    six, one = errors(chains, seed, 6), errors(chains, seed, 1)
     draw_errors(panels[0, -1], one, "one step\nexact sphere; Plefka: many dimensions")
     draw_errors(panels[1, -1], six, "6 steps\nclosures of many dimensions")
     handles = panels[0, 0].get_legend_handles_labels()
