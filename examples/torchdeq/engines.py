@@ -43,8 +43,7 @@ class Options:
 class Metered(nn.Module):
     """A cell that counts for how many samples it is evaluated, and its derivative multiplied.
 
-    The counts are taken in the cell, so they mean the same for every library: all calls are in them,
-    whatever made them. For a batch of B, B rows are one evaluation of all its samples.
+    All calls are counted, whatever made them, so the counts mean the same for every library.
     """
 
     def __init__(self, cell: nn.Module) -> None:
@@ -145,17 +144,6 @@ def engine(options: Options, cell: Metered, start: Callable[[Any], Any]) -> ByTo
     return (ByTorchDEQ if options.engine == "torchdeq" else ByOurs)(options, cell, start)
 
 
-class Equilibrium(nn.Module):
-    """A model around an engine; a subclass defines ``losses``."""
-
-    meter: Metered  # the cell, which counts
-    reached: float  # residual of the latest solve
-
-    def losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The loss and a penalty that is added to it, scalars."""
-        raise NotImplementedError
-
-
 @dataclass
 class Record:
     """What the steps of a training took, a number a step."""
@@ -167,18 +155,18 @@ class Record:
 
 
 def train(
-    model: Equilibrium, batch: Callable[[], tuple[Tensor, Tensor]], options: Options, report: int
+    model: Any, batch: Callable[[], tuple[Tensor, Tensor]], options: Options, report: int
 ) -> Record:
-    """Steps of Adam; each takes a ``batch()``, inputs (B, ...) and targets (B, ...).
+    """Steps of Adam on ``batch()``, inputs (B, ...) and targets (B, ...); a line after ``report`` steps.
 
-    A line is printed after every ``report`` steps; 0: none.
+    ``model.losses(inputs, targets)`` is the loss and a penalty that is added to it; ``model.meter`` is its
+    cell, ``model.reached`` the residual of the latest solve.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    record = Record()
+    record, meter = Record(), model.meter
     for step in range(options.steps):
         inputs, targets = batch()
         torch.manual_seed(step)  # the same masks and random vectors for every engine
-        meter = model.meter
         meter.forward_rows = meter.backward_rows = 0
         loss, penalty = model.losses(inputs, targets)
         optimizer.zero_grad()

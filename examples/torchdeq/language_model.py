@@ -1,8 +1,6 @@
 """The DEQ-Transformer of torchdeq's model zoo, small: a language model of one block in equilibrium.
 
-    python examples/torchdeq/language_model.py                      # our layer, our solver
-    python examples/torchdeq/language_model.py --engine torchdeq    # the same model by get_deq
-    python examples/torchdeq/language_model.py --engine bridge      # our layer, torchdeq's solver
+    python examples/torchdeq/language_model.py --engine ours    # or torchdeq, or bridge: see engines.py
 
 The block is a post-norm transformer block whose weights serve all iterations. The embedded characters
 enter each of them through queries, keys and values (input injection). Training has what the zoo's has: an
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from engines import Equilibrium, Metered, Record, engine, train
+from engines import Metered, Record, engine, train
 from engines import Options as Shared
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,7 +67,7 @@ class Block(nn.Module):
         return self.norm_mlp(z + self.dropout(self.down(F.relu(self.up(z)))))
 
 
-class LanguageModel(Equilibrium):
+class LanguageModel(nn.Module):
     """Embedding, equilibrium block, head: characters (B, T) -> logits (B, T, V)."""
 
     def __init__(self, vocabulary: int, options: Options) -> None:

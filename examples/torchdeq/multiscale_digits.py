@@ -1,8 +1,6 @@
 """A multiscale equilibrium model, small: digits classified by the fixed point of two coupled resolutions.
 
-    python examples/torchdeq/multiscale_digits.py                      # our layer, our solver
-    python examples/torchdeq/multiscale_digits.py --engine torchdeq    # the same model by get_deq
-    python examples/torchdeq/multiscale_digits.py --engine bridge      # our layer, torchdeq's solver
+    python examples/torchdeq/multiscale_digits.py --engine ours    # or torchdeq, or bridge: see engines.py
 
 The state is a pair of feature maps, (B, C, 8, 8) and (B, 2 C, 4, 4). Every evaluation applies a residual
 block at each resolution and then fuses them: the coarse map is brought up and the fine one down. All
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from engines import Equilibrium, Metered, Record, engine, train
+from engines import Metered, Record, engine, train
 from engines import Options as Shared
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,7 +78,7 @@ class TwoScales(nn.Module):
         return F.relu(self.norm_fine(fine + up)), F.relu(self.norm_coarse(coarse + down))
 
 
-class Classifier(Equilibrium):
+class Classifier(nn.Module):
     """Stem, two resolutions in equilibrium, a linear head: images (B, 1, 8, 8) -> logits (B, 10)."""
 
     def __init__(self, options: Options) -> None:
