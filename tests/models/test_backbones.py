@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 import solvers
 from cases.studies import specification
-from implicit_attn import EquilibriumBlock, models
+from implicit_attn import DEQ, EquilibriumBlock, models
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import load
+from implicit_attn.data.images import hide_patches, split_patches
 from implicit_attn.models import (
     BACKBONES,
     CRATE,
@@ -27,12 +28,16 @@ from implicit_attn.models import (
     EquilibriumTransformer,
     HyperSET,
     ImageClassifier,
+    MaskedImageModel,
     SharedTransformer,
     SpinClassifier,
+    SpinTransformer,
+    SudokuModel,
     build_backbone,
     build_model,
     load_model,
 )
+from implicit_attn.models.around import PatchEmbedding, grid_positions, sinusoidal_positions
 from implicit_attn.studies.trading_off import layers_of_depth, small_classifier
 from implicit_attn.updates import ConditionedStepSizes
 from solvers import Implicit, Tolerance
@@ -501,3 +506,277 @@ def test_spins_on_mnist_match_the_published_size_only() -> None:
     name = f"MNIST, coupled spins, {size(SpinClassifier()):,} parameters"
     published = row("README.md", name)[-1]
     assert re.search(r"25,828 parameters: only the size is matched", published)
+
+
+# The image classifier around a backbone: patches, positions, readouts, mistakes, learning.
+
+
+def images(batch: int = 3, channels: int = 1, size: int = 8, seed: int = 0) -> Tensor:
+    return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def image_model(
+    size: int = 8, channels: int = 1, classes: int = 5, **options: Any
+) -> ImageClassifier:
+    torch.manual_seed(0)
+    backbone = HyperSET(DIM, 3, 16, iterations=2, step_size="fixed")
+    settings: dict[str, Any] = {"patch": 2} | options
+    return ImageClassifier(backbone, size, channels, classes, **settings)
+
+
+def test_patches_are_those_of_the_image() -> None:
+    """Token k holds patch k, row by row, as a convolution with that stride has it."""
+    torch.manual_seed(0)
+    embed = PatchEmbedding(3, 2, DIM)
+    x = images(2, 3, 6)
+    weight = embed.linear.weight.view(DIM, 3, 2, 2)
+    expected = F.conv2d(x, weight, embed.linear.bias, stride=2).flatten(2).mT
+    assert torch.allclose(embed(x), expected, atol=1e-6)
+
+
+def test_the_norm_of_pixels() -> None:
+    """Neither the brightness nor the contrast of a patch matters; the weights learn."""
+    torch.manual_seed(0)
+    model = image_model(size=6, patch=2, pixel_norm=True)
+    x = images(2, 1, 6)
+    cells = x.unfold(2, 2, 2).unfold(3, 2, 2)
+    cells = cells - cells.mean((-1, -2), keepdim=True)
+    cells = cells / (cells.var((-1, -2), correction=0, keepdim=True) + 1e-5).sqrt()
+    embed: Any = model.embed
+    expected = embed.linear(cells.movedim(1, 3).flatten(3).flatten(1, 2))
+    assert torch.allclose(embed(x), expected, atol=1e-5)
+    model(x).square().sum().backward()
+    assert embed.norm.weight.grad.abs().max() > 0
+    assert not any(key.startswith("embed.norm") for key in image_model().state_dict())
+    with pytest.raises(ValueError, match="pixel_norm must be False for the stem 'conv', got True"):
+        image_model(stem="conv", pixel_norm=True)
+
+
+def test_grid_positions() -> None:
+    table = grid_positions(3, 8)
+    for row in range(3):
+        for column in range(3):
+            angles = [(column, 1.0), (column, 0.01), (row, 1.0), (row, 0.01)]
+            sines = [math.sin(place * f) for place, f in angles]
+            cosines = [math.cos(place * f) for place, f in angles]
+            expected = torch.tensor([*sines[:2], *cosines[:2], *sines[2:], *cosines[2:]])
+            assert torch.allclose(table[3 * row + column], expected, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="dim must be a multiple of 4 for positions of a grid, got 6"
+    ):
+        grid_positions(3, 6)
+
+
+def test_sinusoidal_positions() -> None:
+    table = sinusoidal_positions(20, 8)
+    for place in (0, 1, 7, 19):
+        for channel in range(8):
+            angle = place / 10_000 ** (2 * (channel // 2) / 8)
+            expected = math.sin(angle) if channel % 2 == 0 else math.cos(angle)
+            assert table[place, channel].item() == pytest.approx(expected, abs=1e-6)
+    model = image_model()
+    assert "position" not in model.state_dict()
+    plain = image_model(positions="learned")
+    plain.load_state_dict(model.state_dict() | {"position": torch.zeros(17, DIM)})
+    difference = model.tokens(images()) - plain.tokens(images())
+    expected = sinusoidal_positions(17, DIM).expand(3, 17, DIM)
+    assert torch.allclose(difference, expected, atol=1e-6)
+
+
+def test_the_patch_divides_the_image() -> None:
+    with pytest.raises(ValueError, match="patch must divide image_size=8, got 3"):
+        image_model(patch=3)
+
+
+# The model of hidden patches, around every backbone.
+
+
+PICTURES = torch.rand(3, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+HIDDEN = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 0, 1], [0] * 9, [1] * 8 + [0]]).bool()
+
+
+class Echo(nn.Module):
+    """A backbone that returns its tokens and remembers what it was asked for."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.dim, self.asked = dim, None
+
+    def forward(self, x: Tensor, *, iterations: Any = None) -> Tensor:
+        self.asked = iterations
+        return x
+
+
+def masked_model(name: str) -> Any:
+    layer = {"on_failure": "ignore"} if BACKBONES[name].solves else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_model(masked_specification(name), layer=layer)
+
+
+def test_a_token_is_that_of_its_patch_or_the_mask_token() -> None:
+    model = MaskedImageModel(Echo(), 6, 2, patch=2)
+    x = model.tokens(hide_patches(PICTURES, HIDDEN, 2))
+    visible = model.embed(PICTURES) + model.position
+    hidden = (model.mask_token + model.position).expand_as(x)
+    assert torch.equal(x[~HIDDEN], visible[~HIDDEN])
+    assert torch.equal(x[HIDDEN], hidden[HIDDEN])
+    pixels = split_patches(model(PICTURES), 2)
+    assert torch.allclose(pixels, model.head(model.norm(visible)), atol=1e-6)
+
+
+def test_a_prediction_depends_on_the_visible_patches() -> None:
+    model, other = masked_model("hyperset").double(), PICTURES.double()
+    other[0, :, 2:4, 0:2] += 0.5  # patch 3, hidden in the first image
+    shown, same = (hide_patches(each.double(), HIDDEN, 2) for each in (PICTURES, other))
+    nn.init.normal_(model.backbone.layers[0].step_sizes.last.weight)
+    assert torch.equal(model(shown), model(same))
+    other[0, :, 2:4, 2:4] += 0.5  # patch 4, visible
+    moved = (model(hide_patches(other, HIDDEN, 2)) - model(shown)).abs().amax((1, 2, 3))
+    assert moved[0] > 1e-3 and moved[1:].max() == 0
+
+
+def test_positions_say_row_and_column() -> None:
+    constant = MaskedImageModel(Echo(12), 10, 2, patch=2, positions="sinusoidal")
+    places = constant.get_buffer("position").view(5, 5, 12)
+    assert torch.equal(places[..., :6], places[:, :1, :6].expand(5, 5, 6))
+    assert torch.equal(places[..., 6:], places[:1, :, 6:].expand(5, 5, 6))
+    apart = torch.cdist(places.view(25, 12), places.view(25, 12)) + 9 * torch.eye(25)
+    assert apart.min() > 0.1
+    learned = MaskedImageModel(Echo(), 6, 2, patch=2)
+    assert learned.get_parameter("position").shape == (9, 8)
+
+
+def masked_specification(name: str) -> dict[str, Any]:
+    backbone: dict[str, Any] = {"name": name, "dim": 8, "heads": 2, "iterations": 3}
+    if name == "hyperset":  # without it the untrained layer is the identity
+        backbone["initial_step"] = 0.3
+    sizes = {"image_size": 6, "channels": 2, "patch": 2}
+    return {"kind": "masked-images", **sizes, "backbone": backbone}
+
+
+# The Sudoku model around every backbone.
+
+
+PUZZLES = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_cell_sees_the_others_and_its_place() -> None:
+    torch.manual_seed(0)
+    model = SudokuModel(HyperSET(8, 2, 8, iterations=2, initial_step=0.3, time_dim=8))
+    with torch.no_grad():
+        for parameter in (model.digits.weight, model.position):
+            parameter.mul_(50)
+    changed = PUZZLES.clone()
+    changed[:, 80] = (changed[:, 80] + 1) % 10
+    before, after = model(PUZZLES), model(changed)
+    assert (before - after).abs().amax((0, 2)).min() > 1e-6
+    empty = model(torch.zeros(1, 81, dtype=torch.int64))
+    assert (empty[0, 0] - empty[0, 1]).abs().max() > 1e-3
+
+
+def test_positions_and_norm_of_the_official_code() -> None:
+    torch.manual_seed(0)
+    model = SudokuModel(HyperSET(8, 2, 8, time_dim=8), positions="sincos", final_norm="rms")
+    learned = SudokuModel(HyperSET(8, 2, 8, time_dim=8))
+    assert isinstance(model.norm, torch.nn.RMSNorm) and isinstance(learned.norm, torch.nn.LayerNorm)
+    assert set(learned.state_dict()) - set(model.state_dict()) == {"position", "norm.bias"}
+    places = model.tokens(torch.zeros(1, 81, dtype=torch.int64))[0] - model.digits.weight[0]
+    assert torch.allclose(places, grid_positions(9, 8), atol=1e-6)
+
+
+# Stacks of kinetic attention as a backbone: what they compute, masks, budgets, mistakes, learning.
+
+
+STEADY = {"tolerance": solvers.Tolerance(rtol=1e-11), "max_steps": 200}
+
+
+def spin_model(**options: Any) -> Any:
+    torch.manual_seed(1)
+    options.setdefault("layer", STEADY)
+    return SpinTransformer(DIM, HEADS, **options).double()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_modules_follow_each_other(layers: int, residual: bool) -> None:
+    model, x = spin_model(layers=layers, residual=residual), tokens()
+    z = x
+    for index, steady in enumerate(model.steady):
+        assert isinstance(steady, DEQ)
+        mean = steady(z)
+        torch.testing.assert_close(steady.update(mean, z), mean, rtol=1e-8, atol=1e-8)
+        z = z + model.outputs[index](mean) if residual else mean
+    assert torch.equal(model(x), z) and len(model.steady) == layers
+    weights = [steady.update.queries_keys.weight for steady in model.steady[:2]]
+    assert layers == 1 or not torch.equal(*weights)
+
+
+def test_iterations_limit_every_module() -> None:
+    model = spin_model(layers=2, layer={**STEADY, "on_failure": "ignore"}, iterations=9)
+    model(tokens(), iterations=2)
+    assert all(int(steady.last.steps.max()) <= 2 for steady in model.steady)
+    assert SpinTransformer(DIM, HEADS, iterations=7).steady[0].max_steps == 7
+    limited = SpinTransformer(DIM, HEADS, iterations=50, layer={"max_steps": 7})
+    assert limited.iterations == 7 and limited.steady[1].max_steps == 7
+
+
+def test_mistakes_of_spins() -> None:
+    with pytest.raises(ValueError, match="layers"):
+        SpinTransformer(DIM, HEADS, layers=0)
+    with pytest.raises(TypeError, match="residual"):
+        SpinTransformer(DIM, HEADS, residual=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="layer must be a dict of options or None, got 'x'"):
+        SpinTransformer(DIM, HEADS, layer="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="SpinTransformer"):
+        spin_model()(tokens()[..., :5])
+
+
+# The spin classifier: shapes, parameters, what the class token can know, mistakes.
+
+
+def large_images(batch: int = 3, channels: int = 1) -> Tensor:
+    return torch.rand(batch, channels, 28, 28, generator=torch.Generator().manual_seed(0))
+
+
+def classifier(**options: Any) -> SpinClassifier:
+    torch.manual_seed(0)
+    return SpinClassifier(**options)
+
+
+def test_number_of_parameters() -> None:
+    """By hand; within the 27,000 of the published model, couplings counted once per symmetry."""
+    stem = 9 * 16 + 9 * 16 * 24 + 9 * 24 * 24 + 9 * 24 * 10 + 10 + 2 * (16 + 24 + 24)
+    couplings = 17 * 16 // 2 * 100
+    correction = 10 * 40 + 40 + 40 * 10 + 10
+    readout = 2 * 10 + 10 * 10 + 10
+    model = classifier()
+    expected = stem + couplings + correction + readout + 16 * 10 + 10
+    assert sum(p.numel() for p in model.parameters()) == expected == 25_832
+
+
+def test_the_class_token_learns_of_the_image_through_the_couplings_alone() -> None:
+    model = classifier().eval()
+    first, second = large_images(2)
+    both = torch.stack([first, second])
+    assert torch.equal(model.tokens(both)[0, 0], model.tokens(both)[1, 0])
+    assert not torch.allclose(model(both)[0], model(both)[1], atol=1e-4)
+    couplings = model.attention.couplings
+    with torch.no_grad():
+        cut = couplings.weight.clone()
+        cut[0, 1:] = cut[1:, 0] = 0.0
+        couplings.weight = cut
+        assert torch.allclose(model(both)[0], model(both)[1], atol=1e-6)
+
+
+def test_couplings_stay_bounded() -> None:
+    """However far training pushes J, its spectral norm keeps its bound and the solve converges."""
+    model = classifier(
+        bound=0.8, layer={"tolerance": Tolerance(rtol=1e-4), "max_steps": 100}
+    ).eval()
+    with torch.no_grad():
+        model.attention.couplings.free.mul_(100.0)
+        norm = torch.linalg.matrix_norm(model.attention.couplings.matrix, ord=2)
+    assert norm <= 0.8 * (1 + 1e-5)
+    solution = model.layer.solve(model.tokens(large_images()))
+    assert bool(solution.converged.all()), solution.summary()

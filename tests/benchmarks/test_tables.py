@@ -1,0 +1,292 @@
+"""The tables of the benchmarks: of boards, of cost, of trained models; what layers learn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lightning_fabric", reason="the benchmarks need the extra [examples]")
+pytest.importorskip("matplotlib", reason="the benchmarks need the extra [examples]")
+pytest.importorskip("sklearn", reason="the benchmarks need the extra [examples]")
+pytest.importorskip("safetensors", reason="the benchmarks need the extra [examples]")
+
+from benchmarks import curves, images, language, learning, memory, ring, trainings
+from benchmarks.boards import fixed_points, hard_boards, sudoku
+from benchmarks.learning import ABLATIONS, ROWS, TokenModel, perform, recall, task_of
+from benchmarks.ring import gather, places, scatter
+from benchmarks.trainings import Run
+from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.cli import read
+from implicit_attn.data.sudoku import read_list, solve_sudoku, units
+from implicit_attn.models import build_model
+from implicit_attn.programs.backbones import MaskedPatches, VitImages
+from implicit_attn.programs.language_model import Language
+
+# Hard boards have one solution each; a solver at its fixed points, and every method.
+
+
+def test_bred_boards_are_minimal_and_have_one_solution(tmp_path: Path) -> None:
+    puzzles, solutions, guesses = hard_boards.hard_boards(3, 3, 1)
+    again = hard_boards.hard_boards(3, 3, 1)
+    assert all(map(torch.equal, (puzzles, solutions, guesses), again))
+    assert torch.equal(guesses, guesses.sort().values)
+    for puzzle, solution in zip(puzzles.tolist(), solutions.tolist(), strict=True):
+        assert solve_sudoku(puzzle) == [solution]
+        chooser = random.Random(0)
+        for cell in [cell for cell in range(81) if puzzle[cell]]:
+            fewer = [*puzzle[:cell], 0, *puzzle[cell + 1 :]]
+            assert len(hard_boards.search(fewer, 2, chooser)[0]) == 2
+    out = tmp_path / "hard.npz"
+    hard_boards.main(boards=3, rounds=3, seed=1, out=out)
+    assert torch.equal(read_list(out)[0], puzzles)
+
+
+def test_the_search_finds_what_is_there_and_counts_its_guesses() -> None:
+    text = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+    puzzle, chooser = [int(sign) for sign in text], random.Random(0)
+    found, guesses = hard_boards.search(puzzle, 2, chooser)
+    assert found == solve_sudoku(puzzle) and guesses == 0  # singles alone
+    assert len(hard_boards.search([0] * 81, 5, chooser)[0]) == 5
+    assert hard_boards.search([1, 1, *puzzle[2:]], 2, chooser) == ([], 0)
+    parts = hard_boards.bins(torch.tensor([0, 1, 2, 3, 10, 11, 50, 51, 900]))
+    assert [int(each.sum()) for each in parts.values()] == [1, 2, 2, 2, 2]
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of a small board solver that has learned nothing."""
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))  # boards are generated
+    torch.manual_seed(0)
+    specification = {
+        "kind": "board-solver", "groups": units().tolist(), "cells": 81, "colours": 9,
+        "features": 4, "width": 4, "iterations": 4, "window": 2,
+    }  # fmt: skip
+    path = tmp_path / "solver.safetensors"
+    progress = {"settings": {"model": specification}}
+    save_checkpoint(path, build_model(specification), progress=progress)
+    return str(path)
+
+
+def test_tables_of_a_solver_at_its_fixed_points(
+    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hard = tmp_path / "hard.npz"
+    hard_boards.main(boards=2, rounds=0, out=hard)
+    fixed_points.main(weights, hard, boards=2, answers=2, longest=8)
+    text = capsys.readouterr().out
+    assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
+    assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text
+
+
+def test_every_method_has_a_row(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sudoku.main(weights, test=3, boards=2, train=9, fit_steps=2)
+    lines = capsys.readouterr().out.splitlines()
+    head, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line
+    ]
+    assert head[:2] == ["method", "boards"] and {"30", "34", "mixed"} <= set(head)
+    names = [row[0] for row in rows[1:]]
+    assert names[0] == "naked and hidden singles"
+    assert "board solver, 1 iterations (0.25x)" in names
+    assert "board solver, 64 iterations (16x)" in names
+    assert "true graph: with decimation" in names and "learned, factored, annealed" in names
+    shares = {row[0]: [float(cell) for cell in row[2:]] for row in rows[1:]}
+    assert all(0 <= share <= 100 for each in shares.values() for share in each)
+    assert shares["true graph: with decimation"][-2] == 100  # 34 givens
+    assert shares["board solver, 64 iterations (16x)"] == [0] * len(head[2:])  # untrained
+
+
+# The ring of devices is exact and counts its bytes; implicit memory does not grow; the curves are made.
+
+
+@pytest.mark.parametrize(
+    ("devices", "causal", "masked"), [(2, True, True), (3, False, False), (4, True, False)]
+)
+def test_the_ring_is_exact_and_sends_what_is_planned(
+    devices: int, causal: bool, masked: bool
+) -> None:
+    found = ring.exactness(devices, causal, masked, tokens=24)
+    for name in ("gradient", "HVP", "adjoint"):
+        assert found[name] <= 1e-12, name  # type: ignore[operator]
+    assert found["bytes / plan"] == 1
+
+
+def test_places_divide_the_tokens() -> None:
+    for zigzag in (False, True):
+        where = places(12, 3, zigzag)
+        whole = torch.randn(1, 1, 12, 2)
+        assert torch.equal(gather(scatter(whole, where), where), whole)
+    assert places(8, 2, True)[0].tolist() == [0, 1, 6, 7]
+    with pytest.raises(ValueError, match="multiple of 6"):
+        places(8, 3, True)
+
+
+def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "ITERATIONS", (2, 12))
+    # Weights are kept anyway, and do not count.
+    for name, (run, module) in memory.models(2, 8, 2).items():
+        weights = list(module.parameters())
+        x = torch.ones(1, 3, 8, requires_grad=True)
+        counted, _ = memory.saved_bytes(lambda run=run, x=x: run(x), [])
+        own, _ = memory.saved_bytes(lambda run=run, x=x: run(x), weights)
+        assert weights and own < counted, name
+    rows = memory.measure(2, 5, 8, 2)
+    saved = {(row["way"], row["iterations"]): row["saved MB"] for row in rows}
+    assert saved["implicit", 2] == saved["implicit", 12] > 0
+    for way in ("unrolled", "transformer layers"):
+        assert saved[way, 12] > 2 * saved[way, 2], way
+    assert saved["unrolled, checkpointed", 12] < 0.7 * saved["unrolled", 12]
+
+
+def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "BASE", {"B": 2, "N": 4, "d": 8})
+    rows = curves.measure(1, {"N": (5,)})
+    assert [row["layer"] for row in rows] == list(curves.COLORS)
+    assert all(row["converged"] == 1 and row["ms"] > 0 for row in rows)
+    assert all(row["evaluations"] > 1 and row["backward"] > 0 for row in rows[:2])
+    assert rows[2]["evaluations"] == 1
+
+
+# Tables of trained models: command lines, how runs go on, what is said of claims.
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The runs that a table asks for; none is trained."""
+    seen: list[Run] = []
+
+    def note(runs: list[Run], *_: object) -> list[Run]:
+        seen.extend(runs)
+        raise SystemExit
+
+    for module in (images, language):
+        monkeypatch.setattr(module, "perform", note)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("show", "program", "number"),
+    [(language.forms, Language, 41), (language.equilibrium, Language, 63),
+     (images.cifar10, VitImages, 5), (images.masked, MaskedPatches, 12)],
+)  # fmt: skip
+def test_the_programs_take_every_command_line(
+    show: object, program: type, number: int, planned: list[Run]
+) -> None:
+    with pytest.raises(SystemExit):
+        show()  # type: ignore[operator]
+    assert len({run.folder(Path()) for run in planned}) == len(planned) == number
+    for run in planned:
+        assert read(program, run.command[1:]).seed == run.seed
+
+
+def test_runs_are_made_once_and_failures_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 40)
+    words = ("language-model", "--text", str(tmp_path / "text.txt"), "--steps", "2", "--batch", "2")
+    small = ("dim=8", "heads=2", "length=8", "windows=3", "evaluate_every=1", "layers=1")
+    good, bad = Run("plain", 0, (*words, *small), "tiny"), Run("bad", 0, (*words, "heads=7"))
+    assert trainings.perform([good, bad], tmp_path, 2) == [good]
+    assert "bad-0: ended with 2" in capsys.readouterr().err
+    assert trainings.perform([good], tmp_path, 2, train=False) == [good]
+    with pytest.raises(SystemExit, match="run with other options"):
+        trainings.perform([Run("plain", 0, words, "tiny")], tmp_path, 2)
+    losses = {good: language.read_losses(good.folder(tmp_path))}
+    assert list(losses[good]) == [1, 2]
+    assert language.lines(losses, "tiny", tmp_path)[0]["form"] == "plain"
+    found = language.measured(good.folder(tmp_path), str(tmp_path / "text.txt"))
+    assert set(found) == {"parameters", "12", "seconds"}  # a stack has one number
+
+
+def a_run(row: str, seed: int = 0) -> Run:
+    return Run(row, seed, (), "tiny")
+
+
+CURVES = {
+    a_run("plain"): {1: 3.0, 2: 2.0},
+    a_run("plain", 1): {1: 3.1, 2: 2.1},
+    a_run("momentum"): {1: 2.9, 2: 1.9},
+    a_run("momentum", 1): {1: 3.2, 2: 2.0},
+    a_run("nesterov"): {1: 2.9, 2: 2.05},
+    a_run("light-newton-taylor"): {1: 3.0, 2: 2.005},
+}
+
+
+def test_claims_are_of_pairs_with_one_seed(tmp_path: Path) -> None:
+    apart = language.differences(CURVES, "tiny", "momentum", "plain")
+    assert apart == {0: pytest.approx({1: -0.1, 2: -0.1}), 1: pytest.approx({1: 0.1, 2: -0.1})}
+    found = language.verdicts(CURVES, "tiny")
+    assert [line.split(": ")[1].split(" (")[0] for line in found] == [
+        "seen at the end", "not seen", "not seen", "not measured", "not measured", "seen",
+    ]  # fmt: skip
+    assert "(-0.1000 -0.1000; below at 3 of 4 evaluations)" in found[0]
+    language.draw(tmp_path / "forms.png", CURVES)
+    assert (tmp_path / "forms.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# What layers learn.
+
+
+@pytest.mark.parametrize("row", [name for name, build in (ROWS | ABLATIONS).items() if build])
+def test_a_row_trains_every_weight(row: str) -> None:
+    torch.manual_seed(0)
+    build = (ROWS | ABLATIONS)[row]
+    assert build is not None
+    layer, x = build(5, 8, 2), torch.randn(3, 5, 8, requires_grad=True)
+    out = layer(x)
+    assert out.shape == x.shape
+    (out * torch.randn_like(out)).sum().backward()
+    for weight in [x, *(each for each in layer.parameters() if each.requires_grad)]:
+        assert weight.grad is not None and weight.grad.isfinite().all()
+
+
+def test_no_test_image_is_trained_on() -> None:
+    for name in ("digits", "same-different"):
+        task = task_of(name, None)
+        seen, unseen = (
+            {row.numpy().tobytes() for row in part[0]} for part in (task.train, task.test)
+        )
+        assert not seen & unseen
+
+
+def test_recall_is_answered_by_the_pairs() -> None:
+    pairs, values = recall(50).train
+    for sequence, value in zip(pairs, values, strict=True):
+        (place,) = (sequence[1:, 0] == sequence[0, 0]).nonzero().flatten().tolist()
+        assert sequence[1 + place, 1] == value
+    model = TokenModel(recall(10), lambda n, d, h: torch.nn.Identity(), 1, "query")
+    other = pairs.clone()
+    other[:, 1:] = pairs[:, 1:].flip(0)
+    assert torch.equal(model(pairs), model(other))  # nothing is mixed: only the first token is read
+
+
+def test_a_command_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "tasks": ("digits",),
+        "rows": ("logistic", "per-token", "block"),
+        "readouts": ("class",),
+    }
+    options |= {"limit": 100, "epochs": 1, "seeds": 2, "rates": (1e-3, 3e-3), "out": tmp_path}
+    threads, asked = torch.get_num_threads(), list[learning.Run]()
+
+    def until_the_sixth(run: learning.Run) -> dict[str, object]:
+        asked.append(run)
+        if len(asked) == 6:
+            raise KeyboardInterrupt
+        return perform(run)
+
+    monkeypatch.setattr(learning, "perform", until_the_sixth)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            learning.main(**options)  # type: ignore[arg-type]
+        rows = learning.main(**options)  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(threads)
+    assert len(asked) == len(set(asked)) + 1 == 1 + (3 + 1) + 2 * (2 + 2)
+    assert [row["row"] for row in rows] == ["logistic", "per-token", "block"]
+    assert rows[2]["converged (worst epoch)"] == 1.0 and "evaluations" not in rows[1]
