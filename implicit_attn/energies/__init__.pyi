@@ -24,7 +24,6 @@ from implicit_attn.energies.feedforward import GELUFeedForward as GELUFeedForwar
 from implicit_attn.energies.feedforward import ReLUFeedForward as ReLUFeedForward
 from implicit_attn.energies.feedforward import SoftmaxFeedForward as SoftmaxFeedForward
 from implicit_attn.energies.heads import AttentionInput as AttentionInput
-from implicit_attn.energies.hopfield import ClassicalHopfield as ClassicalHopfield
 from implicit_attn.energies.hopfield import DenseAssociative as DenseAssociative
 from implicit_attn.energies.hopfield import Hopfield as Hopfield
 from implicit_attn.energies.hopfield import QueryEnergy as QueryEnergy
@@ -36,7 +35,6 @@ from implicit_attn.energies.lagrangians import LayerNormLagrangian as LayerNormL
 from implicit_attn.energies.lagrangians import ReLULagrangian as ReLULagrangian
 from implicit_attn.energies.lagrangians import RMSNormLagrangian as RMSNormLagrangian
 from implicit_attn.energies.lagrangians import SoftmaxLagrangian as SoftmaxLagrangian
-from implicit_attn.energies.lagrangians import SphericalLagrangian as SphericalLagrangian
 from implicit_attn.energies.projected import Projection as Projection
 from implicit_attn.energies.projected import RMSNorm as RMSNorm
 from implicit_attn.energies.projected import SpectralBound as SpectralBound

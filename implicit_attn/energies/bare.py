@@ -165,14 +165,6 @@ class BareAttention(Energy):
         """D, the components of a token."""
         return self.couplings.dim if self.features is None else self.features.shape[1]
 
-    def effective_couplings(self) -> Tensor:
-        """``F^T J_ij F`` (N, N, D, D), or J where there is no F."""
-        J, F = self.couplings.weight, self.features
-        if F is None:
-            return J
-        F = F.to(J.dtype)
-        return F.mT @ J @ F
-
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return sum_samples(self.token_energies(z, mask=mask))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.hopfield import PatternEnergy
-from implicit_attn.energies.lagrangians import Lagrangian
+from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
 from implicit_attn.energies.projected import Given
 from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian
 from implicit_attn.energies.tokens import accumulation_dtype
@@ -98,18 +98,11 @@ class ScalarPrior(HiddenPrior):
 
 
 @dataclass(frozen=True)
-class OneHotPrior(HiddenPrior):
+class OneHotPrior(SoftmaxLagrangian, HiddenPrior):
     """One of M components is 1, each with equal weight, ``K = lse t - log M``: the modern Hopfield."""
 
     def token_value(self, z: Tensor) -> Tensor:
-        return z.logsumexp(-1) - math.log(z.shape[-1])
-
-    def activation(self, z: Tensor) -> Tensor:
-        return z.softmax(-1)
-
-    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        share = z.softmax(-1)
-        return share * (v - (share * v).sum(-1, keepdim=True))
+        return super().token_value(z) - math.log(z.shape[-1])
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -145,12 +138,6 @@ def _draw_laplace(t: Tensor, generator: torch.Generator | None) -> Tensor:
     return -torch.log1p(-_uniform(t, generator)) * sign / (1 - sign * t)
 
 
-def _log_cosh(t: Tensor) -> Tensor:
-    # log(2 cosh t) as a sum without a kink: abs(t) would have no second derivative at 0.
-    both = F.softplus(t, beta=2, threshold=60.0) + F.softplus(-t, beta=2, threshold=60.0)
-    return both - math.log(2.0)
-
-
 LAWS = (
     ScalarPrior(
         "normal",  # h ~ N(0, 1)
@@ -168,7 +155,7 @@ LAWS = (
     ),
     ScalarPrior(
         "ising",  # +1 or -1 with equal weight
-        function=_log_cosh,
+        function=lambda t: log_two_cosh(t) - math.log(2.0),
         mean=torch.tanh,
         variance=lambda t: 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t),
         draw=lambda t, generator: torch.where(
@@ -228,7 +215,7 @@ class EffectiveRBM(PatternEnergy):
     ============================  =====================  ======================================
     ``hidden``                    K(t)                   memory
     ============================  =====================  ======================================
-    ``"normal"``                  t^2 / 2                ``ClassicalHopfield``
+    ``"normal"``                  t^2 / 2                Hebb: ``-1/2 v^T W^T W v - b.v``
     ``"poisson"``, mean 1         exp(t) - 1             ``DenseAssociative(power="exp")``
     ``"ising"``, +1 or -1         log cosh t             ``IsingLagrangian``
     ``"binary"``, 0 or 1          log((1 + exp t) / 2)   softplus units
@@ -264,8 +251,6 @@ class EffectiveRBM(PatternEnergy):
     (2012), https://doi.org/10.1016/j.neunet.2012.06.003, for Hopfield networks as such; Mehta et al.
     (2019), https://arxiv.org/abs/1803.08823, section 16, for cumulants.
     """
-
-    bias_sign = -1.0
 
     def __init__(
         self,

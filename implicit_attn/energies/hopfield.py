@@ -45,13 +45,12 @@ class PatternEnergy(ProjectedEnergy):
     Args:
         patterns: (M, d) floating, one pattern ``x_mu`` a row; copied.
         learnable: make what is stored parameters; else buffers.
-        bias: b, (d,), of a term ``+ b.z`` or ``- b.z``, or None; copied.
+        bias: b, (d,), of a term ``- b.z``, or None; copied.
         confined: add ``1/2 |z|^2``.
     """
 
     patterns: Tensor
     bias: Tensor | None
-    bias_sign = 1.0
 
     def __init__(
         self,
@@ -94,11 +93,11 @@ class PatternEnergy(ProjectedEnergy):
     def _own_value(self, z: Tensor) -> Tensor | float:
         """The terms of the state alone."""
         value = 0.5 * sum_squares(z) if self.confined else 0.0
-        return value if self.bias is None else value + self.bias_sign * sum_samples(z * self.bias)
+        return value if self.bias is None else value - sum_samples(z * self.bias)
 
     def _with_own(self, gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
         gradient = z + gradient if self.confined else gradient
-        return gradient if self.bias is None else hide(gradient + self.bias_sign * self.bias, mask)
+        return gradient if self.bias is None else hide(gradient - self.bias, mask)
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}"
@@ -260,34 +259,6 @@ class DenseAssociative(PatternEnergy):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"
-
-
-class ClassicalHopfield(PatternEnergy):
-    """``E = -1/2 z^T W z + b.z`` per token, with Hebbian ``W = sum_mu x_mu x_mu^T``.
-
-    Gradient ``b - W z``; the network's update is ``sign(W z - b)``. It stores about 0.14 d patterns.
-    Concave, and unbounded below for real states.
-
-    Shapes and other arguments as for ``PatternEnergy``.
-
-    Args:
-        bias: b, (d,), or None for 0; copied, and learnable like the patterns.
-
-    Source: Hopfield (1982), https://doi.org/10.1073/pnas.79.8.2554.
-    """
-
-    concave = True
-
-    def __init__(
-        self, patterns: Tensor, *, bias: Tensor | None = None, learnable: bool = False
-    ) -> None:
-        super().__init__(patterns, learnable=learnable, bias=bias)
-
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1)
-
-    def force(self, y: Tensor, given: Given) -> Tensor:
-        return -y
 
 
 class QueryEnergy(HasTemperatures, Energy):

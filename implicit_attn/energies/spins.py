@@ -267,9 +267,9 @@ class VectorSpin(Energy):
 
     Args:
         couplings: with ``symmetric_sites``; shared, not copied.
-        site: a ``Lagrangian``, which is ``log Z`` (``IsingLagrangian()``, ``SphericalLagrangian()``,
-            ``SoftmaxLagrangian()`` for Potts, ``IdentityLagrangian()`` for a unit Gaussian), or a
-            :class:`SiteDistribution`; None: ``IsingLagrangian()``.
+        site: a ``Lagrangian``, which is ``log Z`` (``IsingLagrangian()``, ``SoftmaxLagrangian()`` for
+            Potts, ``IdentityLagrangian()`` for a unit Gaussian), or a :class:`SiteDistribution` such as
+            ``solvers.SphericalSite()``; None: ``IsingLagrangian()``.
 
     Source: Krotov and Hopfield (2021), https://arxiv.org/abs/2008.06996, for the form; Bal, "Deep
     Implicit Attention" (2021),

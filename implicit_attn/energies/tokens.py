@@ -170,10 +170,3 @@ def visible_input(
     check_dtype(x, weight, name)
     check_mask(mask, x, f"{name}, x", features=1)
     return hide(x, mask)
-
-
-def check_vector(v: Any, z: Tensor) -> None:
-    """``v`` must be like ``z``."""
-    if not isinstance(v, Tensor) or v.shape != z.shape:
-        got = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
-        raise ValueError(f"v must be like z, shape {tuple(z.shape)}, got {got}")

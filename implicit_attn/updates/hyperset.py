@@ -18,7 +18,6 @@ from solvers.core.checks import require_choice, require_count, require_number, r
 
 TINY_NORM = 1e-6
 STEP_SIZES = ("conditioned-state", "conditioned-input", "learned", "fixed")
-CONDITION_NORM = RMSNorm(epsilon=1e-6)
 LONGEST_PERIOD = 10_000.0
 
 Step = float | Tensor
@@ -95,6 +94,8 @@ class ConditionedStepSizes(StepSizes):
         self.embedding = nn.Sequential(
             nn.Linear(time_dim, require_count("dim", dim)), nn.GELU(), nn.Linear(dim, dim)
         )
+        self.inner: nn.Module = nn.RMSNorm(dim, eps=TINY_NORM, elementwise_affine=False)
+        self.outer: nn.Module = nn.Identity()
         self.last = nn.Linear(dim, 2 * dim)
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, self.initial)
@@ -102,14 +103,12 @@ class ConditionedStepSizes(StepSizes):
     def prepare(self, x0: Tensor, times: Tensor) -> tuple[Tensor, Tensor | None]:
         """``embed(times)`` (T, d), and ``norm(x0)`` where the steps are conditioned on it."""
         waves = sinusoids(times, self.time_dim).to(self.last.weight.dtype)
-        condition = CONDITION_NORM.normalise(x0)[0] if self.source == "input" else None
-        return self.embedding(waves), condition
+        return self.embedding(waves), self.inner(x0) if self.source == "input" else None
 
     def forward(self, z: Tensor, context: Any, index: int) -> tuple[Tensor, Tensor]:
         embedded, condition = context
-        if condition is None:
-            condition = CONDITION_NORM.normalise(z)[0]
-        alpha, gamma = self.last(F.gelu(condition + embedded[index])).chunk(2, dim=-1)
+        condition = self.inner(z) if condition is None else condition
+        alpha, gamma = self.last(F.gelu(self.outer(condition + embedded[index]))).chunk(2, dim=-1)
         return alpha, gamma
 
     def extra_repr(self) -> str:

@@ -29,7 +29,6 @@ from implicit_attn.updates.hyperset import (
     HyperSETLayer,
     StepSizes,
     build_step_sizes,
-    sinusoids,
 )
 from solvers.core.checks import require_choice, require_count
 
@@ -246,24 +245,8 @@ class OfficialStepSizes(ConditionedStepSizes):
                 )
             self.embedding = nn.Sequential()
         outer = network in ("twice-normed", "sinusoids")
-        self.inner = nn.RMSNorm(dim) if normed else None
-        self.outer = nn.RMSNorm(dim) if outer else None
-
-    def prepare(self, x0: Tensor, times: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``embed(times)`` (T, d), and ``inner(x0)`` where the steps are conditioned on it."""
-        waves = sinusoids(times, self.time_dim).to(self.last.weight.dtype)
-        condition = self._condition(x0) if self.source == "input" else None
-        return self.embedding(waves), condition
-
-    def forward(self, z: Tensor, context: Any, index: int) -> tuple[Tensor, Tensor]:
-        embedded, condition = context
-        hidden = embedded[index] + (self._condition(z) if condition is None else condition)
-        hidden = hidden if self.outer is None else self.outer(hidden)
-        alpha, gamma = self.last(F.gelu(hidden)).chunk(2, dim=-1)
-        return alpha, gamma
-
-    def _condition(self, c: Tensor) -> Tensor:
-        return c if self.inner is None else self.inner(c)
+        self.inner = nn.RMSNorm(dim) if normed else nn.Identity()
+        self.outer = nn.RMSNorm(dim) if outer else nn.Identity()
 
     def extra_repr(self) -> str:
         return f"network={self.network}, {super().extra_repr()}"

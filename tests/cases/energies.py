@@ -14,7 +14,6 @@ from torch import Tensor
 from implicit_attn.energies import (
     BareAttention,
     BiSoftmaxAttention,
-    ClassicalHopfield,
     ConditionalAttention,
     Couplings,
     DenseAssociative,
@@ -35,10 +34,10 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     RMSNorm,
     ScoreAttention,
+    SiteLagrangian,
     SoftmaxAttention,
     SoftmaxFeedForward,
     SoftmaxLagrangian,
-    SphericalLagrangian,
     SpinInteraction,
     VectorSpin,
 )
@@ -77,10 +76,6 @@ def _made(cls: Callable[..., Energy], second: Any, options: dict[str, Any], dim:
 
 def _patterns(cls: Callable[..., Energy], options: dict[str, Any], dim: int) -> Energy:
     return cls(torch.randn(5, dim) / dim**0.25, **options)
-
-
-def _classical(dim: int) -> Energy:
-    return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
 
 
 def _machine(hidden: Any, units: tuple[int, ...], options: dict[str, Any], dim: int) -> Energy:
@@ -210,7 +205,7 @@ LAWS: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = [
 SITES: list[tuple[str, Lagrangian, dict[str, Any]]] = [
     ("ising", IsingLagrangian(), {}),
     ("ising-bound", IsingLagrangian(), {"scale": 3.0, "bound": 0.7}),
-    ("sphere", SphericalLagrangian(), {}),
+    ("sphere", SiteLagrangian(SphericalSite(large_dimension=True)), {}),
     ("potts", SoftmaxLagrangian(), {}),
 ]
 SEEING = ("context", "cross", "gates", "conditional", "equilibrium")
@@ -221,7 +216,6 @@ def _cases() -> list[EnergyCase]:
         "composition": _composition,
         "hyperset-context": partial(_hyperset, {"context": True}),
         "hyperset-linear-context": partial(_hyperset, {"attention": "linear", "context": True}),
-        "classical": _classical,
         "equilibrium-relu": partial(_equilibrium, ReLUFeedForward, False),
         "equilibrium-gelu": partial(_equilibrium, GELUFeedForward, False),
         "equilibrium-causal": partial(_equilibrium, ReLUFeedForward, True),
@@ -260,7 +254,7 @@ each_energy = pytest.mark.parametrize("case", ENERGIES, ids=[case.id for case in
 
 
 FAMILIES = """
-quadratic-input field function composition hyperset-context hopfield-learnable dense-2 classical
+quadratic-input field function composition hyperset-context hopfield-learnable dense-2
 queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
 bisoftmax-others sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
 softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu

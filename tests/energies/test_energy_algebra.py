@@ -16,8 +16,8 @@ from cases.energies import FAMILIES, EnergyCase, build, few_energies, tokens
 from implicit_attn import DEQ, GradientStep, Update
 from implicit_attn.energies import (
     BiSoftmaxAttention,
-    ClassicalHopfield,
     DenseAssociative,
+    EffectiveRBM,
     Energy,
     Field,
     FunctionEnergy,
@@ -441,7 +441,7 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: DenseAssociative(torch.ones(3, 2), power=1), ValueError, r"power .* got 1"),
     (lambda: DenseAssociative(torch.ones(3, 2), shift=1.0), ValueError, r"shift needs power='exp'"),
     (
-        lambda: ClassicalHopfield(torch.ones(3, 2), bias=torch.ones(3)),
+        lambda: EffectiveRBM(torch.ones(3, 2), bias=torch.ones(3)),
         ValueError,
         r"bias must have the shape \(d,\), d = 2, got \(3,\)",
     ),

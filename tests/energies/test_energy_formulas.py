@@ -14,8 +14,8 @@ from cases.energies import relative_error
 from cases.kernels import Allocations
 from implicit_attn.energies import (
     BiSoftmaxAttention,
-    ClassicalHopfield,
     DenseAssociative,
+    EffectiveRBM,
     Energy,
     Field,
     GatedFeedForward,
@@ -230,7 +230,7 @@ def test_hopfield_energies(z: Tensor) -> None:
         return float(-0.5 * token @ couplings @ token + bias @ token)
 
     assert_energy(Hopfield(patterns, beta=BETA), z, None, expected(modern))
-    assert_energy(ClassicalHopfield(patterns, bias=bias), z, None, expected(classical))
+    assert_energy(EffectiveRBM(patterns, "normal", bias=-bias), z, None, expected(classical))
     for power in (2, 3, 4):
         cubic = expected(lambda token, power=power: -sum(y**power for y in overlaps(token)))
         assert_energy(DenseAssociative(patterns, power=power), z, None, cubic)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from implicit_attn import DEQ
 from implicit_attn.energies import (
-    ClassicalHopfield,
     DenseAssociative,
     EffectiveRBM,
     Hopfield,
     IsingLagrangian,
-    SphericalLagrangian,
+    ReLULagrangian,
 )
 from implicit_attn.energies.effective import PRIORS, ScalarPrior
 from solvers import SphericalSite, Tolerance
@@ -75,9 +74,6 @@ def test_equals_the_energies_that_have_a_name() -> None:
         torch.testing.assert_close(energy(z), value, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(energy.grad(z), gradient, rtol=1e-12, atol=1e-12)
 
-    bias = draw(DIM, seed=3)
-    classical = ClassicalHopfield(weights, bias=-bias)
-    same(EffectiveRBM(weights, "normal", bias=bias), classical(z), classical.grad(z))
     dense = DenseAssociative(weights, power="exp")
     same(EffectiveRBM(weights, "poisson"), dense(z) + 6 * 5, dense.grad(z))  # 6 tokens, 5 units
     modern = Hopfield(weights)
@@ -171,7 +167,7 @@ def test_mistakes() -> None:
         (lambda: EffectiveRBM(weights, bias=torch.ones(3)), ValueError, "bias must have the shape"),
         (lambda: EffectiveRBM(weights).gibbs(torch.ones(1, 4).double(), 1), ValueError, "visible"),
         (
-            lambda: EffectiveRBM(weights, SphericalLagrangian()).sample_hidden(
+            lambda: EffectiveRBM(weights, ReLULagrangian()).sample_hidden(
                 torch.ones(1, 4).double()
             ),
             TypeError,

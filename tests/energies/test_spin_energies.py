@@ -27,12 +27,11 @@ from implicit_attn.energies import (
     SiteDistribution,
     SiteLagrangian,
     SoftmaxLagrangian,
-    SphericalLagrangian,
     SpinInteraction,
     VectorSpin,
 )
 from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
-from solvers import Implicit, Tolerance
+from solvers import Implicit, SphericalSite, Tolerance
 
 LAGRANGIANS = [
     IdentityLagrangian(),
@@ -43,7 +42,6 @@ LAGRANGIANS = [
     LayerNormLagrangian(),
     LayerNormLagrangian(epsilon=1e-6),
     IsingLagrangian(),
-    SphericalLagrangian(),
 ]
 SQRT51 = 51**0.5  # s of the sphere at |z|^2 = 25, d = 2
 each = pytest.mark.parametrize("lagrangian", LAGRANGIANS, ids=str)
@@ -111,7 +109,7 @@ def test_values_and_activations_by_hand() -> None:
             [math.tanh(3), -math.tanh(4)],
         ),
         (
-            SphericalLagrangian(),
+            SiteLagrangian(SphericalSite(large_dimension=True)),
             SQRT51 - 1 - math.log((1 + SQRT51) / 2),
             [6 / (1 + SQRT51), -8 / (1 + SQRT51)],
         ),
@@ -333,7 +331,7 @@ def test_wrong_couplings() -> None:
 SPINS, COMPONENTS = 4, 3
 SITE: dict[str, Lagrangian] = {
     "ising": IsingLagrangian(),
-    "sphere": SphericalLagrangian(),
+    "sphere": SiteLagrangian(SphericalSite(large_dimension=True)),
     "potts": SoftmaxLagrangian(),
     "gaussian": IdentityLagrangian(),
 }
