@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from implicit_attn.deq.maps import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
-from solvers.compiled.evaluations import Wanted
-from solvers.compiled.inputs import Padding, detached
+from solvers.compiled.evaluations import Padding, Wanted, detached
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError, Weights
 from solvers.core.guards.reading import read_anew

@@ -32,9 +32,6 @@ SOLVERS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "fixed_point_iter": ("fixed_point_iter", {}, False),
     "fixed_point_iter_tau_0.5": ("fixed_point_iter", {"tau": 0.5}, False),
 }
-STOCK = ("anderson", "broyden", "fixed_point_iter")
-
-
 # a solver that stops on the same test, rounded differently, must not miss by an ulp
 ROUNDING = 1e-6
 
@@ -58,9 +55,8 @@ def true_residual(z: Tensor, fz: Tensor) -> Tensor:
 class Recorder:
     """``problem.f`` that notes at which call each sample's true residual met the tolerance.
 
-    Pass the recorder as f, ``recorder.args`` as args and, if wanted, ``recorder.energy`` as energy.
-    ``args`` ends with the sample numbers, batched like everything else, so that a solver whose
-    batch shrinks is followed too.
+    Pass the recorder as f and ``recorder.args`` as args: these end with the sample numbers, batched like
+    everything else, so that a solver whose batch shrinks is followed too.
 
     Attributes:
         calls: (B,) evaluations of f spent on each sample.
@@ -87,12 +83,6 @@ class Recorder:
         """The problem's arguments and the number of each sample (B,)."""
         index = torch.arange(self.problem.batch, device=self.problem.z0.device)
         return (*self.problem.args, index)
-
-    def energy(self, z: Tensor, *args: Any) -> Tensor:
-        """The problem's energy, for ``args`` that end with the sample numbers."""
-        if self.problem.energy is None:
-            raise ValueError(f"the problem {self.problem.name!r} has no energy")
-        return self.problem.energy(z, *args[:-1])
 
     def __call__(self, z: Tensor, *args: Any) -> Tensor:
         index = args[-1].cpu()

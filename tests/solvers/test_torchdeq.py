@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -257,27 +255,6 @@ def test_a_count_is_that_of_the_sample_alone(solver: str) -> None:
         for i in range(problem.batch)
     ]
     assert together.tolist() == torch.cat(alone).tolist()
-
-
-@dataclass
-class Answer:
-    value: Tensor
-    evaluations: Tensor
-
-
-def shrinking_forward(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
-    """Plain iteration whose finished samples leave the batch."""
-    value, evaluations = z0.clone(), torch.zeros(z0.shape[0], dtype=torch.int64)
-    active = torch.arange(z0.shape[0])
-    while active.numel():
-        z = value[active]
-        fz = f(z, *(tensor[active] for tensor in args))
-        evaluations[active] += 1
-        residual, reference = residual_norms(z, fz)
-        running = residual > 1e-6 * reference
-        value[active[running]] = fz[running]
-        active = active[running]
-    return Answer(value, evaluations)
 
 
 def test_best_is_the_smallest_median_among_the_complete() -> None:

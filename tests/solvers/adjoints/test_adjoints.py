@@ -147,23 +147,6 @@ def test_newton_refuses_to_be_unrolled() -> None:
         fixed_point(f, z0, args, solver=Newton(), adjoint=Unrolled())
 
 
-@pytest.mark.parametrize(("steps", "damping"), [(1, 1.0), (3, 1.0), (4, 0.5)])
-def test_phantom_is_its_formula(steps: int, damping: float) -> None:
-    f, z0, (weight, x) = plain_batch(3)
-    x.requires_grad_()
-    solution = fixed_point(f, z0, (weight, x), tolerance=TIGHT, max_steps=200,
-                           adjoint=Phantom(steps, damping), on_failure="ignore")  # fmt: skip
-    (mine,) = torch.autograd.grad(solution.value.pow(2).sum(), x)
-    z = solution.value.detach()
-    for _ in range(steps):
-        z = (1 - damping) * z + damping * f(z, weight, x)
-    (expected,) = torch.autograd.grad(z.pow(2).sum(), x)
-    torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
-    plain = fixed_point(f, z0, (weight, x), tolerance=TIGHT, max_steps=200, adjoint=None,
-                        on_failure="ignore")  # fmt: skip
-    assert torch.equal(solution.value, plain.value)  # the value is the solution itself
-
-
 TIGHT_SOURCE = Tolerance(rtol=1e-12)
 EXACT: list[Adjoint] = [Implicit(tolerance=1e-12, max_steps=200), Unrolled()]
 Make = Callable[[Tensor, Tensor], tuple[Callable[..., Tensor], tuple[Any, ...]]]

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from cases.solves import (
     FEW,
-    PLAIN,
     SOLVERS,
     Counter,
     EnergyCounter,
     Given,
     Plain,
-    plain_batch,
     solve,
-    true_residuals,
 )
 from problems.problem import rows, scaled
 from problems.zoo import ZooProblem, affine, affine_energy, make, symmetric_matrix
@@ -72,16 +69,6 @@ def test_evaluations_are_the_times_that_f_saw_the_sample(solver: str, name: str)
     solution, seen = counted(name, solver, 60)
     assert solution.evaluations.tolist() == seen.tolist()
     assert (solution.evaluations <= 60).all()
-
-
-@pytest.mark.parametrize("solver", list(SOLVERS))
-@pytest.mark.parametrize("max_steps", [1, 2, 5, 13])
-def test_the_cap_is_kept(solver: str, max_steps: int) -> None:
-    solution, seen = counted("energy_quadratic_100", solver, max_steps)
-    assert (solution.status == Status.MAX_STEPS).all()
-    assert (solution.evaluations <= max_steps).all()
-    assert (seen <= max_steps).all()
-    assert (solution.evaluations == max_steps).all() or solver == "newton"
 
 
 def steep(z: Tensor, rate: Tensor, *_: Tensor) -> Tensor:
@@ -153,21 +140,6 @@ def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
     assert calls <= max_steps
     assert int(solution.evaluations) >= products + int(solution.steps)
     assert products <= max_steps
-
-
-@pytest.mark.parametrize("name", MIXTURE)
-@pytest.mark.parametrize("solver", FEW)
-def test_residual_and_value_belong_together(solver: str, name: str) -> None:
-    problem = make(name)
-    solution = solve(problem, solver, max_steps=40)
-    seen = solution.residual.isfinite()
-    relative, absolute = true_residuals(problem, solution.value)
-    torch.testing.assert_close(solution.residual[seen], relative[seen], rtol=1e-6, atol=1e-15)
-    scale = float(absolute[seen].max()) if bool(seen.any()) else 0.0
-    torch.testing.assert_close(
-        solution.residual_norm[seen], absolute[seen], rtol=1e-6, atol=1e-15 * max(scale, 1.0)
-    )
-    assert (solution.status[~seen] == Status.NONFINITE).all()
 
 
 @pytest.mark.parametrize("name", MIXTURE)
@@ -256,20 +228,6 @@ def test_a_safeguarded_sample_alone_and_in_a_batch(solver: str, name: str) -> No
     same(together, one_by_one(problem, solver, max_steps=40, safeguarded=True))
 
 
-@pytest.mark.parametrize("solver", PLAIN)
-def test_compaction_changes_no_answer(solver: str) -> None:
-    problem = make("kepler")
-    small = solve(problem, solver, compact=True, max_steps=60)
-    whole = solve(problem, solver, compact=False, max_steps=60)
-    assert len(set(small.evaluations.tolist())) > 1
-    if solver == "newton":  # uncompacted, the products for one sample count for all
-        assert (small.evaluations <= whole.evaluations).all()
-    else:
-        assert small.evaluations.tolist() == whole.evaluations.tolist()
-    assert small.status.tolist() == whole.status.tolist()
-    torch.testing.assert_close(small.value, whole.value, rtol=1e-6, atol=1e-9)
-
-
 def easy_and_hard(easy: int) -> ZooProblem:
     """``easy`` contractions with eigenvalues up to 0.2 and a last sample with 0.97."""
     generator = torch.Generator().manual_seed(5)
@@ -321,26 +279,6 @@ def test_finished_samples_leave_a_small_batch_at_once(solver: str) -> None:
     assert sizes[0] == 5
     assert sizes[1] == 3
     assert seen[:2].tolist() == [1, 1]
-
-
-def test_gradients_do_not_depend_on_the_neighbours() -> None:
-    f, z0, (weight, x) = plain_batch(5)
-    tolerance = Tolerance(rtol=1e-12)
-
-    def gradient(part: slice) -> Tensor:
-        leaf = weight[part].clone().requires_grad_()
-        solution = fixed_point(
-            f, z0[part], (leaf, x[part]), tolerance=tolerance, max_steps=100, adjoint=Implicit()
-        )
-        solution.value.square().sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    together = gradient(slice(None))
-    for i in range(5):
-        torch.testing.assert_close(
-            together[i : i + 1], gradient(slice(i, i + 1)), rtol=1e-9, atol=1e-11
-        )
 
 
 # Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.
