@@ -15,8 +15,6 @@ from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
 from benchmarks.step import MeanField, Ours, Pair
 from implicit_attn import DEQ
 
-# The library has a compiled solve where DEQ has more than torch's own nn.Module.compile.
-COMPILES = DEQ.compile is not nn.Module.compile
 MOST = 200  # evaluations
 
 
@@ -81,9 +79,8 @@ class Step:
 MAKERS: dict[str, Callable[[MeanField], Step]] = {
     "ours": lambda layer: Step(layer, Ours(layer, None)),
     "ours, DEQ layer": lambda layer: Step(layer, Layer(layer, compiled=False)),
+    "ours, DEQ layer compiled": lambda layer: Step(layer, Layer(layer, compiled=True)),
 }
-if COMPILES:
-    MAKERS["ours, DEQ layer compiled"] = lambda layer: Step(layer, Layer(layer, compiled=True))
 
 
 def load(arrays: Arrays) -> dict[str, Contestant]:

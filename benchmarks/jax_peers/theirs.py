@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -30,9 +29,11 @@ from jaxopt.linear_solve import solve_bicgstab
 from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
 
 Update = Callable[[Array, Any, Array], Array]  # (z, weights, x) -> like z
-Solve = Callable[
-    [Any, Array, Array, Array], Array
-]  # of weights, x, forward and backward tolerances
+Solve = Callable[[Any, Array, Array, Array], Array]  # weights, x, forward and backward tolerances
+Loop = Callable[[Callable[[Array], Array], Array, Array], Array]  # f, start, tolerance
+Adjoint = Callable[
+    [Callable[[Array], Array], Array, Array], Array
+]  # product, right side, tolerance
 
 # ---- the map ----------------------------------------------------------------------------------------
 
@@ -88,6 +89,7 @@ def plain_update(z: Array, weights: Weights, x: Array) -> Array:
 # ---- a loop jitted by hand ------------------------------------------------------------------------------
 
 RIDGE, TINY = 1e-6, 1e-30
+MEMORY, MOST = 5, 200  # residuals that are mixed; evaluations of a loop
 
 
 class State(NamedTuple):
@@ -102,9 +104,7 @@ class State(NamedTuple):
     done: Array  # (B,)
 
 
-def anderson(
-    f: Callable[[Array], Array], z: Array, tolerance: Array, memory: int, most: int
-) -> Array:
+def anderson(f: Callable[[Array], Array], z: Array, tolerance: Array) -> Array:
     """The fixed point of ``f`` (D, N, B), from ``z``.
 
     A sample is frozen where ``|f(z) - z| <= tolerance |f(z)|``; the loop ends when all are.
@@ -118,7 +118,7 @@ def anderson(
         return new._replace(last=(s.fz, s.residual), **changes)
 
     def step(s: State) -> State:
-        slot = (s.count - 2) % memory
+        slot = (s.count - 2) % MEMORY
         change = s.residual - s.last[1]
         changes = lax.dynamic_update_index_in_dim(s.changes, change, slot, 0)
         images = lax.dynamic_update_index_in_dim(s.images, s.fz - s.last[0], slot, 0)
@@ -126,15 +126,15 @@ def anderson(
         gram = lax.dynamic_update_index_in_dim(s.gram, row, slot, 0)
         gram = lax.dynamic_update_index_in_dim(gram, row, slot, 1)
         weights = solve_small(gram, right)
-        mixed = s.fz - sum(weights[i] * images[i] for i in range(memory))
+        mixed = s.fz - sum(weights[i] * images[i] for i in range(MEMORY))
         z = jnp.where(s.done, s.z, mixed)
         return advance(s, z, changes=changes, images=images, gram=gram)
 
     def unfinished(s: State) -> Array:
-        return (s.count < most) & ~s.done.all()
+        return (s.count < MOST) & ~s.done.all()
 
-    none = jnp.zeros((memory, *z.shape), z.dtype)
-    gram = jnp.zeros((memory, memory, z.shape[-1]), z.dtype)
+    none = jnp.zeros((MEMORY, *z.shape), z.dtype)
+    gram = jnp.zeros((MEMORY, MEMORY, z.shape[-1]), z.dtype)
     done = jnp.zeros(z.shape[-1], bool)
     start = State(jnp.int32(0), z, z, z, (z, z), none, none, gram, done)
     start = advance(start, z)
@@ -167,17 +167,15 @@ def solve_small(gram: Array, right: Array) -> Array:
     return jnp.stack(c)
 
 
-def hand_implicit(update: Update, memory: int, most: int = 200) -> Callable[..., Array]:
-    """``solve(weights, x, forward, backward)``: the fixed point, with the gradient by the weights.
+def implicit(update: Update, loop: Loop, adjoint: Adjoint) -> Solve:
+    """``solve(weights, x, forward, backward)``: the fixed point by a ``loop``, with its gradient by weights.
 
-    The adjoint system ``u = g + (df/dz)^T u`` is solved for the whole batch by BiCGSTAB, whose products
-    are two a step and hardly anything besides; Anderson's loop takes 1.2 times as long a step there.
+    ``adjoint`` solves ``u = g + (df/dz)^T u``.
     """
 
     @jax.custom_vjp
     def solve(weights: Any, x: Array, forward: Array, backward: Array) -> Array:
-        z0 = jnp.zeros_like(x)
-        return anderson(lambda z: update(z, weights, x), z0, forward, memory, most)
+        return loop(lambda z: update(z, weights, x), jnp.zeros_like(x), forward)
 
     def save(weights: Any, x: Array, forward: Array, backward: Array) -> tuple[Array, Any]:
         z = solve(weights, x, forward, backward)
@@ -186,34 +184,39 @@ def hand_implicit(update: Update, memory: int, most: int = 200) -> Callable[...,
     def pull(saved: Any, cotangent: Array) -> tuple[Any, None, None, None]:
         z, weights, x, backward = saved
         _, product = jax.vjp(lambda z, weights: update(z, weights, x), z, weights)
-        u, _ = bicgstab(lambda u: u - product(u)[0], cotangent, tol=backward, maxiter=most)
+        u = adjoint(lambda u: product(u)[0], cotangent, backward)
         return product(u)[1], None, None, None
 
     solve.defvjp(save, pull)
     return solve
 
 
+def by_bicgstab(product: Callable[[Array], Array], right: Array, tolerance: Array) -> Array:
+    """For the whole batch: its products are two a step; Anderson's loop takes 1.2 times as long a step."""
+    return bicgstab(lambda u: u - product(u), right, tol=tolerance, maxiter=MOST)[0]
+
+
 # ---- the same as one writes it first, in 40 lines -------------------------------------------------------
 
 
-def plain_anderson(f: Any, z: Array, tolerance: Array, memory: int = 5, most: int = 200) -> Array:
-    """The fixed point of ``f`` (B, N, D): each sample mixes its last ``memory`` images."""
-    shape, unit = z.shape, jnp.eye(memory)
+def plain_anderson(f: Any, z: Array, tolerance: Array) -> Array:
+    """The fixed point of ``f`` (B, N, D): each sample mixes its last MEMORY images."""
+    shape, unit = z.shape, jnp.eye(MEMORY)
 
     def image(z: Array) -> Array:
         return f(z.reshape(shape)).reshape(shape[0], -1)
 
     def unfinished(s: Any) -> Array:
         count, _, _, _, error = s
-        return (count < most) & (error > tolerance)
+        return (count < MOST) & (error > tolerance)
 
     def step(s: Any) -> Any:
         count, z, images, residuals, _ = s
         fz = image(z)
         residual = fz - z
-        images = images.at[:, count % memory].set(fz)
-        residuals = residuals.at[:, count % memory].set(residual)
-        used = (jnp.arange(memory) <= count).astype(z.dtype)
+        images = images.at[:, count % MEMORY].set(fz)
+        residuals = residuals.at[:, count % MEMORY].set(residual)
+        used = (jnp.arange(MEMORY) <= count).astype(z.dtype)
         gram = jnp.einsum("bmn,bkn->bmk", residuals, residuals)
         scale = jnp.trace(gram, axis1=1, axis2=2)[:, None, None] + 1e-30
         gram = gram / scale + (1e-7 + 1 - used) * unit
@@ -223,38 +226,17 @@ def plain_anderson(f: Any, z: Array, tolerance: Array, memory: int = 5, most: in
         return count + 1, (weights * images).sum(1), images, residuals, error
 
     z = z.reshape(shape[0], -1)
-    none = jnp.zeros((shape[0], memory, z.shape[1]), z.dtype)
+    none = jnp.zeros((shape[0], MEMORY, z.shape[1]), z.dtype)
     return lax.while_loop(unfinished, step, (0, z, none, none, jnp.inf))[1].reshape(shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def plain_implicit(
-    update: Update, weights: Any, x: Array, forward: Array, backward: Array
-) -> Array:
-    """The fixed point of ``update``, with the gradient by the weights."""
-    return plain_anderson(lambda z: update(z, weights, x), jnp.zeros_like(x), forward)
-
-
-def _save(
-    update: Update, weights: Any, x: Array, forward: Array, backward: Array
-) -> tuple[Array, Any]:
-    z = plain_implicit(update, weights, x, forward, backward)
-    return z, (z, weights, x, backward)
-
-
-def _pull(update: Update, saved: Any, cotangent: Array) -> tuple[Any, None, None, None]:
-    z, weights, x, backward = saved
-    _, product = jax.vjp(lambda z, weights: update(z, weights, x), z, weights)
-    u = plain_anderson(lambda u: product(u)[0] + cotangent, cotangent, backward)
-    return product(u)[1], None, None, None
-
-
-plain_implicit.defvjp(_save, _pull)
+def by_plain_anderson(product: Callable[[Array], Array], right: Array, tolerance: Array) -> Array:
+    return plain_anderson(lambda u: product(u) + right, right, tolerance)
 
 
 # ---- jaxopt and optimistix ------------------------------------------------------------------------------
 
-MOST = 400
+LIBRARY_MOST = 400
 
 
 def jaxopt_solver(kind: Any, *, tuned: bool = True) -> Callable[[Update], Solve]:
@@ -271,7 +253,7 @@ def jaxopt_solver(kind: Any, *, tuned: bool = True) -> Callable[[Update], Solve]
             # The tolerance is that of the residual's norm, of the whole batch.
             tolerance = forward * jnp.linalg.norm(x)
             options = {"implicit_diff_solve": adjoint} if tuned else {}
-            solver = kind(update, tol=tolerance, maxiter=MOST, **options)
+            solver = kind(update, tol=tolerance, maxiter=LIBRARY_MOST, **options)
             return solver.run(jnp.zeros_like(x), weights, x).params
 
         return solve
@@ -289,7 +271,7 @@ def optimistix_solver(kind: Callable[[Array], Any]) -> Callable[[Update], Solve]
                 kind(forward),
                 jnp.zeros_like(x),
                 (weights, x),
-                max_steps=MOST,
+                max_steps=LIBRARY_MOST,
                 adjoint=optimistix.ImplicitAdjoint(_gmres(backward, backward)),
                 throw=False,
             )
@@ -329,10 +311,11 @@ LIBRARIES: dict[str, Callable[[Update], Solve]] = {
 # ---- the contestants ------------------------------------------------------------------------------------
 
 PACKAGES = ("jax", "jaxopt", "optimistix", "lineax")
-MEMORY = 5
 MAKERS: dict[str, Callable[[Update], Solve]] = {
-    "hand-jitted": lambda update: hand_implicit(update, MEMORY),
-    "hand-jitted, first version": lambda update: partial(plain_implicit, update),
+    "hand-jitted": lambda update: implicit(update, anderson, by_bicgstab),
+    "hand-jitted, first version": lambda update: implicit(
+        update, plain_anderson, by_plain_anderson
+    ),
     **LIBRARIES,
     **{f"{name}, plain map": LIBRARIES[name] for name in ("jaxopt Anderson", "jaxopt iteration")},
 }

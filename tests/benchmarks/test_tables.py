@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks need the extra [example
 pytest.importorskip("sklearn", reason="the benchmarks need the extra [examples]")
 pytest.importorskip("safetensors", reason="the benchmarks need the extra [examples]")
 
-from benchmarks import curves, images, language, learning, memory, ring, trainings
+from benchmarks import cost, images, language, learning, ring, trainings
 from benchmarks.boards import fixed_points, hard_boards, sudoku
 from benchmarks.learning import ABLATIONS, ROWS, TokenModel, perform, recall, task_of
 from benchmarks.ring import gather, places, scatter
@@ -125,15 +125,15 @@ def test_places_divide_the_tokens() -> None:
 
 
 def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "ITERATIONS", (2, 12))
+    monkeypatch.setattr(cost, "ITERATIONS", (2, 12))
     # Weights are kept anyway, and do not count.
-    for name, (run, module) in memory.models(2, 8, 2).items():
+    for name, (run, module) in cost.ways(2, 8, 2).items():
         weights = list(module.parameters())
         x = torch.ones(1, 3, 8, requires_grad=True)
-        counted, _ = memory.saved_bytes(lambda run=run, x=x: run(x), [])
-        own, _ = memory.saved_bytes(lambda run=run, x=x: run(x), weights)
+        counted = cost.saved_bytes(lambda run=run, x=x: run(x), [])
+        own = cost.saved_bytes(lambda run=run, x=x: run(x), weights)
         assert weights and own < counted, name
-    rows = memory.measure(2, 5, 8, 2)
+    rows = cost.measure_memory(2, 5, 8, 2)
     saved = {(row["way"], row["iterations"]): row["saved MB"] for row in rows}
     assert saved["implicit", 2] == saved["implicit", 12] > 0
     for way in ("unrolled", "transformer layers"):
@@ -142,9 +142,9 @@ def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch
 
 
 def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "BASE", {"B": 2, "N": 4, "d": 8})
-    rows = curves.measure(1, {"N": (5,)})
-    assert [row["layer"] for row in rows] == list(curves.COLORS)
+    monkeypatch.setattr(cost, "BASE", {"B": 2, "N": 4, "d": 8})
+    rows = cost.measure_curves(1, {"N": (5,)})
+    assert [row["layer"] for row in rows] == list(cost.COLORS)
     assert all(row["converged"] == 1 and row["ms"] > 0 for row in rows)
     assert all(row["evaluations"] > 1 and row["backward"] > 0 for row in rows[:2])
     assert rows[2]["evaluations"] == 1

@@ -1,0 +1,258 @@
+"""What layers cost: time and memory against their sizes, and what is kept for a backward pass.
+
+    python benchmarks/cost.py curves [--repeats 5] [--out docs/gallery/scaling-curves.png]
+    python benchmarks/cost.py memory [--out docs/gallery/activation-memory.png]
+
+Seconds are those of the process on one thread, so that other programs disturb them little.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import solvers
+from benchmarks.measure import interleaved, peak_bytes, table
+from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
+from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
+from implicit_attn.studies.tables import BLUE, GREEN, GREY, ORANGE, drawing
+
+Row = dict[str, Any]
+
+# --- curves: a training step against batch, tokens and width ---------------------------------------
+
+BASE = {"B": 8, "N": 64, "d": 64}
+SWEEPS = {"B": (1, 2, 4, 8, 16, 32), "N": (16, 32, 64, 128, 256, 512), "d": (16, 32, 64, 128, 256)}
+HEADS = 4
+COLORS = {"bi-softmax layer": BLUE, "equilibrium block": ORANGE, "transformer layer": GREY}
+
+
+def transformer_layer(dim: int, heads: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(dim, heads, 2 * dim, dropout=0.0, batch_first=True)
+
+
+def layers(dim: int) -> dict[str, nn.Module]:
+    """Layers of one width, of about as many parameters, with their default solvers and tolerances."""
+    torch.manual_seed(0)
+    attention = 0.4 * BiSoftmaxAttention(dim, HEADS, bound=1.0)
+    energy = attention + 0.4 * ReLUFeedForward(dim, 2 * dim, bound=1.0) + Quadratic()
+    return {
+        "bi-softmax layer": DEQ(energy),
+        "equilibrium block": EquilibriumBlock(dim, HEADS),
+        "transformer layer": transformer_layer(dim, HEADS),
+    }
+
+
+def step(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    return run
+
+
+def measure_curves(repeats: int, sweeps: dict[str, tuple[int, ...]]) -> list[Row]:
+    """A row for each size and each layer."""
+    rows: list[Row] = []
+    for axis, values in sweeps.items():
+        for value in values:
+            size = BASE | {axis: value}
+            generator = torch.Generator().manual_seed(1)
+            x = torch.randn(
+                size["B"], size["N"], size["d"], generator=generator, requires_grad=True
+            )
+            made = layers(size["d"])
+            runs = {name: step(model, x) for name, model in made.items()}
+            seconds = interleaved(runs, repeats, time.process_time)
+            for name, model in made.items():
+                row = {"axis": axis, "value": value, "layer": name, "ms": 1e3 * seconds[name]}
+                row |= {"peak MB": peak_bytes(runs[name]) / 1e6}
+                rows.append(row | _counts(getattr(model, "last", None)))
+    return rows
+
+
+def _counts(last: solvers.Solution | None) -> Row:
+    """Median evaluations of a sample, and products with the Jacobian in the backward pass."""
+    if last is None:
+        return {"evaluations": 1.0, "backward": 1.0, "converged": 1.0}
+    adjoint = last.adjoint.solution
+    back = [] if adjoint is None else adjoint.evaluations.tolist()
+    return {
+        "evaluations": float(statistics.median(last.evaluations.tolist())),
+        "backward": float(statistics.median(back or [0])),
+        "converged": float(last.converged.float().mean()),
+    }
+
+
+def draw_curves(path: Path, rows: list[Row]) -> None:
+    sizes = ", ".join(f"{name} {value}" for name, value in BASE.items())
+    with drawing(
+        path, f"One training step of a layer, around {sizes}", (10.0, 7.6), dpi=90
+    ) as figure:
+        axes_of = list(dict.fromkeys(row["axis"] for row in rows))
+        panels = figure.subplots(3, len(axes_of), squeeze=False, sharey="row")
+        for column, axis in enumerate(axes_of):
+            given = list(dict.fromkeys(row["value"] for row in rows if row["axis"] == axis))
+            for place_, key in enumerate(("ms", "peak MB", "evaluations")):
+                axes = panels[place_][column]
+                for name, color in COLORS.items():
+                    own = [r for r in rows if r["axis"] == axis and r["layer"] == name]
+                    axes.plot(
+                        given, [r[key] for r in own], "o-", color=color, label=name, markersize=4
+                    )
+                    if key == "evaluations" and name != "transformer layer":
+                        axes.plot(given, [r["backward"] for r in own], ":", color=color)
+                axes.set_xscale("log", base=2)
+                if key != "evaluations":
+                    axes.set_yscale("log")
+                axes.set_xticks(given, [str(value) for value in given])
+                axes.grid(alpha=0.3)
+                if column == 0:
+                    axes.set_ylabel({"ms": "CPU ms", "evaluations": "evaluations\n(dotted: backward)"}
+                                    .get(key, key))  # fmt: skip
+            panels[2][column].set_xlabel(f"{axis}")
+        handles, names = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+
+
+def curves(repeats: int = 5, few: bool = False, out: Path | None = None) -> None:
+    """Time, memory and evaluations of a training step of one layer.
+
+    Args:
+        repeats: timed steps of each layer.
+        few: the two smallest sizes of each axis.
+        out: a PNG file.
+    """
+    torch.set_num_threads(1)
+    chosen = {k: v[:2] for k, v in SWEEPS.items()} if few else SWEEPS
+    rows = measure_curves(repeats, chosen)
+    print(table(rows))
+    if out is not None:
+        draw_curves(out, rows)
+
+
+# --- memory: what is kept for the backward pass, against the number of iterations ------------------
+
+ITERATIONS = (1, 2, 4, 8, 16, 32)
+STYLES = {
+    "implicit": (BLUE, "o-"),
+    "unrolled": (ORANGE, "o-"),
+    "unrolled, checkpointed": (GREEN, "o-"),
+    "transformer layers": (GREY, "o-"),
+    "DEQ transformer, implicit": (BLUE, "s:"),
+    "DEQ transformer, all": (ORANGE, "s:"),
+    "DEQ transformer, last 4": (GREEN, "s:"),
+}
+Way = tuple[Callable[[Tensor], Tensor], nn.Module]
+
+
+def saved_bytes(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> int:
+    """Bytes that autograd holds after ``run``, those of parameters left out.
+
+    Storages count once, whatever views of them are saved.
+    """
+    weights = {p.untyped_storage()._cdata for p in parameters}
+    held: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            held[storage._cdata] = storage  # kept alive, so that no other takes its number
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        _kept = run()
+        return sum(storage.nbytes() for storage in held.values())
+
+
+def ways(iterations: int, dim: int, heads: int) -> dict[str, Way]:
+    """Maps with as many evaluations: of one block by its adjoint, or a stack of transformer layers.
+
+    Each with the module that it runs.
+    """
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"tolerance": solvers.Tolerance(0.0), "on_failure": "ignore"}
+    options["max_steps"] = iterations + 1
+    block = EquilibriumBlock(dim, heads, layer=options)
+
+    def by(adjoint: solvers.Adjoint) -> Way:
+        def run(x: Tensor) -> Tensor:
+            return block.solve(x, adjoint=adjoint, solver=solvers.Anderson(5)).value
+
+        return run, block
+
+    stack = nn.Sequential(*(transformer_layer(dim, heads) for _ in range(iterations)))
+    ignore = solvers.Implicit(on_failure="ignore", max_steps=iterations)
+    found: dict[str, Way] = {
+        "implicit": by(ignore),
+        "unrolled": by(solvers.Unrolled()),
+        "unrolled, checkpointed": by(solvers.Unrolled(checkpoint=True)),
+        "transformer layers": (stack, stack),
+    }
+    for gradient, name in (("implicit", "implicit"), ("all", "all"), (4, "last 4")):
+        adjoint = {"adjoint": ignore} if gradient == "implicit" else None
+        made = DEQTransformer(
+            dim, heads, 2 * dim, iterations=iterations, gradient=gradient, layer=adjoint
+        )
+        found[f"DEQ transformer, {name}"] = (made, made)
+    return found
+
+
+def measure_memory(batch: int, tokens: int, dim: int, heads: int) -> list[Row]:
+    """A row for each number of iterations and each way: bytes saved by forward, peak of a step."""
+    rows: list[Row] = []
+    for iterations in ITERATIONS:
+        for name, (run, module) in ways(iterations, dim, heads).items():
+            generator = torch.Generator().manual_seed(1)
+            x = torch.randn(batch, tokens, dim, generator=generator, requires_grad=True)
+            saved = saved_bytes(lambda run=run, x=x: run(x), list(module.parameters()))
+            peak = peak_bytes(lambda run=run, x=x: run(x).square().sum().backward())
+            row = {"iterations": iterations, "way": name}
+            rows.append(row | {"saved MB": saved / 1e6, "peak MB": peak / 1e6})
+    return rows
+
+
+def draw_memory(path: Path, rows: list[Row], title: str) -> None:
+    with drawing(path, title, (9.0, 3.8), dpi=100) as figure:
+        panels = figure.subplots(1, 2)
+        labels = ("saved MB", "peak MB")
+        titles = ("kept for the backward pass", "peak of forward and backward")
+        for axes, key, what in zip(panels, labels, titles, strict=True):
+            for name, (color, style) in STYLES.items():
+                own = [row for row in rows if row["way"] == name]
+                axes.plot([r["iterations"] for r in own], [r[key] for r in own], style, color=color,
+                          label=name, markersize=4)  # fmt: skip
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(ITERATIONS, [str(number) for number in ITERATIONS])
+            axes.set(xlabel="iterations (transformer: layers)", ylabel="MB", title=what)
+            axes.grid(alpha=0.3)
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+
+
+def memory(
+    batch: int = 8, tokens: int = 128, dim: int = 64, heads: int = 4, out: Path | None = None
+) -> None:
+    """Bytes kept for the backward pass, of an equilibrium block and of what it stands for; ``out`` a PNG."""
+    torch.set_num_threads(1)
+    rows = measure_memory(batch, tokens, dim, heads)
+    print(table(rows))
+    if out is not None:
+        size = f"batch {batch}, {tokens} tokens of {dim}, float32"
+        draw_memory(out, rows, f"Memory of an equilibrium block, {size}")
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"curves": curves, "memory": memory})
