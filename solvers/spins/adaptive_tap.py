@@ -20,7 +20,8 @@ with it to second order in J for others. A *masked* site is one whose entry in `
 Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
 theory for probabilistic modeling", https://doi.org/10.1103/PhysRevE.64.056131; Plefka (1982),
 "Convergence condition of the TAP equation for the infinite-ranged Ising spin glass model",
-https://doi.org/10.1088/0305-4470/15/6/035.
+https://doi.org/10.1088/0305-4470/15/6/035; Thouless, Anderson, Palmer (1977), "Solution of 'Solvable
+model of a spin glass'", https://doi.org/10.1080/14786437708235992.
 """
 
 from __future__ import annotations
@@ -135,25 +136,6 @@ def tap_step(
             step, change = newton_step(residual, covariance, v, j)
             mean, variance = m + step, v + change
     return SpinState(mean.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
-
-
-def second_order_step(
-    state: SpinState, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
-) -> SpinState:
-    r"""One step of the second-order (TAP) equations, ``m_i <- mu_i``, ``V_i <- sum_j J_ij C_j J_ji``.
-
-    ``mu_i`` and ``C_i`` are the site's mean and covariance at ``(h_i, V_i)``, as for :func:`tap_step`,
-    which has the same arguments. Exact to second order in the couplings.
-
-    Source: Thouless, Anderson, Palmer (1977), "Solution of 'Solvable model of a spin glass'",
-    https://doi.org/10.1080/14786437708235992.
-    """
-    with without_autocast(state.mean.device.type):
-        x, j = as_wide(field), as_matrix(couplings)
-        m, v = (as_wide(t) for t in state)
-        mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
-        variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
-    return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
 
 
 def onsager_variance(covariance: Tensor, matrix: Tensor) -> Tensor:
@@ -286,19 +268,25 @@ def solve_theory(
             m, x, j = as_wide(mean), as_wide(field), as_matrix(couplings)
             return site.mean(cavity_field(m, None, x, j, mask), no_variance(m)).to(mean.dtype)
 
-    def step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
-        one_step = tap_step if order == "adaptive" else second_order_step
-        return one_step(state, field, couplings, site, mask)
+    def second_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
+        with without_autocast(field.device.type):
+            m, v, x, j = *map(as_wide, state), as_wide(field), as_matrix(couplings)
+            mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
+            variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
+        return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
 
-    first = (
-        SpinState(torch.zeros_like(field), no_variance(field).clone()) if start is None else start
-    )
+    def adaptive_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
+        return tap_step(state, field, couplings, site, mask)
+
     options = options | {"args": (field, mask), "mask": mask}
-    if order == "naive":
-        solution = fixed_point(naive_step, first.mean, **options)
-        solution.value = SpinState(solution.value, no_variance(field))
-        return solution
-    return fixed_point(step, _definite(start, model) if order == "adaptive" else first, **options)
+    if order == "adaptive":
+        return fixed_point(adaptive_step, _definite(start, model), **options)
+    first = start or SpinState(torch.zeros_like(field), no_variance(field).clone())
+    if order == "second":
+        return fixed_point(second_step, first, **options)
+    solution = fixed_point(naive_step, first.mean, **options)
+    solution.value = SpinState(solution.value, no_variance(field))
+    return solution
 
 
 def _definite(start: SpinState | None, model: CoupledSites) -> SpinState:

@@ -146,10 +146,7 @@ class LargeSphereLaw(Law):
 
     def __init__(self, site: SphericalSite, dim: int) -> None:
         super().__init__(site)
-        if dim < 2:
-            raise ValueError(f"SphericalSite needs d >= 2, got d = {dim}; use IsingSite")
-        self.dim = dim
-        self.squared_radius = float(dim) if site.radius is None else float(site.radius) ** 2
+        self.dim, self.squared_radius = dim, site.squared_radius(dim)
 
     def mean(self, field: Tensor) -> Tensor:
         return self.slope(field.square().sum(-1, keepdim=True)) * field

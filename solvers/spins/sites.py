@@ -399,7 +399,7 @@ class SphericalSite(Site):
         self.large_dimension = require_flag("large_dimension", large_dimension)
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
-        rho, origin = self._rho(field), torch.zeros_like(field)
+        rho, origin = self.squared_radius(field.shape[-1]), torch.zeros_like(field)
         if self.large_dimension:
             at_zero = _saddle(origin, torch.zeros_like(variance), rho)[0]
             return _saddle(field, variance, rho)[0] - at_zero
@@ -411,8 +411,8 @@ class SphericalSite(Site):
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         if self.large_dimension:
-            return _saddle(field, variance, self._rho(field))[1:]
-        return Moments.apply(field, _unless_zero(variance), self._rho(field))
+            return _saddle(field, variance, self.squared_radius(field.shape[-1]))[1:]
+        return Moments.apply(field, _unless_zero(variance), self.squared_radius(field.shape[-1]))
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
@@ -421,7 +421,7 @@ class SphericalSite(Site):
         Source: Wood (1994), "Simulation of the von Mises Fisher distribution",
         https://doi.org/10.1080/03610919408813161.
         """
-        radius = math.sqrt(self._rho(field))
+        radius = math.sqrt(self.squared_radius(field.shape[-1]))
         with without_autocast(field.device.type):
             flat = as_wide(field).reshape(-1, field.shape[-1])
             drawn = radius * draw_directions(radius * flat, generator)
@@ -429,12 +429,11 @@ class SphericalSite(Site):
 
     def takes(self, states: Tensor) -> Tensor:
         """Of the length ``radius``, up to 1 %, as after rounding to half precision."""
-        radius = math.sqrt(self._rho(states))
+        radius = math.sqrt(self.squared_radius(states.shape[-1]))
         return (states.norm(dim=-1) - radius).abs() <= ROUNDED * radius
 
-    def _rho(self, field: Tensor) -> float:
-        """``radius^2``."""
-        dim = field.shape[-1]
+    def squared_radius(self, dim: int) -> float:
+        """``radius^2`` in d dimensions, >= 2."""
         if dim < 2:
             raise ValueError(f"SphericalSite needs d >= 2, got d = {dim}; use IsingSite")
         return float(dim) if self.radius is None else float(self.radius) ** 2
