@@ -112,9 +112,8 @@ class _MatrixBound(SpectralBound):
         super().__init__(bound)
         self.dim = dim
 
-    def forward(self, weight: Tensor) -> Tensor:
-        sigma = self.norm_or_bound(_matrix(weight, self.dim))
-        return weight * (self.bound / sigma).to(weight.dtype)
+    def matrix(self, weight: Tensor) -> Tensor:
+        return _matrix(weight, self.dim)
 
 
 def apply_norm(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_attn.deq.compiling import compile_layers
-from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS
+from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS, compile_layers
 from implicit_attn.deq.unrolled import UnrolledLayer, bake, unroll
 
 __all__ = [

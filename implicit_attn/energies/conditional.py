@@ -191,29 +191,22 @@ class ConditionalAttention(HasTemperatures, Energy):
     ) -> FrozenAttention:
         tokens = query.shape[2]
         shape = (query.shape[0], self.heads, tokens, key.shape[2])
-        pairs = fit_pairs(given, shape, query.device, self.exclude_self)
+        pairs = fit_pairs(given, shape, query.device, self.exclude_self) or Pairs()
+        pairs = pairs.intersect(token_pairs(None, self.causal, tokens, query.device))
         options: dict[str, Any] = {"mask": seen, "backend": self.backend}
-        if pairs is not None:
-            options |= {"pairs": pairs.allowed, "bias": pairs.bias}
-        elif self.causal:
-            options["pairs"] = token_pairs(None, True, tokens, query.device)
+        options |= {"pairs": pairs.allowed, "bias": pairs.bias}
         wide = accumulation_dtype(query.dtype)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
             _, lse = frozen_key_attention(query, key, 1.0, **options)
             attends = None if seen is None else seen.any(1)[:, None, None].expand(-1, 1, tokens)
             return FrozenAttention(None, value, attends, query, key, lse, seen)
-        allowed = None if seen is None else seen[:, None, None, :]
-        if self.causal:
-            order = token_pairs(None, True, tokens, query.device)
-            allowed = order if allowed is None or order is None else allowed & order
-        pairs = Pairs(allowed) if pairs is None else pairs.intersect(allowed)
+        pairs = pairs.intersect(None if seen is None else seen[:, None, None, :])
         scores = query.to(wide) @ key.to(wide).mT
         if pairs.bias is not None:
             scores = scores + pairs.bias.to(wide)
         if pairs.allowed is None:
             return FrozenAttention(scores.log_softmax(-1), value)
-        allowed = pairs.allowed
-        allowed = allowed if allowed.dim() == 4 else allowed[None, None]
+        allowed = pairs.allowed if pairs.allowed.dim() == 4 else pairs.allowed[None, None]
         attends = allowed.any(-1).expand(query.shape[0], -1, -1)
         # A row without any key is uniform, and its result is emptied.
         scores = scores.masked_fill(~allowed, CLOSED).log_softmax(-1)
@@ -224,13 +217,14 @@ class ConditionalAttention(HasTemperatures, Energy):
         if frozen.log_weights is None:
             attended, lse = self._among_keys(frozen, y)
         else:
-            weights, lse = self._weights(frozen, y)
-            attended = weights.to(y.dtype) @ frozen.value
-        attended, lse = _where_attends(attended, lse, frozen.attends)
+            scores = self._scores(frozen, y)
+            lse = scores.logsumexp(-1)
+            attended = (scores - lse.unsqueeze(-1)).exp().to(y.dtype) @ frozen.value
+        if frozen.attends is not None:
+            lse = lse.masked_fill(~frozen.attends, 0.0)
         if mask is not None:
             lse = lse.masked_fill(~mask[:, None], 0.0)
-        gradient = hide(merge_heads(attended) @ weight, mask).to(z.dtype)
-        return sum_samples(lse) / -self.tau, -gradient
+        return sum_samples(lse) / -self.tau, self._gradient(frozen, attended, weight, z, mask)
 
     def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         frozen, y, weight = self._evaluate(z, x, mask)
@@ -238,7 +232,14 @@ class ConditionalAttention(HasTemperatures, Energy):
             attended, _ = self._among_keys(frozen, y)
         else:
             attended = self._scores(frozen, y).softmax(-1).to(y.dtype) @ frozen.value
-        attended, _ = _where_attends(attended, None, frozen.attends)
+        return self._gradient(frozen, attended, weight, z, mask)
+
+    @staticmethod
+    def _gradient(
+        frozen: FrozenAttention, attended: Tensor, weight: Tensor, z: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        if frozen.attends is not None:
+            attended = attended.masked_fill(~frozen.attends.unsqueeze(-1), 0.0)
         return -hide(merge_heads(attended) @ weight, mask).to(z.dtype)
 
     def _evaluate(
@@ -252,12 +253,6 @@ class ConditionalAttention(HasTemperatures, Energy):
         check_held(HeadsContext(query=held), z, name)
         weight = self.state.weight
         return frozen, split_heads(nn.functional.linear(hide(z, mask), weight), self.heads), weight
-
-    def _weights(self, frozen: FrozenAttention, y: Tensor) -> Pair:
-        """``P`` (B, H, N, M), and ``log sum_j P0_ij exp(tau y_i.v_j)``."""
-        scores = self._scores(frozen, y)
-        lse = scores.logsumexp(-1, keepdim=True)
-        return (scores - lse).exp(), lse.squeeze(-1)
 
     def _scores(self, frozen: FrozenAttention, y: Tensor) -> Tensor:
         """``log P0_ij + tau y_i.v_j`` (B, H, N, M), float32 or wider."""
@@ -285,15 +280,6 @@ class ConditionalAttention(HasTemperatures, Energy):
             f"dim={self.dim}, heads={self.heads}, {self.described()}, "
             f"curvature={self.curvature}, cross={self.cross}, causal={self.causal}"
         )
-
-
-def _where_attends(
-    attended: Tensor, lse: Tensor | None, attends: Tensor | None
-) -> tuple[Tensor, Any]:
-    if attends is None:
-        return attended, lse
-    lse = None if lse is None else lse.masked_fill(~attends, 0.0)
-    return attended.masked_fill(~attends.unsqueeze(-1), 0.0), lse
 
 
 # Of the mean square of a token and the memory's answer, which is of order 1 mostly: a token of zeros

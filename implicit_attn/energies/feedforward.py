@@ -26,32 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class HiddenBias(nn.Module):
-    """``U x + c`` of a context ``x`` (..., k): (..., units). Entries of U are drawn from N(0, 1/k).
-
-    U has no bound: what depends on ``x`` alone adds nothing to the curvature in the state.
-    """
-
-    def __init__(self, context_dim: int, units: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(units, context_dim) * context_dim**-0.5)
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias)
-
-
-class HiddenGate(nn.Module):
-    """``2 sigmoid(G x + g)`` of a context ``x`` (..., k): (..., units), positive, below 2, 1 at first."""
-
-    def __init__(self, context_dim: int, units: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(units, context_dim))
-        self.bias = nn.Parameter(torch.zeros(units))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2.0 * torch.sigmoid(F.linear(x, self.weight, self.bias))
-
-
 class MemoryOptions(TypedDict, total=False):
     """The options that all :class:`MemoryEnergy` share, which documents them."""
 
@@ -102,10 +76,14 @@ class MemoryEnergy(ProjectedEnergy):
             raise ValueError(f"gates must be False for a {type(self).__name__}, got True")
         if gates and context_dim is None:
             raise ValueError("gates=True needs a context, got context_dim=None")
-        self.context_dim, self.context, self.gate = context_dim, None, None
+        self.context_dim, self.context = context_dim, None
+        self.gate: nn.Linear | None = None
         if context_dim is not None:
-            self.context = HiddenBias(require_count("context_dim", context_dim), memories)
-            self.gate = HiddenGate(context_dim, memories) if gates else None
+            self.context = Projection(require_count("context_dim", context_dim), memories)
+            if gates:  # all 1 at first, and nothing drawn
+                self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories)
+                nn.init.zeros_(self.gate.weight)
+                nn.init.zeros_(self.gate.bias)
         biased = require_flag("bias", bias) or context_dim is not None
         self.bias = nn.Parameter(torch.zeros(memories)) if biased else None
         self.concave = self.concave_without_norm and norm is None
@@ -114,8 +92,10 @@ class MemoryEnergy(ProjectedEnergy):
         """``Prepared((U x + c, gates or None))``, tensors (B, ..., M); None without a context."""
         if self.context is None or isinstance(x, Prepared):
             return None if self.context is None else x
-        x = visible_input(x, self.context.weight, mask, type(self).__name__)
-        return Prepared((self.context(x, self.bias), None if self.gate is None else self.gate(x)))
+        weight = self.context.weight
+        x = visible_input(x, weight, mask, type(self).__name__)
+        gates = None if self.gate is None else 2.0 * torch.sigmoid(self.gate(x))
+        return Prepared((F.linear(x, weight, self.bias), gates))
 
     def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
         if self.context is None:

@@ -22,7 +22,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
     visible_input,
 )
-from implicit_attn.kernels.pairs import Pairs, four_dimensional
+from implicit_attn.kernels.pairs import Pairs, check_pairs
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.modes import in_transform
 
@@ -247,8 +247,7 @@ def fit_pairs(
 ) -> Pairs | None:
     """The pairs of an input for (B, H, N, M), without those of a token and itself; None: all."""
     if given is not None:
-        named = (("pairs", given.allowed), ("pair_bias", given.bias))
-        given = Pairs(*(None if t is None else four_dimensional(n, t, shape) for n, t in named))
+        given = check_pairs(given.allowed, given.bias, shape, "pair_bias")
     if not exclude_self:
         return given
     others = ~torch.eye(shape[2], dtype=torch.bool, device=device)
@@ -275,19 +274,6 @@ def read_pairs(x: Any, mask: Tensor | None, name: str, *, cross: bool = False) -
             raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
     if x.tokens is not None:
         check_tokens(x.tokens, mask, f"{name}, x.tokens", tokens=True)
-    for part, kind in (("pairs", "bool"), ("pair_bias", "floating")):
-        given = getattr(x, part)
-        if given is None:
-            continue
-        fits = isinstance(given, Tensor) and (
-            given.dtype == torch.bool if kind == "bool" else given.is_floating_point()
-        )
-        if not fits or not 2 <= given.dim() <= 4:
-            got = (
-                f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
-            )
-            shapes = "(N, M), (B, N, M) or (B, H, N, M)"
-            raise TypeError(f"{part} must be a {kind} tensor {shapes}, got {got}")
     return None if x.pairs is None and x.pair_bias is None else Pairs(x.pairs, x.pair_bias)
 
 

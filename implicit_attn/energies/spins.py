@@ -13,7 +13,6 @@ from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import (
     Pair,
-    accumulation_dtype,
     check_input,
     check_tensor,
     check_tokens,
@@ -41,7 +40,7 @@ class Couplings(nn.Module):
         symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
         scale: of the initial entries, > 0.
         bound: bound on the spectral norm of the matrix, or None. A larger ``J`` is scaled down to
-            it, at the cost of an eigenvalue (or singular value) decomposition a solve.
+            it, at the cost of an eigenvalue decomposition a solve.
 
     Raises:
         TypeError, ValueError: for arguments out of range; on setting ``weight`` to a tensor of
@@ -69,11 +68,9 @@ class Couplings(nn.Module):
         self.scale = require_positive("scale", scale)
         self.bound = None if bound is None else require_positive("bound", bound)
         self.weight = nn.Parameter(torch.zeros(sites, sites, dim, dim))
-        expansion = _FreeEntries(sites, dim, symmetric_sites)
-        parametrise(self, "weight", expansion)
+        parametrise(self, "weight", _FreeEntries(sites, dim, symmetric_sites))
         if self.bound is not None:
-            bounding = _BoundedMatrix(self.bound, symmetric_sites)
-            parametrise(self, "weight", bounding)
+            parametrise(self, "weight", _BoundedMatrix(self.bound))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -163,22 +160,9 @@ class _FreeEntries(nn.Module):
 class _BoundedMatrix(SpectralBound):
     """The bound for ``J`` (N, N, d, d), on the spectral norm of its matrix (Nd, Nd)."""
 
-    def __init__(self, bound: float, symmetric: bool) -> None:
-        super().__init__(bound)
-        self.symmetric = symmetric
-
-    def spectral_norm(self, weight: Tensor) -> Tensor:
+    def matrix(self, weight: Tensor) -> Tensor:
         size = weight.shape[0] * weight.shape[2]
-        matrix = weight.transpose(1, 2).reshape(size, size)
-        wide = matrix.to(accumulation_dtype(matrix.dtype))
-        # LAPACK raises at a NaN. Without it the NaN stays in J, and the solve's status reports it.
-        wide = torch.where(wide.isfinite(), wide, 0.0)
-        if self.symmetric:
-            return torch.linalg.eigvalsh(wide).abs().amax()
-        return torch.linalg.matrix_norm(wide, ord=2)
-
-    def norm_or_bound(self, weight: Tensor) -> Tensor:
-        return self.spectral_norm(weight).clamp_min(self.bound)
+        return weight.transpose(1, 2).reshape(size, size)
 
 
 def zero_sum(couplings: Tensor) -> Tensor:

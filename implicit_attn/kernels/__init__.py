@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from implicit_attn.kernels.arguments import Choice
-from implicit_attn.kernels.covariance import covariance_product
 from implicit_attn.kernels.dispatch import (
     bisoftmax,
     bisoftmax_hvp,
@@ -12,6 +11,7 @@ from implicit_attn.kernels.dispatch import (
     explain_frozen_keys,
     frozen_key_attention,
 )
+from implicit_attn.kernels.softmax import covariance_product
 
 __all__ = [
     "Choice",

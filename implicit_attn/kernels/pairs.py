@@ -33,12 +33,16 @@ class Pairs(NamedTuple):
 
 
 def check_pairs(
-    pairs: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]
+    pairs: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, int, int, int],
+    name: str = "bias",
 ) -> Pairs | None:
     """``pairs`` (bool) and ``bias`` (floating) of two to four dimensions as four each, or None.
 
     Args:
         shape: (B, H, N, M), to which they must broadcast.
+        name: of the bias.
 
     Raises:
         TypeError, ValueError: for another dtype or shape, naming the argument.
@@ -50,12 +54,12 @@ def check_pairs(
         raise TypeError(f"pairs must be a bool tensor {_SHAPES}, got {got}")
     if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"bias must be a floating tensor {_SHAPES}, got {got}")
-    given = (("pairs", pairs), ("bias", bias))
-    return Pairs(*(None if t is None else four_dimensional(name, t, shape) for name, t in given))
+        raise TypeError(f"{name} must be a floating tensor {_SHAPES}, got {got}")
+    given = (("pairs", pairs), (name, bias))
+    return Pairs(*(None if t is None else _four_dimensional(n, t, shape) for n, t in given))
 
 
-def four_dimensional(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def _four_dimensional(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """A tensor (N, M), (B, N, M) or (B, H, N, M) with four dimensions; sizes of 1 are broadcast.
 
     Raises:

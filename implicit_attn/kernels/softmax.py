@@ -197,3 +197,63 @@ def _pull_back(
             result[part] = torch.bmm(by_scores, columns[heads]).mul_(beta)
     like = key if by_key else query
     return result.view(like.shape).to(like.dtype)
+
+
+def covariance_product(
+    weights: Tensor, values: Tensor, vector: Tensor, *, mean: Tensor | None = None
+) -> Tensor:
+    """``C_i w_i = sum_j P_ij (v_j - m_i) ((v_j - m_i).w_i)`` with the mean ``m_i = sum_j P_ij v_j``.
+
+    The product of a covariance under attention weights with a vector, which no p x p matrix needs. With
+    the keys for values, ``C w / T`` is the derivative of the attention output
+    ``sum_j softmax_j(q.k_j / T) k_j`` by q along w.
+
+    Args:
+        weights: P (B, H, N, M), floating, whose rows sum to 1.
+        values: v, (B, H, M, r).
+        vector: w, (B, H, N, r).
+        mean: the means m (B, H, N, r) where they are known; None: they are computed, which is more
+            precise where the values have a large common offset.
+
+    Returns:
+        (B, H, N, r) in the dtype of ``vector``, computed in the widest dtype of the arguments,
+        float32 or wider; differentiable any number of times.
+
+    Raises:
+        TypeError, ValueError: for arguments other than the above, naming them.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, where it is the second-order term of a Newton step.
+    """
+    named = {"weights": weights, "values": values, "vector": vector}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a tensor of a floating dtype, got {got}")
+    if weights.dim() != 4:
+        raise ValueError(f"weights must have the shape (B, H, N, M), got {tuple(weights.shape)}")
+    *lead, queries, keys = weights.shape
+    width = values.shape[-1:]
+    for name, tokens in (("values", keys), ("vector", queries)):
+        if named[name].shape != (*lead, tokens, *width):
+            wanted, got = (*lead, tokens, *width), tuple(named[name].shape)
+            raise ValueError(f"{name} must have the shape {wanted}, got {got}")
+    if mean is not None and mean.shape != vector.shape:
+        wanted, got = tuple(vector.shape), tuple(mean.shape)
+        raise ValueError(f"mean must be like vector, {wanted}, got {got}")
+    return _covariance_product(values, weights, vector, mean)
+
+
+@without_autocast
+def _covariance_product(
+    values: Tensor, weights: Tensor, vector: Tensor, mean: Tensor | None
+) -> Tensor:
+    wide = torch.promote_types(wide_dtype(vector), torch.promote_types(values.dtype, weights.dtype))
+    values, weights, moved = (t.to(wide) for t in (values, weights, vector))
+    # The covariance is that of the values without a common offset, whose squares would cancel.
+    origin = values[:, :, :1]
+    values = values - origin
+    mean = weights @ values if mean is None else mean.to(wide) - origin
+    along = moved @ values.mT - (moved * mean).sum(-1, keepdim=True)
+    # sum_j P_ij (v_j - m_i).w_i = 0, so the second mean drops out.
+    return ((weights * along) @ values).to(vector.dtype)

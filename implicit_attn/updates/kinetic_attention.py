@@ -19,8 +19,8 @@ from implicit_attn.energies.tokens import (
     check_tokens,
     hide,
 )
-from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
-from implicit_attn.updates.mean_field import check_fields
+from implicit_attn.kernels.pairs import token_pairs
+from implicit_attn.updates.mean_field import check_fields, softmax_couplings
 from implicit_attn.updates.update import Update
 from solvers import SphericalSite, kinetic_map
 from solvers.core.checks import require_choice, require_flag, require_positive
@@ -111,10 +111,9 @@ class KineticAttention(Update):
         """``J`` (B, heads, N, N), without beta, of tokens ``x`` (B, N, d) on their spheres."""
         check_dtype(x, self.queries_keys.weight, type(self).__name__)
         query, key = F.linear(hide(x, mask), self.queries_keys.weight).chunk(2, dim=-1)
-        scores = (self.scale * split_heads(query, self.heads)) @ split_heads(key, self.heads).mT
+        query, key = self.scale * split_heads(query, self.heads), split_heads(key, self.heads)
         pairs = token_pairs(mask, self.causal, x.shape[1], x.device, own=self.self_coupling)
-        wide = scores.to(accumulation_dtype(scores.dtype))
-        return softmax_over_pairs(wide, Pairs(pairs))[0].to(x.dtype)
+        return softmax_couplings(query, key, pairs).to(x.dtype)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from implicit_attn.energies.energy import Prepared
 from implicit_attn.energies.heads import head_width
-from implicit_attn.energies.projected import Projection, SpectralBound
+from implicit_attn.energies.projected import Projection, SpectralBound, merge_heads, split_heads
 from implicit_attn.energies.spins import Couplings
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
@@ -289,13 +289,15 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
         check_fields(x, mask, type(self).__name__, self.dim)
         x = hide(x, mask)
-        shape = (*x.shape[:2], self.heads, self.width)
-        query = F.linear(x, self.query.weight).view(shape).transpose(1, 2)
-        key = F.linear(x, self.key.weight).view(shape).transpose(1, 2)
-        scores = (query * self.width**-0.5) @ key.mT
-        pairs = token_pairs(mask, False, x.shape[1], x.device, own=self.self_coupling)
-        wide = scores.to(accumulation_dtype(scores.dtype))
-        return (softmax_over_pairs(wide, Pairs(pairs))[0] * self.strength).to(scores.dtype)
+        query, key = (
+            split_heads(F.linear(x, side.weight), self.heads) for side in (self.query, self.key)
+        )
+        couplings = softmax_couplings(
+            query * self.width**-0.5,
+            key,
+            token_pairs(mask, False, x.shape[1], x.device, self.self_coupling),
+        )
+        return (couplings * self.strength).to(query.dtype)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """x and J, so that a solve computes the couplings once."""
@@ -311,8 +313,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         if self.heads == 1:
             field = torch.baddbmm(x, couplings.squeeze(1), visible)
         else:
-            slices = visible.view(*z.shape[:2], self.heads, self.width).transpose(1, 2)
-            field = x + (couplings @ slices).transpose(1, 2).reshape(z.shape)
+            field = x + merge_heads(couplings @ split_heads(visible, self.heads))
         return self.corrected(field, z, mask)
 
     def extra_repr(self) -> str:
@@ -320,6 +321,13 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
             f"dim={self.dim}, heads={self.heads}, strength={self.strength:.4g}, "
             f"self_coupling={self.self_coupling}"
         )
+
+
+def softmax_couplings(query: Tensor, key: Tensor, pairs: Tensor | None) -> Tensor:
+    """``J`` (B, heads, N, N), float32 or wider: the softmax of ``q_i.k_j`` over the pairs that couple."""
+    scores = query @ key.mT
+    wide = scores.to(accumulation_dtype(scores.dtype))
+    return softmax_over_pairs(wide, Pairs(pairs))[0]
 
 
 def check_fields(x: Any, mask: Any, name: str, dim: int) -> None:

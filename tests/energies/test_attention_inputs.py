@@ -373,8 +373,8 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         {"pair_bias": torch.ones(TOKENS)},
-        TypeError,
-        r"pair_bias must be a floating tensor .* \(4,\)",
+        ValueError,
+        r"pair_bias must have the shape .* got \(4,\)",
     ),
     ({"memory": torch.ones(BATCH, KEYS, WIDE)}, ValueError, r"memory"),
 ]

@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -211,20 +209,6 @@ def test_derivatives_of_the_gradient_by_state_input_and_weights(case: EnergyCase
     assert gradgradcheck(gradient, inputs, fast_mode=True)
 
 
-@few_energies("bisoftmax-trained", "relu-soft", "hopfield-learnable", "softmax-elastic-trained")
-def test_derivatives_of_value_and_hessian_product(case: EnergyCase) -> None:
-    energy = build(case, dim=4)
-    z, _ = tokens(case, batch=1, count=3, dim=4)
-    names, weights = weights_of(energy)
-    inputs = [t.clone().requires_grad_() for t in (z, torch.flip(z, (1, 2)), *weights)]
-
-    def both(z: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        value = called(energy, "forward", names, given, z, None)
-        return value, called(energy, "hvp", names, given, z, v, None)
-
-    assert gradcheck(both, inputs)
-
-
 @few_energies("bisoftmax-soft-4", "relu-tiny", "softmax-elastic-tiny-bound", "linear-elu-soft-4")
 def test_a_state_at_zero_has_finite_exact_derivatives(case: EnergyCase) -> None:
     """Layers start at zero; norms must not turn 0 / 0 there."""
@@ -263,32 +247,6 @@ def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
     expected, expected_gradient = energy.double().value_and_grad(z.double())
     assert relative_error(value, expected) <= 1e-5
     assert relative_error(gradient, expected_gradient) <= 1e-3
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    batch=st.integers(1, 4),
-    count=st.integers(1, 9),
-    heads=st.sampled_from([1, 2, 3]),
-    width=st.integers(1, 5),
-    dim=st.integers(1, 7),
-    scale=st.sampled_from([1e-3, 1.0, 1e2]),
-)
-def test_shapes_and_finiteness(
-    batch: int, count: int, heads: int, width: int, dim: int, scale: float
-) -> None:
-    torch.manual_seed(0)
-    energy = (
-        BiSoftmaxAttention(dim, heads, head_dim=width)
-        + LinearAttention(dim, heads, head_dim=width)
-        + 0.5 * ReLUFeedForward(dim, 3)
-        + Quadratic()
-    ).double()
-    z = scale * torch.randn(count, batch, dim, dtype=torch.float64).transpose(0, 1)  # strided
-    value, gradient = energy.value_and_grad(z, torch.zeros_like(z))
-    assert value.shape == (batch,) and value.isfinite().all() and gradient.isfinite().all()
-    automatic = torch.func.grad(lambda state: energy(state).sum())(z)
-    torch.testing.assert_close(gradient, automatic, rtol=1e-9, atol=1e-11 * scale)
 
 
 def test_flags_combine() -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from cases.energies import relative_error
 from cases.kernels import Allocations, difference
 from implicit_attn.energies import SoftmaxAttention
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
+    covariance_product,
     explain,
     explain_frozen_keys,
     frozen_key_attention,
@@ -349,3 +351,94 @@ def test_cotangents_at_masked_tokens_go_no_further(given: str, causal: bool) -> 
         found.append(torch.autograd.grad(outputs, inputs, [by_gradient, by_lse, by_gradient]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert all(t.abs().max() > 0 for t in found[0])
+
+
+TEMPERATURE = 1.7
+
+
+def draw(queries: int = 5, keys: int = 6, width: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    options = {"generator": generator, "dtype": torch.float64}
+    query, vector = torch.randn(2, 2, 2, queries, width, **options)
+    return query, torch.randn(2, 2, keys, width, **options), vector
+
+
+def by_definition(weights: Tensor, values: Tensor, vector: Tensor) -> Tensor:
+    """The sum over the deviations ``d_j = v_j - mean``, one after the other."""
+    mean = weights @ values
+    total = torch.zeros_like(vector)
+    for j in range(values.shape[2]):
+        deviation = values[:, :, j : j + 1] - mean
+        along = (deviation * vector).sum(-1, keepdim=True)
+        total = total + weights[..., j : j + 1] * deviation * along
+    return total
+
+
+def covariance(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
+    return covariance_product((query @ key.mT).softmax(-1), key, vector)
+
+
+def test_it_is_the_sum_over_the_deviations_and_the_tangent_of_attention() -> None:
+    query, key, vector = draw()
+    weights = (query @ key.mT).softmax(-1)
+    expected = by_definition(weights, key, vector)
+    assert relative_error(covariance_product(weights, key, vector), expected) <= 1e-12
+    known = covariance_product(weights, key, vector, mean=weights @ key)
+    assert relative_error(known, expected) <= 1e-12
+
+    def mean(query: Tensor) -> Tensor:
+        return (query @ key.mT / TEMPERATURE).softmax(-1) @ key
+
+    tangent: Tensor = torch.autograd.functional.jvp(mean, query, vector)[1]  # type: ignore[assignment]
+    found = covariance(query / TEMPERATURE, key, vector)
+    assert relative_error(found, TEMPERATURE * tangent) <= 1e-12
+    assert (covariance(query, key[:, :, :1], vector) == 0).all()  # one key has none
+
+
+def test_derivatives_of_the_covariance() -> None:
+    inputs = tuple(t[:1, :1].detach().requires_grad_() for t in draw(3, 3, 2))
+    assert gradcheck(covariance, inputs) and gradgradcheck(covariance, inputs)
+
+
+@pytest.mark.parametrize("offset", [10.0, 1e3, 1e4])
+def test_a_common_offset_of_the_values_costs_no_digits(offset: float) -> None:
+    query, key, vector = (t.float() for t in draw())
+    values, weights = key + offset, (query @ key.mT).softmax(-1)
+    expected = by_definition(weights.double(), values.double(), vector.double())
+    found = covariance_product(weights, values, vector)
+    assert relative_error(found.double(), expected) <= 1e-5
+    known = covariance_product(weights, values, vector, mean=weights @ values)
+    assert relative_error(known.double(), expected) <= 1e-6 * max(1.0, offset)  # digits of the mean
+
+
+def test_it_is_computed_in_the_widest_dtype() -> None:
+    query, key, vector = draw()
+    weights, vector = (query @ key.mT).softmax(-1), vector.float()
+    found = covariance_product(weights, 1e5 + key, vector)
+    assert found.dtype == torch.float32
+    assert relative_error(found.double(), by_definition(weights, key, vector.double())) <= 1e-6
+
+
+def test_the_covariance_is_accumulated_in_float32() -> None:
+    query, key, vector = (t.half() for t in draw())
+    weights = (query.float() @ key.float().mT).softmax(-1)
+    found = covariance_product(weights.half(), key, vector)
+    expected = covariance_product(weights.half().double(), key.double(), vector.double())
+    assert found.dtype == torch.float16
+    assert relative_error(found, expected) <= 1e-3
+
+
+def test_mistakes() -> None:
+    query, key, vector = draw()
+    weights = (query @ key.mT).softmax(-1)
+    wrong: list[tuple[Any, Any, Tensor, dict[str, Any], type[Exception], str]] = [
+        (weights, key, vector, {"mean": key}, ValueError, "mean must be like vector"),
+        (weights, key, vector[:, :, :2], {}, ValueError, "vector must have the shape"),
+        (weights, key[:, :, :2], vector, {}, ValueError, "values must have the shape"),
+        (weights, None, vector, {}, TypeError, "values must be .* dtype, got NoneType"),
+        (weights[0], key, vector, {}, ValueError, "weights must have the shape"),
+        ((query, key), key, vector, {}, TypeError, "weights must be a tensor .*, got tuple"),
+    ]
+    for given, values, along, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            covariance_product(given, values, along, **options)

@@ -1,19 +1,42 @@
-"""Mean fields of spins with learned couplings, and with couplings of the input."""
+"""Updates of spins: mean fields with learned and input couplings, adaptive TAP, kinetic, saddle."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
+import solvers
 from implicit_attn import DEQ
-from implicit_attn.updates import MeanFieldAttention, NormedMLP, SoftmaxCouplingAttention
-from solvers import Forward, Implicit, SolveWarning, Tolerance
+from implicit_attn.energies import Prepared
+from implicit_attn.updates import (
+    AdaptiveTAPAttention,
+    KineticAttention,
+    MeanFieldAttention,
+    NormedMLP,
+    SaddleAttention,
+    SoftmaxCouplingAttention,
+)
+from solvers import (
+    AdaptiveTAP,
+    Forward,
+    GaussianSite,
+    Implicit,
+    IsingSite,
+    PottsSite,
+    Site,
+    SolveWarning,
+    SpinState,
+    Status,
+    Tolerance,
+)
 
 SITES, DIM = 5, 3
 EXACT: dict[str, Any] = {
@@ -288,3 +311,392 @@ def test_bad_inputs_of_couplings() -> None:
         DEQ(attention(), init=lambda x: x["a"])({"a": x})
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         attention()(z, x, mask=SEEN.float())
+
+
+F64 = torch.float64
+
+
+def made(
+    sites: int,
+    dim: int,
+    site: Site | None = None,
+    seed: int = 0,
+    rtol: float = 1e-10,
+    **options: Any,
+) -> tuple[DEQ, AdaptiveTAPAttention, Tensor]:
+    torch.manual_seed(seed)
+    update = AdaptiveTAPAttention(sites, dim, site=site, **options).double()
+    adjoint = solvers.Implicit(tolerance=Tolerance(rtol))
+    layer = DEQ(
+        update, solver=AdaptiveTAP(), tolerance=Tolerance(rtol), max_steps=100, adjoint=adjoint
+    )
+    return layer, update, torch.randn(4, sites, dim, dtype=F64)
+
+
+@pytest.mark.parametrize(
+    ("site", "dim"),
+    [(None, 3), (PottsSite(), 3), (IsingSite(), 1), (GaussianSite(0.5 * torch.eye(2)), 2)],
+    ids=["sphere", "potts", "ising", "gaussian"],
+)
+def test_the_layer_solves_what_the_function_solves(site: Site | None, dim: int) -> None:
+    layer, update, x = made(5, dim, site)
+    state = layer(x)
+    assert isinstance(state, SpinState)
+    assert layer.last is not None and layer.last.converged.all()
+    weight = update.couplings.weight.detach()
+    wanted = solvers.adaptive_tap(weight, x, site=update.site).value
+    torch.testing.assert_close(state.mean, wanted.mean, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(
+        state.cavity_variance, wanted.cavity_variance.contiguous(), rtol=1e-8, atol=1e-9
+    )
+
+
+def test_first_and_second_derivatives() -> None:
+    layer, update, x = made(3, 2, PottsSite(), scale=2.0, rtol=1e-12)
+    x = x[:2].requires_grad_()
+
+    def solve(x: Tensor, _: Tensor) -> Tensor:  # the parameter is the layer's own
+        state = layer(x)
+        return state.mean.square().sum() + state.cavity_variance.sum()
+
+    free = update.couplings.free
+    assert gradcheck(solve, (x, free), fast_mode=True)
+    assert gradgradcheck(solve, (x, free), fast_mode=True, atol=1e-4)
+
+
+def test_masked_sites_influence_nobody() -> None:
+    layer, update, x = made(5, 3, scale=2.0)
+    mask = torch.tensor([[True, True, True, False, False]]).expand(4, 5)
+    state = layer(x, mask)
+    other = x.clone()
+    other[:, 3:] += 5.0
+    again = layer(other, mask)
+    torch.testing.assert_close(again.mean[:, :3], state.mean[:, :3], rtol=1e-8, atol=1e-9)
+    weight = update.couplings.weight[:3, :3]
+    wanted = solvers.adaptive_tap(weight, x[:, :3], site=update.site).value
+    torch.testing.assert_close(state.mean[:, :3], wanted.mean, rtol=1e-8, atol=1e-9)
+    assert not torch.allclose(layer(x).mean[:, :3], state.mean[:, :3], atol=1e-3)
+
+
+def test_the_free_energy_is_an_output_with_exact_gradients() -> None:
+    layer, update, x = made(4, 3, PottsSite(), scale=2.0, rtol=1e-12)
+    mask = torch.tensor([[True, True, True, False]] * 4)
+    x.requires_grad_()
+    state = layer(x, mask)
+    log_z = update.log_partition(state, x, mask=mask)
+    weight = update.couplings.weight.detach()
+    options: dict[str, Any] = {"site": update.site, "mask": mask, "log_partition": True}
+    wanted = solvers.adaptive_tap(weight, x, **options).value
+    torch.testing.assert_close(log_z, wanted.log_partition, rtol=1e-8, atol=1e-9)
+    slope, free = torch.autograd.grad(log_z.sum(), (x, update.couplings.free))
+    torch.testing.assert_close(slope, wanted.mean, rtol=1e-8, atol=1e-9)
+    with torch.no_grad():
+        state = layer(x, mask)
+    constant = update.log_partition(state, x, mask=mask)
+    (again,) = torch.autograd.grad(constant.sum(), update.couplings.free)
+    torch.testing.assert_close(again, free, rtol=1e-7, atol=1e-9)
+    assert update.log_partition(layer(0 * x)).shape == (4,)
+
+
+def test_too_strong_couplings_are_indefinite_and_finite() -> None:
+    layer, update, x = made(4, 2, GaussianSite(torch.eye(2)))
+    update.couplings.weight = 20 * update.couplings.weight.detach()
+    solution = layer.solve(x, on_failure="ignore")
+    assert (solution.status == Status.INDEFINITE).all()
+    assert all(torch.isfinite(t).all() for t in solution.value)
+
+
+@pytest.mark.parametrize("bound", [None, 0.5])
+def test_couplings_that_are_not_finite_are_a_status(bound: float | None) -> None:
+    layer, update, x = made(4, 2, bound=bound)
+    with torch.no_grad():
+        update.couplings.free[0] = torch.nan
+    solution = layer.solve(x, on_failure="ignore")
+    assert not solution.converged.any()
+    assert torch.isinf(solution.residual).all()
+
+
+UPDATE = AdaptiveTAPAttention(3, 2)
+Z = SpinState(torch.zeros(1, 3, 2), torch.zeros(1, 3, 2, 2))
+BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site must be"),  # type: ignore[arg-type]
+    (lambda: AdaptiveTAPAttention(0, 2), ValueError, "sites"),
+    (lambda: UPDATE(Z.mean), TypeError, r"initial\(x\) returns; got Tensor"),
+    (lambda: UPDATE(SpinState(Z.mean[:, :2], Z.cavity_variance)), ValueError, "3 sites"),
+    (lambda: UPDATE(SpinState(Z.mean, Z.mean)), ValueError, "cavity_variance must have the shape"),
+    (lambda: UPDATE(Z, torch.zeros(1, 3, 3)), ValueError, "x must have the shape"),
+    (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "3 sites"),
+    (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "a SpinState"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_errors_name_what_is_wrong(
+    call: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+SPIN_DIM = 12
+CLOSE: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-12),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-12)),
+    "max_steps": 200,
+    "on_failure": "raise",
+}
+CLOSURES = ("gaussian", "naive", "tap", "plefka")
+
+
+def kinetic(heads: int = 3, **options: Any) -> KineticAttention:
+    torch.manual_seed(0)
+    return KineticAttention(SPIN_DIM, heads, **options).double()
+
+
+def tokens(batch: int = 3, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, TOKENS, SPIN_DIM, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("closure", ["gaussian", "naive"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_kinetic_formula(heads: int, closure: str) -> None:
+    """Every head of every sample by itself, against torch's kinetic with the state for values."""
+    update = kinetic(heads, beta=1.3, closure=closure, scale=0.7)
+    x, z = tokens(), 0.2 * tokens(seed=2)
+    width = SPIN_DIM // heads
+    radius = math.sqrt(width / 2)
+    parts = [radius * F.normalize(part, dim=-1) for part in x.split(width, dim=-1)]
+    query, key = (torch.cat(parts, -1) @ update.queries_keys.weight.T).chunk(2, dim=-1)
+    expected = []
+    for head, part in enumerate(parts):
+        place = slice(head * width, (head + 1) * width)
+        q, k, m = query[..., place], key[..., place], z[..., place]
+        attended = F.scaled_dot_product_attention(q, k, m, scale=0.7)
+        theta = 1.3 * (part + attended)
+        squares = torch.softmax(0.7 * q @ k.mT, dim=-1).square()
+        noise = 1.69 * squares @ (radius**2 - m.square().sum(-1, keepdim=True))
+        size = theta.square().sum(-1, keepdim=True) + (noise if closure == "gaussian" else 0)
+        expected.append(theta / (1 + (1 + size / radius**2).sqrt()))
+    torch.testing.assert_close(update(z, x), torch.cat(expected, -1))
+    torch.testing.assert_close(update(z, update.prepare(x)), torch.cat(expected, -1))
+
+
+def test_a_solve_starts_at_the_means_of_the_field_alone() -> None:
+    update, x = kinetic(), tokens()
+    field, couplings = update.prepare(x).parts
+    uncoupled = Prepared((field, torch.zeros_like(couplings)))
+    alone = update(torch.zeros_like(x), uncoupled)
+    without = kinetic(closure="naive")(torch.zeros_like(x), uncoupled)
+    torch.testing.assert_close(alone, without)
+    torch.testing.assert_close(update.initial(x), without)
+
+
+@pytest.mark.parametrize(("dim", "heads", "count"), [(64, 4, 17), (64, 1, 40), (32, 16, 9)])
+def test_every_sample_converges_within_thirty_evaluations(dim: int, heads: int, count: int) -> None:
+    torch.manual_seed(0)
+    layer = DEQ(KineticAttention(dim, heads), max_steps=30)  # which would warn
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1e-3, 1.0, 100.0):
+        with torch.no_grad():
+            layer(scale * torch.randn(32, count, dim, generator=generator))
+        assert layer.last is not None and bool(layer.last.converged.all())
+        assert layer.last.residual.max() <= 1e-4
+
+
+def test_the_naive_closure_contracts() -> None:
+    """By beta / 2 in the norm of the longest token of a head."""
+    update, x = kinetic(1, beta=1.6, closure="naive"), tokens()
+    prepared = update.prepare(x)
+    first, second = tokens(seed=3), tokens(seed=4)
+    before = (first - second).norm(dim=-1).amax(-1)
+    after = (update(first, prepared) - update(second, prepared)).norm(dim=-1).amax(-1)
+    assert bool((after <= 0.8 * before).all())
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+def test_masked_tokens_influence_none_and_keep_their_state(closure: str) -> None:
+    update = kinetic(closure=closure, beta=0.7)
+    layer, x = DEQ(update, **CLOSE), tokens()
+    z = layer(x, SEEN)
+    assert torch.equal(z[~SEEN], update.initial(x)[~SEEN])
+    torch.testing.assert_close(z[0], layer(x[:1])[0])
+    open_tokens = SEEN[1]
+    torch.testing.assert_close(z[1, open_tokens], layer(x[1:2, open_tokens])[0])
+    changed = torch.where(SEEN.unsqueeze(-1), x, torch.nan_to_num(x * 7 + 1))
+    torch.testing.assert_close(layer(changed, SEEN)[SEEN], z[SEEN])
+
+
+def test_causal_tokens_do_not_see_the_next() -> None:
+    layer, x = DEQ(kinetic(causal=True), **CLOSE), tokens()
+    z = layer(x)
+    later = x.clone()
+    later[:, 3:] += 1
+    torch.testing.assert_close(layer(later)[:, :3], z[:, :3])
+    torch.testing.assert_close(layer(x[:, :3]), z[:, :3])
+    assert not torch.allclose(layer(later)[:, 3:], z[:, 3:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_own_couplings_may_be_left_out(causal: bool) -> None:
+    update, x = kinetic(self_coupling=False, causal=causal), tokens()
+    couplings = update.couplings(update.on_spheres(x))
+    assert bool((couplings.diagonal(dim1=-2, dim2=-1) == 0).all())
+    rows = torch.ones(TOKENS, dtype=torch.float64)
+    rows[0] = 0 if causal else 1  # the first token has no key
+    torch.testing.assert_close(couplings.sum(-1), rows.expand(couplings.shape[:-1]))
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+def test_gradients(closure: str) -> None:
+    layer = DEQ(kinetic(2, closure=closure, beta=0.6), **CLOSE)
+    x = tokens(2)[:, :3].clone().requires_grad_()
+
+    mask = SEEN[:2, :3]
+
+    def solved(x: Tensor) -> Tensor:
+        return layer(x, mask)[mask]  # masked tokens are constants
+
+    assert torch.autograd.gradcheck(solved, x, atol=1e-6, rtol=1e-4, fast_mode=True)
+    layer(x).square().sum().backward()
+    gradient = next(layer.parameters()).grad
+    assert gradient is not None and bool(gradient.abs().sum() > 0)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"heads": 5}, "heads"),
+    ({"heads": 12}, "heads must leave each head at least 2 features"),
+    ({"scale": -1.0}, "scale must be"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_mistakes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KineticAttention(SPIN_DIM, **options)
+
+
+def test_wrong_inputs() -> None:
+    update, x = kinetic(), tokens()
+    with pytest.raises(ValueError, match=r"x must be a tensor \(B, N, 12\), got \(3, 5, 7\)"):
+        update.prepare(x[..., :7])
+    with pytest.raises(ValueError, match="mask must have the shape"):
+        update(x, x, mask=SEEN[:, :2])
+    with pytest.raises(TypeError, match="dtype of the weights"):
+        update.prepare(x.float())
+
+
+KINDS = pytest.mark.parametrize("kind", ["free", "input"])
+
+
+def saddle(kind: str, **options: Any) -> tuple[SaddleAttention, Tensor]:
+    torch.manual_seed(0)
+    layer = SaddleAttention(5, 8, kind, **options).double()
+    return layer, torch.randn(3, 5, 8, dtype=torch.float64)
+
+
+@KINDS
+def test_the_saddle_is_that_of_the_function(kind: str) -> None:
+    layer, x = saddle(kind, beta=0.7)
+    normed = torch.nn.functional.layer_norm(x, (8,))
+    if kind == "free":
+        k = torch.zeros(5, 5, dtype=torch.float64)
+        rows, columns = torch.triu_indices(5, 5, 1)
+        k[rows, columns] = layer.free.detach()
+        k = 2 * 0.7 * (k + k.mT)
+    else:
+        n = normed / math.sqrt(8)
+        scores = torch.tanh(layer.query(n) @ layer.key(n).mT * math.sqrt(8)).detach()
+        k = 0.7 * (scores + scores.mT) / math.sqrt(40)
+        k = k - torch.diag_embed(k.diagonal(dim1=1, dim2=2))
+    wanted = solvers.spherical_saddle(k, 0.7 * normed)
+    torch.testing.assert_close(layer(x), wanted.mean)
+    assert layer.last is not None and layer.last.converged.all()
+    assert not layer.last.mean.requires_grad
+
+
+@KINDS
+def test_it_trains_by_its_output_and_by_its_free_energy(kind: str) -> None:
+    layer, x = saddle(kind)
+    target = torch.randn(3, 5, 8, dtype=torch.float64)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
+    losses = []
+    for _ in range(8):
+        solution = layer.solve(x)
+        loss = (solution.mean - target).square().mean() + 1e-2 * solution.log_partition.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@KINDS
+@pytest.mark.parametrize("per_site", [True, False])
+def test_masked_tokens_influence_nobody(kind: str, per_site: bool) -> None:
+    layer, x = saddle(kind, per_site=per_site)
+    mask = torch.tensor([[True, True, True, False, False]]).expand(3, 5)
+    other = x.clone()
+    other[:, 3:] += 1.0 + torch.arange(8)
+    first, second = layer(x, mask), layer(other, mask)
+    torch.testing.assert_close(first, second)
+    assert not first[:, 3:].any()
+    assert not torch.allclose(layer(x)[:, :3], first[:, :3])
+
+
+@pytest.mark.parametrize("per_site", [True, False])
+def test_padding_changes_nothing(per_site: bool) -> None:
+    layer, x = saddle("input", per_site=per_site)
+    mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5, [True, False, True, False, False]])
+    padded = layer.solve(x, mask)
+    for row in range(3):
+        alone = layer.solve(x[row : row + 1, mask[row]])
+        torch.testing.assert_close(padded.mean[row, mask[row]], alone.mean[0])
+        torch.testing.assert_close(padded.log_partition[row], alone.log_partition[0])
+
+
+@pytest.mark.parametrize("per_site", [True, False])
+def test_free_couplings_of_masked_tokens_are_not_there(per_site: bool) -> None:
+    layer, x = saddle("free", per_site=per_site)
+    mask = torch.tensor([[True, True, False, True, False]])
+    kept = mask[0]
+    fields = torch.nn.functional.layer_norm(x[:1], (8,))
+    wanted = solvers.spherical_saddle(
+        layer.couplings(fields)[kept][:, kept], fields[:, kept], per_site=per_site
+    )
+    torch.testing.assert_close(layer(x[:1], mask)[:, kept], wanted.mean)
+
+
+def test_fields_as_they_are_and_other_lengths() -> None:
+    layer, x = saddle("input", normalise=False)
+    longer = torch.cat([x, x], dim=1)
+    assert layer(longer).shape == (3, 10, 8)
+    assert not torch.allclose(layer(x), layer(2 * x))
+    normed, _ = saddle("input")
+    torch.testing.assert_close(normed(x), normed(2 * x), rtol=1e-4, atol=1e-4)
+
+
+BAD_SADDLES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"beta": 0.0}, ValueError, "beta"),
+    ({"sites": 0}, ValueError, "sites"),
+    ({"per_site": 1}, TypeError, "per_site"),
+    ({"on_failure": "quiet"}, ValueError, "on_failure"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), BAD_SADDLES)
+def test_errors_name_the_argument(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    call: Any = SaddleAttention
+    with pytest.raises(error, match=words):
+        call(**({"sites": 3, "dim": 2} | change))
+
+
+def test_inputs_must_fit() -> None:
+    layer, x = saddle("free")
+    with pytest.raises(ValueError, match="5 sites"):
+        layer(x[:, :4])
+    with pytest.raises(ValueError, match="8 features"):
+        layer(x[..., :4])
