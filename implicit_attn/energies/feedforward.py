@@ -77,13 +77,13 @@ class MemoryEnergy(ProjectedEnergy):
         if gates and context_dim is None:
             raise ValueError("gates=True needs a context, got context_dim=None")
         self.context_dim, self.context = context_dim, None
-        self.gate: nn.Linear | None = None
+        self.gate: nn.Module | None = None
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), memories)
             if gates:  # all 1 at first, and nothing drawn
                 self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories)
-                nn.init.zeros_(self.gate.weight)
-                nn.init.zeros_(self.gate.bias)
+                for parameter in self.gate.parameters():
+                    nn.init.zeros_(parameter)
         biased = require_flag("bias", bias) or context_dim is not None
         self.bias = nn.Parameter(torch.zeros(memories)) if biased else None
         self.concave = self.concave_without_norm and norm is None
