@@ -218,10 +218,6 @@ def changed(d: int, h: int, change: Callable[[Any], object]) -> nn.Module:
     return made
 
 
-def no_score_norm(block: Any) -> None:
-    block.energy.attention.score_norm = None
-
-
 Build = Callable[[int, int, int], nn.Module]  # tokens N, dim, heads -> one layer
 ROWS: dict[str, Build | None] = {
     "logistic": None,  # multinomial logistic regression on the pixels
@@ -242,7 +238,9 @@ ROWS: dict[str, Build | None] = {
 }
 ABLATIONS: dict[str, Build | None] = {
     "first step": lambda n, d, h: FirstStep(d, h),
-    "no norm of q, k": lambda n, d, h: changed(d, h, no_score_norm),
+    "no norm of q, k": lambda n, d, h: changed(
+        d, h, lambda b: setattr(b.energy.attention, "score_norm", None)
+    ),
     "peaked start": lambda n, d, h: changed(
         d, h, lambda b: b.energy.attention.query.weight.mul_(10)
     ),

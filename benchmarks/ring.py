@@ -76,10 +76,10 @@ def scatter(whole: Tensor, where: Sequence[Tensor], dim: int = 2) -> list[Tensor
     return [whole.index_select(dim, index) for index in where]
 
 
-def gather(parts: Sequence[Tensor], where: Sequence[Tensor], dim: int = 2) -> Tensor:
+def gather(parts: Sequence[Tensor], where: Sequence[Tensor]) -> Tensor:
     """The whole of which the devices hold parts, in its own order."""
     order = torch.cat(list(where)).argsort()
-    return torch.cat(list(parts), dim).index_select(dim, order)
+    return torch.cat(list(parts), 2).index_select(2, order)
 
 
 @dataclass

@@ -255,11 +255,9 @@ def _race(
     return rows
 
 
-def account(
-    layer: MeanField, contestant: Any, tolerances: Pair, repeats: int = 15
-) -> tuple[int, int, float]:
+def account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, int, float]:
     """Calls of f, VJPs, and the share of a step spent in neither."""
-    spent, calls = [0.0, 0.0], [0, 0]
+    spent, calls, repeats = [0.0, 0.0], [0, 0], 15
     update, grad = layer.update, torch.autograd.grad
 
     def timed(index: int, function: Callable[..., Any]) -> Callable[..., Any]:

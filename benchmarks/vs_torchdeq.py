@@ -26,24 +26,20 @@ from benchmarks.measure import table
 from benchmarks.step import B, part_step
 from cases.torchdeq_oracle import best, count
 from implicit_attn import DEQ, GradientStep
-from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
+from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
 from problems import zoo
 from problems.zoo import ZooProblem
 
 # --- (b) the exact energy ------------------------------------------------------------------------
 
 
-def hyper_energy(a: float, b: float, seed: int = 0) -> tuple[Energy, Tensor]:
-    """The exact bi-softmax + ReLU energy at N 16, d 64, 4 heads, M 128, epsilon 1, and an input."""
-    torch.manual_seed(seed)
-    energy = a * BiSoftmaxAttention(64, heads=4) + b * ReLUFeedForward(64, 128) + Quadratic()
-    return energy, torch.randn(B, 16, 64)
-
-
 def part_energy(rounds: int) -> None:
+    """The exact bi-softmax + ReLU energy at N 16, d 64, 4 heads, M 128, epsilon 1."""
     rows: list[dict[str, Any]] = []
     for a, b in ((0.2, 0.2), (0.4, 0.2), (1.0, 0.3)):
-        energy, x = hyper_energy(a, b)
+        torch.manual_seed(0)
+        energy = a * BiSoftmaxAttention(64, heads=4) + b * ReLUFeedForward(64, 128) + Quadratic()
+        x = torch.randn(B, 16, 64)
         ours: dict[str, solvers.Solver | None] = {
             "default (L-BFGS)": None,
             "anderson": solvers.Anderson(),

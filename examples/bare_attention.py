@@ -67,12 +67,6 @@ def principal_features(dim: int, tokens: Tensor) -> Tensor:
     return (rows * largest.sign()).float().contiguous()
 
 
-def random_features(dim: int, width: int, generator: torch.Generator) -> Tensor:
-    """A random ``F`` (dim, width) with orthonormal rows, float32: fixed features of tokens."""
-    drawn = torch.randn(width, dim, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(drawn)[0].mT.float().contiguous()
-
-
 class Sizes(NamedTuple):
     """What an experiment does by default with a data set, within a minute on one core."""
 
@@ -215,7 +209,9 @@ def open_images(data: Data, images: int, steps: int, kind: Kind, seed: int) -> I
     if sizes.features and kind == "principal":
         features = principal_features(sizes.features, train)
     elif sizes.features:
-        features = random_features(sizes.features, train.shape[2], generator)
+        shape = train.shape[2], sizes.features  # orthonormal rows at random
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        features = torch.linalg.qr(drawn)[0].mT.float().contiguous()
     return Images(data, train, test, features, steps or sizes.steps, seed)
 
 
@@ -256,16 +252,6 @@ def best_ridge(train: Tensor, test: Tensor) -> Tensor:
     return ridge(train, test, min(STRENGTHS, key=error))
 
 
-@torch.no_grad()
-def predict(name: str, model: Any, tokens: Tensor) -> tuple[Tensor, float]:
-    """The mean of every token given all others, and the mean ``-sum_i log p(z_i | rest)`` of an image."""
-    parts = tokens.split(64)
-    loss = torch.cat([-model.log_prob(part).sum(1) for part in parts]).mean().item()
-    if name == PAIRS:
-        return model.mean(tokens), loss
-    return torch.cat([model.conditionals(part).mean() for part in parts]), loss
-
-
 def bare_attention(
     data: Data = "digits", images: int = 0, steps: int = 0, kind: Kind = "principal", seed: int = 0
 ):
@@ -286,9 +272,13 @@ def bare_attention(
     }
     models, losses = {}, {}
     for name in RECIPES:
-        models[name] = setup.fit(name)
-        tokens, losses[name] = predict(name, models[name], setup.test)
-        guesses[name] = decode(tokens)
+        models[name] = model = setup.fit(name)
+        parts = setup.test.split(64)
+        with torch.no_grad():  # the mean -sum_i log p(z_i | rest), and the means given all others
+            log_prob = torch.cat([-model.log_prob(part).sum(1) for part in parts])
+            law = model.mean if name == PAIRS else lambda part, m=model: m.conditionals(part).mean()
+            guesses[name] = decode(torch.cat([law(part) for part in parts]))
+        losses[name] = log_prob.mean().item()
     table: list[dict[str, Any]] = []
     for name, guess in guesses.items():
         row = {"predictor": name, "error": (guess - truth).square().mean().sqrt().item()}

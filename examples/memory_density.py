@@ -7,7 +7,6 @@ five patterns in two dimensions. At 1 / (k beta) its integral is summed by the t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -102,7 +101,10 @@ def memory_density(samples: int = 600, starts: int = 5, steps: int = 200, seed: 
         curves["gradient"].append(gradient_ascent(data, first, steps))
     noisy = memory.sample(60, generator)
     best = memory.log_prob(data).mean().item()
-    draw_steps(panels[1, 0], memory, noisy)
+    axes, look = panels[1, 0], {"width": 0.004, "headwidth": 5, "color": "white", "angles": "xy"}
+    draw_density(axes, memory, 1)
+    axes.quiver(*noisy.T, *-memory.grad(noisy).T, scale_units="xy", scale=1, **look)
+    axes.set_title("attention step = mean of the pattern behind a noisy state", fontsize=10)
     draw_fits(panels[1, 1], curves, best)
     fits = [
         {"method": method, "start": start, "step": step, "log_likelihood": value}
@@ -124,14 +126,6 @@ def draw_density(axes, memory: Hopfield, cooling: int) -> None:
     axes.contourf(line, line, log_prob.clamp_min(top - 8), levels=levels, cmap="viridis")
     axes.plot(*memory.patterns.T, "x", color="C3", markersize=8, mew=2, label="patterns")
     axes.set(aspect="equal", xlim=(-REACH, REACH), ylim=(-REACH, REACH), xlabel="z1", ylabel="z2")
-
-
-def draw_steps(axes, memory: Hopfield, noisy: Tensor) -> None:
-    """Attention steps from noisy states as arrows."""
-    draw_density(axes, memory, 1)
-    look: dict[str, Any] = {"width": 0.004, "headwidth": 5, "color": "white"}
-    axes.quiver(*noisy.T, *-memory.grad(noisy).T, angles="xy", scale_units="xy", scale=1, **look)
-    axes.set_title("attention step = mean of the pattern behind a noisy state", fontsize=10)
 
 
 def draw_fits(axes, curves: dict[str, list[list[float]]], best: float) -> None:

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from implicit_attn import EquilibriumBlock
 from implicit_attn.models import EquilibriumTransformer, ImageClassifier
 
-ENGINES = ("ddp", "fsdp")
 SIZE, CLASSES = 8, 4
 
 
