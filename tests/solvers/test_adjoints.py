@@ -242,46 +242,48 @@ def test_every_way_in_gives_the_same_derivatives(make: Make, adjoint: Adjoint, o
         torch.testing.assert_close(mine, expected, rtol=1e-7, atol=1e-9)
 
 
-class Layer(nn.Module):
-    def __init__(self, dim: int) -> None:
+class Map(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(dim, dim, dtype=torch.float64)
-        with torch.no_grad():
-            self.linear.weight.mul_(0.5)
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4).double()
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(z) + x)
+        return torch.tanh(0.4 * self.linear(z) + x)
 
 
-def layer_and_input() -> tuple[Layer, Tensor]:
-    torch.manual_seed(0)
-    return Layer(4), torch.randn(3, 4, dtype=torch.float64)
+class Layer(nn.Module):
+    """The fixed points of ``inner``."""
+
+    def __init__(self, inner: Any, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.options = inner, {"tolerance": TIGHT_SOURCE, "max_steps": 200} | options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fixed_point(self.inner, torch.zeros_like(x), (x,), **self.options).value
 
 
-def run(layer: nn.Module, x: Tensor, adjoint: Adjoint) -> Tensor:
-    return fixed_point(
-        layer, torch.zeros_like(x), (x,), tolerance=TIGHT_SOURCE, max_steps=100, adjoint=adjoint
-    ).value
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def test_frozen_parameters_get_nothing_and_cost_nothing() -> None:
-    layer, x = layer_and_input()
+    layer, x = Layer(Map(), adjoint=Implicit()), normal(3, 4)
     layer.requires_grad_(False)
-    assert not run(layer, x, Implicit()).requires_grad
-    layer.linear.bias.requires_grad_()
-    run(layer, x, Implicit()).sum().backward()
-    assert layer.linear.weight.grad is None
-    assert layer.linear.bias.grad is not None
+    assert not layer(x).requires_grad
+    layer.inner.linear.bias.requires_grad_()
+    layer(x).sum().backward()
+    assert layer.inner.linear.weight.grad is None
+    assert layer.inner.linear.bias.grad is not None
 
 
 def test_no_grad_gives_no_graph() -> None:
-    layer, x = layer_and_input()
+    layer, x = Layer(Map(), adjoint=Implicit()), normal(3, 4)
     with torch.no_grad():
-        assert not run(layer, x, Implicit()).requires_grad
+        assert not layer(x).requires_grad
     with torch.inference_mode():
-        assert not run(layer, x, Implicit()).requires_grad
-    value = fixed_point(layer, torch.zeros_like(x), (x,), adjoint=None).value
-    assert not value.requires_grad
+        assert not layer(x).requires_grad
+    assert not Layer(Map(), adjoint=None)(x).requires_grad
 
 
 def through_a_gradient_inside(weight: Tensor, x: Tensor) -> Any:
@@ -529,10 +531,6 @@ class Model(nn.Module):
         return 0.4 * torch.tanh(self.linear(z) + x * self.shift)
 
 
-def state() -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
 def unrolled_loss(model: Model, x: Tensor, **options: Any) -> Tensor:
     adjoint = Unrolled(**options)
     return fixed_point(model, torch.zeros_like(x), (x,), adjoint=adjoint).value.pow(2).sum()
@@ -540,7 +538,7 @@ def unrolled_loss(model: Model, x: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.defect("C1")
 def test_checkpoints_of_parametrised_weights_give_the_unrolled_gradient() -> None:
-    model, x = Model(), state().requires_grad_()
+    model, x = Model(), normal(4, 3).requires_grad_()
     drawn = [*model.parameters(), x]
     expected = torch.autograd.grad(unrolled_loss(model, x), drawn, create_graph=True)
     found = torch.autograd.grad(unrolled_loss(model, x, checkpoint=True), drawn, create_graph=True)
@@ -554,7 +552,7 @@ def test_checkpoints_of_parametrised_weights_give_the_unrolled_gradient() -> Non
 @pytest.mark.defect("A6")
 @pytest.mark.parametrize("name", ["linear.bias", "original0", "shift", "x", "x without gradient"])
 def test_checkpoints_raise_where_what_f_reads_has_changed(name: str) -> None:
-    model, x = Model(), state().requires_grad_(name != "x without gradient")
+    model, x = Model(), normal(4, 3).requires_grad_(name != "x without gradient")
     tensors = {
         "linear.bias": model.linear.bias,
         "original0": model.linear.parametrizations["weight"].original0,  # type: ignore[index]
@@ -685,24 +683,10 @@ class Scaled(nn.Module):
         return 0.5 * torch.tanh(z * self.w * self.cache + x * self.c)
 
 
-def drawn(batch: int = 4) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, 3, generator=generator, dtype=torch.float64)
-
-
-class Wrapped(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.inner, self.options = Scaled(), options
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fixed_point(self.inner, torch.zeros_like(x), (x,), **self.options).value
-
-
 @pytest.mark.defect("A6")
 @pytest.mark.parametrize("how", ["functional_call", "replaced"])
 def test_checkpoints_raise_where_f_reads_other_tensors_than_before(how: str) -> None:
-    model, x = Wrapped(adjoint=Unrolled(checkpoint=True)), drawn().requires_grad_()
+    model, x = Layer(Scaled(), adjoint=Unrolled(checkpoint=True)), normal(4, 3).requires_grad_()
     other = nn.Parameter(0.5 * model.inner.w.detach())
     if how == "functional_call":
         loss = functional_call(model, {"inner.w": other}, x).sum()
@@ -751,7 +735,7 @@ def test_a_sample_that_diverged_has_a_gradient_of_zero(
 
 @pytest.mark.defect("D5")
 def test_vmap_of_a_map_that_knows_the_batch() -> None:
-    c, starts = drawn(), torch.stack([drawn(), drawn() * 2, drawn() * 3])
+    c, starts = normal(4, 3), torch.stack([normal(4, 3), normal(4, 3) * 2, normal(4, 3) * 3])
 
     def solve(q: Tensor) -> Tensor:
         return fixed_point(lambda z: 0.5 * z + c, q, compact=False, tolerance=TIGHT_SOURCE).value
@@ -762,7 +746,7 @@ def test_vmap_of_a_map_that_knows_the_batch() -> None:
 @pytest.mark.defect("A8")
 @pytest.mark.parametrize("adjoint", ALL)
 def test_the_output_may_be_changed_in_place(adjoint: Adjoint) -> None:
-    model, x = Wrapped(adjoint=adjoint, tolerance=TIGHT_SOURCE), drawn().requires_grad_()
+    model, x = Layer(Scaled(), adjoint=adjoint), normal(4, 3).requires_grad_()
     expected = torch.autograd.grad((model(x) + 1).pow(2).sum(), [x, *model.parameters()])
     value = model(x)
     value.add_(1)
@@ -791,14 +775,9 @@ def solve_layer(weight: Tensor, x: Tensor, adjoint: Adjoint) -> solvers.Solution
     )
 
 
-def layer_leaves() -> tuple[Tensor, Tensor]:
-    _, _, (weight, x) = plain_batch(3, 4)
-    return weight.requires_grad_(), x.requires_grad_()
-
-
 @pytest.mark.parametrize("adjoint", ALL)
 def test_backward_twice(adjoint: Adjoint) -> None:
-    weight, x = layer_leaves()
+    weight, x = layer_inputs(3, 4)
     loss = solve_layer(weight, x, adjoint).value.square().sum()
     first = torch.autograd.grad(loss, (weight, x), retain_graph=True)
     second = torch.autograd.grad(loss, (weight, x))
@@ -811,7 +790,7 @@ def test_backward_twice(adjoint: Adjoint) -> None:
 @pytest.mark.parametrize("adjoint", EXACT)
 def test_a_solve_inside_f(adjoint: Adjoint) -> None:
     """Bilevel: the map of the outer solve is itself a solve; exact where both are."""
-    weight, x = layer_leaves()
+    weight, x = layer_inputs(3, 4)
 
     def outer(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         return 0.5 * solve_layer(weight, x + 0.3 * z, adjoint).value
@@ -831,8 +810,8 @@ def test_a_solve_inside_f(adjoint: Adjoint) -> None:
 
 
 def third(adjoint: Adjoint) -> Tensor:
-    _, x = layer_leaves()
-    weight = layer_leaves()[0].detach()
+    _, x = layer_inputs(3, 4)
+    weight = layer_inputs(3, 4)[0].detach()
     value = solve_layer(weight, x, adjoint).value.sum()
     (first,) = torch.autograd.grad(value, x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
@@ -861,7 +840,7 @@ def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solv
 
 
 def test_the_report() -> None:
-    weight, x = layer_leaves()
+    weight, x = layer_inputs(3, 4)
     solution = solve_layer(weight, x, Implicit(tolerance=1e-8))
     assert isinstance(solution.adjoint, AdjointReport)
     assert solution.adjoint.solution is None
@@ -880,7 +859,7 @@ def test_the_report() -> None:
 
 
 def test_a_failed_adjoint_solve_is_reported() -> None:
-    weight, x = layer_leaves()
+    weight, x = layer_inputs(3, 4)
     solution = solve_layer(weight, x, Implicit(tolerance=TIGHT_SOURCE, max_steps=1))
     with pytest.warns(
         solvers.SolveWarning, match=r"adjoint solve left samples unconverged: MAX_STEPS 3"
@@ -931,30 +910,6 @@ CALL: dict[str, Any] = {"tolerance": TIGHT_SOURCE, "max_steps": 200}
 KINDS: list[Any] = [Implicit(tolerance=TIGHT_SOURCE), solvers.Phantom(3), solvers.OneStep()]
 
 
-class Map(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4).double()
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(0.4 * self.linear(z) + x)
-
-
-class FunctionalLayer(nn.Module):
-    def __init__(self, adjoint: Any) -> None:
-        super().__init__()
-        self.map, self.adjoint = Map(), adjoint
-
-    def forward(self, x: Tensor) -> Tensor:
-        z0 = torch.zeros_like(x)
-        return fixed_point(self.map, z0, (x,), adjoint=self.adjoint, **CALL).value
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
 def close(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
@@ -962,7 +917,7 @@ def close(one: Any, other: Any) -> None:
 @pytest.mark.defect("D5")
 @pytest.mark.parametrize("adjoint", KINDS, ids=str)
 def test_grad_vjp_and_jacrev(adjoint: Any) -> None:
-    layer, x = FunctionalLayer(adjoint), normal(3, 4)
+    layer, x = Layer(Map(), adjoint=adjoint), normal(3, 4)
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(layer(leaf).pow(2).sum(), leaf)
     close(grad(lambda x: layer(x).pow(2).sum())(x), expected)
@@ -972,7 +927,7 @@ def test_grad_vjp_and_jacrev(adjoint: Any) -> None:
 
 
 def test_second_derivatives() -> None:
-    layer, x = FunctionalLayer(KINDS[0]), normal(2, 4)
+    layer, x = Layer(Map(), adjoint=KINDS[0]), normal(2, 4)
 
     def loss(x: Tensor) -> Tensor:
         return layer(x).pow(3).sum()
@@ -989,7 +944,7 @@ def test_second_derivatives() -> None:
 
 def test_backward_through_a_transform() -> None:
     """The weights are ordinary ones, outside of the transform."""
-    layer, x = FunctionalLayer(KINDS[0]), normal(3, 4)
+    layer, x = Layer(Map(), adjoint=KINDS[0]), normal(3, 4)
 
     def loss(x: Tensor) -> Tensor:
         return layer(x).pow(2).sum()
@@ -1026,7 +981,11 @@ def test_an_energy_with_a_mask_and_a_pytree() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_is_not_possible_is_said() -> None:
-    x, unrolled, implicit = normal(2, 4), FunctionalLayer(Unrolled()), FunctionalLayer(KINDS[0])
+    x, unrolled, implicit = (
+        normal(2, 4),
+        Layer(Map(), adjoint=Unrolled()),
+        Layer(Map(), adjoint=KINDS[0]),
+    )
     with pytest.raises(
         RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"
     ):
