@@ -238,8 +238,7 @@ def gradients(make: Make, adjoint: Adjoint, order: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("order", [1, 2])
 def test_every_way_in_gives_the_same_derivatives(make: Make, adjoint: Adjoint, order: int) -> None:
     reference = gradients(through_args, EXACT[0], order)
-    for mine, expected in zip(gradients(make, adjoint, order), reference, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(gradients(make, adjoint, order), reference, rtol=1e-7, atol=1e-9)
 
 
 class Map(nn.Module):
@@ -309,8 +308,7 @@ def test_a_leaf_made_by_f_is_not_taken_for_an_outer_tensor(adjoint: Adjoint) -> 
     mine = torch.autograd.grad(solution.value.pow(2).sum(), (weight, x))
     once = f(solution.value.detach(), x)
     expected = torch.autograd.grad(once.pow(2).sum(), (weight, x))
-    for one, other in zip(mine, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
 
 WEIGHT = 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -542,11 +540,9 @@ def test_checkpoints_of_parametrised_weights_give_the_unrolled_gradient() -> Non
     drawn = [*model.parameters(), x]
     expected = torch.autograd.grad(unrolled_loss(model, x), drawn, create_graph=True)
     found = torch.autograd.grad(unrolled_loss(model, x, checkpoint=True), drawn, create_graph=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     seconds = [torch.autograd.grad(g[-1].square().sum(), drawn) for g in (found, expected)]
-    for one, other in zip(*seconds, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(*seconds, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.defect("A6")
@@ -751,8 +747,7 @@ def test_the_output_may_be_changed_in_place(adjoint: Adjoint) -> None:
     value = model(x)
     value.add_(1)
     found = torch.autograd.grad(value.pow(2).sum(), [x, *model.parameters()])
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.defect("D2")
@@ -781,8 +776,7 @@ def test_backward_twice(adjoint: Adjoint) -> None:
     loss = solve_layer(weight, x, adjoint).value.square().sum()
     first = torch.autograd.grad(loss, (weight, x), retain_graph=True)
     second = torch.autograd.grad(loss, (weight, x))
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, (weight, x))
 
@@ -954,8 +948,7 @@ def test_backward_through_a_transform() -> None:
     leaf = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
     expected = torch.autograd.grad(first.square().sum(), list(layer.parameters()))
-    for one, other in zip(found, expected, strict=True):
-        close(one, other)
+    close(found, expected)
 
 
 def test_an_energy_with_a_mask_and_a_pytree() -> None:

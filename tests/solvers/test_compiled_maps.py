@@ -67,8 +67,7 @@ def test_a_compiled_map_is_compiled_once() -> None:
         for f in (compiled, model):
             value = fixed_point(f, torch.zeros_like(x), (x,), compact=False).value
             results.append(torch.autograd.grad(value.square().sum(), [x, *model.parameters()]))
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(*results)
     assert counter.graphs == 1
 
 
@@ -92,8 +91,7 @@ def test_a_compiled_energy_has_derivatives(solver: Any, adjoint: Any) -> None:
         descent = Descent(function, 0.5)
         value = fixed_point(descent, x.detach(), (x,), solver=solver, adjoint=adjoint).value
         results.append(torch.autograd.grad(value.square().sum(), [x, weight]))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def test_the_compiler_is_left_as_it_was() -> None:
@@ -225,8 +223,7 @@ def test_one_first_stage_serves_several_functions() -> None:
     z, x, w = inputs()
     runs = made.at([z, x, w])
     assert len(runs[0](z)) == 1
-    for found, expected in zip(runs[1](z), f(z, x, w), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(runs[1](z), f(z, x, w))
 
 
 ACTIVATIONS = {
