@@ -40,7 +40,6 @@ from implicit_attn.energies.projected import RMSNorm as RMSNorm
 from implicit_attn.energies.projected import SpectralBound as SpectralBound
 from implicit_attn.energies.softmax_attention import SoftmaxAttention as SoftmaxAttention
 from implicit_attn.energies.spins import Couplings as Couplings
-from implicit_attn.energies.spins import Site as Site
 from implicit_attn.energies.spins import SiteDistribution as SiteDistribution
 from implicit_attn.energies.spins import SiteLagrangian as SiteLagrangian
 from implicit_attn.energies.spins import SpinInteraction as SpinInteraction

@@ -32,7 +32,7 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels import check_backend, frozen_key_attention
 from implicit_attn.kernels.pairs import Pairs
-from solvers.core.checks import require_count, require_number, require_positive
+from solvers.core.checks import require_count, require_positive
 
 LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
 
@@ -217,7 +217,7 @@ class Hopfield(PatternEnergy):
 
 
 class DenseAssociative(PatternEnergy):
-    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y - shift)``.
+    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y)``.
 
     Gradient ``-sum_mu F'(x_mu.z) x_mu``. Unbounded below: add it to an energy that grows faster, or
     apply it to a bounded activation. Concave in z for even powers and the exponential.
@@ -226,36 +226,28 @@ class DenseAssociative(PatternEnergy):
 
     Args:
         power: an integer >= 2, or ``"exp"``.
-        shift: of the exponential, such as the squared norm of a pattern, at which F is 1 then.
 
     Source: Krotov and Hopfield (2016), https://arxiv.org/abs/1606.01164; for the exponential
     Demircigil et al. (2017), https://arxiv.org/abs/1702.01929.
     """
 
-    def __init__(
-        self, patterns: Tensor, *, power: int | str = 3, shift: float = 0.0, learnable: bool = False
-    ) -> None:
+    def __init__(self, patterns: Tensor, *, power: int | str = 3, learnable: bool = False) -> None:
         super().__init__(patterns, learnable=learnable)
         number = isinstance(power, int) and not isinstance(power, bool) and power >= 2
         if not number and power != "exp":
             raise ValueError(f"power must be an integer >= 2 or 'exp', got {power!r}")
-        self.power, self.shift = power, require_number("shift", shift)
-        if shift and number:
-            raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
+        self.power = power
         self.concave = isinstance(power, str) or power % 2 == 0
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
         wide = y.to(accumulation_dtype(y.dtype))
-        powers = self._exp(wide) if isinstance(self.power, str) else wide.pow(self.power)
+        powers = wide.exp() if isinstance(self.power, str) else wide.pow(self.power)
         return -powers.sum(-1)
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         if isinstance(self.power, str):
-            return -self._exp(y)
+            return -y.exp()
         return -self.power * y.pow(self.power - 1)
-
-    def _exp(self, y: Tensor) -> Tensor:
-        return (y - self.shift).exp() if self.shift else y.exp()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"

@@ -317,10 +317,6 @@ class SiteDistribution(Protocol):
         ...
 
 
-Site = SiteDistribution
-"""The public name ``implicit_attn.energies.Site`` of the protocol."""
-
-
 class SiteLagrangian(Lagrangian, nn.Module):
     """``Lag(h) = log Z(h, 0)``: a :class:`SiteDistribution` as a Lagrangian, for the naive mean field.
 

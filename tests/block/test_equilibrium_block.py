@@ -90,7 +90,7 @@ def test_the_first_step_is_a_feed_forward_block_and_multi_head_attention() -> No
     energy, n = block.energy, F.rms_norm(x, (8,), eps=1e-5)
     memory, attention = energy.memory, energy.attention
     assert memory is not None and attention is not None and memory.context is not None
-    hidden = F.relu(memory.context(n, memory.bias))
+    hidden = F.relu(F.linear(n, memory.context.weight, memory.bias))
     answer = hidden @ memory.projection.weight
     seen = F.rms_norm(n + answer, (8,), eps=EPSILON)
     sides = []

@@ -316,16 +316,6 @@ def test_functions_with_a_mask() -> None:
         torch.testing.assert_close(first[1:2, :3], alone, rtol=1e-10, atol=1e-11)
 
 
-def test_functions_without_a_mask_refuse_it() -> None:
-    layers = (
-        DEQ.from_energy(lambda z, x: (z - x).square().flatten(1).sum(1)),
-        DEQ.from_update(lambda z, x: 0.5 * x),
-    )
-    for layer in layers:
-        with pytest.raises(ValueError, match=r"takes no mask.*\(4, 5\)"):
-            layer(padded(), PADDING)
-
-
 @pytest.mark.parametrize(("mask", "error", "message"), [
     (PADDING.float(), TypeError, "mask must be a bool tensor"),
     (PADDING[:2], ValueError, r"mask must be batched.*\(2, 5\)"),

@@ -59,10 +59,10 @@ def test_attention_is_minus_the_gradient_of_a_tokens_own_energy(
     energy = made(lam=lam, features=None if width is None else features(4, width))
     z = torch.randn(1, 4, energy.width, generator=seeded(1), dtype=F64)
     torch.testing.assert_close(energy.pull(z)[0], -own_gradients(energy, z), rtol=1e-12, atol=1e-13)
-    effective = energy.couplings.weight
+    alpha, effective = energy.attention(z), energy.couplings.weight
     if energy.features is not None:
         effective = energy.features.mT @ effective @ energy.features
-    mixed = torch.einsum("nij,ijab,njb->nia", energy.attention(z), effective, z)
+    mixed = torch.einsum("nij,ijab,njb->nia", alpha, effective, z)
     torch.testing.assert_close(energy.pull(z), mixed, rtol=1e-12, atol=1e-13)
 
 

@@ -23,7 +23,6 @@ from implicit_attn.energies import (
     LayerNormLagrangian,
     ReLULagrangian,
     RMSNormLagrangian,
-    Site,
     SiteDistribution,
     SiteLagrangian,
     SoftmaxLagrangian,
@@ -469,7 +468,7 @@ def test_strong_couplings_order_the_spins_and_are_found() -> None:
 def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
     """Gaussian spins with learned variances: ``m = (S^-1 - J)^-1 x``, gradients to the variances."""
     site = GaussianSpin().double()
-    assert isinstance(site, SiteDistribution) and Site is SiteDistribution
+    assert isinstance(site, SiteDistribution)
     spin = VectorSpin(coupled(0.5), site)
     assert isinstance(spin.lagrangian, SiteLagrangian)
     names = [name for name, _ in spin.named_parameters()]
