@@ -173,7 +173,7 @@ def counts(problem: ZooProblem, solver: solvers.Solver | None) -> Tensor:
         options |= {"max_steps": BUDGET, "adjoint": None, "on_failure": "ignore"}
         return solvers.fixed_point(Monitored(f, problem) if guarded else f, z0, args, **options)
 
-    return count(problem, TOLERANCE, BUDGET, run).evaluations
+    return count(problem, TOLERANCE, BUDGET, run)
 
 
 def zoo_row(name: str) -> dict[str, Any]:

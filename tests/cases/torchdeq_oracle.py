@@ -9,7 +9,7 @@ late costs nothing and neither does a bad choice of the iterate to return.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,6 @@ class Recorder:
     Attributes:
         calls: (B,) evaluations of f spent on each sample.
         reached: (B,) the call at which the tolerance was first met, infinite if it was not.
-        best: (B,) smallest finite relative residual seen.
     """
 
     problem: ZooProblem
@@ -70,13 +69,11 @@ class Recorder:
     stop_when_done: bool = False
     calls: Tensor = field(init=False)
     reached: Tensor = field(init=False)
-    best: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         batch = self.problem.batch
         self.calls = torch.zeros(batch, dtype=torch.int64)
         self.reached = torch.full((batch,), math.inf, dtype=torch.float64)
-        self.best = torch.full((batch,), math.inf, dtype=torch.float64)
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -97,137 +94,73 @@ class Recorder:
     def _note(self, index: Tensor, z: Tensor, fz: Tensor) -> None:
         relative = true_residual(z, fz)
         self.calls[index] += 1
-        self.best[index] = torch.minimum(self.best[index], relative)
         hit = (relative <= self.tolerance * (1 + ROUNDING)) & self.reached[index].isinf()
         hit &= self.calls[index] <= self.max_evaluations
         self.reached[index] = torch.where(hit, self.calls[index].double(), self.reached[index])
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Evaluations per sample, and why a sample has none.
-
-    Attributes:
-        evaluations: (B,) float64, infinite where the tolerance was never met.
-        best: (B,) smallest relative residual seen at an evaluated point.
-        reasons: sample number -> why its count is infinite.
-    """
-
-    evaluations: Tensor
-    best: Tensor
-    reasons: dict[int, str]
-
-    @property
-    def order(self) -> tuple[float, float, float]:
-        """Smaller is better: samples that failed, median, maximum."""
-        failed = float(self.evaluations.isinf().sum())
-        return failed, _median(self.evaluations), float(self.evaluations.max())
+def order(evaluations: Tensor) -> tuple[float, float, float]:
+    """Of counts (B,), smaller is better: samples that failed, median, maximum."""
+    return float(evaluations.isinf().sum()), _median(evaluations), float(evaluations.max())
 
 
-def count(problem: ZooProblem, tolerance: float, max_evaluations: float, run: Run) -> Outcome:
-    """Evaluations that ``run(f, z0, args)`` needs, for a solver of any kind.
+def count(problem: ZooProblem, tolerance: float, max_evaluations: float, run: Run) -> Tensor:
+    """Evaluations (B,) float64 that ``run(f, z0, args)`` of one of our solvers needs.
 
-    If ``run`` returns an object with ``evaluations`` (B,) and ``value``, as our solvers do, those
-    are the least that a sample is charged, so products with the Jacobian, which f cannot see, are
-    billed; and a sample may have met the tolerance at ``value`` without a call of f, by an energy's
+    A sample is charged those of its solution at least, so that products with the Jacobian, which f cannot
+    see, are billed; and it may have met the tolerance at ``value`` without a call of f, by an energy's
     gradient. Only its own end stops the run: a count beyond ``max_evaluations`` becomes infinite.
     """
     recorder = Recorder(problem, tolerance)
     result = run(recorder, problem.z0.clone(), recorder.args)
-    reached = recorder.reached
-    if hasattr(result, "evaluations") and hasattr(result, "value"):
-        with torch.no_grad():
-            relative = true_residual(result.value, problem.f(result.value, *problem.args))
-        spent = result.evaluations.double().cpu()
-        arrived = reached.isfinite() | (relative <= tolerance * (1 + ROUNDING))
-        charge = torch.where(reached.isfinite(), torch.maximum(reached, spent), spent)
-        reached = torch.where(arrived, charge, math.inf)
-    reached = torch.where(reached <= max_evaluations, reached, math.inf)
-    return _outcome(recorder, reached, {})
+    with torch.no_grad():
+        relative = true_residual(result.value, problem.f(result.value, *problem.args))
+    met, spent = recorder.reached.isfinite(), result.evaluations.double().cpu()
+    charge = torch.where(met, torch.maximum(recorder.reached, spent), spent)
+    arrived = met | (relative <= tolerance * (1 + ROUNDING))
+    reached = torch.where(arrived, charge, math.inf)
+    return torch.where(reached <= max_evaluations, reached, math.inf)
 
 
 def evaluations_to(
     tolerance: float, problem: ZooProblem, solver_name: str, max_evaluations: int = 500
 ) -> Tensor:
-    """Evaluations (B,) that a torchdeq solver of ``SOLVERS`` needs, infinite where it fails."""
-    return outcome(problem, tolerance, solver_name, max_evaluations).evaluations
-
-
-def outcome(
-    problem: ZooProblem, tolerance: float, solver_name: str, max_evaluations: int = 500
-) -> Outcome:
-    """The same with the reasons of the failures.
+    """Evaluations (B,) that a torchdeq solver of ``SOLVERS`` needs, infinite where it fails.
 
     A batch whose solver raised, or whose samples influence each other by design, is run again
     sample by sample: a sample's count is the best that torchdeq can do for it.
-
-    Raises:
-        ValueError: if there is no such solver.
     """
-    if solver_name not in SOLVERS:
-        raise ValueError(f"solver_name must be one of {list(SOLVERS)}, got {solver_name!r}")
-    coupled = SOLVERS[solver_name][2]
-    if not coupled or problem.batch == 1:
-        together, error = _solve(problem, tolerance, solver_name, max_evaluations)
-        if error is None or problem.batch == 1:
-            reasons = {} if error is None else {0: error}
-            return _outcome(together, together.reached, reasons)
-    alone = [
-        outcome(rows(problem, torch.tensor([i])), tolerance, solver_name, max_evaluations)
-        for i in range(problem.batch)
-    ]
-    return Outcome(
-        torch.cat([single.evaluations for single in alone]),
-        torch.cat([single.best for single in alone]),
-        {i: single.reasons[0] for i, single in enumerate(alone) if single.reasons},
-    )
+    if not SOLVERS[solver_name][2] or problem.batch == 1:
+        together, ended = _solve(problem, tolerance, solver_name, max_evaluations)
+        if ended or problem.batch == 1:
+            return together
+    alone = [rows(problem, torch.tensor([i])) for i in range(problem.batch)]
+    return torch.cat([evaluations_to(tolerance, p, solver_name, max_evaluations) for p in alone])
 
 
-def best(
-    problem: ZooProblem,
-    tolerance: float,
-    max_evaluations: int = 500,
-    solvers: Iterable[str] = tuple(SOLVERS),
-) -> tuple[str, Tensor]:
+def best(problem: ZooProblem, tolerance: float, max_evaluations: int = 500) -> tuple[str, Tensor]:
     """Name and evaluations (B,) of torchdeq's best solver: fewest failures, then median."""
-    results = {name: outcome(problem, tolerance, name, max_evaluations) for name in solvers}
-    winner = min(results, key=lambda name: results[name].order)
-    return winner, results[winner].evaluations
+    found = {n: evaluations_to(tolerance, problem, n, max_evaluations) for n in SOLVERS}
+    winner = min(found, key=lambda name: order(found[name]))
+    return winner, found[winner]
 
 
 def _solve(
     problem: ZooProblem, tolerance: float, solver_name: str, max_evaluations: int
-) -> tuple[Recorder, str | None]:
-    """One run of torchdeq on the whole batch; its own stopping test is off (tolerance 0)."""
+) -> tuple[Tensor, bool]:
+    """Counts of one run of torchdeq, its own stopping test off (tolerance 0), and whether it ended well."""
     name, options, _ = SOLVERS[solver_name]
     recorder = Recorder(problem, tolerance, max_evaluations, stop_when_done=True)
     args = recorder.args
-    error = None
+    options = {"max_iter": max_evaluations, "tol": 0.0, "stop_mode": "rel", **options}
     try:
         with torch.no_grad():
-            get_solver(name)(
-                lambda z: recorder(z, *args),
-                problem.z0.clone(),
-                max_iter=max_evaluations,
-                tol=0.0,
-                stop_mode="rel",
-                **options,
-            )
+            get_solver(name)(lambda z: recorder(z, *args), problem.z0.clone(), **options)
     except Enough:
         pass
-    except Exception as exception:  # torchdeq's own failures: kept, and shown with the count
-        error = f"{type(exception).__name__}: {str(exception).splitlines()[0]}"
-    return recorder, error
-
-
-def _outcome(recorder: Recorder, reached: Tensor, errors: dict[int, str]) -> Outcome:
-    reasons = {}
-    for sample in reached.isinf().nonzero().flatten().tolist():
-        calls, smallest = int(recorder.calls[sample]), float(recorder.best[sample])
-        reasons[sample] = errors.get(
-            sample, f"best relative residual {smallest:.1e} after {calls} evaluations"
-        )
-    return Outcome(reached, recorder.best, reasons)
+    except Exception:  # torchdeq's own failures
+        return recorder.reached, False
+    return recorder.reached, True
 
 
 def _median(values: Tensor) -> float:
