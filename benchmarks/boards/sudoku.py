@@ -18,6 +18,7 @@ Each cell: the share of solved boards in per cent.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,32 +46,23 @@ RTOL = 1e-3
 
 def learned_methods(model: BoardSolver) -> dict[str, Solve]:
     """The board solver with fixed numbers of iterations, and until each board has converged."""
-    ways: dict[str, Solve] = {}
-    for times in TIMES:
-        number = max(1, round(times * model.iterations))
-        ways[f"board solver, {number} iterations ({times:g}x)"] = partial(
-            filled_after, model, iterations=number
-        )
     most = round(TIMES[-1] * model.iterations)
-    ways[f"board solver, to {RTOL:g}, at most {most}"] = partial(filled, model, most=most)
-    return ways
-
-
-@torch.no_grad()
-def filled_after(model: BoardSolver, puzzles: Tensor, iterations: int) -> Tensor:
-    parts = [model(part, iterations=iterations).argmax(-1) + 1 for part in puzzles.split(100)]
-    return torch.cat(parts)
-
-
-@torch.no_grad()
-def filled(model: BoardSolver, puzzles: Tensor, most: int) -> Tensor:
     options: dict[str, Any] = {
         "solver": solvers.Forward(), "max_steps": most, "tolerance": solvers.Tolerance(rtol=RTOL),
         "on_failure": "ignore",
     }  # fmt: skip
-    return torch.cat(
-        [model.solve(part, **options).value.argmax(-1) + 1 for part in puzzles.split(100)]
-    )
+
+    @torch.no_grad()
+    def filled(puzzles: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.cat([logits(part).argmax(-1) + 1 for part in puzzles.split(100)])
+
+    ways: dict[str, Solve] = {}
+    for times in TIMES:
+        number = max(1, round(times * model.iterations))
+        name = f"board solver, {number} iterations ({times:g}x)"
+        ways[name] = partial(filled, logits=partial(model, iterations=number))
+    until = partial(filled, logits=lambda part: model.solve(part, **options).value)
+    return ways | {f"board solver, to {RTOL:g}, at most {most}": until}
 
 
 def main(
