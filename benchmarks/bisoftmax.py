@@ -335,34 +335,27 @@ def solves(
     # A GPU compiles kernels for the size of the input; on a CPU the peak of memory never sinks again.
     for _ in range(2 if ON_GPU else 1):
         layer(x if ON_GPU else x[:1, :64]).square().mean().backward()
-    return [solve_once(layer, x) for _ in range(rounds)]
-
-
-def solve_once(layer: DEQ, x: Tensor) -> dict[str, Any]:
-    wait = torch.cuda.synchronize if ON_GPU else lambda: None
-    layer.zero_grad()
-    wait()
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if ON_GPU else resident()
-    start = time.perf_counter()
-    loss = layer(x).square().mean()
-    wait()
-    middle = time.perf_counter()
-    loss.backward()
-    wait()
-    end = time.perf_counter()
-    after = torch.cuda.max_memory_allocated() if ON_GPU else resident()
-    assert layer.last is not None
-    gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
-    return {
-        "forward s": middle - start,
-        "backward s": end - middle,
-        "seconds": end - start,
-        "MiB": (after - before) / 2**20,
-        "evaluations": layer.last.evaluations.max().item(),
-        "gradients": [each.tolist() for each in gradients],
-    }
+    wait, found = torch.cuda.synchronize if ON_GPU else lambda: None, []
+    for _ in range(rounds):
+        layer.zero_grad()
+        wait()
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if ON_GPU else resident()
+        start = time.perf_counter()
+        loss = layer(x).square().mean()
+        wait()
+        middle = time.perf_counter()
+        loss.backward()
+        wait()
+        end = time.perf_counter()
+        after = torch.cuda.max_memory_allocated() if ON_GPU else resident()
+        assert layer.last is not None
+        row = {"forward s": middle - start, "backward s": end - middle, "seconds": end - start}
+        row |= {"MiB": (after - before) / 2**20, "evaluations": layer.last.evaluations.max().item()}
+        gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
+        found.append(row | {"gradients": [each.tolist() for each in gradients]})
+    return found
 
 
 def resident() -> int:

@@ -238,20 +238,11 @@ def _race(
         seen = not isinstance(contestants[name], Compiled)  # programs call no function
         f, vjp, overhead = account(layer, contestants[name], tolerances) if seen else ("", "", "")
         same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
-        rows.append(
-            {
-                "solver": name if meets[name] else f"{name} (target missed)",
-                "residual": reached[0],
-                "gradient error": reached[1],
-                "ms": 1e3 * seconds[name],
-                "/ its torchdeq": seconds[name] / seconds[same] if same in seconds else "",
-                "/ fastest torchdeq": seconds[name] / fastest,
-                "f": f,
-                "vjp": vjp,
-                "overhead": overhead,
-                "peak MB": peak_bytes(runs[name]) / 2**20,
-            }
-        )
+        row: dict[str, Any] = {"solver": name if meets[name] else f"{name} (target missed)"}
+        row |= {"residual": reached[0], "gradient error": reached[1], "ms": 1e3 * seconds[name]}
+        row["/ its torchdeq"] = seconds[name] / seconds[same] if same in seconds else ""
+        row |= {"/ fastest torchdeq": seconds[name] / fastest, "f": f, "vjp": vjp}
+        rows.append(row | {"overhead": overhead, "peak MB": peak_bytes(runs[name]) / 2**20})
     return rows
 
 
