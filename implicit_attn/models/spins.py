@@ -11,7 +11,7 @@ from implicit_attn.deq import DEQ
 from implicit_attn.energies.tokens import check_mask, check_state
 from implicit_attn.models.around import TokenClassifier, check_images
 from implicit_attn.updates import MeanFieldAttention, NormedMLP
-from implicit_attn.updates.kinetic_attention import KineticAttention
+from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import require_count, require_flag, require_instance
 
 

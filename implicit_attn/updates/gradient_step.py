@@ -1,20 +1,29 @@
-"""Updates that take one step down an energy."""
+"""Steps down an energy, of a token's own energy, and with momentum over the sublayers of a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from implicit_attn.energies.bare import BareAttention
 from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.heads import Beta
 from implicit_attn.energies.hopfield import QueryEnergy
 from implicit_attn.energies.lagrangians import Lagrangian
-from implicit_attn.energies.tokens import hide
+from implicit_attn.energies.tokens import accumulation_dtype, hide
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_count, require_instance, require_positive
+from solvers.core.checks import (
+    require_callable,
+    require_choice,
+    require_count,
+    require_instance,
+    require_number,
+    require_positive,
+)
 
 
 class EnergyStep(Update):
@@ -169,3 +178,143 @@ def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
     if not isinstance(step, Tensor):
         return torch.sub(z, gradient, alpha=step)
     return torch.addcmul(z, step.to(z.dtype), gradient, value=-1.0)
+
+
+DESCENTS = ("plain", "gain", "momentum", "nesterov")
+LOOKAHEADS = ("literal", "scaled", "queries")
+
+
+class DescentStep(nn.Module):
+    r"""A sublayer as a step of descent, ``u`` its output standing for minus a gradient ::
+
+        plain       z <- z + u(z)
+        gain        z <- z + eta u(z)
+        momentum    p <- beta p - u(z),                       z <- z - eta p
+        nesterov    p <- beta p - u(at),  at = z - beta p,    z <- z - eta p
+
+    The momentum p, like z, goes on to the next sublayer, zero before the first. Each sublayer learns its
+    own beta and eta, 0.9 and 1 at first. With ``beta = 0`` and ``eta = 1`` every method is plain, bit by bit.
+
+    Args:
+        branch: ``u(z, *args)``, like z; of ``lookahead="queries"`` ``u(at, *args, memory=z)``.
+        method: one of ``DESCENTS``.
+        lookahead: where Nesterov's method evaluates: ``"literal"``, the ``at`` above, as published;
+            ``"scaled"``: ``at = z - eta beta p``, the point of Nesterov's method for any eta, to which
+            the other is equal at ``eta = 1`` only; ``"queries"``: u sees both the literal ``at`` and z,
+            for attention that looks from the former at the latter. A branch that treats each token by
+            itself, such as a feed-forward one, is to take ``memory`` and pass it over: it has nothing
+            but the literal ``at``.
+
+    Shapes: ``z`` and ``p`` any, alike. Under autocast p is as precise as z.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, MomenMHA and NagMHA.
+    """
+
+    def __init__(
+        self, branch: Callable[..., Tensor], method: str = "plain", *, lookahead: str = "literal"
+    ) -> None:
+        super().__init__()
+        self.branch = require_callable("branch", branch)
+        self.method = require_choice("method", method, DESCENTS)
+        self.lookahead = require_choice("lookahead", lookahead, LOOKAHEADS)
+        if lookahead != "literal" and method != "nesterov":
+            raise ValueError(f'lookahead={lookahead!r} needs method="nesterov", got {method!r}')
+        learned = {"plain": {}, "gain": {"eta": 1.0}}.get(method, {"beta": 0.9, "eta": 1.0})
+        self.numbers = nn.ParameterDict({n: torch.tensor(each) for n, each in learned.items()})
+
+    def forward(
+        self, z: Tensor, p: Tensor | None = None, *args: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The state and the momentum after the step; ``p`` None is zero, and stays so without any."""
+        if self.method == "plain":
+            return z + self.branch(z, *args), p
+        eta = self.numbers["eta"]
+        if self.method == "gain":
+            return z + eta * self.branch(z, *args), p
+        # A momentum of zero and not none at all: in the dtype of z, also where autocast gives u a
+        # narrower one, and with a gradient of 0 for beta, where data parallel training takes None for
+        # an error.
+        carried = self.numbers["beta"] * (torch.zeros_like(z) if p is None else p)
+        at = z
+        if self.method == "nesterov" and p is not None:
+            at = z - (eta * carried if self.lookahead == "scaled" else carried)
+        both = {"memory": z} if self.lookahead == "queries" else {}
+        pull = self.branch(at, *args, **both)
+        moved = carried - pull
+        return z - eta * moved, moved
+
+    def extra_repr(self) -> str:
+        return f"method={self.method}, lookahead={self.lookahead}"
+
+
+class BareAttentionStep(Update):
+    r"""``f(z)_i = normalise((1 - gamma) sum_j alpha_ij J_ij z_j + gamma z_i)``, all tokens at once.
+
+    ``sum_j alpha_ij J_ij z_j = -de_i/dz_i`` descends the token's *own* term of the energy, with
+    all others held; the sum of the terms may rise, so no energy is monitored. ``gamma = 1/2`` is the
+    residual form ``z_i + sum_j alpha_ij J_ij z_j``. Without the normalisation the states shrink to
+    zero or grow without bound.
+
+    As a layer, ``DEQ(BareAttentionStep(energy), solver=solvers.Forward())``: from states far from a fixed
+    point plain iteration runs to an attractor where Anderson's mixing may stall.
+
+    Args:
+        energy: a :class:`BareAttention`.
+        gamma: share of the old state, in [0, 1).
+        radius: of a token's sphere, finite, > 0; None: no normalisation.
+        circles: the token is cut into this many equal parts, each normalised to
+            ``radius / sqrt(circles)``: 1 for the sphere of the whole token, D / 2 for pixels that are
+            points on circles of their own.
+
+    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool. Masked tokens and tokens without
+    neighbours keep their state, whatever its norm, and so do parts that would become 0 and have no
+    direction.
+
+    Source: D'Amico and Negri (2024), https://arxiv.org/abs/2409.16112.
+    """
+
+    def __init__(
+        self,
+        energy: BareAttention,
+        *,
+        gamma: float = 0.0,
+        radius: float | None = 1.0,
+        circles: int = 1,
+    ) -> None:
+        super().__init__()
+        self.energy = require_instance("energy", energy, BareAttention, "a BareAttention")
+        self.gamma = require_number("gamma", gamma, low=0.0, high=1.0)
+        if gamma == 1.0:
+            raise ValueError("gamma must be below 1, got 1.0: nothing would move")
+        self.radius = None if radius is None else require_positive("radius", radius)
+        self.circles = require_count("circles", circles)
+        if energy.width % circles:
+            raise ValueError(f"circles must divide the {energy.width} components, got {circles}")
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        pull = self.energy.pull(z, mask=mask)
+        seen = hide(z, mask)
+        moved = (1 - self.gamma) * pull + self.gamma * seen
+        if self.radius is not None:
+            moved = self._normalised(moved, seen)
+        if mask is None:
+            return moved if z.shape[1] > 1 else z.clone()
+        hears = mask & (mask.sum(-1, keepdim=True) > 1)
+        return torch.where(hears.unsqueeze(-1), moved, z)
+
+    def _normalised(self, moved: Tensor, z: Tensor) -> Tensor:
+        """Each part of ``moved`` at its radius; a part of norm 0 is that of ``z``."""
+        assert self.radius is not None
+        wide = accumulation_dtype(z.dtype)
+        parts = moved.to(wide).unflatten(-1, (self.circles, -1))
+        largest = parts.detach().abs().amax(-1, keepdim=True)  # else squares leave the range
+        lives = largest != 0  # NaN stays NaN
+        parts = torch.where(lives, parts / torch.where(lives, largest, 1.0), 1.0)
+        scale = self.radius / self.circles**0.5
+        unit = parts * (scale * parts.square().sum(-1, keepdim=True).rsqrt())
+        kept = z.to(wide).unflatten(-1, (self.circles, -1))
+        return torch.where(lives, unit, kept).flatten(-2).to(z.dtype)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, radius={self.radius}, circles={self.circles}"

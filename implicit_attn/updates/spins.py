@@ -1,7 +1,9 @@
-"""Mean fields of spins: learned couplings, adaptive TAP, couplings of the input."""
+"""Updates of coupled spins: mean fields with learned and input couplings, adaptive TAP, kinetic, saddle."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from implicit_attn.energies.projected import Projection, SpectralBound, merge_he
 from implicit_attn.energies.spins import Couplings
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
+    check_dtype,
     check_input,
     check_mask,
     check_tokens,
@@ -22,8 +25,24 @@ from implicit_attn.energies.tokens import (
 from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
 from implicit_attn.parametrised import parametrise
 from implicit_attn.updates.update import Update
-from solvers import Site, SphericalSite, SpinState, starting_state, tap_log_partition, tap_step
-from solvers.core.checks import require_count, require_flag, require_instance, require_positive
+from solvers import (
+    SaddleSolution,
+    Site,
+    SphericalSite,
+    SpinState,
+    kinetic_map,
+    spherical_saddle,
+    starting_state,
+    tap_log_partition,
+    tap_step,
+)
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_positive,
+)
 
 
 class NormedMLP(nn.Module):
@@ -336,3 +355,250 @@ def check_fields(x: Any, mask: Any, name: str, dim: int) -> None:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name}: x must be a tensor (B, N, {dim}), got {got}")
     check_mask(mask, x, name, features=1)
+
+
+CLOSURES = ("gaussian", "naive", "tap", "plefka")
+
+
+class KineticAttention(Update):
+    r"""Means of spins on spheres that all change at once, each in the field of the others.
+
+    In each head, of width p, the tokens are put on the sphere of radius ``R = sqrt(p / 2)``. There they
+    are the field of spins of the same length, which couple by attention weights of the input::
+
+        J_ij = softmax_j(scale q_i.k_j),   theta_i = beta (x_i + sum_j J_ij m_j)
+        m_i = theta_i / (1 + sqrt(1 + (|theta_i|^2 + Delta_i) / R^2))
+        Delta_i = beta^2 sum_j J_ij^2 (R^2 - |m_j|^2)
+
+    ``Delta_i`` is the noise of the spins around their means; the closure "naive" leaves it out. The
+    state is m, so its fixed point is the steady state of the means of a kinetic spin model. Read as a
+    transformer layer, the field is the residual connection, ``J m`` the attention, and the response to
+    the field a normalisation. There is no value projection: heads mix only through J.
+
+    The slope of the response is at most 1/2 and the rows of J sum to 1. With "naive" and ``beta < 2`` the
+    map is therefore a contraction, so that its fixed point exists and is unique. It commutes with
+    permutations of the tokens, unless ``causal``.
+
+    Args:
+        dim: d.
+        heads: a divisor of d, with ``p = d / heads >= 2``.
+        beta: inverse temperature, > 0.
+        closure: "gaussian", "naive", "tap" or "plefka", see ``solvers.kinetic_step``. The last two are
+            expansions for weak couplings; "plefka" with beta 2 is worse than "naive", and "tap" costs
+            p^3 for each token.
+        scale: factor of the scores, > 0; None: 1, as in the source.
+        self_coupling: whether a token couples to itself; False excludes ``J_ii`` from the softmax.
+        causal: a token couples to itself and the tokens before it only.
+
+    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are no keys and keep
+    their state. A token without any key has the field ``beta x_i``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument.
+
+    Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/, there with
+    the closure "plefka", and with p - 2 for p in the radius; the Gaussian closure of Mezard and
+    Sakellariou (2011), https://arxiv.org/abs/1103.3433, for spheres in many dimensions.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 1,
+        beta: float = 1.0,
+        closure: str = "gaussian",
+        scale: float | None = None,
+        self_coupling: bool = True,
+        causal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, None)
+        if self.width < 2:
+            raise ValueError(
+                f"heads must leave each head at least 2 features, got dim={dim}, heads={heads}"
+            )
+        self.beta = require_positive("beta", beta)
+        self.closure = require_choice("closure", closure, CLOSURES)
+        self.scale = 1.0 if scale is None else require_positive("scale", scale)
+        self.self_coupling = require_flag("self_coupling", self_coupling)
+        self.causal = require_flag("causal", causal)
+        self.radius = math.sqrt(self.width / 2)
+        self.site = SphericalSite(self.radius, large_dimension=True)
+        self.queries_keys = Projection(dim, 2 * dim)
+
+    def on_spheres(self, x: Tensor) -> Tensor:
+        """The tokens (B, N, d) with every head scaled to length R; zero stays zero.
+
+        A head whose length is not far above ``eps p`` (2e-6 for p = 16 in float32) gets less, as
+        ``R |x| / sqrt(|x|^2 + (eps p)^2)``: the scale of the tokens counts there, and only there.
+        """
+        parts = x.view(*x.shape[:-1], self.heads, self.width)
+        wide = parts.to(accumulation_dtype(x.dtype))
+        # Below this length a token shrinks to zero smoothly: its direction has no derivative at zero.
+        least = torch.finfo(wide.dtype).eps * self.width
+        length = (wide.square().sum(-1, keepdim=True) + least**2).sqrt()
+        return (wide * (self.radius / length)).to(x.dtype).view(x.shape)
+
+    def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """``J`` (B, heads, N, N), without beta, of tokens ``x`` (B, N, d) on their spheres."""
+        check_dtype(x, self.queries_keys.weight, type(self).__name__)
+        query, key = F.linear(hide(x, mask), self.queries_keys.weight).chunk(2, dim=-1)
+        query, key = self.scale * split_heads(query, self.heads), split_heads(key, self.heads)
+        pairs = token_pairs(mask, self.causal, x.shape[1], x.device, own=self.self_coupling)
+        return softmax_couplings(query, key, pairs).to(x.dtype)
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+        """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
+        check_fields(x, mask, type(self).__name__, self.dim)
+        x = self.on_spheres(x)
+        return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
+
+    def initial(self, x: Tensor) -> Tensor:
+        """The means in the field alone, ``J = 0``."""
+        return self.start(x, self.prepare(x))
+
+    def start(self, x: Any, prepared: Prepared) -> Tensor:
+        field = prepared.parts[0].detach()
+        parts = field.view(*field.shape[:-1], self.heads, self.width)
+        size = parts.square().sum(-1, keepdim=True)
+        return (parts / (1 + (1 + size / self.radius**2).sqrt())).view(field.shape)
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        name = type(self).__name__
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
+        prepared = x if isinstance(x, Prepared) else self.prepare(x, mask=mask)
+        field, couplings = prepared.parts
+        field = check_input(field, z, name)
+        if not z.numel():  # no samples, or no tokens
+            return z
+        batch = z.shape[0]
+
+        def fold(y: Tensor) -> Tensor:
+            return split_heads(y, self.heads).flatten(0, 1)
+
+        apart = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
+        options: dict[str, Any] = {"site": self.site, "closure": self.closure, "mask": apart}
+        mean = kinetic_map(fold(z), fold(field), couplings.flatten(0, 1), **options)
+        return merge_heads(mean.unflatten(0, (batch, self.heads)))
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, heads={self.heads}, beta={self.beta:.4g}, closure={self.closure!r}, "
+            f"scale={self.scale:.4g}, self_coupling={self.self_coupling}, causal={self.causal}"
+        )
+
+
+KINDS = ("free", "input")
+
+
+class SaddleAttention(nn.Module):
+    r"""Means of N spins of d components, |S_i| = sqrt d, whose fields are the normalised tokens.
+
+    ``P(S) ~ exp(1/2 sum_ij K_ij S_i.S_j + sum_i h_i.S_i)`` with ``h = beta LayerNorm(x)`` and scalar
+    couplings K, either parameters or from the input, with queries and keys of ``n = LayerNorm(x) / sqrt d``::
+
+        free:    K = 2 beta J,  J_ij = J_ji,  drawn from N(0, 1 / (N d))
+        input:   K = beta (A + A^T) / sqrt(N d),  A = tanh(sqrt d (W_q n)(W_k n)^T),  without its diagonal
+
+    The output is ``m = (Lambda - K)^-1 h`` (:func:`solvers.spherical_saddle`, exact for large d). The
+    multipliers Lambda minimise a strictly convex function of N numbers, so this is a module of its own:
+    it needs no ``DEQ``, no damping and no starting point, and takes derivatives of any order::
+
+        layer = SaddleAttention(17, 64, couplings="input")
+        layer(x)  # (B, N, d)
+        layer.solve(x).log_partition  # (B,), the free energy as another output, or as a loss
+
+    Args:
+        sites: N, of the free couplings; inputs of any N go with ``couplings="input"``.
+        dim: d.
+        couplings: "free" or "input".
+        beta: inverse temperature, > 0.
+        per_site: False: one multiplier for all spins (the spherical model).
+        normalise: False: ``h = beta x``, for fields that are given as they are, and ``n = x / sqrt d``.
+        on_failure: "warn", "raise" or "ignore" about samples that did not converge.
+
+    Shapes: ``x`` (B, N, d) -> (B, N, d). ``mask`` (B, N) bool: masked tokens influence no other, their
+    output is zero, and N in the formula counts the others, so that padding changes nothing.
+
+    Attributes:
+        last: the :class:`solvers.SaddleSolution` of the latest solve, detached, or None.
+
+    Source: M. Bal, afem, https://github.com/mcbal/afem: K is ``2 beta J`` and h is
+    ``beta sqrt d`` times the field of that code, m is ``sqrt d`` times its magnetisation.
+    """
+
+    pairs: Tensor
+
+    def __init__(
+        self,
+        sites: int,
+        dim: int,
+        couplings: str = "free",
+        *,
+        beta: float = 1.0,
+        per_site: bool = True,
+        normalise: bool = True,
+        on_failure: str = "warn",
+    ) -> None:
+        super().__init__()
+        self.sites, self.dim = require_count("sites", sites), require_count("dim", dim)
+        self.kind = require_choice("couplings", couplings, KINDS)
+        self.beta = require_positive("beta", beta)
+        self.per_site = require_flag("per_site", per_site)
+        self.normalise = require_flag("normalise", normalise)
+        self.on_failure = require_choice("on_failure", on_failure, ("warn", "raise", "ignore"))
+        self.last: SaddleSolution | None = None
+        if self.kind == "free":
+            pairs = sites * (sites - 1) // 2
+            self.free = nn.Parameter(torch.randn(pairs) / math.sqrt(sites * dim))
+            self.register_buffer("pairs", torch.triu_indices(sites, sites, 1), persistent=False)
+        else:
+            self.query = nn.Linear(dim, dim, bias=False)
+            self.key = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The means (B, N, d)."""
+        return self.solve(x, mask).mean
+
+    def solve(self, x: Tensor, mask: Tensor | None = None) -> SaddleSolution:
+        """The whole solution: means, response, log partition function, status of each sample."""
+        check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
+        if self.kind == "free" and x.shape[1] != self.sites:
+            raise ValueError(
+                f"SaddleAttention: x must have {self.sites} sites (N), got shape {tuple(x.shape)}"
+            )
+        fields = F.layer_norm(x, (self.dim,)) if self.normalise else x
+        k = self.couplings(fields, mask)
+        solution = spherical_saddle(
+            k.to(fields.dtype),
+            self.beta * fields,
+            per_site=self.per_site,
+            mask=mask,
+            on_failure=self.on_failure,
+        )
+        tensors: dict[str, Any] = {name: t.detach() for name, t in vars(solution).items()}
+        self.last = replace(solution, **tensors)
+        return solution
+
+    def couplings(self, fields: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``K`` (N, N), or (B, N, N) from the normalised input (B, N, d), N unmasked tokens of a sample."""
+        if self.kind == "free":
+            rows, columns = self.pairs.unbind(0)
+            upper = self.free.new_zeros(self.sites, self.sites).index_put(
+                (rows, columns), self.free
+            )
+            return 2 * self.beta * (upper + upper.mT)
+        sites = fields.shape[1]
+        count = torch.full_like(fields[:, :1, :1], sites)
+        if mask is not None:
+            count = mask.sum(1).clamp(min=1).to(fields.dtype)[:, None, None]
+        n = fields / math.sqrt(self.dim)
+        scores = torch.tanh(math.sqrt(self.dim) * (self.query(n) @ self.key(n).mT))
+        outside = 1 - torch.eye(sites, dtype=scores.dtype, device=scores.device)
+        return self.beta * (scores + scores.mT) / (count * self.dim).sqrt() * outside
+
+    def extra_repr(self) -> str:
+        return (
+            f"sites={self.sites}, dim={self.dim}, couplings={self.kind!r}, beta={self.beta}, "
+            f"per_site={self.per_site}"
+        )
