@@ -46,7 +46,6 @@ class SaddleSolution:
         mean: (B, N, d) ``<S_i> = X x``.
         response: (B, N, N) ``X = (Lambda - K)^-1``: ``<S_i.S_j> - <S_i>.<S_j> = d X_ij``.
         log_partition: (B,) ``log Z``, at least float32; 0 without couplings and fields.
-        internal_energy: (B,) ``-<1/2 sum_ij K_ij S_i.S_j + sum_i x_i.S_i>``, at least float32.
         status: (B,) int64, values of :class:`solvers.Status`.
         residual: (B,) largest ``|<|S_i|^2> / d - 1|``, of the mean over the unmasked sites where they
             share a multiplier.
@@ -57,7 +56,6 @@ class SaddleSolution:
     mean: Tensor
     response: Tensor
     log_partition: Tensor
-    internal_energy: Tensor
     status: Tensor
     residual: Tensor
     evaluations: Tensor
@@ -146,21 +144,18 @@ def spherical_saddle(
 
 def _moments(
     multiplier: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, response, log Z and internal energy at the saddle, differentiable."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, response and log Z at the saddle, differentiable."""
     _, sites, dim = x.shape
     whole = _of_sites(multiplier, sites, mask)
     factor, response = _inverse(whole, k)
     mean = response @ x
     log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
     size = whole.sum(1) - log_det - sites
-    aligned = (x * mean).flatten(1).sum(1)
-    log_z = dim / 2 * size + aligned / 2
-    products = mean @ mean.mT + dim * response
-    energy = -((k * products).flatten(1).sum(1) / 2 + aligned)
+    log_z = (dim * size + (x * mean).flatten(1).sum(1)) / 2
     if mask is not None:
         response = zero_masked(zero_masked(response, mask).mT, mask)
-    return mean.to(dtype), response.to(dtype), log_z, energy
+    return mean.to(dtype), response.to(dtype), log_z
 
 
 def _of_sites(multiplier: Tensor, sites: int, mask: Tensor | None) -> Tensor:

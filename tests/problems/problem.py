@@ -12,7 +12,6 @@ import torch
 from scipy import optimize
 from scipy.sparse.linalg import LinearOperator, minres
 from torch import Generator, Tensor
-from torch.utils import _pytree as pytree
 
 Expect = Literal["converges", "diverges", "nonfinite", "mixed"]
 PLAIN_LIMIT = 4000
@@ -64,18 +63,13 @@ class ZooProblem:
         return self.z0.shape[0]
 
 
-def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply ``function`` to each tensor of a pytree."""
-    return pytree.tree_map(function, tree)
+def cast(problem: ZooProblem, dtype: torch.dtype) -> ZooProblem:
+    """The same problem in another precision, in tensors of its own."""
 
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(dtype, copy=True)
 
-def cast(problem: ZooProblem, dtype: torch.dtype, device: torch.device | str) -> ZooProblem:
-    """The same problem in another precision and place, in tensors of its own."""
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device=device, dtype=dtype, copy=True)
-
-    return replace(problem, z0=move(problem.z0), args=tree_map(move, problem.args))
+    return replace(problem, z0=copy(problem.z0), args=tuple(map(copy, problem.args)))
 
 
 def rows(problem: ZooProblem, index: Tensor) -> ZooProblem:
@@ -85,7 +79,7 @@ def rows(problem: ZooProblem, index: Tensor) -> ZooProblem:
         return tensor.index_select(0, index.to(tensor.device))
 
     return replace(
-        problem, z0=take(problem.z0), args=tree_map(take, problem.args),
+        problem, z0=take(problem.z0), args=tuple(map(take, problem.args)),
         reference=_transformed(problem, take),
     )  # fmt: skip
 

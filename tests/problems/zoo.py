@@ -798,11 +798,9 @@ def _original(name: str, seed: int) -> ZooProblem:
     return replace(problem, reference=cache(problem.reference))
 
 
-def make(
-    name: str, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
-) -> ZooProblem:
+def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> ZooProblem:
     """The problem ``name`` in tensors of its own, safe to overwrite."""
-    return cast(_original(name, seed), dtype, device)
+    return cast(_original(name, seed), dtype)
 
 
 PROBLEMS = list(BUILDS)
