@@ -20,7 +20,6 @@ from solvers.core.checks import require_choice, require_count, require_flag, req
 from solvers.fixed_points import read_solver
 
 EPSILON = 1e-5  # of the norm of the input
-MASKS = ("src_mask", "src_key_padding_mask", "is_causal", "memory", "memory_key_padding_mask")
 ATTENTIONS = ("self", "cross", None)
 MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
 # GELU' <= 1.129: the curvature of its integral is by so much greater than that of relu(y)^2 / 2.
@@ -69,20 +68,25 @@ class EncoderLayer(nn.Module):
         """Status, residual and evaluations of each sample in the latest solve (``DEQ.last``)."""
         return self.deq.last
 
-    def solve(self, src: Tensor, *masks: Any, **options: Any) -> solvers.Solution:
-        """The :class:`solvers.Solution` for the state z*; ``masks`` as in ``forward``.
+    def solve(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        memory: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        **options: Any,
+    ) -> solvers.Solution:
+        """The :class:`solvers.Solution` for the state z*; ``src`` and masks as in ``forward``.
 
-        ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
-        The state is (B, N, state_dim), however the tokens are laid out.
+        ``options`` are those of :meth:`implicit_attn.DEQ.solve`. The state is (B, N, state_dim), however
+        the tokens are laid out.
         """
-        if len(masks) > len(MASKS):
-            raise TypeError(f"solve takes src and {list(MASKS)}, got {1 + len(masks)} arguments")
-        call = dict(zip(MASKS, masks, strict=False))
-        twice = sorted(set(call) & set(options))
-        if twice:
-            raise TypeError(f"{twice} are given by position and by name")
-        call |= {name: options.pop(name) for name in MASKS if name in options}
-        x, given, mask = self.arguments(src, *(call.get(name) for name in MASKS))
+        x, given, mask = self.arguments(
+            src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
+        )
         chosen: dict[str, Any] = {"tolerance": self._tolerance(x)} | options
         return self.deq.solve(given, mask, **chosen)
 

@@ -30,7 +30,10 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
     ):
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    wanted = _dtypes(update)
+    parameters = (p for _, part in parts_of(update) for p in part._parameters.values())
+    wanted = {p.dtype for p in parameters if p is not None and p.is_floating_point()}
+    # Tensors show none to a compiler or an exporter, nor within a transform.
+    has_numbers = not (torch.compiler.is_compiling() or in_transform())
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if leaf.dim() == 0 or leaf.shape[0] == 0:
@@ -41,7 +44,7 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
         if not leaf.is_floating_point():
             continue
         kind = leaf.device.type
-        if leaf.dim() > 1 and _has_numbers():
+        if leaf.dim() > 1 and has_numbers:
             require_finite("x", leaf)
         if len(wanted) == 1 and leaf.dtype not in wanted and not torch.is_autocast_enabled(kind):
             raise TypeError(
@@ -49,12 +52,6 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
                 f"{leaf.dtype}; convert one of them with .to()"
             )
     return _batched(x, leaves, mask, z0)
-
-
-def _dtypes(update: nn.Module) -> set[torch.dtype]:
-    """Floating dtypes of the parameters."""
-    found = {p.dtype for _, m in parts_of(update) for p in m._parameters.values() if p is not None}
-    return {dtype for dtype in found if dtype.is_floating_point}
 
 
 def refuse_sharded_parts(update: nn.Module) -> None:
@@ -66,21 +63,13 @@ def refuse_sharded_parts(update: nn.Module) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nobody has sharded anything
         return
-    kinds = (fsdp.FullyShardedDataParallel, *_existing(fsdp, "FSDPModule"))
+    newer = (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
+    kinds = (fsdp.FullyShardedDataParallel, *newer)
     if any(isinstance(part, kinds) for _, part in parts_of(update)):
         raise ValueError(
             "the update must hold no module that FSDP shards, as processes make different numbers of "
             "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"
         )
-
-
-def _existing(module: Any, name: str) -> tuple[Any, ...]:
-    return (getattr(module, name),) if hasattr(module, name) else ()
-
-
-def _has_numbers() -> bool:
-    """Whether tensors show them: not to a compiler or an exporter, nor within a transform."""
-    return not (torch.compiler.is_compiling() or in_transform())
 
 
 def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:

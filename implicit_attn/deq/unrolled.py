@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
-from implicit_attn.deq.inputs import check_batched, check_inputs, initial_state
+from implicit_attn.deq.inputs import batch_and_device, check_batched, check_inputs, initial_state
 from implicit_attn.deq.maps import Map, flat, prepares
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.updates.update import Update
@@ -80,8 +79,7 @@ class UnrolledLayer(nn.Module):
             if dropped is None:
                 prepared, seeds = self.update.prepare(x, mask=mask), None
             else:
-                first = next(t for t in pytree.tree_leaves((z0, x)) if isinstance(t, Tensor))
-                seeds = dropout_seeds(first.shape[0], first.device)
+                seeds = dropout_seeds(*batch_and_device(z0, x))
                 with dropped.within(seeds):
                     prepared = self.update.prepare(x, mask=mask)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0

@@ -18,7 +18,6 @@ from implicit_attn.energies.heads import (
     HeadsContext,
     check_exclude_self,
     check_held,
-    check_kind,
     fit_pairs,
     masked_key,
     project_input,
@@ -138,10 +137,10 @@ class ConditionalAttention(HasTemperatures, Energy):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_kind(memory_dim is not None, causal, exclude_self)
         self.backend = check_backend(backend, "frozen keys")
         self.set_heads(dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta)
         self.cross, self.causal = memory_dim is not None, causal
+        self.exclude_self = check_exclude_self(exclude_self, backend, self.cross, causal)
         self.norm = require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)")
         self.score_norm = check_norm(score_norm)
         self.curvature = require_positive("curvature", curvature)
@@ -156,7 +155,6 @@ class ConditionalAttention(HasTemperatures, Energy):
         self.key_bias = nn.Parameter(torch.zeros(rows))
         self.value_bias = nn.Parameter(torch.zeros(rows))
         self.state = Projection(dim, rows, bound=1.0)
-        self.exclude_self = check_exclude_self(exclude_self, backend)
         if causal and backend == "flash":
             raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 

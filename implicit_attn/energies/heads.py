@@ -232,8 +232,13 @@ class HeadsContext(NamedTuple):
     pairs: Pairs | None = None
 
 
-def check_exclude_self(exclude_self: bool, backend: str) -> bool:
-    """A flag; only the dense formulas, which "auto" then takes, know pairs."""
+def check_exclude_self(
+    exclude_self: bool, backend: str, cross: bool = False, causal: bool = False
+) -> bool:
+    """A flag of self-attention, as ``causal``; only the dense formulas, which "auto" takes, know pairs."""
+    for name, given in (("causal", causal), ("exclude_self", exclude_self)):
+        if given and cross:
+            raise ValueError(f"{name} needs self-attention, got {name}=True with cross=True")
     if require_flag("exclude_self", exclude_self) and backend not in ("auto", "reference"):
         raise ValueError(f'exclude_self needs backend="auto" or "reference", got {backend!r}')
     return exclude_self
@@ -335,13 +340,6 @@ def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
     if key is not None and key.shape[0] != z.shape[0]:
         raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(key)}")
     return context
-
-
-def check_kind(cross: bool, causal: bool, exclude_self: bool) -> None:
-    """Options of self-attention exclude cross-attention."""
-    for name, given in (("causal", causal), ("exclude_self", exclude_self)):
-        if given and cross:
-            raise ValueError(f"{name} needs self-attention, got {name}=True with cross=True")
 
 
 def counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:

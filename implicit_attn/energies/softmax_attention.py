@@ -14,7 +14,6 @@ from implicit_attn.energies.heads import (
     HeadOptions,
     HeadsContext,
     check_exclude_self,
-    check_kind,
     fit_pairs,
     masked_key,
     project_input,
@@ -108,7 +107,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
         super().__init__()
         require_choice("energy", energy, ("inner", "elastic"))
         check_backend(backend, "frozen keys")
-        check_kind(cross, causal, exclude_self)
+        self.exclude_self = check_exclude_self(exclude_self, backend, cross, causal)
         if backend == "flash" and not cross:
             raise ValueError("backend='flash' needs cross=True, got cross=False")
         options = self.set_heads(dim, heads, **shared)
@@ -123,7 +122,6 @@ class SoftmaxAttention(HasTemperatures, Energy):
         biased = options.bias or seen is not None
         self.query_bias = nn.Parameter(torch.zeros(rows)) if biased else None
         self.key_bias = nn.Parameter(torch.zeros(rows)) if biased else None
-        self.exclude_self = check_exclude_self(exclude_self, backend)
         self.concave = cross and energy == "inner" and options.norm is None
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:

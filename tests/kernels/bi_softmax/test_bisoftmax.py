@@ -293,20 +293,6 @@ def test_derivatives_of_operators(options: dict[str, Any]) -> None:
     assert gradcheck(product, (z, v, a))
 
 
-@pytest.mark.parametrize("count", [40, 290])
-def test_derivatives_in_strips(count: int) -> None:
-    """All orders against the dense reference where there is more than one strip."""
-    z, v, a = recorded(1, 2, count, 4)
-    found = {}
-    for backend in ("blocks", "reference"):
-        gradient, lse = bisoftmax(z, 0.5, backend=backend)
-        loss = (gradient * v).sum() + (lse * a).sum()
-        (first,) = torch.autograd.grad(loss, z, create_graph=True)
-        found[backend] = [first, *torch.autograd.grad((first * v.detach()).sum(), (z, v, a))]
-    for ours, theirs in zip(found["blocks"], found["reference"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-
-
 def test_the_product_is_linear_in_v_at_the_cost_of_a_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -374,14 +360,3 @@ def test_transforms() -> None:
         stack.movedim(0, 1)
     )
     torch.testing.assert_close(mapped[:, 1], bisoftmax_hvp(z, v, BETA))
-
-
-def test_whole_graph_compilation() -> None:
-    def loss(z: Tensor) -> Tensor:
-        gradient, lse = bisoftmax(z, BETA, mask=HOLES, backend="blocks")
-        return (gradient.square().sum() + lse.sum()) * 2.0
-
-    z, _, _ = recorded()
-    expected = torch.autograd.grad(loss(z), z)[0]
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch.testing.assert_close(torch.autograd.grad(compiled(z), z)[0], expected)
