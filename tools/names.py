@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "api"
 # A name in code font, alone; a heading or a link is left as it is.
 _CODE = re.compile(r"(?<![\[`\w])`(?P<name>[A-Za-z_][\w.]*\w)`(?![`\]])")
 _BLOCK = re.compile(r"^[ ]*```.*?^[ ]*```$|^#[^\n]*$", flags=re.M | re.S)
-_FENCE = re.compile(r"^```api (?P<module>[\w.]+)\n(?P<names>.*?)^```$", flags=re.M | re.S)
+FENCE = re.compile(r"^```api (?P<module>[\w.]+)\n(?P<names>.*?)^```$", flags=re.M | re.S)
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One name of a module, on a page of the API."""
+class Listed(NamedTuple):
+    """One name of a module."""
 
-    page: str
     module: str
     name: str
 
@@ -38,17 +34,9 @@ class Listed:
 
 def listed() -> list[Listed]:
     """All names of all pages, in the order of reading."""
-    return [
-        Listed(page.name, found["module"], name)
-        for page in sorted(PAGES.glob("*.md"))
-        for found in _FENCE.finditer(page.read_text("utf-8"))
-        for name in found["names"].split()
-    ]
-
-
-def replace_fences(markdown: str, write: Callable[[str, list[str]], str]) -> str:
-    """``markdown`` with ``write(module, names)`` in the place of every fence."""
-    return _FENCE.sub(lambda found: write(found["module"], found["names"].split()), markdown)
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    fences = [found for page in pages for found in FENCE.finditer(page.read_text("utf-8"))]
+    return [Listed(found["module"], name) for found in fences for name in found["names"].split()]
 
 
 @functools.cache

@@ -30,7 +30,7 @@ import griffe
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 
-from tools.names import ROOT, link_names, listed, replace_fences
+from tools.names import FENCE, ROOT, link_names, listed
 
 PACKAGES = ("solvers", "implicit_attn")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?([^`]+)`")
@@ -87,16 +87,14 @@ class Markdown(griffe.Extension):
 
     def _walk(self, parent: griffe.Object) -> None:
         if parent.docstring is not None:
-            parent.docstring.value = self._rewritten(parent, parent.docstring.value)
+            parent.docstring.value = self._markdown(parent, parent.docstring.value)
         for member in parent.members.values():
             if isinstance(member, griffe.Object):
                 self._walk(member)
 
-    def _rewritten(self, owner: griffe.Object, text: str) -> str:
-        text = _ROLE.sub(lambda found: self._link(owner, found[1]), text)
-        text = _LITERAL.sub(":", text)
-        text = _EXAMPLE.sub(_example, text)
-        text = _ATTRIBUTES.sub(_one_by_one, text)
+    def _markdown(self, owner: griffe.Object, text: str) -> str:
+        text = _LITERAL.sub(":", _ROLE.sub(lambda found: self._link(owner, found[1]), text))
+        text = _ATTRIBUTES.sub(_one_by_one, _EXAMPLE.sub(_example, text))
         return _HEADING.sub(r"**\1:** ", text)
 
     def _link(self, owner: griffe.Object, target: str) -> str:
@@ -162,7 +160,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = _LINK.sub(lambda found: _link(found, folder), markdown)
     if not page.file.src_uri.startswith("api/"):
         markdown = link_names(markdown)
-    return replace_fences(markdown, _documentation)
+    return FENCE.sub(
+        lambda found: _documentation(found["module"], found["names"].split()), markdown
+    )
 
 
 def on_page_content(html_text: str, **_: Any) -> str:
@@ -204,17 +204,13 @@ def _link(found: re.Match[str], folder: PurePosixPath) -> str:
 
 def _documentation(module: str, names: list[str]) -> str:
     rows = [f"| [`{name}`][{module}.{name}] | {_first_sentence(module, name)} |" for name in names]
-    parts = [_directive(f"{module}.{name}") for name in names]
+    parts = []  # what mkdocstrings replaces by the documentation; of a module, its text without its parts
+    for path in (f"{module}.{name}" for name in names):
+        is_module = _loader().modules_collection[path].is_module
+        parts.append(f"::: {path}" + "\n    options:\n      members: false\n" * is_module)
     if len(names) == 1:
         return f"{parts[0]}\n"
     return "\n".join(["| name | what it is |", "|---|---|", *rows, "", "\n\n".join(parts), ""])
-
-
-def _directive(path: str) -> str:
-    """What mkdocstrings replaces by the documentation; of a module, its text without its parts."""
-    found = _loader().modules_collection[path]
-    alone = "\n    options:\n      members: false\n" if found.is_module else ""
-    return f"::: {path}{alone}"
 
 
 @functools.cache
