@@ -15,7 +15,7 @@ import torch
 from bare_attention import EXACT, SOURCE, Images, decode, noisy, open_images, points, show
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from runner import columns, run
+from runner import Table, columns, run
 from torch import Tensor
 from torch.nn.utils import parametrize
 
@@ -30,7 +30,6 @@ RETURNED = 1e-9  # a state this near to an earlier one (relative, float64) has c
 LONGEST_CYCLE, LARGEST_SAMPLE = 60, 16  # of fixed points of one model whose derivative is measured
 MEAN_STEPS = 10  # of the iterated conditional mean, which stands still after about five
 COLOURS = ("C0", "C1", "C2", "C3")
-Table = list[dict[str, Any]]
 
 
 class Run(NamedTuple):

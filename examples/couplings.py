@@ -75,10 +75,9 @@ def conditional_logits(model: SpinModel, colours: Tensor) -> Tensor:
 
 
 def bayes_npl(model: SpinModel, colours: Tensor) -> float:
-    """The least negative log pseudo-likelihood per site: that of the model that made the samples.
+    """The least ``-1/(M N) sum_mu sum_i log p(s_i^mu | all other sites)``: that of the model of the samples.
 
-    ``-1/(M N) sum_mu sum_i log p(s_i^mu | all other sites)``, an estimate of the mean conditional entropy;
-    what a predictor of one site from all others loses beyond it, on the same samples, is its excess.
+    What a predictor of one site from all others loses beyond it, on the same samples, is its excess.
     """
     logits = conditional_logits(model, colours)
     return F.cross_entropy(logits.flatten(0, 1), colours.flatten()).item()
@@ -121,12 +120,9 @@ def categorical_jacobian(
     what the other sites are in ``sequences``; ``J_ii = 0``. It is exact, up to the parts that only move
     fields, for a model whose logits are a sum of terms of single sites: compare after ``zero_sum``.
 
-    Args:
-        model: tokens (B, N) -> logits (B, N, d); put into evaluation mode for the calls.
-        sequences: (M, N) integers in [0, d), a dozen usually suffice; N^2 d M sequences are evaluated.
-        colours: d.
-        mask: the token that hides a site; None: the model does not look at the site that it predicts.
-        batch: sequences of a call.
+    ``model`` maps tokens (B, N) to logits (B, N, d), at most ``batch`` sequences a call; of ``sequences``
+    (M, N) a dozen usually suffice, N^2 d M are evaluated. ``mask`` is the token that hides a site; None: the
+    model does not look at the site that it predicts.
 
     Source: Z. Zhang et al. (2024), "Protein language models learn evolutionary statistics of interacting
     sequence motifs", https://doi.org/10.1073/pnas.2406285121, for the name and its use on proteins.

@@ -48,10 +48,6 @@ class Rings(NamedTuple):
     targets: Tensor
     difficulty: Tensor
 
-    def right(self, predicted: Tensor) -> Tensor:
-        """(B, N) bool: positions where ``predicted`` (B, N) is right."""
-        return predicted == self.targets
-
 
 def draw_rings(
     number: int, size: int, generator: torch.Generator, marks: tuple[int, int] = (1, 3)
@@ -318,7 +314,7 @@ def kinds(rings: Rings) -> Iterator[tuple[dict[str, Any], Tensor]]:
 def lasting(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
     """(B,): iterations after which a ring is solved for good, 0 where it is not."""
     ends = states(model, rings.inputs, most)
-    solved = torch.stack([rings.right(model.decode(z).argmax(2)).all(1) for z in ends])
+    solved = torch.stack([(model.decode(z).argmax(2) == rings.targets).all(1) for z in ends])
     ever_after = solved.flip(0).long().cumprod(0).flip(0)
     return torch.where(ever_after[-1] > 0, ever_after.argmax(0) + 1, 0)
 
@@ -327,7 +323,7 @@ def unfolding(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
     """(most, N) bool: where the hardest ring is right after each iteration, from its longest run on."""
     hardest = Rings(*(each[rings.difficulty.argmax()[None]] for each in rings))
     ends = states(model, hardest.inputs, most)
-    right = torch.cat([hardest.right(model.decode(z).argmax(2)) for z in ends])
+    right = torch.cat([model.decode(z).argmax(2) == hardest.targets for z in ends])
     places = (hardest.inputs[0, :, 1] > 0).nonzero().flatten()
     gaps = (places.roll(-1) - places - 1) % right.shape[1]
     return right.roll(-int(places[gaps.argmax()]), dims=1)
@@ -411,7 +407,7 @@ def easy_to_hard(
                         found = method(model, test.inputs, budget)
                         row = {"model": label, "seed": now, "size": test.targets.shape[1]}
                         row |= {"parameters": parameters, "evaluations": mean(found.evaluations)}
-                        tables["sizes"].append(row | shares(test.right(found.predicted)))
+                        tables["sizes"].append(row | shares(found.predicted == test.targets))
                 if name == EQUILIBRIUM:
                     for factor in FOLLOWED:
                         known = {"size": rings[factor].targets.shape[1], "seed": now}
@@ -422,8 +418,7 @@ def easy_to_hard(
     common = draw(1000, torch.Generator().manual_seed(0)).targets.flatten().mode().values
     for test in rings.values():
         row = {"model": MAJORITY, "seed": 0, "size": test.targets.shape[1], "parameters": 0}
-        right = test.right(torch.full_like(test.targets, int(common)))
-        tables["sizes"].append({**row, "evaluations": 0.0, **shares(right)})
+        tables["sizes"].append({**row, "evaluations": 0.0, **shares(test.targets == common)})
     measures = ["evaluations", "evaluations_90", "converged", "solved", "accuracy"]
     first = {
         "summary": summary(tables["sizes"]),
@@ -447,7 +442,10 @@ def follow(
         for budget in multiples(trained):
             found = WAYS[name](model, rings.inputs, budget)
             row = {"method": name, **known, "iterations": budget}
-            row |= {"evaluations": mean(found.evaluations), **shares(rings.right(found.predicted))}
+            row |= {
+                "evaluations": mean(found.evaluations),
+                **shares(found.predicted == rings.targets),
+            }
             tables["curves"].append(row)
     first = lasting(model, rings, LONG * trained)
     for kind, some in kinds(rings):
@@ -463,7 +461,7 @@ def follow(
             row = {"method": name, **known, "rtol": rtol, "evaluations": mean(numbers)}
             row["evaluations_90"] = numbers.quantile(0.9).item()
             row["converged"] = mean(found.converged)
-            tables["adaptive"].append(row | shares(rings.right(found.predicted)))
+            tables["adaptive"].append(row | shares(found.predicted == rings.targets))
             for kind, some in kinds(rings):
                 row = {"method": name, **known, **kind, "rtol": rtol}
                 tables["stops"].append(row | {"evaluations": mean(numbers[some])})

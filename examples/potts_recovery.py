@@ -21,7 +21,7 @@ import couplings as potts
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from runner import columns, run
+from runner import Table, columns, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,7 +41,6 @@ TRANSFORMERS = {  # layers, recycles, their label
 METHODS = ("linear", "softmax", "potts", *TRANSFORMERS)
 RECYCLES = (1, 2, 3, 4, 6, 8)
 COLORS = ("C0", "C1", "C2", "C3", "#7b4fa3", "#8c6d46", "C4")
-Table = list[dict[str, Any]]
 
 
 class MaskedTransformer(nn.Module):
