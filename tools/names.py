@@ -22,8 +22,9 @@ FENCE = re.compile(r"^```api (?P<module>[\w.]+)\n(?P<names>.*?)^```$", flags=re.
 
 
 class Listed(NamedTuple):
-    """One name of a module."""
+    """One name of a module, on a page of the API."""
 
+    page: str
     module: str
     name: str
 
@@ -34,9 +35,12 @@ class Listed(NamedTuple):
 
 def listed() -> list[Listed]:
     """All names of all pages, in the order of reading."""
-    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
-    fences = [found for page in pages for found in FENCE.finditer(page.read_text("utf-8"))]
-    return [Listed(found["module"], name) for found in fences for name in found["names"].split()]
+    return [
+        Listed(page.name, found["module"], name)
+        for page in sorted((ROOT / "docs" / "api").glob("*.md"))
+        for found in FENCE.finditer(page.read_text("utf-8"))
+        for name in found["names"].split()
+    ]
 
 
 @functools.cache
