@@ -434,7 +434,6 @@ def adaptive_tap(
     inverse_temperature: float | Sequence[float] = 1.0,
     response: bool = False,
     log_partition: bool = False,
-    record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
     r"""Means, covariances and free energies of coupled sites by mean-field theories.
@@ -484,7 +483,6 @@ def adaptive_tap(
             of the model at the solution, ``d log Z / dx = beta m`` (a pair counts once:
             ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``), at no adjoint solve; for
             ``SphericalSite(large_dimension=True)``, which is no distribution, up to O(1/d).
-        record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
@@ -517,7 +515,6 @@ def adaptive_tap(
         "tolerance": usual_tolerance(tolerance, field.dtype),
         "max_steps": max_steps,
         "adjoint": adjoint,
-        "record": record,
         "on_failure": "ignore",
     }
     tracked = adjoint is not None and torch.is_grad_enabled()

@@ -58,7 +58,6 @@ from solvers.spins.inputs import (
     read_start,
     stationary_value,
     usual_tolerance,
-    with_symmetries,
     zero_masked,
 )
 
@@ -73,10 +72,9 @@ class Graph:
         sites: N.
         source, target: (2E,) sites.
         reverse: (2E,) the edge in the other direction.
-        forward: (2E,) bool, True where ``target`` is the first site of the pair, of an unlisted one
-            the lower. The edges where it holds are the pairs, each once.
+        forward: (2E,) bool, True where ``target`` is the first site of the pair. The edges where it
+            holds are the pairs, each once.
         place: (2E,) of its message among the packed ones, see :meth:`packed`.
-        listed: the pairs came as a list.
         degree: of every site where all are alike, else None.
     """
 
@@ -86,16 +84,15 @@ class Graph:
     reverse: Tensor
     forward: Tensor
     place: Tensor
-    listed: bool
     degree: int | None
 
     @classmethod
-    def of(cls, edges: Tensor, sites: int, listed: bool) -> Graph:
+    def of(cls, edges: Tensor, sites: int) -> Graph:
         """The pairs ``edges`` (E, 2)."""
         number = len(edges)
         target, source = edges.mT.reshape(-1), edges.flip(1).mT.reshape(-1)
         own = torch.arange(number, device=edges.device)
-        place = torch.cat([2 * own, 2 * own + 1]) if listed else target * sites + source
+        place = torch.cat([2 * own, 2 * own + 1])
         order = torch.argsort(target * sites + source)
         moved = torch.argsort(order)  # where an edge has gone
         reverse = moved.roll(number)[order]  # the two halves are each other's reverse
@@ -103,7 +100,7 @@ class Graph:
         alike = number > 0 and bool((degrees == degrees[0]).all())
         degree = int(degrees[0]) if alike else None
         ordered = (source[order], target[order], reverse, order < number, place[order])
-        return cls(sites, *ordered, listed, degree)
+        return cls(sites, *ordered, degree)
 
     @property
     def number(self) -> int:
@@ -111,12 +108,7 @@ class Graph:
         return len(self.source)
 
     def blocks(self, couplings: Tensor) -> Tensor:
-        """``J`` (2E, d, d) of every edge, rows for the target and columns for the source.
-
-        ``couplings`` are (N, N, d, d), or (E, d, d) of listed pairs with rows for the first site.
-        """
-        if not self.listed:
-            return couplings.flatten(0, 1)[self.place]
+        """``J`` (2E, d, d) of every edge, rows for the target, of couplings (E, d, d) of the pairs."""
         found = couplings[self.place // 2]
         return torch.where(self.forward[:, None, None], found, found.mT)
 
@@ -133,19 +125,14 @@ class Graph:
         return total.index_select(1, self.source) - messages.index_select(1, self.reverse)
 
     def packed_shape(self, batch: int, states: int) -> tuple[int, ...]:
-        """(B, N, N, d), or (B, E, 2, d) of listed pairs."""
-        first = (self.number // 2, 2) if self.listed else (self.sites, self.sites)
-        return (batch, *first, states)
+        """(B, E, 2, d)."""
+        return batch, self.number // 2, 2, states
 
     def packed(self, messages: Tensor) -> Tensor:
-        """Messages (B, 2E, d) as users see them, of :meth:`packed_shape`.
-
-        ``[i, j]`` is the message from j into i, ``[e, k]`` the one into the site ``edges[e, k]``.
-        """
+        """Messages (B, 2E, d) as users see them: ``[e, k]`` is the one into the site ``edges[e, k]``."""
         batch, _, states = messages.shape
-        shape = self.packed_shape(batch, states)
-        whole = messages.new_zeros(batch, shape[1] * shape[2], states)
-        return whole.index_copy(1, self.place, messages).view(shape)
+        whole = torch.zeros_like(messages).index_copy(1, self.place, messages)
+        return whole.view(self.packed_shape(batch, states))
 
     def unpacked(self, messages: Tensor) -> Tensor:
         """The inverse of :meth:`packed`."""
@@ -393,10 +380,8 @@ SUM = 1e-3  # by which the probabilities of a clamped site may miss 1
 def _check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
     """-inf is allowed. On a GPU this waits for the device once a solve."""
     _, sites, states = check_field(field)
-    if edges is not None:
-        _check_edges(edges, sites, field.device)
-    pairs = (sites, sites) if edges is None else (len(edges),)
-    check_like_field("couplings", couplings, field, (*pairs, states, states))
+    _check_edges(edges, sites, field.device)
+    check_like_field("couplings", couplings, field, (len(edges), states, states))
     check_mask(mask, field)
     check_values(couplings, field, forbidding=True)
 
@@ -438,9 +423,9 @@ class Beliefs(NamedTuple):
 
     Attributes:
         mean: (B, N, d), the marginals ``p_i(a)``: means of one-hot spins.
-        messages: the logarithms of the messages, (B, N, N, d) with ``[i, j]`` the one from j into i,
-            or (B, E, 2, d) with ``[e, k]`` the one into the site ``edges[e, k]``. Their mean over the
-            states that hard constraints leave is 0, and 0 stands at the others.
+        messages: the logarithms of the messages, (B, E, 2, d) with ``[e, k]`` the one into the site
+            ``edges[e, k]``. Their mean over the states that hard constraints leave is 0, and 0 stands at
+            the others.
         log_partition: (B,) ``log Z``, at least float32, or None where it was not asked for.
     """
 
@@ -492,7 +477,7 @@ def belief_propagation(
     couplings: Tensor,
     field: Tensor,
     *,
-    edges: Tensor | None = None,
+    edges: Tensor,
     given: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     damping: float = 0.5,
@@ -502,7 +487,6 @@ def belief_propagation(
     adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
     start: Beliefs | None = None,
     log_partition: bool = False,
-    record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
     r"""Marginals and free energies of coupled Potts sites by belief propagation.
@@ -521,11 +505,10 @@ def belief_propagation(
     out for certain is found first, for every sample; the messages weigh what is left, in logarithms.
 
     Args:
-        couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``; every pair is an
-            edge, though pairs of zero blocks take time only where a gradient is asked for. Or (E, d, d)
-            of the pairs ``edges``, rows for the states of the first site. No NaN, no ``+inf``.
+        couplings: ``J`` (E, d, d) of the pairs ``edges``, rows for the states of the first site. No NaN,
+            no ``+inf``.
         field: ``x`` (B, N, d), dtype and device like ``couplings``.
-        edges: (E, 2) int64, each pair once. None: couplings of all pairs.
+        edges: (E, 2) int64, each pair once; of all pairs ``torch.triu_indices(N, N, 1).mT``.
         given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
             its value, one-hot or probabilities s of its states, and acts on the others as a field
             ``sum_b J_ij(a, b) s_j(b)``. Free sites may hold any value, also NaN.
@@ -544,7 +527,6 @@ def belief_propagation(
             over all states (that of :func:`solvers.adaptive_tap` is less by ``log d`` a free site, since
             the prior is normalised there). Clamped sites count with their energy alone. Its gradient is
             that of the model at the solution, the marginals of sites and pairs, at no adjoint solve.
-        record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
@@ -583,7 +565,6 @@ def belief_propagation(
         "tolerance": usual_tolerance(tolerance, field.dtype),
         "max_steps": max_steps,
         "adjoint": adjoint,
-        "record": record,
         "on_failure": "ignore",
     }
     tracked = adjoint is not None and torch.is_grad_enabled()
@@ -612,20 +593,10 @@ def belief_propagation(
     return solution
 
 
-def _pairs(
-    couplings: Tensor, edges: Tensor | None, sites: int
-) -> tuple[Graph, Tensor, Tensor | None]:
+def _pairs(couplings: Tensor, edges: Tensor, sites: int) -> tuple[Graph, Tensor, Tensor | None]:
     """The graph, ``J`` (2E, d, d) of every edge, finite, and the pairs of states (2E, d, d) bool that
     are allowed; None: all."""
-    if edges is None:
-        couplings = with_symmetries(couplings)
-        # Without couplings a message is uniform, but its derivative is not zero.
-        coupled = torch.ones_like(couplings[..., 0, 0], dtype=torch.bool)
-        if not couplings.requires_grad:
-            coupled = (couplings != 0).any(3).any(2)
-        graph = Graph.of(torch.nonzero(coupled.triu(1)), sites, listed=False)
-    else:
-        graph = Graph.of(edges, sites, listed=True)
+    graph = Graph.of(edges, sites)
     blocks = graph.blocks(couplings)
     allowed = blocks.detach() > -math.inf
     if bool(allowed.all()):

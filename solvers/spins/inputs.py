@@ -107,8 +107,8 @@ def check_mask(mask: Any, field: Tensor) -> None:
 
 
 def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> None:
-    """Finite values, or -inf too where ``forbidding``; couplings (N, N, d, d), (N, N) or (B, N, N) that are
-    symmetric and couple no site to itself, or (E, d, d) of listed pairs where ``forbidding``."""
+    """Finite couplings (N, N, d, d), (N, N) or (B, N, N) that are symmetric and couple no site to itself;
+    where ``forbidding`` those of listed pairs, (E, d, d), and -inf too."""
     allowed = "finite or -inf" if forbidding else "finite"
     for name, value in (("field", field.detach()), ("couplings", couplings.detach())):
         wrong = ~value.isfinite() & ~((value == -math.inf) & forbidding)
@@ -116,7 +116,7 @@ def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> 
             rows = torch.nonzero(wrong.flatten(1).any(1)).flatten().tolist()
             where = f" in samples {rows[:10]}" if name == "field" else ""
             raise ValueError(f"{name} must be {allowed}, got NaN or infinity{where}")
-    if couplings.dim() == 4 or not forbidding:
+    if not forbidding:
         _check_symmetric(couplings.detach())
 
 
@@ -130,9 +130,8 @@ def _check_symmetric(couplings: Tensor) -> None:
             f"couples to itself), got {float(own[tuple(first)])} in couplings[{first[-1]}, {first[-1]}]"
         )
     other = couplings.permute(1, 0, 3, 2) if blocks else couplings.mT
-    apart = torch.where(couplings == other, 0.0, couplings - other).abs()  # -inf equals -inf
-    largest = torch.where(couplings.isfinite(), couplings, 0.0).abs().max()
-    if bool((apart > 32 * torch.finfo(couplings.dtype).eps * largest).any()):
+    apart = (couplings - other).abs()
+    if bool((apart > 32 * torch.finfo(couplings.dtype).eps * couplings.abs().max()).any()):
         place = torch.nonzero(apart == apart.max())[0].tolist()
         i, j = place[:2] if blocks else place[-2:]
         formula = "(J + J.permute(1, 0, 3, 2)) / 2" if blocks else "(J + J.mT) / 2"
