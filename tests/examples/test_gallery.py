@@ -430,16 +430,10 @@ def test_tokens_on_circles_and_back(load: Load) -> None:
 # Local rules.
 
 
-def turned() -> Tensor:
-    """Three angles, the second that of the first plus a right angle, the third alone."""
-    angles = 6.28 * torch.rand(200, 2, generator=seeded(1))
-    angles = torch.stack([angles[:, 0], angles[:, 0] + 1.57, angles[:, 1]], 1)
-    return torch.stack([angles.cos(), angles.sin()], -1)
-
-
 def test_the_local_gradient_of_a_pair_sum_is_that_of_its_likelihood(load: Load) -> None:
-    images, data = load("bare_attention"), turned()[:20].double()
-    model = images.PairSum(3, 2, None).double()
+    model = load("bare_attention").PairSum(3, 2, None).double()
+    angles = 6.28 * torch.rand(20, 3, generator=seeded(1)).double()
+    data = torch.stack([angles.cos(), angles.sin()], -1)
     with torch.no_grad():
         model.couplings.free.normal_(generator=seeded())
     loss = -model.log_prob(data).sum(1).mean()
@@ -459,14 +453,11 @@ def potts(seed: int = 0) -> PottsModel:
     return model
 
 
-def states_of(model: PottsModel, number: int) -> Tensor:
-    with torch.no_grad():
-        return F.one_hot(samples_of(model.energy, 3, 3, number, 0), 3).double()
-
-
 def test_the_likelihood_and_its_gradient_by_enumeration(load: Load) -> None:
     exact_likelihood = load("boltzmann_learning").exact_likelihood
-    model, data = potts(), states_of(potts(1), 50)
+    model = potts()
+    with torch.no_grad():
+        data = F.one_hot(samples_of(potts(1).energy, 3, 3, 50, 0), 3).double()
     states = F.one_hot(all_colours(3, 3), 3).double()
     one_by_one = torch.stack([exact_likelihood(model, each[None]) for each in states])
     assert one_by_one.exp().sum().item() == pytest.approx(1.0, rel=1e-12)

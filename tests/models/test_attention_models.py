@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from cases.energies import relative_error
 from implicit_attn.models import (
     ATTENTION_FORMS,
-    AttentionForm,
     CausalAttention,
     EnergyAttention,
     LightNewtonAttention,
@@ -181,10 +180,6 @@ def test_light_attention_approaches_the_solution_with_the_covariance(order: int)
     assert (rest <= size ** (order + 1) / (1 - size) * length + 1e-13).all()
 
 
-def features(form: AttentionForm, z: Tensor) -> tuple[Any, ...]:
-    return form.split(form.query(z)), form.split(form.key(z)), z, None
-
-
 @each_form
 def test_later_tokens_reach_no_earlier_one(name: str) -> None:
     form, z = make(name), draw().requires_grad_()
@@ -339,10 +334,6 @@ def test_values_by_the_inverse_of_the_keys() -> None:
     torch.testing.assert_close(model(x), expected, rtol=0.0, atol=1e-12)
 
 
-def _state(model: EnergyAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    return F.linear(x, model.query.weight), F.linear(x, model.key.weight)
-
-
 @pytest.mark.parametrize("steps", [1, 3, None])
 @pytest.mark.parametrize("cross", [False, True])
 def test_gradients(cross: bool, steps: int | None) -> None:
@@ -371,7 +362,7 @@ def test_trajectory_and_its_energies() -> None:
     found = model(x, return_trajectory=True)
     assert isinstance(found, QueryTrajectory)
     assert found.queries.shape == (7, 2, 3, 5, 4) and found.energies.shape == (7, 2, 3, 5)
-    query, key = (queries_of(t, 3) for t in _state(model, x))
+    query, key = (queries_of(F.linear(x, w.weight), 3) for w in (model.query, model.key))
     torch.testing.assert_close(found.queries[0], query, rtol=0.0, atol=0.0)
     for at, energy in zip(found.queries, found.energies, strict=True):
         lse = (2.0 * at @ key.mT).logsumexp(-1) / 2.0

@@ -607,13 +607,6 @@ class Echo(nn.Module):
         return x
 
 
-def masked_model(name: str) -> Any:
-    layer = {"on_failure": "ignore"} if BACKBONES[name].solves else None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return build_model(masked_specification(name), layer=layer)
-
-
 def test_a_token_is_that_of_its_patch_or_the_mask_token() -> None:
     model = MaskedImageModel(Echo(), 6, 2, patch=2)
     x = model.tokens(hide_patches(PICTURES, HIDDEN, 2))
@@ -626,10 +619,14 @@ def test_a_token_is_that_of_its_patch_or_the_mask_token() -> None:
 
 
 def test_a_prediction_depends_on_the_visible_patches() -> None:
-    model, other = masked_model("hyperset").double(), PICTURES.double()
+    torch.manual_seed(0)
+    layer = build_backbone(
+        "hyperset", 8, 2, iterations=3, initial_step=0.3
+    )  # a step of 0: the identity
+    model, other = MaskedImageModel(layer, 6, 2, patch=2).double(), PICTURES.double()
     other[0, :, 2:4, 0:2] += 0.5  # patch 3, hidden in the first image
     shown, same = (hide_patches(each.double(), HIDDEN, 2) for each in (PICTURES, other))
-    nn.init.normal_(model.backbone.layers[0].step_sizes.last.weight)
+    nn.init.normal_(layer.layers[0].step_sizes.last.weight)
     assert torch.equal(model(shown), model(same))
     other[0, :, 2:4, 2:4] += 0.5  # patch 4, visible
     moved = (model(hide_patches(other, HIDDEN, 2)) - model(shown)).abs().amax((1, 2, 3))
@@ -645,14 +642,6 @@ def test_positions_say_row_and_column() -> None:
     assert apart.min() > 0.1
     learned = MaskedImageModel(Echo(), 6, 2, patch=2)
     assert learned.get_parameter("position").shape == (9, 8)
-
-
-def masked_specification(name: str) -> dict[str, Any]:
-    backbone: dict[str, Any] = {"name": name, "dim": 8, "heads": 2, "iterations": 3}
-    if name == "hyperset":  # without it the untrained layer is the identity
-        backbone["initial_step"] = 0.3
-    sizes = {"image_size": 6, "channels": 2, "patch": 2}
-    return {"kind": "masked-images", **sizes, "backbone": backbone}
 
 
 # The Sudoku model around every backbone.
