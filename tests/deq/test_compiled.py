@@ -65,30 +65,40 @@ def programs(layer: DEQ) -> int:
     return len(layer._programs.made) + len(layer._programs.staged)
 
 
-def run(layer: DEQ, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Value and gradients of a loss, by name."""
-    layer.zero_grad()
+def loss_of(value: Tensor) -> Tensor:
+    return (value * torch.arange(value.numel()).reshape(value.shape).sin()).sum()
+
+
+def results(
+    layer: Any, x: Tensor, mask: Tensor | None = None, *, twice: bool = False
+) -> list[Tensor | None]:
+    """The value and the gradients by input and weights, of one backward pass or two."""
     leaf = x.clone().requires_grad_()
     value = layer(leaf, mask)
-    (value * torch.arange(value.numel()).reshape(value.shape).sin()).sum().backward()
-    assert leaf.grad is not None
-    return gradients(layer) | {"x": leaf.grad, "value": value.detach()}
+    variables = [leaf, *(p for p in layer.parameters() if p.requires_grad)]
+    loss = loss_of(value)
+    options: Any = {"allow_unused": True, "retain_graph": twice}
+    found = [value.detach(), *torch.autograd.grad(loss, variables, **options)]
+    if twice:
+        again = torch.autograd.grad(loss, variables, allow_unused=True)
+        for one, other in zip(found[1:], again, strict=True):
+            assert one is None or torch.equal(one, other)
+    return found
 
 
-def assert_same(first: DEQ, second: DEQ, x: Tensor, mask: Tensor | None = None) -> None:
+def assert_same(
+    first: Any, second: Any, x: Tensor, mask: Tensor | None = None, *, twice: bool = False
+) -> None:
     """Same values, gradients, statuses and counts, forward and backward."""
-    wanted, got = run(first, x, mask), run(second, x, mask)
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        assert relative_error(got[name], value) < 1e-7, name
-    assert first.last is not None and second.last is not None
-    assert torch.equal(first.last.status, second.last.status)
-    assert torch.equal(first.last.evaluations, second.last.evaluations)
-    assert torch.equal(first.last.steps, second.last.steps)
-    pairs = [each.last.adjoint.solution for each in (first, second) if each.last is not None]
-    assert pairs[0] is not None and pairs[1] is not None
-    assert torch.equal(pairs[0].status, pairs[1].status)
-    assert torch.equal(pairs[0].evaluations, pairs[1].evaluations)
+    wanted, got = (results(layer, x, mask, twice=twice) for layer in (first, second))
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or relative_error(one, other) < 1e-7
+    for name in ("status", "evaluations", "steps"):
+        assert torch.equal(getattr(second.last, name), getattr(first.last, name)), name
+    one, other = (layer.last.adjoint.solution for layer in (first, second))
+    assert torch.equal(other.status, one.status)
+    assert torch.equal(other.evaluations, one.evaluations)
 
 
 @pytest.mark.parametrize("name", ["gradient", "context", "activation", "mean_field"])
@@ -253,13 +263,12 @@ def test_inductor() -> None:
     first, second = pair(DEQ.from_update(Cell(), solver=Anderson(memory=2)), backend="inductor")
     assert_close = torch.testing.assert_close
     x = tokens(2).float()
-    wanted, got = run(first, x), run(second, x)
-    for name, value in wanted.items():
-        assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(results(second, x), results(first, x), strict=True):
+        assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     assert second._programs is not None
     made = programs(second)
     for _ in range(3):
-        run(second, x)
+        results(second, x)
     assert programs(second) == made
 
 
@@ -470,34 +479,6 @@ def assert_same_solution(first: Any, second: Any, x: Any, **given: Any) -> Any:
     return other
 
 
-def results(layer: Any, *inputs: Tensor, twice: bool = False) -> list[Any]:
-    """The value and the gradients by inputs and weights, of one backward pass or two."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    value = layer(leaves[0] if len(leaves) == 1 else tuple(leaves))
-    variables = [*leaves, *(p for p in layer.parameters() if p.requires_grad)]
-    loss = value.sin().square().sum()
-    options: Any = {"allow_unused": True, "retain_graph": twice}
-    found = [value, *torch.autograd.grad(loss, variables, **options)]
-    if twice:
-        again = torch.autograd.grad(loss, variables, allow_unused=True)
-        for one, other in zip(found[1:], again, strict=True):
-            assert one is None or torch.equal(one, other)
-    return found
-
-
-def assert_same_twice(first: Any, second: Any, *inputs: Tensor, twice: bool = False) -> None:
-    wanted, got = results(first, *inputs, twice=twice), results(second, *inputs, twice=twice)
-    for one, other in zip(got, wanted, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other)
-    reports = [layer.last.adjoint.solution for layer in (first, second)]
-    assert (reports[0] is None) == (reports[1] is None)
-    if reports[0] is not None:
-        assert torch.equal(reports[1].status, reports[0].status)
-        assert torch.equal(reports[1].evaluations, reports[0].evaluations)
-
-
 class Prepares(Update):
     """``tanh(W z) scale + p``, where ``p = sin(V x)`` is prepared."""
 
@@ -588,7 +569,7 @@ def test_an_output_that_shares_the_state() -> None:
 def test_starts_and_cotangents_of_any_layout() -> None:
     first, second = pair(uneven, **EXACT, max_steps=80)
     x = sample(6, 4)
-    assert_same_twice(first, second, x.mT.contiguous().mT)
+    assert_same(first, second, x.mT.contiguous().mT)
     assert_same_solution(first, second, x, z0=sample(12, 4, 1)[::2])
     found = []
     for layer in (first, second):
@@ -610,7 +591,7 @@ def test_adjoints(solver: Any, symmetric: bool) -> None:
     layer = DEQ(Prepares(symmetric), tolerance=Tolerance(1e-11), adjoint=adjoint)
     first, second = pair(layer)
     for batch in (6, 4):  # the second is padded
-        assert_same_twice(first, second, sample(batch), twice=True)
+        assert_same(first, second, sample(batch), twice=True)
 
 
 def test_second_derivatives() -> None:
@@ -711,7 +692,7 @@ def test_what_changes_between_the_passes() -> None:
     results(second, sample())  # its programs are made
     value = second(sample())
     second.update.scale = 0.1
-    gradient = torch.autograd.grad(value.sin().square().sum(), second.update.v)[0]
+    gradient = torch.autograd.grad(loss_of(value), second.update.v)[0]
     torch.testing.assert_close(gradient, wanted[3])
     second.update.scale = 1.0
     for weight in (second.update.w, second.update.v):
@@ -757,15 +738,15 @@ def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_modes_and_other_defaults() -> None:
     first, second = pair(DEQ(Prepares(), **EXACT))
-    assert_same_twice(first, second, sample())
+    assert_same(first, second, sample())
     for other in (copy.deepcopy(second), pickle.loads(pickle.dumps(second))):
-        assert_same_twice(first, other, sample())
+        assert_same(first, other, sample())
     solution = copy.deepcopy(second.last)
     assert torch.equal(solution.status, second.last.status)
     with torch.inference_mode():
         value = second(sample())
     torch.testing.assert_close(value, first(sample()))
-    assert_same_twice(first, second, sample())
+    assert_same(first, second, sample())
     torch.set_default_device("meta")  # tensors that C++ writes to are on the CPU all the same
     try:
         with torch.no_grad():
