@@ -17,6 +17,9 @@ import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
 HERE = Path(__file__).resolve().parent
 DPI = 80
 
@@ -50,24 +53,17 @@ def run_cell(source: str, variables: dict[str, Any], name: str) -> str:
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, name, "exec", dont_inherit=True), variables)
         if last is not None:
-            value = eval(
-                compile(ast.Expression(last.value), name, "eval", dont_inherit=True), variables
-            )
-            if not _is_drawing(value):
+            code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
+            value = eval(code, variables)
+            first = value[0] if isinstance(value, (list, tuple)) and value else value
+            # What matplotlib returns is not shown: the figure is shown itself.
+            if value is not None and not type(first).__module__.startswith("matplotlib"):
                 print(value)
     return printed.getvalue().rstrip()
 
 
-def _is_drawing(value: Any) -> bool:
-    """Nothing to show, or what matplotlib returns: the figure is shown itself."""
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return value is None or type(first).__module__.startswith("matplotlib")
-
-
 def save_figures(stem: str, number: int, folder: Path) -> list[str]:
     """Markdown of the figures that a cell drew, saved and closed; ``number`` is that of the first."""
-    import matplotlib.pyplot as plt
-
     lines = []
     for place, key in enumerate(plt.get_fignums(), start=number):
         figure = plt.figure(key)
@@ -82,10 +78,7 @@ def save_figures(stem: str, number: int, folder: Path) -> list[str]:
 
 def build(path: Path, folder: Path) -> str:
     """The page of a notebook; its pictures are written to ``folder``."""
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.use("Agg")
+    mpl.use("Agg")
     plt.close("all")
     variables: dict[str, Any] = {"__name__": "__main__"}
     blocks, pictures = [], 0
@@ -109,18 +102,11 @@ def notebooks() -> list[Path]:
     return sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "names", nargs="*", choices=[[], *(p.stem for p in notebooks())], help="all"
-    )
-    options = parser.parse_args()
-    for path in notebooks():
-        if options.names and path.stem not in options.names:
-            continue
-        path.with_suffix(".md").write_text(build(path, HERE), encoding="utf-8")
-        print(path.with_suffix(".md").name)
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    known = {path.stem: path for path in notebooks()}
+    parser.add_argument("names", nargs="*", choices=[[], *known], help="all")
+    for name in parser.parse_args().names or known:
+        page = known[name].with_suffix(".md")
+        page.write_text(build(known[name], HERE), encoding="utf-8")
+        print(page.name)
