@@ -112,7 +112,7 @@ def survives(name: str, changed: str, seconds: int) -> bool:
     place = Path(next(place for place in PLACES if name.startswith(place))).with_suffix("")
     room = "solvers" / place.relative_to("solvers") if place.parts[0] == "solvers" else place.name
     folders = [ROOT / "tests" / each for each in (room, MORE.get(place.name, room))]
-    tests = {folder if folder.exists() else folder.parent for folder in folders}
+    tests = {_nearest(folder) for folder in folders}
     original = path.read_text()
     try:
         path.write_text(changed)
@@ -125,6 +125,12 @@ def survives(name: str, changed: str, seconds: int) -> bool:
         return False  # a loop that does not end is noticed
     finally:
         path.write_text(original)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, the file that stands in its place, or what is around it."""
+    file = folder.with_name(f"test_{folder.name}.py")
+    return next(each for each in (folder, file, folder.parent) if each.exists())
 
 
 def main(count: int = 100, seed: int = 0, seconds: int = 1200) -> None:

@@ -109,9 +109,9 @@ def run_case(name: str, family: Family, number: int) -> list[Failure]:
     try:
         family(draw)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno}"
-        draw.expect(False, "exceptions", f"{type(error).__name__} at {place}: {error}"[:400])
+        draw.expect(
+            False, "exceptions", f"{type(error).__name__} at {_place(error)}: {error}"[:400]
+        )
     return draw.failures()
 
 
