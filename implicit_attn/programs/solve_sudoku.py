@@ -124,7 +124,10 @@ class SolveSudoku(Program):
 
     def job(self, first: bool) -> Job:
         self.few, self.mixed = self._puzzles()
-        groups = learn_groups(self.few.train_solutions - 1, DIGITS, seed=self.seed)
+        try:
+            groups = learn_groups(self.few.train_solutions - 1, DIGITS, seed=self.seed)
+        except ValueError as error:  # of the argument "boards", which is the option "train"
+            raise ValueError(str(error).replace("boards", "train", 1)) from None
         if first:
             print(f"data: {self.mixed.name}, {self.train} training and {self.test} test puzzles")
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
@@ -152,6 +155,8 @@ class SolveSudoku(Program):
         if training.fabric.global_rank == 0:
             save_weights(training)
             print(f"{training.summary()}; tables, checkpoint and weights: {self.place}")
+            # The compiled step would be compiled again as boards leave their batch.
+            vars(training.model.update).pop("advance", None)
             show(training.model.eval(), self.few, self.mixed, self)
 
 
