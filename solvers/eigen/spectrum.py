@@ -264,7 +264,8 @@ def spectral_radius(
     Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step. Arguments,
     ``options`` (method, tolerance, max_products, on_failure) and errors are those of :func:`spectrum`.
     """
-    return spectrum(f, z, args, kind=kind, **options).eigenvalues[:, 0].abs()
+    result = spectrum(f, z, args, kind=kind, what="largest_magnitude", count=1, **options)
+    return result.eigenvalues[:, 0].abs()
 
 
 def extreme_eigenvalues(
@@ -281,7 +282,7 @@ def extreme_eigenvalues(
     ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
     symmetric product ``f(z, v, *args)``. Arguments, options and errors: as for :func:`spectral_radius`.
     """
-    result = spectrum(f, z, args, kind=kind, what="extremes", **options)
+    result = spectrum(f, z, args, kind=kind, what="extremes", count=1, **options)
     return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
 
 
