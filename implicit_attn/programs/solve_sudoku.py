@@ -126,8 +126,8 @@ class SolveSudoku(Program):
         self.few, self.mixed = self._puzzles()
         try:
             groups = learn_groups(self.few.train_solutions - 1, DIGITS, seed=self.seed)
-        except ValueError as error:  # of the argument "boards", which is the option "train"
-            raise ValueError(str(error).replace("boards", "train", 1)) from None
+        except ValueError as error:  # of the argument "boards", whose number is the option "train"
+            raise ValueError(str(error).replace("boards must be at", "train must be at")) from None
         if first:
             print(f"data: {self.mixed.name}, {self.train} training and {self.test} test puzzles")
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))

@@ -56,7 +56,8 @@ class Recipe:
         decayed: what the weight decay acts on: "all" parameters, or "matrices", those of two
             dimensions or more, which leaves out biases, norms and single numbers.
         average: ``a`` in [0, 1) of ``w_bar <- a w_bar + (1 - a) w`` after every step but the first.
-            Measures are those of the averages, which the model has after the last epoch. 0: none.
+            Measures are those of the averages, which the model has after the last epoch. Buffers are
+            not averaged. 0: none.
 
     Raises:
         TypeError: a number of epochs, samples or iterations is no integer.
@@ -88,7 +89,7 @@ class Recipe:
                 raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be > 0 or None, got {self.clip!r}")
-        if not 0 <= self.average < 1:
+        if not require_nonnegative("average", self.average) < 1:
             raise ValueError(f"average must lie in [0, 1), got {self.average!r}")
         require_choice("optimizer", self.optimizer, OPTIMIZERS)
         require_choice("decay", self.decay, DECAYS)
@@ -273,6 +274,7 @@ class Training:
         if self.fabric.global_rank == 0:
             names = ("epoch", "history", "observations", "settings")
             progress = {name: getattr(self, name) for name in names}
+            progress["averaged"] = bool(self.recipe.average) and self.epoch == self.recipe.epochs
             save_checkpoint(self.path, self.model, self.optimizer, progress)
             _write_table(self.path.with_suffix(".csv"), self.history)
         self.fabric.barrier()
@@ -302,6 +304,8 @@ class Training:
         self.epoch, self.history = epoch, history
         self.observations = progress["observations"]
         self.resumed = True
+        if progress.get("averaged") and epoch < self.recipe.epochs:  # its run ended here
+            self._exchange()
 
     def run(self, *, overwrite: bool = False) -> None:
         """Train to the end of the last epoch, saving before the first and after each.
@@ -349,16 +353,14 @@ class Training:
                 bar.update()
                 bar.set_postfix_str(f"loss {total / terms:.4f}")
         seconds = time.perf_counter() - start
-        self._exchange()
-        measures = self.evaluate()
+        with self._averages():
+            measures = self.evaluate()
+            if self.observe is not None:
+                self.observations.append(self.observe(self.model))
         row = {"epoch": self.epoch + 1, "loss": total / terms, **self.solves.means(self._reduce)}
         row |= {"seconds": seconds, **measures}
         self.history.append(row)
-        if self.observe is not None:
-            self.observations.append(self.observe(self.model))
         self.epoch += 1
-        if self.epoch < self.recipe.epochs:
-            self._exchange()
         self.fabric.log_dict(row, step=self.epoch)
         if first:
             shown = "  ".join(describe(name, value) for name, value in measures.items())
@@ -403,18 +405,32 @@ class Training:
     @torch.no_grad()
     def _average(self) -> None:
         """Averages stand in the optimiser's state, with which they are saved and resumed."""
-        for parameter, state in self.optimizer.state.items() if self.recipe.average else ():
-            kept = state.setdefault("average", parameter.detach().clone())
-            kept.lerp_(parameter, 1 - self.recipe.average)
+        if not self.recipe.average:
+            return
+        for parameter, state in self.optimizer.state.items():
+            if "average" not in state:
+                state["average"] = parameter.detach().clone()
+            state["average"].lerp_(parameter, 1 - self.recipe.average)
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """The weights and their averages, where there are any, change places."""
-        for parameter, state in self.optimizer.state.items():
-            if "average" in state:
-                weights = parameter.detach().clone()
-                parameter.copy_(state["average"])
-                state["average"].copy_(weights)
+        """The weights and their averages change places."""
+        for parameter, state in self.optimizer.state.items() if self.recipe.average else ():
+            weights = parameter.detach().clone()
+            parameter.copy_(state["average"])
+            state["average"].copy_(weights)
+
+    @contextlib.contextmanager
+    def _averages(self) -> Iterator[None]:
+        """The model has its averages, after the last epoch for good."""
+        kept = False
+        self._exchange()
+        try:
+            yield
+            kept = self.epoch + 1 == self.recipe.epochs
+        finally:
+            if not kept:
+                self._exchange()
 
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
         """The task's measures of the model on the test samples, each a mean.

@@ -282,6 +282,40 @@ def test_averaged_weights_are_measured_kept_in_the_end_and_resumed(tmp_path: Pat
     assert equal(rest.model, whole.model) and rest.history[:1] == part.history
 
 
+def test_averages_of_a_run_that_ended_go_on_with_more_epochs(tmp_path: Path) -> None:
+    def run(name: str, epochs: int, average: float = 0.8) -> Training:
+        # The rate does not depend on the number of epochs.
+        recipe = Recipe(epochs, 5, 0.1, warmup=0, floor=1, average=average)
+        return training(tmp_path / name, recipe=recipe)
+
+    whole, first, longer, plain = run("a", 4), run("b", 2), run("b", 4), run("b", 3, 0.0)
+    whole.run()
+    first.run()
+    plain.resume()
+    before = weights(plain.model)
+    assert all(map(torch.equal, before, weights(first.model)))
+    plain._run_epoch()  # from the averages, which nothing exchanges any more
+    assert not any(map(torch.equal, before, weights(plain.model)))
+    longer.resume()
+    longer.run()
+    assert equal(longer.model, whole.model)
+
+
+def test_an_interrupted_measurement_leaves_the_weights_to_train_on(tmp_path: Path) -> None:
+    def observe(model: nn.Module) -> None:
+        if made and made[0].optimizer.state:
+            raise KeyboardInterrupt
+
+    made: list[Training] = []
+    recipe = Recipe(3, 5, 0.1, average=0.8)
+    made.append(training(tmp_path / "a", recipe=recipe, observe=observe))
+    last: list[list[Tensor]] = []
+    made[0].optimizer.register_step_post_hook(lambda *_: last.append(weights(made[0].model)))
+    with pytest.raises(KeyboardInterrupt):
+        made[0]._run_epoch()
+    assert all(map(torch.equal, weights(made[0].model), last[-1]))
+
+
 # Nothing is lost.
 
 
