@@ -35,6 +35,7 @@ from implicit_attn.energies.lagrangians import LayerNormLagrangian as LayerNormL
 from implicit_attn.energies.lagrangians import ReLULagrangian as ReLULagrangian
 from implicit_attn.energies.lagrangians import RMSNormLagrangian as RMSNormLagrangian
 from implicit_attn.energies.lagrangians import SoftmaxLagrangian as SoftmaxLagrangian
+from implicit_attn.energies.lagrangians import SphericalLagrangian as SphericalLagrangian
 from implicit_attn.energies.projected import Projection as Projection
 from implicit_attn.energies.projected import RMSNorm as RMSNorm
 from implicit_attn.energies.projected import SpectralBound as SpectralBound

@@ -81,7 +81,8 @@ class MemoryEnergy(ProjectedEnergy):
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), memories)
             if gates:  # all 1 at first, and nothing drawn
-                self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories)
+                device = torch.empty(0).device  # the default one, which skip_init does not see
+                self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories, device=device)
                 for parameter in self.gate.parameters():
                     nn.init.zeros_(parameter)
         biased = require_flag("bias", bias) or context_dim is not None

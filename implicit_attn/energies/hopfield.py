@@ -16,6 +16,7 @@ from implicit_attn.energies.heads import (
     HasTemperatures,
     HeadsContext,
     by_head,
+    fit_pairs,
     masked_key,
     read_memory,
     read_pairs,
@@ -32,7 +33,7 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels import check_backend, frozen_key_attention
 from implicit_attn.kernels.pairs import Pairs
-from solvers.core.checks import require_count, require_positive
+from solvers.core.checks import require_count, require_number, require_positive
 
 LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
 
@@ -217,7 +218,7 @@ class Hopfield(PatternEnergy):
 
 
 class DenseAssociative(PatternEnergy):
-    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y)``.
+    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y - shift)``.
 
     Gradient ``-sum_mu F'(x_mu.z) x_mu``. Unbounded below: add it to an energy that grows faster, or
     apply it to a bounded activation. Concave in z for even powers and the exponential.
@@ -226,27 +227,32 @@ class DenseAssociative(PatternEnergy):
 
     Args:
         power: an integer >= 2, or ``"exp"``.
+        shift: of the exponential, such as the squared norm of a pattern, at which F is 1 then.
 
     Source: Krotov and Hopfield (2016), https://arxiv.org/abs/1606.01164; for the exponential
     Demircigil et al. (2017), https://arxiv.org/abs/1702.01929.
     """
 
-    def __init__(self, patterns: Tensor, *, power: int | str = 3, learnable: bool = False) -> None:
+    def __init__(
+        self, patterns: Tensor, *, power: int | str = 3, shift: float = 0.0, learnable: bool = False
+    ) -> None:
         super().__init__(patterns, learnable=learnable)
         number = isinstance(power, int) and not isinstance(power, bool) and power >= 2
         if not number and power != "exp":
             raise ValueError(f"power must be an integer >= 2 or 'exp', got {power!r}")
-        self.power = power
+        self.power, self.shift = power, require_number("shift", shift)
+        if shift and number:
+            raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
         self.concave = isinstance(power, str) or power % 2 == 0
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
         wide = y.to(accumulation_dtype(y.dtype))
-        powers = wide.exp() if isinstance(self.power, str) else wide.pow(self.power)
+        powers = (wide - self.shift).exp() if isinstance(self.power, str) else wide.pow(self.power)
         return -powers.sum(-1)
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         if isinstance(self.power, str):
-            return -y.exp()
+            return -(y - self.shift).exp()
         return -self.power * y.pow(self.power - 1)
 
     def extra_repr(self) -> str:
@@ -301,11 +307,13 @@ class QueryEnergy(HasTemperatures, Energy):
         """The energy of each query (B, H, N), and its mean key (B, H, N, p)."""
         check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
         given = self.context_of(x, z, mask)
-        key, seen, pairs = given.key, given.mask, given.pairs or Pairs()
+        key, seen = given.key, given.mask
         assert key is not None  # made of the memory
         if (key.dtype, key.device) != (z.dtype, z.device):
             wanted, got = f"{z.dtype} on {z.device}", f"{key.dtype} on {key.device}"
             raise TypeError(f"QueryEnergy: x must be of {wanted} like z, got {got}")
+        shape = (len(z), self.heads, z.shape[1], key.shape[2])
+        pairs = fit_pairs(given.pairs, shape, z.device) or Pairs()
         if not key.shape[2]:
             (key, seen), pairs = masked_key(key), Pairs()
         query = split_heads(hide(z, mask), self.heads)

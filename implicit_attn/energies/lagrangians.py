@@ -145,6 +145,37 @@ class IsingLagrangian(Lagrangian):
         return torch.addcmul(v, g * g, v, value=-1.0)
 
 
+@dataclass(frozen=True)
+class SphericalLagrangian(Lagrangian):
+    """``Lag = d/2 (s - 1 - log((1 + s) / 2))``, ``g = 2 z / (1 + s)``, ``s = sqrt(1 + 4 |z|^2 / d)``.
+
+    The log partition function of a vector on the sphere of radius ``sqrt d``, for large d; g stays
+    inside the sphere.
+
+    Source: Bal, "Deep Implicit Attention" (2021).
+    """
+
+    def token_value(self, z: Tensor) -> Tensor:
+        s = self._root(z).squeeze(-1)
+        # s - 1 without the cancellation at small fields.
+        excess = 4.0 * z.square().mean(-1) / (1.0 + s)
+        return 0.5 * z.shape[-1] * (excess - torch.log1p(0.5 * excess))
+
+    def activation(self, z: Tensor) -> Tensor:
+        return z * (2.0 / (1.0 + self._root(z))).to(z.dtype)
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        s = self._root(z)
+        gain = 2.0 / (1.0 + s)
+        along = (z * v).mean(-1, keepdim=True) * (2.0 * gain.square() / s).to(z.dtype)
+        return torch.addcmul(v * gain.to(z.dtype), z, along, value=-1.0)
+
+    @staticmethod
+    def _root(z: Tensor) -> Tensor:
+        wide = z.to(accumulation_dtype(z.dtype))
+        return (1.0 + 4.0 * wide.square().mean(-1, keepdim=True)).sqrt()
+
+
 def log_two_cosh(z: Tensor) -> Tensor:
     """``log(2 cosh z)``, entry by entry."""
     # Both ends without a kink: abs(z) would have no second derivative at 0.

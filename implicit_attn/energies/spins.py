@@ -13,6 +13,7 @@ from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import (
     Pair,
+    accumulation_dtype,
     check_input,
     check_tensor,
     check_tokens,
@@ -70,7 +71,7 @@ class Couplings(nn.Module):
         self.weight = nn.Parameter(torch.zeros(sites, sites, dim, dim))
         parametrise(self, "weight", _FreeEntries(sites, dim, symmetric_sites))
         if self.bound is not None:
-            parametrise(self, "weight", _BoundedMatrix(self.bound))
+            parametrise(self, "weight", _BoundedMatrix(self.bound, symmetric_sites))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -160,9 +161,21 @@ class _FreeEntries(nn.Module):
 class _BoundedMatrix(SpectralBound):
     """The bound for ``J`` (N, N, d, d), on the spectral norm of its matrix (Nd, Nd)."""
 
-    def matrix(self, weight: Tensor) -> Tensor:
+    def __init__(self, bound: float, symmetric: bool) -> None:
+        super().__init__(bound)
+        self.symmetric = symmetric
+
+    def norm_or_bound(self, weight: Tensor) -> Tensor:
+        """By J itself: in a Gram matrix eigenvalues of both signs are one, without second derivatives."""
         size = weight.shape[0] * weight.shape[2]
-        return weight.transpose(1, 2).reshape(size, size)
+        matrix = weight.transpose(1, 2).reshape(size, size)
+        wide = matrix.to(accumulation_dtype(matrix.dtype))
+        wide = torch.where(wide.isfinite(), wide, 0.0)
+        if self.symmetric:
+            norm = torch.linalg.eigvalsh(wide).abs().amax()
+        else:
+            norm = torch.linalg.matrix_norm(wide, ord=2)
+        return norm.clamp_min(self.bound)
 
 
 def zero_sum(couplings: Tensor) -> Tensor:
@@ -251,9 +264,9 @@ class VectorSpin(Energy):
 
     Args:
         couplings: with ``symmetric_sites``; shared, not copied.
-        site: a ``Lagrangian``, which is ``log Z`` (``IsingLagrangian()``, ``SoftmaxLagrangian()`` for
-            Potts, ``IdentityLagrangian()`` for a unit Gaussian), or a :class:`SiteDistribution` such as
-            ``solvers.SphericalSite()``; None: ``IsingLagrangian()``.
+        site: a ``Lagrangian``, which is ``log Z`` (``IsingLagrangian()``, ``SphericalLagrangian()``,
+            ``SoftmaxLagrangian()`` for Potts, ``IdentityLagrangian()`` for a unit Gaussian), or a
+            :class:`SiteDistribution`; None: ``IsingLagrangian()``.
 
     Source: Krotov and Hopfield (2021), https://arxiv.org/abs/2008.06996, for the form; Bal, "Deep
     Implicit Attention" (2021),

@@ -81,7 +81,7 @@ class SolveSudoku(Program):
     carried: int = 0
     """boards of the pool of carried states, of which a batch has as many as of fresh ones; 0: none"""
     start: str | None = None
-    """file, or name of shipped weights: train these on"""
+    """file, or name of shipped weights: train these on; with their seed, which chooses the test puzzles"""
     weights: str | None = None
     """file, or name of shipped weights: only test them"""
     figure: Path | None = None

@@ -94,9 +94,10 @@ class ConditionedStepSizes(StepSizes):
         self.embedding = nn.Sequential(
             nn.Linear(time_dim, require_count("dim", dim)), nn.GELU(), nn.Linear(dim, dim)
         )
+        self.last = nn.Linear(dim, 2 * dim)
+        # after last: optimisers store their state by the order of the parameters
         self.inner: nn.Module = nn.RMSNorm(dim, eps=TINY_NORM, elementwise_affine=False)
         self.outer: nn.Module = nn.Identity()
-        self.last = nn.Linear(dim, 2 * dim)
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, self.initial)
 

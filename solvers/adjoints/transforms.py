@@ -124,12 +124,6 @@ class _Swap(TorchFunctionMode):
         return value
 
 
-NO_THIRD = (
-    "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() outside "
-    "of torch.func"
-)
-
-
 @dataclass(eq=False)
 class Operation:
     """A solve as a function of a flat list of tensors: the state, arguments, mask, captured ones."""
@@ -309,6 +303,12 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         return _each(_Gradient, info, in_dims, *inputs)
+
+
+NO_THIRD = (
+    "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() outside "
+    "of torch.func"
+)
 
 
 class _Second(torch.autograd.Function):

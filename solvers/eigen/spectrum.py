@@ -257,14 +257,26 @@ def spectral_radius(
     args: tuple[Any, ...] = (),
     *,
     kind: str = "map",
-    **options: Any,
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
 ) -> Tensor:
     """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
 
-    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step. Arguments,
-    ``options`` (method, tolerance, max_products, on_failure) and errors are those of :func:`spectrum`.
+    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
+    Arguments and errors are those of :func:`spectrum`.
     """
-    result = spectrum(f, z, args, kind=kind, what="largest_magnitude", count=1, **options)
+    result = spectrum(
+        f,
+        z,
+        args,
+        kind=kind,
+        method=method,
+        tolerance=tolerance,
+        max_products=max_products,
+        on_failure=on_failure,
+    )
     return result.eigenvalues[:, 0].abs()
 
 
@@ -274,15 +286,28 @@ def extreme_eigenvalues(
     args: tuple[Any, ...] = (),
     *,
     kind: str = "energy",
-    **options: Any,
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
 ) -> tuple[Tensor, Tensor]:
     """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
 
     A smallest eigenvalue above zero at a stationary point makes it a strict minimum. With
     ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
-    symmetric product ``f(z, v, *args)``. Arguments, options and errors: as for :func:`spectral_radius`.
+    symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
     """
-    result = spectrum(f, z, args, kind=kind, what="extremes", count=1, **options)
+    result = spectrum(
+        f,
+        z,
+        args,
+        what="extremes",
+        kind=kind,
+        method=method,
+        tolerance=tolerance,
+        max_products=max_products,
+        on_failure=on_failure,
+    )
     return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
 
 

@@ -270,7 +270,8 @@ def solve_theory(
 
     def second_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
         with without_autocast(field.device.type):
-            m, v, x, j = *map(as_wide, state), as_wide(field), as_matrix(couplings)
+            x, j = as_wide(field), as_matrix(couplings)
+            m, v = as_wide(state.mean), as_wide(state.cavity_variance)
             mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
             variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
         return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
@@ -281,10 +282,11 @@ def solve_theory(
     options = options | {"args": (field, mask), "mask": mask}
     if order == "adaptive":
         return fixed_point(adaptive_step, _definite(start, model), **options)
-    first = start or SpinState(torch.zeros_like(field), no_variance(field).clone())
+    if start is None:
+        start = SpinState(torch.zeros_like(field), no_variance(field).clone())
     if order == "second":
-        return fixed_point(second_step, first, **options)
-    solution = fixed_point(naive_step, first.mean, **options)
+        return fixed_point(second_step, start, **options)
+    solution = fixed_point(naive_step, start.mean, **options)
     solution.value = SpinState(solution.value, no_variance(field))
     return solution
 
@@ -434,6 +436,7 @@ def adaptive_tap(
     inverse_temperature: float | Sequence[float] = 1.0,
     response: bool = False,
     log_partition: bool = False,
+    record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
     r"""Means, covariances and free energies of coupled sites by mean-field theories.
@@ -483,6 +486,7 @@ def adaptive_tap(
             of the model at the solution, ``d log Z / dx = beta m`` (a pair counts once:
             ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``), at no adjoint solve; for
             ``SphericalSite(large_dimension=True)``, which is no distribution, up to O(1/d).
+        record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
@@ -515,6 +519,7 @@ def adaptive_tap(
         "tolerance": usual_tolerance(tolerance, field.dtype),
         "max_steps": max_steps,
         "adjoint": adjoint,
+        "record": record,
         "on_failure": "ignore",
     }
     tracked = adjoint is not None and torch.is_grad_enabled()

@@ -390,7 +390,10 @@ def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
     """Pairs (E, 2) of different sites, each once."""
     if not isinstance(edges, Tensor) or edges.dtype != torch.int64 or edges.device != device:
         what = (edges.dtype, edges.device) if isinstance(edges, Tensor) else type(edges)
-        raise TypeError(f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}")
+        raise TypeError(
+            f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}; of all pairs: "
+            "torch.triu_indices(N, N, 1).mT with couplings J[i, j] (E, d, d), i, j = edges.mT"
+        )
     if edges.dim() != 2 or edges.shape[1] != 2:
         raise ValueError(f"edges must have the shape (E, 2), got {tuple(edges.shape)}")
     first, second = edges.amin(1), edges.amax(1)
@@ -487,6 +490,7 @@ def belief_propagation(
     adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
     start: Beliefs | None = None,
     log_partition: bool = False,
+    record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
     r"""Marginals and free energies of coupled Potts sites by belief propagation.
@@ -508,7 +512,8 @@ def belief_propagation(
         couplings: ``J`` (E, d, d) of the pairs ``edges``, rows for the states of the first site. No NaN,
             no ``+inf``.
         field: ``x`` (B, N, d), dtype and device like ``couplings``.
-        edges: (E, 2) int64, each pair once; of all pairs ``torch.triu_indices(N, N, 1).mT``.
+        edges: (E, 2) int64, each pair once; of all pairs ``torch.triu_indices(N, N, 1).mT`` with couplings
+            ``J[i, j]``, where ``i, j = edges.mT`` and ``J`` is (N, N, d, d).
         given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
             its value, one-hot or probabilities s of its states, and acts on the others as a field
             ``sum_b J_ij(a, b) s_j(b)``. Free sites may hold any value, also NaN.
@@ -527,6 +532,7 @@ def belief_propagation(
             over all states (that of :func:`solvers.adaptive_tap` is less by ``log d`` a free site, since
             the prior is normalised there). Clamped sites count with their energy alone. Its gradient is
             that of the model at the solution, the marginals of sites and pairs, at no adjoint solve.
+        record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
@@ -565,6 +571,7 @@ def belief_propagation(
         "tolerance": usual_tolerance(tolerance, field.dtype),
         "max_steps": max_steps,
         "adjoint": adjoint,
+        "record": record,
         "on_failure": "ignore",
     }
     tracked = adjoint is not None and torch.is_grad_enabled()

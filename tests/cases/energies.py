@@ -34,10 +34,10 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     RMSNorm,
     ScoreAttention,
-    SiteLagrangian,
     SoftmaxAttention,
     SoftmaxFeedForward,
     SoftmaxLagrangian,
+    SphericalLagrangian,
     SpinInteraction,
     VectorSpin,
 )
@@ -205,7 +205,7 @@ LAWS: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = [
 SITES: list[tuple[str, Lagrangian, dict[str, Any]]] = [
     ("ising", IsingLagrangian(), {}),
     ("ising-bound", IsingLagrangian(), {"scale": 3.0, "bound": 0.7}),
-    ("sphere", SiteLagrangian(SphericalSite(large_dimension=True)), {}),
+    ("sphere", SphericalLagrangian(), {}),
     ("potts", SoftmaxLagrangian(), {}),
 ]
 SEEING = ("context", "cross", "gates", "conditional", "equilibrium")

@@ -187,6 +187,30 @@ def test_bad_inputs(make_input: Callable[[], Any], error: type[Exception], messa
         make("gradient")(make_input())
 
 
+BAD_FUNCTIONS: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
+    ("scalar", lambda z, x: (z - x).square().sum(), ValueError, r"\(2,\), got a scalar"),
+    ("tokens", lambda z, x: (z - x).square().sum(-1), ValueError, r"\(2,\).*got shape \(2, 3\)"),
+    ("number", lambda z, x: 3.0, TypeError, "must return a tensor of shape"),
+]
+
+
+@pytest.mark.parametrize(("_", "function", "error", "message"), BAD_FUNCTIONS)
+def test_bad_energies(
+    _: str, function: Callable[..., Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        DEQ.from_energy(function)(tokens())
+
+
+def test_update_that_changes_shape_or_dtype() -> None:
+    with pytest.raises(ValueError, match=r"must return shape \(2, 3, 4\).*got \(2, 3\)"):
+        DEQ.from_update(lambda z: z.sum(-1))(tokens())
+    with pytest.raises(TypeError, match=r"must return dtype torch.float64.*got torch.float32"):
+        DEQ.from_update(lambda z: z.float())(tokens())
+    with pytest.raises(TypeError, match="structured like z0"):
+        DEQ.from_update(lambda z: (z, z))(tokens())
+
+
 @pytest.mark.parametrize(
     ("policy", "raised"), [("warn", solvers.SolveWarning), ("raise", solvers.SolveError)]
 )

@@ -18,6 +18,7 @@ from implicit_attn.energies import (
     BiSoftmaxAttention,
     LinearAttention,
     Quadratic,
+    QueryEnergy,
     RowSoftmaxAttention,
     ScoreAttention,
     SoftmaxAttention,
@@ -385,6 +386,19 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 def test_bad_pairs_of_the_input(kind: str, parts: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         build(kind).grad(paired_state()[0], AttentionInput(**parts))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"pairs": "all"}, "pairs must be a bool tensor"),
+        ({"pair_bias": 3}, "pair_bias must be a floating tensor"),
+    ],
+)
+def test_pairs_with_an_empty_memory_are_checked(parts: Any, message: str) -> None:
+    memory = torch.empty(BATCH, 0, WIDE, dtype=torch.float64)
+    with pytest.raises(TypeError, match=message):
+        QueryEnergy(WIDE, PAIR_HEADS)(paired_state()[0], AttentionInput(memory=memory, **parts))
 
 
 @pytest.mark.parametrize("cls", [ScoreAttention, LinearAttention])

@@ -439,6 +439,7 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Hopfield(torch.ones(3)), ValueError, r"patterns must have the shape \(M, d\)"),
     (lambda: Hopfield(torch.ones(3, 2).int()), TypeError, r"patterns must be a floating tensor"),
     (lambda: DenseAssociative(torch.ones(3, 2), power=1), ValueError, r"power .* got 1"),
+    (lambda: DenseAssociative(torch.ones(3, 2), shift=1.0), ValueError, r"shift needs power='exp'"),
     (
         lambda: EffectiveRBM(torch.ones(3, 2), bias=torch.ones(3)),
         ValueError,

@@ -236,6 +236,11 @@ def test_hopfield_energies(z: Tensor) -> None:
         assert_energy(DenseAssociative(patterns, power=power), z, None, cubic)
     exponential = expected(lambda token: -sum(math.exp(y) for y in overlaps(token)))
     assert_energy(DenseAssociative(patterns, power="exp"), z, None, exponential)
+    plain = DenseAssociative(patterns, power="exp")
+    shifted = DenseAssociative(patterns, power="exp", shift=2.0)
+    found = (shifted(z), shifted.grad(z), shifted.hvp(z, z))
+    for value, same in zip(found, (plain(z), plain.grad(z), plain.hvp(z, z)), strict=True):
+        torch.testing.assert_close(math.exp(2.0) * value, same)
 
 
 def test_token_energies_take_states_without_tokens(z: Tensor) -> None:

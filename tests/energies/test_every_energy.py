@@ -479,6 +479,9 @@ def test_names_and_shapes_of_the_weights() -> None:
         "projection.weight": (9, 6), "bias": (9,), "context.weight": (9, 4),
         "gate.weight": (9, 4), "gate.bias": (9,),
     }  # fmt: skip
+    with torch.device("meta"):
+        empty = ReLUFeedForward(6, 9, context_dim=4, gates=True)
+    assert {value.device.type for value in empty.state_dict().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 1e-6])

@@ -26,11 +26,12 @@ from implicit_attn.energies import (
     SiteDistribution,
     SiteLagrangian,
     SoftmaxLagrangian,
+    SphericalLagrangian,
     SpinInteraction,
     VectorSpin,
 )
 from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
-from solvers import Implicit, SphericalSite, Tolerance
+from solvers import Implicit, Tolerance
 
 LAGRANGIANS = [
     IdentityLagrangian(),
@@ -41,6 +42,7 @@ LAGRANGIANS = [
     LayerNormLagrangian(),
     LayerNormLagrangian(epsilon=1e-6),
     IsingLagrangian(),
+    SphericalLagrangian(),
 ]
 SQRT51 = 51**0.5  # s of the sphere at |z|^2 = 25, d = 2
 each = pytest.mark.parametrize("lagrangian", LAGRANGIANS, ids=str)
@@ -108,7 +110,7 @@ def test_values_and_activations_by_hand() -> None:
             [math.tanh(3), -math.tanh(4)],
         ),
         (
-            SiteLagrangian(SphericalSite(large_dimension=True)),
+            SphericalLagrangian(),
             SQRT51 - 1 - math.log((1 + SQRT51) / 2),
             [6 / (1 + SQRT51), -8 / (1 + SQRT51)],
         ),
@@ -116,6 +118,30 @@ def test_values_and_activations_by_hand() -> None:
     for lagrangian, value, activation in cases:
         assert lagrangian(z).item() == pytest.approx(value, rel=1e-12)
         assert lagrangian.activation(z).flatten().tolist() == pytest.approx(activation, rel=1e-12)
+
+
+@each
+def test_half_precision_is_that_of_wide_numbers(lagrangian: Lagrangian, z: Tensor) -> None:
+    half, wide = z.bfloat16(), z.bfloat16().double()
+    assert lagrangian.activation(half).dtype == torch.bfloat16
+    found, expected = lagrangian.activation(half).double(), lagrangian.activation(wide)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(lagrangian(half).double(), lagrangian(wide), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("sites", "dim", "tied"), [(2, 1, True), (4, 2, True), (4, 2, False)])
+@pytest.mark.parametrize("bound", [10.0, 0.1])
+def test_bounded_couplings_have_second_derivatives(
+    sites: int, dim: int, tied: bool, bound: float
+) -> None:
+    """Of two sites the eigenvalues of J are opposite, in its Gram matrix equal."""
+    torch.manual_seed(1)
+    couplings = Couplings(sites, dim, symmetric_sites=tied, bound=bound).double()
+    parameters, weight = list(couplings.parameters()), couplings.weight
+    loss = weight.square().sum() + weight.pow(3).sum()
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)
+    assert all(bool(each.isfinite().all()) for each in second)
 
 
 SITES, DIM = 5, 3
@@ -330,7 +356,7 @@ def test_wrong_couplings() -> None:
 SPINS, COMPONENTS = 4, 3
 SITE: dict[str, Lagrangian] = {
     "ising": IsingLagrangian(),
-    "sphere": SiteLagrangian(SphericalSite(large_dimension=True)),
+    "sphere": SphericalLagrangian(),
     "potts": SoftmaxLagrangian(),
     "gaussian": IdentityLagrangian(),
 }

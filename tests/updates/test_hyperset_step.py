@@ -17,7 +17,7 @@ from implicit_attn.models import HyperSET
 from implicit_attn.studies import HeldStep
 from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
 from implicit_attn.updates.hyperset import build_step_sizes, sinusoids
-from implicit_attn.updates.official import DESCENTS, OfficialHyperSETLayer
+from implicit_attn.updates.official import DESCENTS, OfficialHyperSETLayer, OfficialStepSizes
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
 EPSILON = 1e-6
@@ -360,3 +360,10 @@ def test_what_has_no_energy_or_fixed_point() -> None:
 def test_bad_official_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         OfficialHyperSETLayer(OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, **options)
+
+
+def test_official_step_sizes_keep_the_order_of_their_parameters() -> None:
+    """Optimisers store their state by the order of the parameters."""
+    steps = OfficialStepSizes(4, "twice-normed", time_dim=4)
+    modules = dict.fromkeys(name.split(".")[0] for name, _ in steps.named_parameters())
+    assert list(modules) == ["embedding", "last", "inner", "outer"]

@@ -25,12 +25,12 @@ from implicit_attn.energies import (
     ReLULagrangian,
     RMSNorm,
     RMSNormLagrangian,
-    SiteLagrangian,
     SoftmaxAttention,
     SoftmaxLagrangian,
+    SphericalLagrangian,
 )
 from implicit_attn.updates import DescentStep, QueryDescent
-from solvers import Forward, Implicit, SphericalSite, Tolerance
+from solvers import Forward, Implicit, Tolerance
 
 DIM = 6
 TIGHT = Tolerance(rtol=1e-12)
@@ -98,7 +98,7 @@ LAGRANGIANS: dict[str, Lagrangian] = {
     "rms": RMSNormLagrangian(),
     "layer-tiny": LayerNormLagrangian(epsilon=1e-6),
     "ising": IsingLagrangian(),
-    "sphere": SiteLagrangian(SphericalSite(large_dimension=True)),
+    "sphere": SphericalLagrangian(),
 }
 MIXED = ("bisoftmax-soft-4", "relu-none", "hopfield-cold", "softmax-inner-none-1", "composition")
 CONCAVE = ("relu-none", "softmax-cross-none-1", "conditional", "dense-2", "rbm-ising")

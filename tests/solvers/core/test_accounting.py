@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cases.solves import (
     FEW,
+    PLAIN,
     SOLVERS,
     Counter,
     EnergyCounter,
@@ -226,6 +227,20 @@ def test_a_safeguarded_sample_alone_and_in_a_batch(solver: str, name: str) -> No
     problem = make(name)
     together = solve(problem, solver, max_steps=40, safeguarded=True)
     same(together, one_by_one(problem, solver, max_steps=40, safeguarded=True))
+
+
+@pytest.mark.parametrize("solver", PLAIN)
+def test_compaction_changes_no_answer(solver: str) -> None:
+    problem = make("kepler")
+    small = solve(problem, solver, compact=True, max_steps=60)
+    whole = solve(problem, solver, compact=False, max_steps=60)
+    assert len(set(small.evaluations.tolist())) > 1
+    if solver == "newton":  # uncompacted, the products for one sample count for all
+        assert (small.evaluations <= whole.evaluations).all()
+    else:
+        assert small.evaluations.tolist() == whole.evaluations.tolist()
+    assert small.status.tolist() == whole.status.tolist()
+    torch.testing.assert_close(small.value, whole.value, rtol=1e-6, atol=1e-9)
 
 
 def easy_and_hard(easy: int) -> ZooProblem:

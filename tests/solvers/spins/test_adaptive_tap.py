@@ -252,9 +252,11 @@ def test_a_spent_budget_is_said() -> None:
     blocks, x = couplings(6, 3, 0.5, random), fields(2, 6, 3, random)
     with pytest.warns(SolveWarning, match="second-order TAP solve"):
         adaptive_tap(blocks, x, site=PottsSite(), order="second", max_steps=2)
-    solution = adaptive_tap(blocks, x, site=PottsSite(), max_steps=3, on_failure="ignore")
+    options: Any = {"site": PottsSite(), "max_steps": 3, "on_failure": "ignore", "record": True}
+    solution = adaptive_tap(blocks, x, **options)
     assert (solution.status == Status.MAX_STEPS).all()
     assert (solution.evaluations == 3).all()
+    assert solution.trace is not None and solution.trace.residual.shape == (2, 3)
 
 
 # --- errors -----------------------------------------------------------------------------------------

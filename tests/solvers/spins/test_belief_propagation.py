@@ -287,6 +287,7 @@ def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
     ({"couplings": changed(BLOCKS, torch.inf)}, ValueError, "couplings must be finite or -inf"),
     ({"field": changed(FIELD, torch.nan)}, ValueError, "field must be finite or -inf"),
     ({"edges": PAIRS.float()}, TypeError, "edges must be an int64 tensor"),
+    ({"edges": None}, TypeError, r"of all pairs: torch.triu_indices\(N, N, 1\).mT"),
     ({"edges": PAIRS + 1}, ValueError, r"edges must hold sites 0 .. 4, got 1 .. 5"),
     ({"edges": PAIRS * 0}, ValueError, "edges must join two different sites"),
     ({"edges": PAIRS[[0, 1, 2, 2]].flip(1)}, ValueError, "edges must hold every pair once"),
