@@ -17,7 +17,12 @@ from implicit_attn.models import HyperSET
 from implicit_attn.studies import HeldStep
 from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
 from implicit_attn.updates.hyperset import build_step_sizes, sinusoids
-from implicit_attn.updates.official import DESCENTS, OfficialHyperSETLayer, OfficialStepSizes
+from implicit_attn.updates.official import (
+    DESCENTS,
+    Descent,
+    OfficialHyperSETLayer,
+    OfficialStepSizes,
+)
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
 EPSILON = 1e-6
@@ -317,6 +322,26 @@ def test_the_step_with_gains_is_no_gradient() -> None:
     value, _, features = layer.observe(z, 0)
     assert torch.equal(value, layer.attention(z))
     assert torch.allclose(features.square().mean(-1), torch.ones(()).double(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", DESCENTS)
+def test_descents_are_those_of_torch(kind: str) -> None:
+    position = nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+    rules: dict[str, Any] = {
+        "plain": torch.optim.SGD([position], 1.0),
+        "momentum": torch.optim.SGD([position], 1.0, momentum=0.9),
+        "rmsprop": torch.optim.RMSprop([position], 1.0, alpha=0.8, eps=1e-6),
+        "rmsprop-momentum": torch.optim.RMSprop([position], 1.0, alpha=0.8, eps=1e-6, momentum=0.9),
+        "adam": torch.optim.Adam([position], 1.0, betas=(0.9, 0.96), eps=1e-6),
+    }
+    descent = Descent(kind)
+    kept: dict[str, Any] = {}
+    for _ in range(4):
+        before = position.detach().clone()
+        position.grad = torch.randn_like(position)
+        rules[kind].step()
+        step = descent(kept, position.grad)
+        torch.testing.assert_close(before - step, position.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", DESCENTS)
