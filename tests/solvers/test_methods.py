@@ -29,6 +29,8 @@ from solvers import (
     Tolerance,
     fixed_point,
 )
+from solvers.core.rows import Point
+from solvers.methods.lbfgs import _almost_quadratic
 
 DIM = 12
 
@@ -444,3 +446,22 @@ def test_what_cannot_be_solved_keeps_its_first_status() -> None:
     named = attempt(problem.f, problem.z0, problem.args, max_steps=200, solver=Anderson())
     assert solution.status.tolist() == named.status.tolist()
     assert (solution.residual <= named.residual).all()
+
+
+@pytest.mark.parametrize(("power", "expected"), [(2, True), (4, False)])
+def test_a_pair_of_a_rejected_trial_is_kept_where_the_energy_is_a_parabola(
+    power: int, expected: bool
+) -> None:
+    """``E = sum z^p``: the change of E is the slope along ``s`` plus ``s.y / 2`` for p = 2 alone."""
+    z = torch.tensor([[1.0, 2.0], [-1.0, 0.5]], dtype=torch.float64)
+    ends = []
+    for place in (z, -2.0 * z):
+        here = place.clone().requires_grad_()
+        energy = here.pow(power).sum(1)
+        (gradient,) = torch.autograd.grad(energy.sum(), here)
+        size = gradient.norm(dim=1)
+        ends.append(Point(place, -gradient, size, size, energy.detach(), gradient))
+    start, trial = ends
+    assert start.gradient is not None and trial.gradient is not None
+    along = ((trial.z - start.z) * (trial.gradient - start.gradient)).sum(1)
+    assert _almost_quadratic(trial, start, along).tolist() == 2 * [expected]
