@@ -81,6 +81,10 @@ class SpectralBound(nn.Module):
         super().__init__()
         self.bound = require_positive("bound", bound)
 
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight as the matrix that is bounded."""
+        return weight
+
     def forward(self, weight: Tensor) -> Tensor:
         return weight * (self.bound / self.norm_or_bound(weight)).to(weight.dtype)
 
@@ -89,7 +93,7 @@ class SpectralBound(nn.Module):
         # sigma^2 as an eigenvalue of the smaller Gram matrix takes half the time of singular values. The
         # entries are divided by a bound on them, so that no square over- or underflows. LAPACK raises at
         # a NaN; without it the NaN stays in the weight, and the solve's status reports it.
-        wide = weight.to(accumulation_dtype(weight.dtype))
+        wide = self.matrix(weight.to(accumulation_dtype(weight.dtype)))
         wide = torch.where(wide.isfinite(), wide, 0.0)
         size = wide.detach().abs().amax().clamp_min(self.bound)
         wide = wide / size

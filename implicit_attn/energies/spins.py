@@ -165,11 +165,13 @@ class _BoundedMatrix(SpectralBound):
         super().__init__(bound)
         self.symmetric = symmetric
 
+    def matrix(self, weight: Tensor) -> Tensor:
+        size = weight.shape[0] * weight.shape[2]
+        return weight.transpose(1, 2).reshape(size, size)
+
     def norm_or_bound(self, weight: Tensor) -> Tensor:
         """By J itself: in a Gram matrix eigenvalues of both signs are one, without second derivatives."""
-        size = weight.shape[0] * weight.shape[2]
-        matrix = weight.transpose(1, 2).reshape(size, size)
-        wide = matrix.to(accumulation_dtype(matrix.dtype))
+        wide = self.matrix(weight.to(accumulation_dtype(weight.dtype)))
         wide = torch.where(wide.isfinite(), wide, 0.0)
         if self.symmetric:
             norm = torch.linalg.eigvalsh(wide).abs().amax()
