@@ -180,6 +180,13 @@ def test_samples_are_independent_and_repeatable() -> None:
     assert torch.equal(spectrum(update, z, (matrix,)).eigenvalues, whole.eigenvalues)
 
 
+@pytest.mark.parametrize("function", [spectral_radius, extreme_eigenvalues])
+@pytest.mark.parametrize("name", ["tolerence", "what", "count"])
+def test_options_are_those_of_the_function_that_is_called(function: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected .* '{name}'"):
+        function(lambda z: 0.5 * z, torch.ones(1, 2), **{name: 1})
+
+
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"f": 1}, TypeError, "f must be callable, got <class 'int'>"),
     ({"what": "all"}, ValueError, "what must be one of .* got 'all'"),

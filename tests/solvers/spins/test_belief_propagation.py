@@ -100,7 +100,8 @@ def test_samples_do_not_depend_on_their_batch() -> None:
     random = generator(6)
     listed, blocks = pair_list(RING, 3, 1.0, random)
     field = fields(40, 5, 3, random, scale=2.0)
-    whole = belief_propagation(blocks, field, edges=listed)
+    whole = belief_propagation(blocks, field, edges=listed, record=True)
+    assert whole.trace is not None and whole.trace.residual.shape[0] == len(field)
     assert len(whole.evaluations.unique()) > 1  # some leave the batch before others
     alone = belief_propagation(blocks, field[:1], edges=listed)
     close(whole.value.mean[:1], alone.value.mean, 1e-12)
