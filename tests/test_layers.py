@@ -23,13 +23,12 @@ solvers.adjoints solvers.eigen
 solvers.fixed_points
 solvers.spins solvers.torchdeq_bridge
 solvers
-implicit_attn.optional implicit_attn.parametrised implicit_attn.shadow
+implicit_attn.optional implicit_attn.parametrised
 implicit_attn.kernels
 implicit_attn.energies implicit_attn.dropout
 implicit_attn.updates
 implicit_attn.deq
 implicit_attn.block implicit_attn.regularization
-implicit_attn.deq_transformer
 implicit_attn.checkpoint implicit_attn.data
 implicit_attn.models
 implicit_attn.weights

@@ -22,7 +22,6 @@ import implicit_attn
 import solvers
 from implicit_attn import kernels
 from implicit_attn.optional import require
-from implicit_attn.shadow import check
 
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = sorted(
@@ -144,8 +143,8 @@ def test_a_folder_without_a_file_is_named() -> None:
     other = types.ModuleType("solvers")
     other.__path__ = ["/work/of/mine/solvers"]
     with pytest.raises(ImportError, match="found /work/of/mine/solvers"):
-        check(other)
-    check(solvers)
+        implicit_attn._check_solvers(other)
+    implicit_attn._check_solvers(solvers)
 
 
 def test_the_bridge_says_that_torchdeq_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS, compile_layers
-from implicit_attn.deq.unrolled import UnrolledLayer, bake, unroll
+from implicit_attn.deq.layer import (
+    DEQ,
+    EVALUATION_OPTIONS,
+    OPTIONS,
+    UnrolledLayer,
+    bake,
+    compile_layers,
+    unroll,
+)
 
 __all__ = [
     "DEQ",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from implicit_attn.deq.maps import may_prepare
+from implicit_attn.deq.problem import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
 from solvers.compiled.evaluations import Padding, Wanted, detached

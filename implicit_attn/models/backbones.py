@@ -1,12 +1,13 @@
-"""Backbones, tokens to tokens: layers that are repeated, and equilibrium blocks.
+"""Backbones, tokens to tokens: layers that are repeated, and equilibria one after the other.
 
-The base of those that repeat; the transformer, CRATE and the Energy Transformer with shared layers; and
-equilibrium blocks one after the other. Hyper-SET has a file of its own.
+The base of those that repeat, and of them the transformer, CRATE, the Energy Transformer and Hyper-SET; then
+the equilibria of Hyper-SET's energy, of equilibrium blocks and of spins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.block import EquilibriumBlock
+from implicit_attn.deq import DEQ
 from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 from implicit_attn.energies.heads import head_width
+from implicit_attn.energies.hyperset import HyperSETEnergy
 from implicit_attn.energies.tokens import check_mask, check_state, hide
-from solvers.core.checks import require_choice, require_count, require_positive
+from implicit_attn.updates.hyperset import HyperSETLayer
+from implicit_attn.updates.official import OfficialHyperSETLayer, build_step_network
+from implicit_attn.updates.spins import KineticAttention
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_positive,
+)
 
 BEYOND = ("extrapolate", "hold")
 
@@ -325,6 +337,128 @@ class EnergyTransformer(RecurrentBackbone):
         super().__init__(dim, made, iterations)
 
 
+OFFICIAL = {"gains", "step_network", "descent"}  # what only the official code's layer has
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """States, energies and features along the iterations; entry t is after t iterations.
+
+    Attributes:
+        states: (1 + T, B, N, d).
+        attention_energy, feedforward_energy: (1 + T, B), of the layer that makes the next step (of
+            the last one for the last state).
+        features: (1 + T, B, heads, N, p), the normalised projections ``RMSNorm(W_h^T x)``.
+    """
+
+    states: Tensor
+    attention_energy: Tensor
+    feedforward_energy: Tensor
+    features: Tensor
+
+
+class HyperSET(RecurrentBackbone):
+    """Hyper-SET as published: one shared layer (or a few), unrolled.
+
+    Args:
+        dim, heads: features d of a token, attention heads.
+        memories: columns M of D (the paper: d for images, 4 d for Sudoku).
+        layers: number of layers with weights and step sizes of their own.
+        share_steps: all layers take their step sizes from one network, as in the official code.
+        iterations: of each layer.
+        beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
+            of the time, so that later times than in training mean something; low-rank differences
+            stay at their last.
+        step_size: "conditioned-state" (the paper's choice for classification), "conditioned-input"
+            (for Sudoku and masked images), "learned" or "fixed".
+        options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
+            feedforward, head_dim, epsilon, lora_rank, lora_scale, beta; or of
+            ``OfficialHyperSETLayer``: gains, step_network, descent.
+
+    Shapes: tokens (B, N, d) -> (B, N, d).
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        layers: int = 1,
+        iterations: int = 12,
+        beyond: str = "extrapolate",
+        step_size: str = "conditioned-state",
+        share_steps: bool = False,
+        **options: Any,
+    ) -> None:
+        options |= {"step_size": step_size, "iterations": iterations}
+        number = require_count("layers", layers)
+        shared = None
+        if require_flag("share_steps", share_steps):
+            more = {"initial": options.pop("initial_step", None)}
+            more["time_dim"] = options.pop("time_dim", 512)
+            network = options.pop("step_network", "paper")
+            shared = options["step_size"] = build_step_network(network, step_size, dim, **more)
+        kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
+        made = [kind(dim, heads, memories, **options) for _ in range(number)]
+        super().__init__(dim, made, iterations, beyond=beyond)
+        self.step_sizes = shared
+
+    def trajectory(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Trajectory:
+        """States, energies and subspace features along the iterations from ``x`` (B, N, d)."""
+        count = self.iterations if iterations is None else iterations
+        states = self.states(x, iterations=count, mask=mask)
+        plan = self.schedule(count)
+        rows = [
+            self.layers[layer].observe(z, index, mask)
+            for z, (layer, index) in zip(states, [*plan, plan[-1]], strict=True)
+        ]
+        return Trajectory(states, *(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+class HyperSETEquilibrium(nn.Module):
+    """The minimiser of ``HyperSETEnergy`` for the input tokens, found by a ``DEQ`` layer.
+
+    Args:
+        dim, heads, memories: as for ``HyperSET``.
+        iterations: evaluations per sample, an upper bound that a call may change.
+        layer: further arguments for ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
+        options: further arguments of ``HyperSETEnergy``: attention, feedforward, head_dim, norm,
+            bound, weight, maximum, context.
+
+    Shapes: tokens (B, N, d) -> (B, N, d), the equilibrium for that input. The attribute ``layer`` is
+    the ``DEQ``; ``layer.last`` tells how the latest solve went.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        iterations: int = 50,
+        layer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        energy = HyperSETEnergy(dim, heads, memories, **options)
+        self.dim, self.iterations = dim, require_count("iterations", iterations)
+        settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
+        self.layer = DEQ(energy, **settings)
+
+    def forward(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The equilibrium, or the best state found in ``iterations`` evaluations per sample."""
+        if iterations is None:
+            return self.layer(x, mask)
+        return self.layer.solve(x, mask, max_steps=iterations).value
+
+
 class EquilibriumTransformer(nn.Module):
     """Equilibrium blocks one after the other, each ``x -> x + O z*(x)`` with weights of its own.
 
@@ -389,3 +523,73 @@ class EquilibriumTransformer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}"
+
+
+class SpinTransformer(nn.Module):
+    """Spin modules one after the other, each the steady state ``m*`` of a ``KineticAttention``.
+
+    In the source nothing stands between two modules: ``x -> m*(x)``, and the next module puts the means
+    on its spheres again. Then no part of the model but the attention weights mixes features. With
+    ``residual`` a module is ``x -> x + O m*(x)``, with output weights O (d, d) that mix the heads.
+
+    Args:
+        dim, heads: features d of a token, attention heads, at most d / 2.
+        layers: number of modules, each with weights of its own.
+        iterations: evaluations per sample and module, an upper bound that a call may change.
+        residual: whether the modules add to their input.
+        layer: further options of the modules' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...);
+            a ``max_steps`` among them is ``iterations``.
+        options: further arguments of :class:`implicit_attn.updates.KineticAttention`: beta, closure,
+            scale, self_coupling, causal.
+
+    Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
+    their input and influence no other token. How the latest solves went is in ``steady[k].last``.
+
+    Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
+
+    Example, a vision transformer of two modules:
+        >>> from implicit_attn.models import ImageClassifier
+        >>> spins = SpinTransformer(64, 4, layers=2)
+        >>> model = ImageClassifier(spins, 8, 1, 10, patch=2, readout="tokens")
+        >>> model(torch.rand(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        layers: int = 2,
+        iterations: int = 50,
+        residual: bool = False,
+        layer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        number = require_count("layers", layers)
+        require_instance("layer", layer, dict, "a dict of options", optional=True)
+        limit = {"max_steps": require_count("iterations", iterations)}
+        settings: dict[str, Any] = limit | (layer or {})
+        self.dim, self.iterations = dim, settings["max_steps"]
+        made = [DEQ(KineticAttention(dim, heads, **options), **settings) for _ in range(number)]
+        self.steady: Any = nn.ModuleList(made)
+        self.outputs: Any = None
+        if require_flag("residual", residual):
+            self.outputs = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(number))
+
+    def forward(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The tokens behind the last module, each solved in at most ``iterations`` evaluations."""
+        check_state(x, type(self).__name__, dim=self.dim, tokens=True)
+        check_mask(mask, x, type(self).__name__, features=1)
+        limit = {} if iterations is None else {"max_steps": require_count("iterations", iterations)}
+        z = x
+        for index, steady in enumerate(self.steady):
+            mean = steady(z, mask, **limit)
+            z = mean if self.outputs is None else z + self.outputs[index](mean)
+        return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}, residual={self.outputs is not None}"

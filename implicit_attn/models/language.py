@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from implicit_attn.block import DEQTransformer, Iterations
 from implicit_attn.data.text import decode, encode
-from implicit_attn.deq_transformer import DEQTransformer, Iterations
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.gradient_step import DescentStep
 from solvers.core.checks import require_choice, require_count, require_nonnegative, require_number

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.around import ImageClassifier, MaskedCodes, SudokuModel
-from implicit_attn.models.hyperset import HyperSET
+from implicit_attn.models.backbones import HyperSET
 from implicit_attn.updates.hyperset import PlainStepSizes
 from implicit_attn.updates.official import DESCENTS, OfficialStepSizes
 from solvers.core.checks import require_choice, require_count, require_positive
