@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 from runner import Table, columns, rows_of, run
 
-from implicit_attn.energies.effective import PRIORS, EffectiveRBM, ScalarPrior
+from implicit_attn.energies.memories import PRIORS, EffectiveRBM, ScalarPrior
 
 ORDERS = {2: "C1", 4: "C2", 8: "C3"}  # of the Taylor sums
 UNITS = 4  # hidden units

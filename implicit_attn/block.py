@@ -15,8 +15,8 @@ from implicit_attn.energies.conditional import ConditionalAttention, Equilibrium
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput, allowed_pairs, counted_tokens
 from implicit_attn.energies.tokens import hide
-from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.transformer_step import TransformerStep
+from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
 from solvers.fixed_points import read_solver
 

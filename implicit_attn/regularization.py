@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 
 from implicit_attn.deq import DEQ
 from implicit_attn.dropout import VariationalDropout, dropout_seeds
-from implicit_attn.energies.projected import SpectralBound
-from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.energies.tokens import SpectralBound, accumulation_dtype
 from implicit_attn.parametrised import own_class, parametrise
 from solvers import Implicit, OneStep
 from solvers.core.checks import (

@@ -28,8 +28,7 @@ from implicit_attn.deq.problem import (
 )
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy, FunctionEnergy
-from implicit_attn.updates.gradient_step import GradientStep
-from implicit_attn.updates.update import FunctionUpdate, Update
+from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_number

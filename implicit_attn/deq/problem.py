@@ -15,8 +15,7 @@ import solvers
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies.energy import Energy, Prepared, Scaled, Select, Sum
 from implicit_attn.energies.heads import expand_pairs
-from implicit_attn.updates.gradient_step import EnergyStep
-from implicit_attn.updates.update import Update
+from implicit_attn.updates.update import EnergyStep, Update
 from solvers.compiled.programs import Programs
 from solvers.core.checks import require_finite
 from solvers.core.guards.reading import found_once, parts_of, read_anew

@@ -24,20 +24,18 @@ from implicit_attn.energies.heads import (
     read_memory,
     read_pairs,
 )
-from implicit_attn.energies.projected import (
+from implicit_attn.energies.tokens import (
     SOFT_NORM,
+    Pair,
     Projection,
     RMSNorm,
-    check_norm,
-    merge_heads,
-    split_heads,
-)
-from implicit_attn.energies.tokens import (
-    Pair,
     accumulation_dtype,
     check_mask,
+    check_norm,
     check_tokens,
     hide,
+    merge_heads,
+    split_heads,
     sum_samples,
 )
 from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key_attention

@@ -1,8 +1,9 @@
-"""What energies with heads share: inverse temperatures, features, and inputs with pairs and a memory."""
+"""What energies of features share; with heads: inverse temperatures, inputs with pairs and a memory."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
@@ -12,13 +13,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.energy import Prepared
-from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm, project
+from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.tokens import (
+    SOFT_NORM,
+    Features,
+    Pair,
+    Projection,
+    RMSNorm,
     accumulation_dtype,
     check_mask,
+    check_norm,
     check_tokens,
     hide,
+    like_state,
+    project,
     sum_samples,
     visible_input,
 )
@@ -28,6 +36,121 @@ from solvers.core.modes import in_transform
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class Given(NamedTuple):
+    """What a function of features is given besides them.
+
+    Attributes:
+        mask: (B, N) bool, False at masked tokens.
+        gates: (B, ..., rows), weights of the features.
+        pairs: the pairs of tokens that may attend, and their biases.
+    """
+
+    mask: Tensor | None = None
+    gates: Tensor | None = None
+    pairs: Pairs | None = None
+
+
+class ProjectedEnergy(Energy):
+    """``E(z) = potential(y)`` of features ``y = norm(z W^T)``, with its gradient in closed form.
+
+    A subclass sets ``projection`` (or overrides ``weight``) and says what the potential is, by methods of
+    the features ``y``, (B, heads, N, p) or (B, ..., rows), and of what else is :class:`Given`::
+
+        token_value(y, given)         of each token, (B, ...); masked tokens are left out of their sum
+        potential(y, given)           in place of that, the value of each sample, (B,)
+        force(y, given)               the gradient of the potential by y, like y
+        potential_and_force(...)      both at once, where they share work
+
+    What features see of the input comes from ``seen(x, mask, z)``. Features of masked tokens may be
+    anything finite: the gradient is zero there all the same.
+
+    Args:
+        dim: features d of the state.
+        heads: split the features into so many heads, (B, N, d) -> (B, heads, N, rows / heads);
+            None: no head dimension, (B, ..., d) -> (B, ..., rows).
+        norm: norm over the last dimension of the features, or None.
+    """
+
+    projection: Projection
+
+    def __init__(self, dim: int, *, heads: int | None = None, norm: RMSNorm | None = None) -> None:
+        super().__init__()
+        self.dim, self.heads, self.norm = dim, heads, check_norm(norm)
+
+    @property
+    def weight(self) -> Tensor:
+        """W (rows, d), read once an evaluation: each read of a bounded weight computes it."""
+        return self.projection.weight
+
+    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
+        """What is added to ``z W^T``, as for :func:`project`, and what else is given."""
+        return None, Given(mask)
+
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define token_value or potential")
+
+    @abstractmethod
+    def force(self, y: Tensor, given: Given) -> Tensor: ...
+
+    def potential(self, y: Tensor, given: Given) -> Tensor:
+        return sum_samples(hide(self.token_value(y, given), given.mask))
+
+    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+        return self.potential(y, given), self.force(y, given)
+
+    def features(
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """``y``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
+        return self._at(z, x, mask, weight)[0].unit
+
+    def straight_gradient(
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """The gradient without the norm's derivative: ``dE/dy W`` at ``y``, like ``z``.
+
+        It is zero at masked tokens, and the gradient of no function of z unless the norm is None;
+        ``weight`` replaces W.
+
+        Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
+        """
+        at, given = self._at(z, x, mask, weight)
+        force = self.straight_force(at.unit, given)
+        return like_state(at.pull_back(force, straight=True), z, mask)
+
+    def straight_force(self, y: Tensor, given: Given) -> Tensor:
+        """The force of a :meth:`straight_gradient`."""
+        return self.force(y, given)
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        at, given = self._at(z, x, mask)
+        return self.potential(at.unit, given)
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        at, given = self._at(z, x, mask)
+        value, force = self.potential_and_force(at.unit, given)
+        return value, like_state(at.pull_back(force), z, mask)
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        at, given = self._at(z, x, mask)
+        return like_state(at.pull_back(self.force(at.unit, given)), z, mask)
+
+    def _at(
+        self, z: Tensor, x: Any, mask: Tensor | None, weight: Tensor | None = None
+    ) -> tuple[Features, Given]:
+        """The features at a state, and what else is given."""
+        tokens = self.heads is not None
+        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=tokens)
+        added, given = self.seen(x, mask, z)
+        weight = self.weight if weight is None else weight
+        raw = project(hide(z, mask), weight, added, self.heads, mask)
+        return Features.of(raw, self.norm, weight, self.heads), given
+
+    def extra_repr(self) -> str:
+        return f"norm={self.norm}"
+
 
 Beta: TypeAlias = float | Sequence[float] | Tensor | None
 

@@ -17,8 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.projected import RMSNorm
-from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide, sum_samples
+from implicit_attn.energies.tokens import (
+    RMSNorm,
+    accumulation_dtype,
+    check_tokens,
+    hide,
+    sum_samples,
+)
 from solvers.core.checks import require_positive
 
 

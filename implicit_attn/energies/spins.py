@@ -1,19 +1,20 @@
-"""Coupled vector spins: couplings and their gauge, interaction energy, mean-field free energy."""
+"""Coupled vector spins: couplings, interaction, mean-field free energy; bare attention of couplings alone."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
-from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import (
     Pair,
+    SpectralBound,
     accumulation_dtype,
+    check_dtype,
     check_input,
     check_tensor,
     check_tokens,
@@ -21,7 +22,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
 )
 from implicit_attn.parametrised import parametrise
-from solvers.core.checks import require_count, require_flag, require_positive
+from solvers.core.checks import require_choice, require_count, require_flag, require_positive
 
 
 class Couplings(nn.Module):
@@ -370,3 +371,290 @@ def check_symmetric(couplings: object) -> Couplings:
     if not couplings.symmetric_sites:
         raise ValueError("couplings must have symmetric_sites=True to have an energy, got False")
     return couplings
+
+
+class ConditionalMixture(NamedTuple):
+    r"""``p(z_i | rest) = rho(z_i) sum_j exp(z_i.h_ij) / sum_j Z(h_ij)``, all sites at once.
+
+    Neighbour j proposes the law ``rho(z) exp(z.h_ij) / Z(h_ij)`` and is believed with the weight
+    ``w_ij = softmax_j log Z(h_ij)``. Neither depends on ``z_i``. Densities are with respect to rho.
+
+    Attributes:
+        site: rho, with ``log_partition``, ``mean`` and, for :meth:`sample`, ``sample``.
+        fields: ``h_ij`` (B, N, N, D).
+        log_weights: ``log w_ij`` (B, N, N), minus infinity for pairs that do not speak.
+        log_total: ``lse_j log Z(h_ij)`` (B, N).
+    """
+
+    site: Any
+    fields: Tensor
+    log_weights: Tensor
+    log_total: Tensor
+
+    @classmethod
+    def of(cls, site: Any, fields: Tensor, speaks: Tensor) -> ConditionalMixture:
+        """From the fields and which pairs (B or 1, N, N) bool speak; every site hears at least one."""
+        flat = fields.flatten(1, 2)
+        values = site.log_partition(flat, no_variance(flat)).view(fields.shape[:-1])
+        values = values.masked_fill(~speaks, -torch.inf)
+        total = values.logsumexp(-1)
+        return cls(site, fields, values - total.unsqueeze(-1), total)
+
+    @property
+    def weights(self) -> Tensor:
+        """``w_ij`` (B, N, N), rows that sum to 1."""
+        return self.log_weights.exp()
+
+    def means(self) -> Tensor:
+        """``mu(h_ij)``, the mean of each neighbour's law, (B, N, N, D)."""
+        flat = self.fields.flatten(1, 2)
+        return self.site.mean(flat, no_variance(flat)).view(self.fields.shape)
+
+    def mean(self) -> Tensor:
+        """``sum_j w_ij mu(h_ij)``, (B, N, D): the best guess of every token from the others."""
+        return (self.weights.unsqueeze(-2) @ self.means()).squeeze(-2)
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the others that made this mixture.
+
+        A token that was masked has the law rho here; ``BareAttention.log_prob`` gives 0 there.
+        """
+        expected = (*self.fields.shape[:2], self.fields.shape[3])
+        if tuple(z.shape) != expected:
+            raise ValueError(f"z must have the shape {expected}, got {tuple(z.shape)}")
+        scores = (self.fields @ z.unsqueeze(-1)).squeeze(-1)
+        closed = torch.isneginf(self.log_weights.detach())
+        return scores.masked_fill(closed, -torch.inf).logsumexp(-1) - self.log_total
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """A draw of every token given the others, independently, (B, N, D): first j, then its law.
+
+        NotImplementedError if the site cannot draw.
+        """
+        if not hasattr(self.site, "sample"):
+            raise NotImplementedError(f"{type(self.site).__name__} has no method sample")
+        with torch.no_grad():
+            chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
+            fields = self.fields.flatten(0, 1)[
+                torch.arange(len(chosen), device=chosen.device), chosen.squeeze(1)
+            ]
+            return self.site.sample(fields.view(*self.fields.shape[:2], -1), generator)
+
+
+RULES = ("exact", "source", "hebb")
+
+
+class BareAttention(Energy):
+    r"""Attention whose only parameters are couplings ``J`` between positions::
+
+        e_i(z) = -1/lam lse_{j != i}(lam z_i^T J_ij z_j),   E(z) = sum_i e_i
+        -de_i/dz_i = sum_j alpha_ij J_ij z_j,   alpha_ij = softmax_{j != i}(lam z_i^T J_ij z_j)
+
+    ``-de_i/dz_i`` is what attention computes, with ``J_ij z_j`` as keys and as values; a
+    ``BareAttentionStep`` iterates it. It is not the gradient of E, which has the further term
+    ``-sum_k alpha_ki J_ki^T z_k``, of the same size.
+
+    With a single-site law rho, ``e_i`` becomes a normalised conditional law, a mixture::
+
+        p(z_i | rest) = rho(z_i) sum_j exp(lam z_i^T J_ij z_j) / sum_j Z_rho(lam J_ij z_j)
+        -log p(z_i | rest) = lam e_i + lse_{j != i} log Z_rho(lam J_ij z_j)
+
+    (:meth:`conditionals`, :meth:`log_prob`). These laws do not come from one joint distribution.
+    ``E`` alone, without the second term, has no minimum in J. For small lam all neighbours weigh
+    the same and E is a pair model with the couplings ``J / (N - 1)``; for large lam only the best
+    neighbour speaks. It learns by products of pairs of tokens, and then fills in tokens::
+
+        energy = BareAttention(16, 8, site=solvers.TorusSite())
+        energy.assign_gradient(energy.local_gradient(tokens))  # for any optimiser of its parameters
+        energy.conditionals(tokens).mean()  # each token from all others
+
+    Args:
+        sites: N.
+        dim: d, the size of the blocks ``J_ij``.
+        lam: inverse temperature, finite, > 0.
+        features: fixed ``F`` (d, D): tokens have D components and the couplings ``F^T J_ij F``; None:
+            the tokens have d themselves.
+        site: rho, such as ``solvers.SphericalSite()`` or ``solvers.TorusSite()`` on D components; only
+            the conditional laws and the rule "exact" need it.
+        symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
+        scale: of the initial entries, as for ``Couplings``.
+
+    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool: masked tokens are no neighbours and
+    have no energy. A token without neighbours has the energy 0 and the law rho.
+
+    Source: D'Amico and Negri (2024), "Self-attention as an attractor network: transient memories
+    without backpropagation", https://arxiv.org/abs/2409.16112, for e_i and the step. The normaliser is
+    that of the mixture; the paper's loss is E.
+    """
+
+    features: Tensor | None
+
+    def __init__(
+        self,
+        sites: int,
+        dim: int,
+        *,
+        lam: float = 1.0,
+        features: Tensor | None = None,
+        site: SiteDistribution | None = None,
+        symmetric_sites: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.couplings = Couplings(
+            require_count("sites", sites), dim, symmetric_sites=symmetric_sites, scale=scale
+        )
+        self.lam = require_positive("lam", lam)
+        if features is not None:
+            features = check_tensor("features", features, "d D", d=dim).detach().clone()
+        self.register_buffer("features", features)
+        if site is not None and (isinstance(site, type) or not isinstance(site, SiteDistribution)):
+            raise TypeError(f"site must have log_partition, mean and covariance, got {site!r}")
+        self.site = site
+
+    @property
+    def width(self) -> int:
+        """D, the components of a token."""
+        return self.couplings.dim if self.features is None else self.features.shape[1]
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return sum_samples(self.token_energies(z, mask=mask))
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        pairs = self._pairs(z, mask)
+        alpha = pairs.scores.softmax(-1)
+        pushed = torch.einsum("nij,ijab,nia->njb", alpha, pairs.couplings, pairs.query)
+        gradient = -self._lift(_mix(alpha, pairs.keys) + pushed)
+        return sum_samples(self._energies(pairs, mask)), hide(gradient.to(z.dtype), mask)
+
+    def token_energies(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """``e_i`` (B, N), 0 at masked tokens, in float32 or wider."""
+        return self._energies(self._pairs(z, mask), mask)
+
+    def attention(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """``alpha_ij`` (B, N, N), in float32 or wider; rows of masked or lonely tokens are 0."""
+        pairs = self._pairs(z, mask)
+        own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
+        return pairs.scores.softmax(-1).masked_fill(own, 0.0)
+
+    def pull(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """``-de_i/dz_i = sum_j alpha_ij J_ij z_j`` (B, N, D), like ``z``; 0 without neighbours."""
+        pairs = self._pairs(z, mask)
+        mixed = self._lift(_mix(pairs.scores.softmax(-1), pairs.keys))
+        return hide(mixed.to(z.dtype), mask)
+
+    def conditionals(self, z: Tensor, *, mask: Tensor | None = None) -> ConditionalMixture:
+        """``p(z_i | rest)`` of all tokens: means, densities, draws. ValueError without a ``site``."""
+        return self._mixture(self._pairs(z, mask))
+
+    def log_prob(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """``log p(z_i | rest)`` (B, N), with respect to rho; 0 at masked tokens. It needs a ``site``."""
+        pairs = self._pairs(z, mask)
+        return hide(pairs.scores.logsumexp(-1) - self._mixture(pairs).log_total, mask)
+
+    @torch.no_grad()
+    def local_gradient(
+        self, z: Tensor, rule: str = "exact", *, mask: Tensor | None = None
+    ) -> Tensor:
+        r"""The gradient of a loss by J, from products of the two tokens of a pair; no graph is recorded.
+
+        With ``F z`` for z where there are features, averaged over the samples::
+
+            "exact"   -lam (alpha_ij z_i - w_ij mu(lam J_ij z_j)) z_j^T     of -sum_i log p(z_i | rest)
+            "source"  -alpha_ij z_i z_j^T                                   of E
+            "hebb"    -z_i z_j^T / (N - 1)                                  of E for lam -> 0
+
+        "exact" is data minus model, contrastive divergence with its exact answer. The other two
+        losses are unbounded below: bound the couplings. At J = 0 all three are
+        Hebb's rule (for laws rho of mean 0, and up to the factor lam).
+
+        ``z`` (B, N, D), at least one sample; -> (N, N, d, d), zero blocks for i = j; as if J had no
+        symmetries, see :meth:`assign_gradient`. "exact" needs a ``site``.
+        """
+        require_choice("rule", rule, RULES)
+        check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
+        if len(z) == 0:
+            raise ValueError("z must hold at least one sample to average over, got none")
+        pairs = self._pairs(z, mask)
+        own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
+        if rule == "hebb":
+            speaks = (pairs.speaks & ~own).to(pairs.query.dtype)
+            alpha = speaks / speaks.sum(-1, keepdim=True).clamp_min(1.0)
+        else:
+            alpha = pairs.scores.softmax(-1)
+        signal = alpha.unsqueeze(-1) * pairs.query.unsqueeze(2)
+        if rule == "exact":
+            mixture = self._mixture(pairs)
+            signal = signal - self._embed(mixture.weights.unsqueeze(-1) * mixture.means())
+            signal = self.lam * signal
+        gradient = torch.einsum("nija,njb->ijab", signal, pairs.query) / -len(z)
+        return gradient.masked_fill(own[..., None, None], 0.0).to(z.dtype)
+
+    def assign_gradient(self, gradient: Tensor) -> None:
+        """Set ``grad`` of the free entries of J from a gradient (N, N, d, d) of :meth:`local_gradient`.
+
+        With ``symmetric_sites`` an entry gets the sum of the two that it stands for.
+        """
+        free, n, d = self.couplings.free, self.couplings.sites, self.couplings.dim
+        check_tensor("gradient", gradient, "N N d d", dtype=free.dtype, N=n, d=d)
+        if self.couplings.symmetric_sites:
+            gradient = gradient + gradient.permute(1, 0, 3, 2)
+        with torch.no_grad():
+            expansion: Any = self.couplings.parametrizations["weight"][0]  # type: ignore[index]
+            free.grad = expansion.right_inverse(gradient)
+
+    def _pairs(self, z: Tensor, mask: Tensor | None) -> _Pairs:
+        name = type(self).__name__
+        check_tokens(z, mask, name, dim=self.width, tokens=True)
+        weight = self.couplings.weight
+        check_dtype(z, weight, name)
+        if z.shape[1] != len(weight):
+            raise ValueError(
+                f"{name}: z must have {len(weight)} sites (N), got shape {tuple(z.shape)}"
+            )
+        wide = accumulation_dtype(z.dtype)
+        weight, query = weight.to(wide), self._embed(hide(z, mask).to(wide))
+        keys = torch.einsum("ijab,njb->nija", weight, query)
+        speaks = _speaks(z.shape[1], z.device, mask)
+        scores = self.lam * (keys @ query.unsqueeze(-1)).squeeze(-1)
+        return _Pairs(weight, query, keys, speaks, scores.masked_fill(~speaks, -torch.inf))
+
+    def _energies(self, pairs: _Pairs, mask: Tensor | None) -> Tensor:
+        return hide(pairs.scores.logsumexp(-1) / -self.lam, mask)
+
+    def _mixture(self, pairs: _Pairs) -> ConditionalMixture:
+        if self.site is None:
+            raise ValueError("site must be given for conditional laws, got None")
+        return ConditionalMixture.of(self.site, self.lam * self._lift(pairs.keys), pairs.speaks)
+
+    def _embed(self, z: Tensor) -> Tensor:
+        """``F z``: (..., D) -> (..., d)."""
+        return z if self.features is None else z @ self.features.to(z.dtype).mT
+
+    def _lift(self, y: Tensor) -> Tensor:
+        """``F^T y``: (..., d) -> (..., D)."""
+        return y if self.features is None else y @ self.features.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, lam={self.lam}"
+
+
+class _Pairs(NamedTuple):
+    """What all the quantities of a state share, in float32 or wider."""
+
+    couplings: Tensor  # J (N, N, d, d)
+    query: Tensor  # z or F z, (B, N, d)
+    keys: Tensor  # J_ij z_j, (B, N, N, d), which are the values too
+    speaks: Tensor  # (B or 1, N, N) bool; a token without neighbours hears itself, through J_ii = 0
+    scores: Tensor  # lam z_i.J_ij z_j, minus infinity for pairs that do not speak
+
+
+def _speaks(sites: int, device: torch.device, mask: Tensor | None) -> Tensor:
+    own = torch.eye(sites, dtype=torch.bool, device=device).unsqueeze(0)
+    pairs = ~own if mask is None else ~own & mask.unsqueeze(1) & mask.unsqueeze(2)
+    return pairs | (own & ~pairs.any(-1, keepdim=True))
+
+
+def _mix(alpha: Tensor, keys: Tensor) -> Tensor:
+    """``sum_j alpha_ij y_ij``, (B, N, d)."""
+    return (alpha.unsqueeze(-2) @ keys).squeeze(-2)

@@ -24,7 +24,7 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels import covariance_product
 from implicit_attn.kernels.arguments import dense_for_transforms
-from implicit_attn.updates.gradient_step import QueryDescent
+from implicit_attn.updates.update import QueryDescent
 from solvers.core.checks import require_choice, require_count, require_flag
 from solvers.core.modes import without_autocast
 

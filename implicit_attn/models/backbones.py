@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from implicit_attn.block import EquilibriumBlock
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
+from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.energies.heads import head_width
-from implicit_attn.energies.hyperset import HyperSETEnergy
 from implicit_attn.energies.tokens import check_mask, check_state, hide
-from implicit_attn.updates.hyperset import HyperSETLayer
-from implicit_attn.updates.official import OfficialHyperSETLayer, build_step_network
+from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_network
 from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import (
     require_choice,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from implicit_attn.block import DEQTransformer, Iterations
 from implicit_attn.data.text import decode, encode
 from implicit_attn.models.attention import AttentionForm, build_attention_form
-from implicit_attn.updates.gradient_step import DescentStep
+from implicit_attn.updates.update import DescentStep
 from solvers.core.checks import require_choice, require_count, require_nonnegative, require_number
 
 SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2

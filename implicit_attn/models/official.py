@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.around import ImageClassifier, MaskedCodes, SudokuModel
 from implicit_attn.models.backbones import HyperSET
-from implicit_attn.updates.hyperset import PlainStepSizes
-from implicit_attn.updates.official import DESCENTS, OfficialStepSizes
+from implicit_attn.updates.hyperset import DESCENTS, OfficialStepSizes, PlainStepSizes
 from solvers.core.checks import require_choice, require_count, require_positive
 
 NETWORKS = {"images": ("normed", "twice-normed", None), "sudoku": ("raw",), "codes": ("sinusoids",)}
@@ -394,7 +393,7 @@ def load_official(
         image_size: height = width of the images; needed for images, None for the others.
         channels: of the images.
         side: of the grid of codes, for masked image modelling.
-        attention: a name of ``implicit_attn.energies.hyperset.ATTENTIONS``; None:
+        attention: a name of ``implicit_attn.energies.feedforward.ATTENTIONS``; None:
             "bisoftmax". Official "sigma" is "sigmoid", "sigma_square" is "sigmoid-squared", a
             feature map NAME is "linear-NAME", where "elup1" is our "elu" and "elu" our "plain-elu".
         feedforward: a name of ``FEEDFORWARDS`` there; None: "gelu" for images, else "relu". An

@@ -22,9 +22,8 @@ from implicit_attn.models import ImageClassifier, RecurrentBackbone, SpinClassif
 from implicit_attn.models.backbones import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
-from implicit_attn.updates.gradient_step import EnergyStep
-from implicit_attn.updates.hyperset import HyperSETLayer
-from implicit_attn.updates.official import refuse_memory
+from implicit_attn.updates.hyperset import HyperSETLayer, refuse_memory
+from implicit_attn.updates.update import EnergyStep
 from implicit_attn.weights import load_pretrained, pretrained_models
 from solvers.core.checks import require_nonnegative
 

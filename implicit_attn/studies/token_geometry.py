@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.energies.hyperset import HyperSETEnergy
+from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.models import HyperSET
 from implicit_attn.studies.subjects import Subject, subject_of
 from implicit_attn.studies.tables import (

@@ -25,8 +25,7 @@ from implicit_attn.energies import (
     ReLULagrangian,
     SoftmaxAttention,
 )
-from implicit_attn.energies.effective import PRIORS, ScalarPrior
-from implicit_attn.energies.hopfield import LARGEST_MIXTURE
+from implicit_attn.energies.memories import LARGEST_MIXTURE, PRIORS, ScalarPrior
 from solvers import SphericalSite, Tolerance
 
 BATCH, HEADS, WIDTH, N, M = 2, 3, 2, 4, 5

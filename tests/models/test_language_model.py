@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import solvers
 from cases.energies import relative_error
 from implicit_attn.models import ATTENTION_FORMS, EquilibriumLanguageModel, LanguageModel, generate
-from implicit_attn.updates.gradient_step import DESCENTS
+from implicit_attn.updates.update import DESCENTS
 
 VOCABULARY, DIM, HEADS, LENGTH = 11, 8, 2, 6
 SMALL: dict[str, Any] = {"vocabulary": VOCABULARY, "dim": DIM, "heads": HEADS, "length": LENGTH}

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import HyperSET
 from implicit_attn.studies import HeldStep
 from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
-from implicit_attn.updates.hyperset import build_step_sizes, sinusoids
-from implicit_attn.updates.official import (
+from implicit_attn.updates.hyperset import (
     DESCENTS,
     Descent,
     OfficialHyperSETLayer,
     OfficialStepSizes,
+    build_step_sizes,
+    sinusoids,
 )
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
