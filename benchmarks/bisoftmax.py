@@ -304,7 +304,7 @@ def variants(
     print(table(rows), flush=True)
     if not sweep:
         return
-    arguments: Any = require("implicit_attn.kernels.bi_softmax.triton.arguments", extra="gpu")
+    arguments: Any = require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
     tabulated, rows = arguments.tiles, []
     for kernel, candidate in ((name, each) for name, some in SWEPT.items() for each in some):
         chosen = arguments.Tiles(*candidate)

@@ -63,7 +63,7 @@ if has xdist; then
 fi
 # The device's warnings are not this package's: they are shown, and do not fail a test.
 step tests 170 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
-    tests/kernels/bi_softmax/triton
+    tests/kernels/test_triton.py
 step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py peers
 step variants 120 "$PYTHON" benchmarks/bisoftmax.py variants --sweep
 step layer 60 "$PYTHON" benchmarks/bisoftmax.py layer --rounds 5

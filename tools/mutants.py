@@ -101,7 +101,7 @@ def candidates(seed: int, count: int) -> list[tuple[str, int, str]]:
     for each in PLACES:
         place = ROOT / each
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            if "triton" not in path.parts:
+            if not path.name.startswith("triton"):
                 name = path.relative_to(ROOT).as_posix()
                 found += [(name, *mutant) for mutant in mutants(path.read_text())]
     return random.Random(seed).sample(found, count)

@@ -44,10 +44,9 @@ from implicit_attn.kernels import (
     check_backend,
     frozen_key_attention,
 )
-from implicit_attn.kernels.arguments import rescaled
-from implicit_attn.kernels.pairs import Pairs, token_pairs
-from implicit_attn.kernels.softmax import Attended, attend, forces
-from implicit_attn.kernels.tiling import recomputed
+from implicit_attn.kernels.arguments import Pairs, rescaled, token_pairs
+from implicit_attn.kernels.reference import Attended, attend, forces
+from implicit_attn.kernels.strips import recomputed
 from solvers.core.checks import require_choice
 from solvers.core.modes import without_autocast
 

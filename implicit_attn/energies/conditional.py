@@ -39,7 +39,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
 )
 from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key_attention
-from implicit_attn.kernels.pairs import Pairs, token_pairs
+from implicit_attn.kernels.arguments import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 
 # In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.

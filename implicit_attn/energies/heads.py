@@ -30,7 +30,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
     visible_input,
 )
-from implicit_attn.kernels.pairs import Pairs, check_pairs
+from implicit_attn.kernels.arguments import Pairs, check_pairs
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.modes import in_transform
 

@@ -11,7 +11,7 @@ from implicit_attn.kernels.dispatch import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.softmax import covariance_product
+from implicit_attn.kernels.reference import covariance_product
 
 __all__ = [
     "Choice",

@@ -1,16 +1,17 @@
-"""What the attention kernels share about their arguments: checks, masking, the choice of a backend."""
+"""What the attention kernels share about their arguments: transforms, pairs, masks, precision."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from implicit_attn.kernels.operators import differentiated, has_tangent, transformed
 from solvers.core import modes
 
 Options = ParamSpec("Options")
@@ -18,6 +19,10 @@ Result = TypeVar("Result")
 
 # exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
 LARGEST_EXPONENT = 60.0
+ORDINARY = (Tensor, torch.nn.Parameter)
+_FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
+_DIFFERENTIATING = (_FUNCTORCH.TransformType.Grad, _FUNCTORCH.TransformType.Jvp)
+_SHAPES = "(N, M), (B, N, M) or (B, H, N, M), M = N in self-attention"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,59 @@ class Choice:
 
     backend: str
     reason: str
+
+
+# --- what surrounds a call: transforms, forward mode, export --------------------------------------
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` (vmap, grad, jvp) is under way."""
+    if torch.compiler.is_compiling():
+        return False
+    return _FUNCTORCH.peek_interpreter_stack() is not None
+
+
+def differentiated() -> bool:
+    """Whether ``torch.func`` differentiates: custom operators do not know that, but they know ``vmap``."""
+    if not transformed():
+        return False
+    return any(each.key() in _DIFFERENTIATING for each in _transforms())
+
+
+def mapped_size() -> int:
+    """How many times as many samples there are as ``vmap`` shows, the product of its levels."""
+    if not transformed():  # a compiler would stumble over what follows
+        return 1
+    return math.prod(
+        _FUNCTORCH.CVmapInterpreterPtr(each).batchSize()
+        for each in _transforms()
+        if each.key() == _FUNCTORCH.TransformType.Vmap
+    )
+
+
+def _transforms() -> list[Any]:
+    return _FUNCTORCH.get_interpreter_stack() or []
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether ``tensor`` carries a tangent of forward-mode differentiation."""
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
+    """NotImplementedError, naming ``product`` in its place, where ``tensor`` asks for forward mode."""
+    if differentiated():
+        raise NotImplementedError(
+            f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
+            'torch.autograd, or backend="reference"'
+        )
+    if has_tangent(tensor):
+        raise NotImplementedError(
+            f'forward-mode differentiation is not implemented by backend="{backend}"; use reverse '
+            f'mode, {product} for the product with the Hessian, or backend="reference"'
+        )
 
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
@@ -39,95 +97,97 @@ def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     return None
 
 
-def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
-    """``z`` (B, H, N, p) floating, ``beta`` > 0, ``mask`` (B, N) bool, or an error that says so."""
-    if not z.is_floating_point():
-        raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
-    if z.dim() != 4:
-        raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
-    check_beta(beta)
-    if mask is None:
-        return
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
-    expected = (z.shape[0], z.shape[2])
-    if tuple(mask.shape) != expected:
-        raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
+# --- pairs of a query and a key -------------------------------------------------------------------
 
 
-def check_queries(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
-    """``query`` (B, H, N, p), ``key`` (B, H, M, p), ``mask`` (B, M), or an error that says so."""
-    if not query.is_floating_point() or key.dtype != query.dtype:
-        raise TypeError(
-            f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
-        )
-    matrices = query.dim() == key.dim() == 4
-    if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
-        raise ValueError(
-            "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
-            f"{tuple(query.shape)} and {tuple(key.shape)}"
-        )
-    check_beta(beta)
-    expected = (key.shape[0], key.shape[2])
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
-        raise ValueError(
-            f"mask must be a bool tensor (B, M) = {expected}, got {mask.dtype} {tuple(mask.shape)}"
-        )
+class Pairs(NamedTuple):
+    """Pairs of queries and keys, each part (B or 1, H or 1, N, M).
 
-
-def check_beta(beta: float | Tensor) -> None:
-    """An inverse temperature > 0, of one element, or an error that says what came."""
-    if isinstance(beta, Tensor):
-        if beta.numel() != 1 or not beta.is_floating_point():
-            raise ValueError(
-                "beta must be a number or a floating tensor of one element, got "
-                f"{beta.dtype} {tuple(beta.shape)}"
-            )
-        # Its value is looked at only where that waits for no device.
-        known = beta.device.type == "cpu" and not traced(beta)
-        if not known:
-            return
-        beta = float(beta.detach())
-    if isinstance(beta, (str, bytes, list, tuple)) or beta is None:
-        raise TypeError(f"beta must be a number or a tensor of one element, got {beta!r}")
-    if not beta > 0:
-        raise ValueError(f"beta must be > 0, got {beta!r}")
-
-
-def by_rescaling(beta: float | Tensor) -> Tensor | None:
-    """``beta`` as a tensor without dimensions where a derivative by it may be asked for, else None.
-
-    The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
-    ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
+    Attributes:
+        allowed: bool, True where query i may attend to key j; None: everywhere.
+        bias: floating, added to the scores ``beta q_i.k_j``; None: nothing is.
     """
-    if not isinstance(beta, Tensor):
+
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+
+    def intersect(self, allowed: Tensor | None) -> Pairs:
+        """With only those pairs that are in ``allowed`` (broadcastable, bool), too."""
+        if allowed is None:
+            return self
+        both = allowed if self.allowed is None else self.allowed & allowed
+        return Pairs(both, self.bias)
+
+
+def check_pairs(
+    pairs: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, int, int, int],
+    name: str = "bias",
+) -> Pairs | None:
+    """``pairs`` (bool) and ``bias`` (floating) of two to four dimensions as four each, or None.
+
+    Args:
+        shape: (B, H, N, M), to which they must broadcast.
+        name: of the bias.
+
+    Raises:
+        TypeError, ValueError: for another dtype or shape, naming the argument.
+    """
+    if pairs is None and bias is None:
         return None
-    recorded = torch.is_grad_enabled() and beta.requires_grad
-    return beta.reshape(()) if recorded or traced(beta) else None
+    if pairs is not None and (not isinstance(pairs, Tensor) or pairs.dtype != torch.bool):
+        got = pairs.dtype if isinstance(pairs, Tensor) else type(pairs).__name__
+        raise TypeError(f"pairs must be a bool tensor {_SHAPES}, got {got}")
+    if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise TypeError(f"{name} must be a floating tensor {_SHAPES}, got {got}")
+    given = (("pairs", pairs), (name, bias))
+    return Pairs(*(None if t is None else _four_dimensional(n, t, shape) for n, t in given))
 
 
-def traced(tensor: Tensor) -> bool:
-    """Whether a transform or a compiler stands between us and the number in ``tensor``."""
-    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
+def _four_dimensional(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """A tensor (N, M), (B, N, M) or (B, H, N, M) with four dimensions; sizes of 1 are broadcast.
+
+    Raises:
+        ValueError: where it does not broadcast to ``shape`` or its last two sizes differ from it.
+    """
+    wide = tensor
+    if tensor.dim() == 2:
+        wide = tensor[None, None]
+    elif tensor.dim() == 3:
+        wide = tensor[:, None]
+    fits = wide.dim() == 4 and wide.shape[2:] == shape[2:]
+    if not fits or any(own not in (1, size) for own, size in zip(wide.shape, shape, strict=True)):
+        batch, heads, queries, keys = shape
+        raise ValueError(
+            f"{name} must have the shape ({queries}, {keys}), ({batch}, {queries}, {keys}) or "
+            f"({batch}, {heads}, {queries}, {keys}), got {tuple(tensor.shape)}"
+        )
+    return wide
+
+
+def token_pairs(
+    mask: Tensor | None, causal: bool, tokens: int, device: torch.device, own: bool = True
+) -> Tensor | None:
+    """(B or 1, 1, N, N) bool: pairs of unmasked tokens; None: all.
+
+    With ``j <= i`` where ``causal``, without ``j = i`` but for ``own``.
+    """
+    pairs = None if mask is None else mask[:, None, :, None] & mask[:, None, None, :]
+    if own and not causal:
+        return pairs
+    every = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+    order = every.tril(0 if own else -1) if causal else ~every.tril().triu()
+    return order[None, None] if pairs is None else pairs & order
+
+
+# --- masks and precision --------------------------------------------------------------------------
 
 
 def rescaled(x: Tensor, root: Tensor) -> Tensor:
     """``root x`` in float32 or wider: rounded to half precision it would give other scores."""
     return x.to(wide_dtype(x)) * root
-
-
-def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
-    """``v`` like ``z``, and ``lse`` (B, H, N) where given, or an error that says what came."""
-    if v.shape != z.shape or v.dtype != z.dtype or v.device != z.device:
-        raise ValueError(
-            f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
-            f"got {tuple(v.shape)} {v.dtype} on {v.device}"
-        )
-    if lse is not None and (lse.shape != z.shape[:3] or lse.device != z.device):
-        raise ValueError(
-            f"lse must have the shape (B, H, N) = {tuple(z.shape[:3])} on {z.device}, "
-            f"got {tuple(lse.shape)} on {lse.device}"
-        )
 
 
 def within_exponent(limit: float | None) -> bool:

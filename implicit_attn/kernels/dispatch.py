@@ -12,24 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels import softmax
+from implicit_attn.kernels import reference, strips
 from implicit_attn.kernels.arguments import (
     Choice,
-    by_rescaling,
-    check_arguments,
-    check_queries,
-    check_vector,
+    check_pairs,
     dense_for_transforms,
-    rescaled,
-)
-from implicit_attn.kernels.bi_softmax import native, ops, reference
-from implicit_attn.kernels.operators import (
     has_tangent,
     mapped_size,
     refuse_forward_mode,
+    rescaled,
     transformed,
 )
-from implicit_attn.kernels.pairs import check_pairs
+from implicit_attn.kernels.bi_softmax import native, ops
 from solvers.core.checks import require_choice
 
 _LOG = logging.getLogger("implicit_attn.kernels")
@@ -197,11 +191,11 @@ def frozen_key_attention(
     choice = _log("frozen keys", _explain_frozen_keys(x, key, pairs, bias, backend))
     if choice == "reference":
         given = check_pairs(pairs, bias, _shape(query, key))
-        mean, lse = softmax.dense(x, key, number, mask, given)
+        mean, lse = reference.dense(x, key, number, mask, given)
     else:
         for tensor in (x, key):
             refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
-        mean, lse = softmax.flash(x, key, number, mask)
+        mean, lse = strips.flash(x, key, number, mask)
     return mean.to(query.dtype), lse
 
 
@@ -347,3 +341,89 @@ def _for_pairs(
     if backend not in ("auto", "reference"):
         raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
     return Choice("reference", "only the dense formula takes pairs and biases")
+
+
+def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
+    """``z`` (B, H, N, p) floating, ``beta`` > 0, ``mask`` (B, N) bool, or an error that says so."""
+    if not z.is_floating_point():
+        raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
+    if z.dim() != 4:
+        raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
+    check_beta(beta)
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
+    expected = (z.shape[0], z.shape[2])
+    if tuple(mask.shape) != expected:
+        raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
+
+
+def check_queries(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
+    """``query`` (B, H, N, p), ``key`` (B, H, M, p), ``mask`` (B, M), or an error that says so."""
+    if not query.is_floating_point() or key.dtype != query.dtype:
+        raise TypeError(
+            f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
+        )
+    matrices = query.dim() == key.dim() == 4
+    if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    check_beta(beta)
+    expected = (key.shape[0], key.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
+        raise ValueError(
+            f"mask must be a bool tensor (B, M) = {expected}, got {mask.dtype} {tuple(mask.shape)}"
+        )
+
+
+def check_beta(beta: float | Tensor) -> None:
+    """An inverse temperature > 0, of one element, or an error that says what came."""
+    if isinstance(beta, Tensor):
+        if beta.numel() != 1 or not beta.is_floating_point():
+            raise ValueError(
+                "beta must be a number or a floating tensor of one element, got "
+                f"{beta.dtype} {tuple(beta.shape)}"
+            )
+        # Its value is looked at only where that waits for no device.
+        known = beta.device.type == "cpu" and not traced(beta)
+        if not known:
+            return
+        beta = float(beta.detach())
+    if isinstance(beta, (str, bytes, list, tuple)) or beta is None:
+        raise TypeError(f"beta must be a number or a tensor of one element, got {beta!r}")
+    if not beta > 0:
+        raise ValueError(f"beta must be > 0, got {beta!r}")
+
+
+def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
+    """``v`` like ``z``, and ``lse`` (B, H, N) where given, or an error that says what came."""
+    if v.shape != z.shape or v.dtype != z.dtype or v.device != z.device:
+        raise ValueError(
+            f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
+            f"got {tuple(v.shape)} {v.dtype} on {v.device}"
+        )
+    if lse is not None and (lse.shape != z.shape[:3] or lse.device != z.device):
+        raise ValueError(
+            f"lse must have the shape (B, H, N) = {tuple(z.shape[:3])} on {z.device}, "
+            f"got {tuple(lse.shape)} on {lse.device}"
+        )
+
+
+def by_rescaling(beta: float | Tensor) -> Tensor | None:
+    """``beta`` as a tensor without dimensions where a derivative by it may be asked for, else None.
+
+    The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
+    ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
+    """
+    if not isinstance(beta, Tensor):
+        return None
+    recorded = torch.is_grad_enabled() and beta.requires_grad
+    return beta.reshape(()) if recorded or traced(beta) else None
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether a transform or a compiler stands between us and the number in ``tensor``."""
+    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)

@@ -25,7 +25,8 @@ from implicit_attn.energies.tokens import (
     merge_heads,
     split_heads,
 )
-from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
+from implicit_attn.kernels.arguments import Pairs, token_pairs
+from implicit_attn.kernels.reference import softmax_over_pairs
 from implicit_attn.parametrised import parametrise
 from implicit_attn.updates.update import Update
 from solvers import (

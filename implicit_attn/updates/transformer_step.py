@@ -19,8 +19,7 @@ from implicit_attn.energies.heads import (
     read_pairs,
 )
 from implicit_attn.energies.tokens import check_tokens, hide
-from implicit_attn.kernels.arguments import dense_for_transforms
-from implicit_attn.kernels.pairs import Pairs
+from implicit_attn.kernels.arguments import Pairs, dense_for_transforms
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag
 

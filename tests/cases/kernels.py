@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from implicit_attn.kernels import tiling
+from implicit_attn.kernels import strips
 from implicit_attn.kernels.bi_softmax import native
 from solvers.native import library
 
@@ -63,7 +63,7 @@ class Allocations(TorchDispatchMode):
         self.largest = 0
 
     def __enter__(self) -> Allocations:
-        tiling.release()  # else a buffer that an earlier call needed larger would count
+        strips.release()  # else a buffer that an earlier call needed larger would count
         super().__enter__()
         return self
 

@@ -20,7 +20,7 @@ from fuzz.cases import (  # noqa: E402
     run_case,
 )
 from fuzz.run import FAMILIES  # noqa: E402
-from implicit_attn.kernels.bi_softmax import reference  # noqa: E402
+from implicit_attn.kernels import reference  # noqa: E402
 from solvers.core.loop import Loop  # noqa: E402
 from solvers.core.solution import Solution, Status  # noqa: E402
 from solvers.krylov.loop import LinearLoop  # noqa: E402

@@ -23,7 +23,7 @@ from implicit_attn.kernels import (
     bisoftmax_hvp,
     explain,
     frozen_key_attention,
-    tiling,
+    strips,
 )
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
@@ -122,7 +122,7 @@ def test_the_triangle_reads_no_masked_cotangent() -> None:
     """The lse's, with its mean tangents from half of the tiles."""
     if "triton" not in backends():
         pytest.skip("Triton is not installed")
-    module = require("implicit_attn.kernels.bi_softmax.triton.backend", extra="gpu")
+    module = require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
     z = (0.3 * randn(1, 1, 130, 16)).float().to(DEVICE)
     mask = torch.arange(130, device=DEVICE)[None] != 77
     a = torch.where(mask[:, None], 1.0, torch.nan)
@@ -175,21 +175,21 @@ def test_vmap_counts_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def empty() -> None:
-    tiling.release()
+    strips.release()
 
 
 def test_a_large_one_is_not_kept() -> None:
     like = torch.empty(1)
-    large = tiling.buffer(like, 0, tiling.KEPT + 1)
-    assert large.numel() == tiling.KEPT + 1
-    assert tiling.buffer(like, 0, 8).numel() == 8
+    large = strips.buffer(like, 0, strips.KEPT + 1)
+    assert large.numel() == strips.KEPT + 1
+    assert strips.buffer(like, 0, 8).numel() == 8
 
 
 def test_the_default_device_has_no_say() -> None:
     z = torch.randn(1, 2, 40, 8)
     with torch.device("meta"):
         inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
-        assert tiling.buffer(z, 0, 10).device == z.device
+        assert strips.buffer(z, 0, 10).device == z.device
     outside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
     for ours, theirs in zip(inside, outside, strict=True):
         assert ours.device == z.device and torch.equal(ours, theirs)
@@ -198,8 +198,8 @@ def test_the_default_device_has_no_say() -> None:
 def test_what_a_mode_made_is_not_kept() -> None:
     like = torch.empty(1)
     with FakeTensorMode():
-        assert type(tiling.buffer(like, 0, 10)) is not Tensor
-    assert type(tiling.buffer(like, 0, 10)) is Tensor
+        assert type(strips.buffer(like, 0, 10)) is not Tensor
+    assert type(strips.buffer(like, 0, 10)) is Tensor
 
 
 def test_inference_mode_leaves_nothing_behind() -> None:
@@ -221,7 +221,7 @@ def test_threads_and_sizes_do_not_disturb_each_other() -> None:
 
     expected = []
     for z in states:
-        tiling.release()
+        strips.release()
         expected.append(both(z))
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(both, states * 8))

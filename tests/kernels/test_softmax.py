@@ -21,8 +21,8 @@ from implicit_attn.kernels import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.pairs import Pairs
-from implicit_attn.kernels.softmax import attend, forces
+from implicit_attn.kernels.arguments import Pairs
+from implicit_attn.kernels.reference import attend, forces
 
 HOLES = torch.tensor([[True, False, True], [False, False, False]])
 

@@ -23,8 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from implicit_attn.kernels.bi_softmax.triton import arguments, launch
-from implicit_attn.kernels.bi_softmax.triton import backend as triton_backend
+from implicit_attn.kernels.bi_softmax import triton_backend
 
 CAPABILITY = int(sys.argv[1])
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}[CAPABILITY]
@@ -118,12 +117,12 @@ def compile_only(asked: dict[str, Any]) -> None:
         if shared > SHARED_MEMORY:
             sys.exit(f"{kernel.fn.__name__} needs {shared} bytes on chip")
 
-    setattr(launch, "launch", replacement)  # noqa: B010
+    setattr(triton_backend, "launch", replacement)  # noqa: B010
 
 
 def main() -> None:
     driver.set_active(cast(Any, Absent()))
-    setattr(arguments.LaunchArguments, "capability", CAPABILITY)  # noqa: B010
+    setattr(triton_backend.LaunchArguments, "capability", CAPABILITY)  # noqa: B010
     variants = VARIANTS[CAPABILITY][:: 3 if "few" in sys.argv else 1]
     for width, dtype, tokens, options in variants:
         compile_only({"width": width, "bytes": dtype.itemsize, "tokens": tokens, **options})

@@ -13,20 +13,97 @@ The third derivative is by strips, whatever the backend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from implicit_attn.kernels.arguments import wide_dtype
-from implicit_attn.kernels.bi_softmax import native, strips
-from implicit_attn.kernels.operators import Operator, empty_like_first
+from implicit_attn.kernels import strips
+from implicit_attn.kernels.arguments import ORDINARY, transformed, wide_dtype
+from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
+from solvers.core.modes import without_autocast
+
+
+class Operator:
+    """A PyTorch operator: opaque to compilers, differentiable by a given rule, mapped by ``vmap``.
+
+    ``vmap`` lays the mapped dimension before the first one of every tensor, which must be a batch.
+
+    Args:
+        name: its qualified name, such as "implicit_attn::bisoftmax".
+        schema: its arguments, the first a tensor, and results, as ``torch.library`` wants them.
+        compute: the function that it computes, run without autocast and never recorded.
+        empty: results of the right shapes and dtypes, unfilled, from the same arguments. With zeros
+            in them they are the results where the first argument has no elements.
+        backward: from a context and the cotangents to those of the arguments.
+        save: keeps in a context, from arguments and results, what ``backward`` needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        compute: Callable[..., Any],
+        empty: Callable[..., Any],
+        backward: Callable[..., Any],
+        save: Callable[..., None] | None = None,
+    ) -> None:
+        def implementation(first: Tensor, *rest: Any) -> Any:
+            if first.numel() == 0:
+                results = empty(first, *rest)
+                single = isinstance(results, Tensor)
+                return results.zero_() if single else tuple(each.zero_() for each in results)
+            with without_autocast(first.device.type):
+                return compute(first, *rest)
+
+        self.implementation = implementation
+        self.operator = torch.library.custom_op(
+            name, implementation, mutates_args=(), schema=schema
+        )
+        self.operator.register_fake(empty)
+        self.operator.register_autograd(backward, setup_context=save)
+        self.operator.register_vmap(self._mapped)
+
+    def __call__(self, *args: Any) -> Any:
+        """The operator, or its implementation at once where nothing records or transforms.
+
+        The operator's way through autograd and the dispatcher costs more than a small layer's whole
+        evaluation.
+        """
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        ordinary = all(type(each) in ORDINARY for each in tensors)
+        if recorded or not ordinary or torch.compiler.is_compiling() or transformed():
+            return self.operator(*args)
+        return self.implementation(*args)
+
+    def _mapped(self, info: Any, in_dims: Any, *args: Any) -> Any:
+        """The rule of ``vmap``: (M, B, ...) is folded to (M B, ...), and the results unfolded."""
+        folded = []
+        for value, dim in zip(args, in_dims, strict=True):
+            if isinstance(value, Tensor):
+                if dim is None:
+                    value = value.unsqueeze(0).expand(info.batch_size, *value.shape)
+                else:
+                    value = value.movedim(dim, 0)
+                value = value.reshape(-1, *value.shape[2:])
+            folded.append(value)
+        results = self.operator(*folded)
+        if isinstance(results, Tensor):
+            return results.unflatten(0, (info.batch_size, -1)), 0
+        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
+
+
+def empty_like_first(first: Tensor, *_: Any) -> Tensor:
+    return first.new_empty(first.shape)
 
 
 def triton_backend() -> ModuleType:
     """The module with the Triton kernels; ImportError where Triton is not installed."""
-    return require("implicit_attn.kernels.bi_softmax.triton.backend", extra="gpu")
+    return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
 
 
 def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:

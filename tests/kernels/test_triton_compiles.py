@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "workers" / "triton_compile.py"
 SMALL = {"small_gradient_kernel", "small_hvp_kernel"}
 HALVES = {"triangle_kernel", "triangle_lse_kernel", "triangle_mean_kernel"}

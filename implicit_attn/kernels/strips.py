@@ -1,7 +1,7 @@
-"""Bi-softmax without an N x N matrix, from stock operators, on any device.
+"""Attention without an N x N matrix, from stock operators: strips of rows in buffers of fixed size.
 
-Two ways, both by strips of rows in a workspace of fixed size. Half precision is computed in float32.
-For the formulas see ``dispatch``; for autograd and autocast ``ops``.
+Half precision is computed in float32. Bi-softmax, on any device, goes two ways; for its formulas see
+``dispatch``, for autograd and autocast ``ops``.
 
 *Symmetric*, where scores are bounded: with ``e = exp(S)``, symmetric, ``l_i = sum_j e_ij`` and ``u = 1 / l``
 the gradient's matrix is ``(P + P^T)_ij = e_ij (u_i + u_j)``. A strip holds some rows of ``e`` and the columns
@@ -15,24 +15,203 @@ row where causal), so its row maxima and row sums are final, and what it gives t
 columns is added at once: ``P Z`` in the strip's rows plus ``P^T Z_rows`` everywhere. The gradient takes 3
 and the Hessian-vector product 7, half of it where causal.
 
-Tensors below are (G, N, p), as in ``tiling``; ``unmasked`` (G, N, 1) is ``tiling.wide_mask``.
+Attention to frozen keys (``flash``, on the CPU): where the keys do not depend on the queries one stock
+attention with the keys for values gives value and gradient. Their derivatives, with them the Hessian-vector
+product, come by strips: the stock backward pass always differentiates by the keys too, which that product
+does not need. Only derivatives of derivatives hold an N x M matrix.
+
+Tensors inside are (G, N, p), G = B H heads, float32 or float64, with zero rows at masked tokens;
+``unmasked`` (G, N, 1) is ``wide_mask``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from implicit_attn.kernels.arguments import exact_if_alone, within_exponent
-from implicit_attn.kernels.tiling import (
-    SymmetricStrip,
-    SymmetricStrips,
-    row_strips,
-    wide_mask,
-    wide_rows,
+from implicit_attn.kernels import reference
+from implicit_attn.kernels.arguments import (
+    ORDINARY,
+    dense_for_transforms,
+    exact_if_alone,
+    wide_dtype,
+    within_exponent,
+    without_autocast,
+    zero_masked,
 )
+
+# Elements of a strip for all its heads: 1 MiB of float32, which stays in cache. Whole matrices are
+# small, so that more of them at once save operator calls.
+STRIP, WHOLE_STRIP = 2**18, 2**20
+WHOLE = 256  # tokens up to which a strip is a whole matrix
+ROWS = 128  # rows of a strip beyond that, at most
+# Elements of the largest buffer that is kept; a larger one is allocated for each call.
+KEPT = 2**20
+
+_OF_THIS_THREAD = threading.local()
+_stock = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# --- strips and their buffers ---------------------------------------------------------------------
+
+
+def recomputed(function: Callable[..., Any], count: int, rows: int, *arguments: Any) -> list[Any]:
+    """``function(strip, *arguments)`` for strips of so many rows, one at least.
+
+    Where there are several each is computed again for derivatives, so that only one of them is held at a
+    time. The transforms of ``torch.func``, forward mode and compilers hold all of them.
+    """
+    strips = [slice(first, first + rows) for first in range(0, max(count, 1), max(rows, 1))]
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    plain = all(type(each) in ORDINARY for each in tensors) and not torch.compiler.is_compiling()
+    if len(strips) == 1 or not plain or dense_for_transforms(*tensors) is not None:
+        return [function(strip, *arguments) for strip in strips]
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return [checkpoint(function, strip, *arguments, **options) for strip in strips]
+
+
+def strip_rows(tokens: int) -> int:
+    """Rows of a strip, so that all strips are about equal."""
+    return tokens if tokens <= WHOLE else -(-tokens // -(-tokens // ROWS))
+
+
+def strip_heads(keys: Tensor, rows: int) -> int:
+    """Heads that share a strip of so many rows; on the CPU a head for each core, at least."""
+    batch, tokens, _ = keys.shape
+    heads = (WHOLE_STRIP if rows >= tokens else STRIP) // (rows * tokens)
+    if keys.device.type == "cpu":
+        heads = max(heads, torch.get_num_threads())
+    groups = -(-batch // max(1, heads))
+    return -(-batch // groups)
+
+
+def row_strips(keys: Tensor, queries: int) -> Iterator[tuple[slice, slice]]:
+    """Strips of whole rows of matrices (G, queries, M): the heads that share one, and its rows."""
+    rows = strip_rows(queries)
+    group = strip_heads(keys, rows)
+    for head in range(0, keys.shape[0], group):
+        for first in range(0, queries, rows):
+            yield slice(head, head + group), slice(first, min(first + rows, queries))
+
+
+def buffer(like: Tensor, number: int, size: int) -> Tensor:
+    """Flat, uninitialised memory for ``size`` elements with the dtype and device of ``like``.
+
+    A fresh allocation is paid for page by page when it is first written, which for small problems
+    takes longer than the arithmetic. So each thread keeps the CPU buffers up to ``KEPT`` elements, one
+    for each ``number`` and dtype: a buffer is good until the same one is asked for again.
+    """
+    if type(like) is not Tensor or like.device.type != "cpu" or size > KEPT:
+        return like.new_empty(size)
+    kept, name = vars(_OF_THIS_THREAD), f"{number} {like.dtype}"
+    found = kept.get(name)
+    if found is None or found.numel() < size:
+        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+            found = torch.empty(size, dtype=like.dtype, device="cpu")
+        if type(found) is Tensor:  # what a mode such as FakeTensorMode made is good only inside it
+            kept[name] = found
+    return found
+
+
+def release() -> None:
+    """Free the buffers of this thread."""
+    vars(_OF_THIS_THREAD).clear()
+
+
+def wide_rows(z: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, H, N, p) as (B H, N, p), contiguous, float32 or wider, zero at masked tokens."""
+    return zero_masked(z, mask).to(wide_dtype(z)).contiguous().flatten(0, 1)
+
+
+def wide_mask(z: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A mask (B, N) as (B H, N, 1), float32 or wider: 0 at masked tokens and 1 elsewhere."""
+    if mask is None:
+        return None
+    batch, heads, tokens, _ = z.shape
+    numbers = mask.to(wide_dtype(z))[:, None]
+    return numbers.expand(batch, heads, tokens).reshape(batch * heads, tokens, 1)
+
+
+class SymmetricStrips:
+    """Strips of the symmetric matrices ``beta Z Z^T``, with the buffers that they share."""
+
+    def __init__(self, z: Tensor, beta: float, buffers: int) -> None:
+        self._z, self._beta = z, beta
+        batch, tokens, _ = z.shape
+        rows = strip_rows(tokens)
+        heads = strip_heads(z, rows)
+        self.groups = [slice(first, first + heads) for first in range(0, batch, heads)]
+        self._rows = [(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
+        size = heads * rows * tokens
+        self._buffers = [buffer(z, number, size) for number in range(buffers)]
+
+    def of(self, heads: slice) -> list[SymmetricStrip]:
+        """All strips of the matrices of a group of heads."""
+        z = self._z[heads]
+        return [SymmetricStrip(z, self._beta, *rows, self._buffers) for rows in self._rows]
+
+
+class SymmetricStrip:
+    """Rows ``first .. end`` of symmetric matrices, and the columns from ``first`` on.
+
+    The tiles right of the diagonal one stand for their transposes too, so the strips of a matrix
+    are about half of it. What a strip computes lies in a buffer until that is taken again.
+    """
+
+    def __init__(self, z: Tensor, beta: float, first: int, end: int, buffers: list[Tensor]) -> None:
+        self.z, self._beta, self._buffers = z, beta, buffers
+        self.first, self.end = first, end
+        self._rows, self._columns = slice(first, end), slice(first, None)
+        self._shape = (z.shape[0], end - first, z.shape[1] - first)
+
+    def buffer(self, number: int) -> Tensor:
+        """A buffer in the shape of the strip, (heads, rows, columns)."""
+        return self._buffers[number][: math.prod(self._shape)].view(self._shape)
+
+    def scores(self) -> Tensor:
+        """``S = beta Z Z^T``, in buffer 0."""
+        out, rows, columns = self.buffer(0), self.z[:, self._rows], self.z[:, self._columns]
+        return torch.baddbmm(out, rows, columns.mT, beta=0.0, alpha=self._beta, out=out)
+
+    def tangents(self, z: Tensor, v: Tensor, number: int = 1) -> Tensor:
+        """``beta (V Z^T + Z V^T)``."""
+        out, rows, columns = self.buffer(number), self._rows, self._columns
+        torch.baddbmm(out, v[:, rows], z[:, columns].mT, beta=0.0, alpha=self._beta, out=out)
+        return out.baddbmm_(z[:, rows], v[:, columns].mT, alpha=self._beta)
+
+    def pair_sums(self, values: Tensor, number: int) -> Tensor:
+        """``a_i + a_j`` for values a (heads, N)."""
+        rows, columns = values[:, self._rows, None], values[:, None, self._columns]
+        return torch.add(rows, columns, out=self.buffer(number))
+
+    def add_sums(self, matrix: Tensor, total: Tensor, unmasked: Tensor | None) -> None:
+        """Add the row sums of a symmetric matrix, over unmasked columns, to ``total`` (heads, N)."""
+        first, end = self.first, self.end
+        beyond = matrix[:, :, end - first :]
+        if unmasked is None:
+            total[:, first:end] += matrix.sum(-1)
+            if beyond.shape[2]:
+                total[:, end:] += beyond.sum(-2)
+            return
+        total[:, first:end] += (matrix @ unmasked[:, first:]).squeeze(-1)
+        if beyond.shape[2]:
+            total[:, end:] += (beyond.mT @ unmasked[:, first:end]).squeeze(-1)
+
+    def add_products(self, matrix: Tensor, side: Tensor, output: Tensor) -> None:
+        """Add the product of a symmetric matrix with ``side`` to ``output``, both (heads, N, p)."""
+        first, end = self.first, self.end
+        output[:, first:end].baddbmm_(matrix, side[:, first:])
+        beyond = matrix[:, :, end - first :]
+        if beyond.shape[2]:
+            output[:, end:].baddbmm_(beyond.mT, side[:, first:end])
+
+
+# --- bi-softmax -----------------------------------------------------------------------------------
 
 
 def bisoftmax_forward(
@@ -352,3 +531,117 @@ def _both_sides(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Ten
     """``left_i.right_j + right_i.left_j`` of a strip."""
     product = torch.bmm(left[:, rows], right[:, columns].mT)
     return product.baddbmm_(right[:, rows], left[:, columns].mT)
+
+
+# --- attention to frozen keys ---------------------------------------------------------------------
+
+
+def flash(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """By stock attention, which takes at least a query and a key, on the CPU."""
+    mean, lse = _Queries.apply(query, (key,), beta, mask)  # type: ignore[misc]
+    if not (torch.is_grad_enabled() and key.requires_grad):
+        return mean, lse
+    held = (query, mean.detach(), lse.detach())
+    of_mean, of_lse = _Keys.apply(key, held, beta, mask)  # type: ignore[misc]
+    return mean + of_mean, lse + of_lse
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """With stride 1 along the width: the stock operator takes that for granted and asks no one."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+class _Queries(torch.autograd.Function):
+    """Stock attention with the keys for values, and its log-sum-exp; differentiable by the queries.
+
+    The keys' derivative is a node of its own, ``_Keys``: a product with the Hessian, which asks for
+    the queries' alone, then does not compute it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: tuple[Tensor], beta: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        bias = None
+        if mask is not None:
+            bias = query.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+            bias = bias[:, None, None]
+        (key,) = keys
+        rows, columns = _unit_stride(query), _unit_stride(key)
+        mean, lse = _stock(rows, columns, columns, 0.0, False, attn_mask=bias, scale=beta)
+        ctx.beta = beta
+        ctx.save_for_backward(query, key, mask, mean, lse)
+        ctx.set_materialize_grads(False)
+        return mean, lse
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        query, key, mask, mean, lse = ctx.saved_tensors
+        pulled = _pull_back(query, key, mean, lse, cotangents, ctx.beta, mask, False)
+        return pulled, None, None, None
+
+
+class _Keys(torch.autograd.Function):
+    """Zeros with the derivative by the keys of what ``_Queries`` returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, held: tuple[Tensor, ...], beta: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.beta = beta
+        ctx.save_for_backward(key, mask, *held)
+        ctx.set_materialize_grads(False)
+        _, mean, lse = held
+        return mean.new_zeros(()).expand(mean.shape), lse.new_zeros(()).expand(lse.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        key, mask, query, mean, lse = ctx.saved_tensors
+        pulled = _pull_back(query, key, mean, lse, cotangents, ctx.beta, mask, True)
+        return pulled, None, None, None
+
+
+@without_autocast
+def _pull_back(
+    query: Tensor,
+    key: Tensor,
+    mean: Tensor,
+    lse: Tensor,
+    cotangents: tuple[Tensor | None, ...],
+    beta: float,
+    mask: Tensor | None,
+    by_key: bool,
+) -> Tensor:
+    """Pullback of cotangents g of the mean and a of the lse: to the queries, or to the keys.
+
+    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, or ``beta dS^T Q + P^T G``. Where it
+    will be differentiated again it comes from the graph of the dense formula, else by strips.
+    """
+    if torch.is_grad_enabled():
+        pairs = zip(reference.dense(query, key, beta, mask), cotangents, strict=True)
+        outputs, weights = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
+        by = key if by_key else query
+        return torch.autograd.grad(outputs, by, weights, create_graph=True)[0]
+    wide = wide_dtype(query)
+    given = zip((mean, lse), cotangents, strict=True)
+    by_mean, by_lse = (torch.zeros_like(t) if g is None else g for t, g in given)
+    rows, columns, pulled = (t.to(wide).flatten(0, 1) for t in (query, key, by_mean))
+    shift = by_lse.to(wide) - (by_mean.to(wide) * mean.to(wide)).sum(-1)
+    shift, lse = shift.flatten(0, 1).unsqueeze(-1), lse.flatten(0, 1).unsqueeze(-1)
+    closed = None if mask is None else ~mask.repeat_interleave(query.shape[1], 0).unsqueeze(1)
+    result = torch.zeros_like(columns if by_key else rows)
+    for heads, strip in row_strips(columns, rows.shape[1]):
+        part = heads, strip
+        scores = torch.baddbmm(-lse[part], rows[part], columns[heads].mT, alpha=beta)
+        if closed is not None:
+            scores.masked_fill_(closed[heads], -torch.inf)
+        weights = scores.exp_()
+        by_scores = torch.baddbmm(shift[part], pulled[part], columns[heads].mT)
+        by_scores.mul_(weights)
+        if by_key:
+            result[heads].baddbmm_(by_scores.mT, rows[part], alpha=beta)
+            result[heads].baddbmm_(weights.mT, pulled[part])
+        else:
+            result[part] = torch.bmm(by_scores, columns[heads]).mul_(beta)
+    like = key if by_key else query
+    return result.view(like.shape).to(like.dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from implicit_attn.kernels.bi_softmax.triton.tiles import (
+from implicit_attn.kernels.bi_softmax.triton_kernels import (
     LN2,
     LOWEST,
     both_weights,

@@ -19,9 +19,7 @@ from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.kernels.bi_softmax import ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
-backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.backend")
-launch = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.launch")
-arguments = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.arguments")
+backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton_backend")
 
 slow = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,8 +219,8 @@ def test_without_cotangent_and_without_lse(case: Case) -> None:
 )
 def test_slices_add_to_what_they_wrote(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five blocks in two slices a head: a slot is written once and added to twice."""
-    monkeypatch.setattr(launch, "MOST_SLICES", 2)
-    monkeypatch.setattr(arguments, "INTERPRETER", arguments.Tiles(32, 32, 4, 1))
+    monkeypatch.setattr(backend, "MOST_SLICES", 2)
+    monkeypatch.setattr(backend, "INTERPRETER", backend.Tiles(32, 32, 4, 1))
     check_case(Case(131, 16, batch=2, heads=1, mask=mask, options={"triangular": True}))
 
 
@@ -464,7 +462,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
         return wrapper
 
     for name in names:
-        monkeypatch.setattr(launch, name, noted(name, getattr(launch, name)))
+        monkeypatch.setattr(backend, name, noted(name, getattr(backend, name)))
     return calls
 
 
@@ -475,7 +473,7 @@ def test_the_host_launches_few_kernels(
 ) -> None:
     """The host's time goes by launches, each of which Triton binds anew."""
     calls: list[Any] = []
-    monkeypatch.setattr(launch, "launch", lambda kernel, *_: calls.append(kernel))
+    monkeypatch.setattr(backend, "launch", lambda kernel, *_: calls.append(kernel))
     z, numbers = laid_out(tokens), []
     lse = z.new_zeros(z.shape[:3])
     for options in ({"limit": 9.0}, {}, {"causal": True}):
@@ -531,26 +529,26 @@ def test_vmap() -> None:
 def test_tiles_fit_the_chip() -> None:
     """Data centre cards have tables of their own; consumer cards of two generations share one."""
     for kernel in ("lse", "triangle", "gradient", "curvature", "causal", "mean"):
-        chosen = {device: arguments.tiles(kernel, 256, 2, device) for device in (86, 89, 90, 120)}
+        chosen = {device: backend.tiles(kernel, 256, 2, device) for device in (86, 89, 90, 120)}
         assert chosen[86] == chosen[89] == chosen[120] != chosen[90]
         for device in (80, 86, 90, 100, 120):
             for width in (16, 64, 128, 256):
-                shape = arguments.tiles(kernel, width, 2, device)
+                shape = backend.tiles(kernel, width, 2, device)
                 # Its own rows of z and v, and the columns in flight.
                 held = 4 * width * (shape.rows + shape.columns * shape.stages)
                 assert held <= (100 if device in (86, 89, 120) else 163) * 1024 * 1.6
-    assert arguments.tiles("tangents", 64, 2, 80) != arguments.tiles("tangents", 64, 2, 90)
-    assert arguments.tiles("lse", 64, 2, 80) != arguments.tiles("lse", 64, 2, 86)
+    assert backend.tiles("tangents", 64, 2, 80) != backend.tiles("tangents", 64, 2, 90)
+    assert backend.tiles("lse", 64, 2, 80) != backend.tiles("lse", 64, 2, 86)
 
 
 @pytest.mark.defect("E4")
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 16, 33, 64, 65, 100])
 def test_slices_have_about_equally_many_tiles(blocks: int) -> None:
     """Of the triangle: block b has b + 1 tiles, and no slice many more than its share."""
-    triangle = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.triangle")
+    triangle = importlib.import_module("implicit_attn.kernels.bi_softmax.triton_kernels")
     count_of, block_of = triangle.owned_blocks.fn, triangle.owned_block.fn
     for heads in (1, 32, 200):
-        slices = launch.slices_of(heads, blocks)
+        slices = backend.slices_of(heads, blocks)
         owned = [
             [block_of(s, slices, blocks, step) for step in range(count_of(s, slices, blocks))]
             for s in range(slices)
@@ -564,15 +562,15 @@ def test_slices_have_about_equally_many_tiles(blocks: int) -> None:
 
 
 @pytest.mark.defect("E4")
-@pytest.mark.skipif(not arguments.INTERPRETED, reason="counts what the interpreter did")
+@pytest.mark.skipif(not backend.INTERPRETED, reason="counts what the interpreter did")
 def test_programs_of_the_triangle_do_about_equally_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of zero tokens each entry of a tile is 1: a slot sums to its tiles, those off the diagonal twice."""
-    monkeypatch.setattr(launch, "MOST_SLICES", 4)
+    monkeypatch.setattr(backend, "MOST_SLICES", 4)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # rows that no tile of a slot has
-    block = arguments.INTERPRETER.rows
+    block = backend.INTERPRETER.rows
     z = torch.zeros(1, 1, 16 * block, 16)
-    given = arguments.LaunchArguments(z, 1.0, None, None, False, True)
-    slots, slices, rows = launch._triangle(given, None)
+    given = backend.LaunchArguments(z, 1.0, None, None, False, True)
+    slots, slices, rows = backend._triangle(given, None)
     assert (slices, rows) == (4, block)
     entries = slots.double().sum(1) / block**2  # twice the tiles, less those on the diagonal
     assert float(entries.sum()) == 16**2

@@ -23,8 +23,8 @@ from cases.kernels import (
 )
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic
-from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.kernels.bi_softmax import native, ops, reference, strips
+from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain, reference, strips
+from implicit_attn.kernels.bi_softmax import native, ops
 from solvers import Tolerance
 from solvers.native import library
 

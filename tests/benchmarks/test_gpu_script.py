@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """#!/usr/bin/env bash
 echo "$PYTHONPATH | $*" >>"$CALLS"
 """

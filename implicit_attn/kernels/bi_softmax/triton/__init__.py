@@ -1,1 +1,0 @@
-"""Bi-softmax by Triton kernels, for CUDA devices."""

@@ -1,0 +1,607 @@
+"""Bi-softmax by Triton kernels: memory linear in the number of tokens, on CUDA devices.
+
+The functions trust their arguments, which ``dispatch`` has checked. The formulas are there and beside the
+kernels. Products take the dtype of ``z`` and accumulate in float32; float32 products are
+split into three TF32 ones. Set ``TRITON_INTERPRET=1`` before Triton is imported to run the kernels on
+the CPU, slowly.
+
+Tile sizes come from static tables by kernel, head width, bytes per number and architecture. Nothing is tuned
+at run time: the same shapes take the same kernel, so results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from implicit_attn.kernels.arguments import LARGEST_EXPONENT, within_exponent, zero_masked
+from implicit_attn.kernels.bi_softmax import triton_kernels as kernels
+from implicit_attn.kernels.bi_softmax.triton_single_tile import (
+    small_gradient_kernel,
+    small_hvp_kernel,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST_HEAD = 256
+LARGEST_SINGLE_TILE = 128  # tokens
+OLDEST_TRITON = (3, 3)  # that compiles all kernels; setup.cfg says so, too
+INTERPRETED = bool(kernels.INTERPRETED)
+LOG2E = math.log2(math.e)
+_LARGEST_ROW_STRIDE = 1 << 23  # offsets inside a tile are of 32 bits
+_TRIANGULAR_FROM = 1024  # tokens from which half the tiles outweigh the second launch
+# Slots of partial sums a head, at most; and programs enough to fill a large card.
+MOST_SLICES, PROGRAMS = 32, 1024
+
+# --- what kernels are launched with -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows a program owns, columns it takes at a time, warps, depth of the software pipeline."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# The interpreter checks the arithmetic, with rows and columns that differ and several of both.
+INTERPRETER = Tiles(128, 64, 4, 1)
+
+# (kernel, bytes of a number) -> largest padded width: tiles, for Hopper. The triangle has square ones.
+# Chosen by what ptxas reports for sm_90: no or little spilling, two programs or more on a
+# multiprocessor where that can be had. Float32 products are split in registers: their tiles are small.
+Table = dict[tuple[str, int], dict[int, Tiles]]
+_HOPPER: Table = {
+    ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
+    ("lse", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
+    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 2)},
+    ("triangle", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 1), 256: Tiles(32, 32, 8, 1)},
+    ("tangents", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 64, 8, 1)},
+    ("tangents", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
+    ("gradient", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
+    ("gradient", 4): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 1), 256: Tiles(32, 32, 8, 1)},
+    ("curvature", 2): {
+        64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(128, 32, 8, 1),
+    },
+    ("free curvature", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
+    ("curvature", 4): {64: Tiles(64, 16, 4, 1), 128: Tiles(64, 16, 8, 1), 256: Tiles(16, 16, 4, 1)},
+    ("single tile", 2): {128: Tiles(128, 128, 4, 1), 256: Tiles(128, 128, 8, 1)},
+    ("single tile", 4): {256: Tiles(128, 128, 4, 1)},
+}  # fmt: skip
+# What differs on other cards with much memory on the chip: B200 and its kin, and A100.
+_BLACKWELL: Table = {
+    ("tangents", 2): {128: Tiles(64, 64, 8, 2)},
+    ("curvature", 2): {128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
+    ("free curvature", 2): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
+    ("causal", 2): {64: Tiles(64, 64, 4, 3)},
+}
+_AMPERE: Table = {
+    ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
+    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
+    ("gradient", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
+    ("causal", 2): {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 32, 8, 2)},
+    ("curvature", 2): {64: Tiles(64, 32, 4, 3), 128: Tiles(32, 32, 4, 2)},
+}
+# For every kernel of several tiles on cards with as little as 99 KiB on the chip: the others before
+# Hopper, and the later consumer cards (capability 12).
+_LESS_ON_CHIP: Table = {
+    ("tangents", 2): {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
+    ("single tile", 2): {256: Tiles(128, 128, 8, 1)},
+    ("", 2): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
+    ("", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
+}
+# Kernels that take the tiles of another one.
+_SAME = {"causal": "gradient", "mean": "curvature", "free curvature": "curvature"}
+
+
+def tables(capability: int) -> tuple[Table, ...]:
+    """Where to look for tiles of a device of this capability, such as 90, in this order."""
+    if capability == 80:
+        return _AMPERE, _LESS_ON_CHIP, _HOPPER
+    if capability // 10 == 9:
+        return (_HOPPER,)
+    if capability // 10 in (10, 11):
+        return _BLACKWELL, _HOPPER
+    return _LESS_ON_CHIP, _HOPPER
+
+
+def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
+    """The tiles of a kernel of the table, given the padded head width and the bytes of a number.
+
+    ``capability`` is the device's, 10 major + minor; 0: the interpreter.
+    """
+    if capability == 0:
+        return INTERPRETER
+    return _tiles(kernel, width, size, capability)
+
+
+@cache
+def _tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
+    names = [kernel]
+    while names[-1] in _SAME:
+        names.append(_SAME[names[-1]])
+    if kernel != "single tile":
+        names.append("")  # of any kernel of several tiles
+    for table in tables(capability):
+        for name in names:
+            for largest, chosen in table.get((name, size), {}).items():
+                if width <= largest:
+                    return chosen
+    raise AssertionError(f"no tiles for {kernel}, width {width}, {size} bytes")
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """What the kernels of one call share."""
+
+    z: Tensor  # (B, H, N, p) as from ``readable``
+    beta: float
+    keep: Tensor | None  # (B, N) uint8, 0 at masked tokens
+    extent: Tensor | None  # (B,) int32, the tokens of a sample before its padding
+    causal: bool  # row i is restricted to columns j <= i
+    bounded: bool  # exp of the scores needs no row maximum
+
+    @property
+    def heads(self) -> int:
+        return self.z.shape[0] * self.z.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.z.shape[2]
+
+    @property
+    def scale(self) -> float:
+        return self.beta * LOG2E
+
+    @property
+    def by_reciprocals(self) -> bool:
+        """Whether the weights of a pair are ``exp(S) (a_i + a_j)`` with ``a = exp(-L)`` stored."""
+        return self.bounded and not self.causal
+
+    @cached_property
+    def padded_width(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.z.shape[3])))
+
+    @cached_property
+    def capability(self) -> int:
+        """Of the device, 10 major + minor; 0: interpreted."""
+        return 0 if INTERPRETED else capability_of(self.z.device.index)
+
+    def unit(self, *others: Tensor) -> int:
+        """What widths and strides are counted in, so that the kernels know what divides them.
+
+        Triton sees by itself where all are multiples of 16, and loads 16 bytes at a time; with this it
+        does so for 8 as well (4 for float32).
+        """
+        strides = [each for x in (self.z, *others) for each in x.stride()[:3]]
+        common = math.gcd(16, self.z.shape[3], *strides)
+        return 1 if common == 16 else common
+
+    def sizes(self, blocks: int, unit: int) -> tuple[int, int, int, int, float]:
+        """Heads a sample, tokens, width, blocks a head and scale, as most kernels take them."""
+        _, heads, tokens, width = self.z.shape
+        return heads, tokens, width // unit, blocks, self.scale
+
+    def tiles(self, kernel: str) -> Tiles:
+        return tiles(kernel, self.padded_width, self.z.element_size(), self.capability)
+
+    def constants(self, shape: Tiles) -> dict[str, Any]:
+        """Options of every tiled kernel, with those of the compiler; not to be changed."""
+        return _constants(shape, self.padded_width, self.bounded)
+
+    def even(self, shape: Tiles) -> dict[str, bool]:
+        """Whether no tile reaches beyond the last token, and none beyond the last feature."""
+        whole = self.tokens % shape.rows == 0 and self.tokens % shape.columns == 0
+        width = self.padded_width == self.z.shape[3]
+        return {"EVEN": self.extent is None and whole, "EVEN_WIDTH": width}
+
+    @property
+    def boost(self) -> int:
+        """Weights are held larger by this power of two: small ones of float16 would be lost."""
+        return 14 if self.z.dtype == torch.float16 else 0
+
+    def by_rows(self, kernel: str, unit: int) -> tuple[int, dict[str, Any]]:
+        """Blocks of rows a head, and the options of a kernel that owns rows and goes over columns."""
+        shape = self.tiles(kernel)
+        options = {"UNIT": unit, "ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": self.boost}
+        return -(-self.tokens // shape.rows), options | self.even(shape) | self.constants(shape)
+
+    def halves(self, kernel: str) -> bool:
+        """Whether sums from half of the tiles, "triangle" or "tangents", fit in the registers."""
+        widest = {"triangle": 128, "tangents": 32}[kernel]
+        return self.z.element_size() == 2 or self.padded_width <= widest
+
+    def fits_one_tile(self, kernel: str) -> bool:
+        """Whether one program holds a whole head: "gradient" or "hvp"; else the registers spill."""
+        tokens, width = self.tokens, self.padded_width
+        if self.z.element_size() == 4:
+            return tokens <= 64 and width <= 64
+        if kernel == "gradient":
+            return tokens <= 64 or (tokens <= LARGEST_SINGLE_TILE and width <= 128)
+        return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
+
+
+@cache
+def _constants(shape: Tiles, padded_width: int, bounded: bool) -> dict[str, Any]:
+    return {
+        "WIDTH": padded_width,
+        "enable_fp_fusion": bounded,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+
+
+@cache
+def capability_of(device: int) -> int:
+    """Compute capability of a CUDA device, 10 major + minor."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
+    """Strides of samples, heads and tokens."""
+    strides = x.stride()[:3]
+    return strides if unit == 1 else tuple(each // unit for each in strides)
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x``, or a copy, with contiguous rows and offsets that fit."""
+    fits = x.stride(3) == 1 and x.stride(2) <= _LARGEST_ROW_STRIDE
+    return x if fits or x.shape[3] == 1 else x.contiguous()
+
+
+def device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Kernels are launched on the current device, which need not be that of ``x``."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+# --- one function a launch, which fills the tensors given for results; no tensor is empty here ---------
+
+
+def launch(kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """``args`` are tensors, numbers and None; ``options`` constants, and what the compiler is told."""
+    kernel[(programs,)](*args, **options)
+
+
+def _ceil(total: int, part: int) -> int:
+    return -(-total // part)
+
+
+def parts(tokens: int) -> tuple[int, int]:
+    """Rows of the two parts of a single tile; the second may be none."""
+    first = max(16, int(triton.next_power_of_2(tokens)))
+    half = first // 2
+    rest = tokens - half
+    if half >= 32 and (rest <= half // 2 or first > 64):
+        return half, max(16, int(triton.next_power_of_2(rest)))
+    return first, 0
+
+
+def _single_tile_options(given: LaunchArguments, unit: int) -> dict[str, Any]:
+    first, second = parts(given.tokens)
+    options = {"UNIT": unit, "FIRST": first, "SECOND": second, "CAUSAL": given.causal}
+    options |= {"BOUNDED": given.by_reciprocals, "BOOST": given.boost}
+    return options | given.constants(given.tiles("single tile"))
+
+
+def single_tile_gradient(given: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+    """``(P + P^T) Z`` and ``L``."""
+    z, unit = given.z, given.unit()
+    args = (
+        z, given.keep, lse, out, z.shape[1], given.tokens, z.shape[3] // unit,
+        given.scale, *in_units(z, unit),
+    )  # fmt: skip
+    launch(small_gradient_kernel, given.heads, args, _single_tile_options(given, unit))
+
+
+def single_tile_hvp(
+    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, out: Tensor
+) -> None:
+    """``H V``."""
+    z, unit = given.z, given.unit(v)
+    args = (
+        z, v, given.keep, cotangent, out, z.shape[1], given.tokens,
+        z.shape[3] // unit, given.scale, given.beta, *in_units(z, unit), *in_units(v, unit),
+    )  # fmt: skip
+    launch(small_hvp_kernel, given.heads, args, _single_tile_options(given, unit))
+
+
+def row_lse(given: LaunchArguments, lse: Tensor, normaliser: Tensor) -> None:
+    """``L`` from all tiles; ``normaliser``: ``exp(-L)`` if scores are bounded, else ``L`` in base 2."""
+    unit = given.unit()
+    blocks, options = given.by_rows("lse", unit)
+    args = (
+        given.z, given.keep, given.extent, lse, normaliser, *given.sizes(blocks, unit),
+        *in_units(given.z, unit),
+    )  # fmt: skip
+    launch(kernels.lse_kernel, given.heads * blocks, args, options | {"BOUNDED": given.bounded})
+
+
+def slices_of(heads: int, blocks: int) -> int:
+    """Slices of a head: two blocks each at least, as the largest alone takes as long as such a pair."""
+    return min(_ceil(blocks, 2), MOST_SLICES, _ceil(PROGRAMS, heads))
+
+
+def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, int]:
+    """Slots of partial sums, their number a head, and the block."""
+    shape = given.tiles("triangle" if v is None else "tangents")
+    tangent, v = v is not None, given.z if v is None else v
+    slices = slices_of(given.heads, _ceil(given.tokens, shape.rows))
+    slots = torch.empty(
+        (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
+    )
+    unit = given.unit(v)
+    args = (
+        given.z, v, given.keep, given.extent, slots, *given.sizes(slices, unit),
+        *in_units(given.z, unit), *in_units(v, unit),
+    )  # fmt: skip
+    options = {"UNIT": unit, "TANGENT": tangent, "BLOCK": shape.rows, **given.even(shape)}
+    launch(kernels.triangle_kernel, given.heads * slices, args, options | given.constants(shape))
+    return slots, slices, shape.rows
+
+
+def _second_phase(given: LaunchArguments, block: int) -> dict[str, Any]:
+    return {"BLOCK": block, "BOOST": given.boost, "num_warps": 4, "enable_fp_fusion": True}
+
+
+def triangle_lse(given: LaunchArguments, lse: Tensor, reciprocals: Tensor) -> None:
+    """``L`` and ``exp(-L)`` from half of the tiles."""
+    slots, slices, block = _triangle(given, None)
+    blocks = _ceil(given.tokens, block)
+    args = (
+        slots, given.keep, given.extent, lse, reciprocals, given.z.shape[1], given.tokens, blocks,
+        slices,
+    )  # fmt: skip
+    launch(kernels.triangle_lse_kernel, given.heads * blocks, args, _second_phase(given, block))
+
+
+def triangle_mean(
+    given: LaunchArguments,
+    v: Tensor,
+    lse: Tensor,
+    cotangent: Tensor | None,
+    mean: Tensor,
+    reciprocals: Tensor,
+) -> None:
+    """``r`` and ``exp(-L)`` from half of the tiles."""
+    slots, slices, block = _triangle(given, v)
+    blocks = _ceil(given.tokens, block)
+    args = (
+        slots, given.keep, given.extent, lse, cotangent, mean, reciprocals, given.z.shape[1],
+        given.tokens, blocks, slices, given.beta,
+    )  # fmt: skip
+    launch(kernels.triangle_mean_kernel, given.heads * blocks, args, _second_phase(given, block))
+
+
+def row_mean(
+    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, mean: Tensor, normaliser: Tensor
+) -> None:
+    """``r`` from all tiles that the mask leaves; ``normaliser`` as from ``row_lse``."""
+    unit = given.unit(v)
+    blocks, options = given.by_rows("mean", unit)
+    args = (
+        given.z, v, given.keep, given.extent, cotangent, mean, normaliser,
+        *given.sizes(blocks, unit), given.beta, *in_units(given.z, unit), *in_units(v, unit),
+    )  # fmt: skip
+    options |= {"CAUSAL": given.causal, "BOUNDED": given.by_reciprocals}
+    launch(kernels.mean_kernel, given.heads * blocks, args, options)
+
+
+def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
+    """``(P + P^T) Z``; ``normaliser`` as from ``row_lse``."""
+    unit = given.unit()
+    blocks, options = given.by_rows("gradient", unit)
+    peaks = normaliser if given.bounded else normaliser.amax(-1)
+    args = (
+        given.z, given.keep, given.extent, normaliser, peaks, out, *given.sizes(blocks, unit),
+        *in_units(given.z, unit),
+    )  # fmt: skip
+    launch(
+        kernels.gradient_kernel, given.heads * blocks, args, options | {"BOUNDED": given.bounded}
+    )
+
+
+def causal_gradient(given: LaunchArguments, lse: Tensor, normaliser: Tensor, out: Tensor) -> None:
+    """A pass over the rows, which also finds ``L``, then one over the columns."""
+    z, unit = given.z, given.unit()
+    blocks, options = given.by_rows("causal", unit)
+    rows = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+    programs, padding = given.heads * blocks, (z, given.keep, given.extent)
+    numbers = (*given.sizes(blocks, unit), *in_units(z, unit))
+    launch(
+        kernels.causal_rows_kernel, programs, (*padding, lse, normaliser, rows, *numbers), options
+    )
+    launch(
+        kernels.causal_columns_kernel,
+        programs,
+        (*padding, normaliser, rows, out, *numbers),
+        options,
+    )
+
+
+def curvature(
+    given: LaunchArguments, v: Tensor, normaliser: Tensor, mean: Tensor, out: Tensor
+) -> None:
+    """``H V`` from ``r`` and the normaliser that came with it."""
+    unit = given.unit(v)
+    blocks, options = given.by_rows("curvature" if given.by_reciprocals else "free curvature", unit)
+    shifted = not given.by_reciprocals and not given.causal
+    peaks = normaliser.amax(-1) if shifted else normaliser
+    args = (
+        given.z, v, given.keep, given.extent, normaliser, mean, peaks, out,
+        *given.sizes(blocks, unit), given.beta, *in_units(given.z, unit), *in_units(v, unit),
+    )  # fmt: skip
+    options |= {"BOUNDED": given.by_reciprocals, "CAUSAL": given.causal}
+    launch(kernels.curvature_kernel, given.heads * blocks, args, options)
+
+
+# --- the backend --------------------------------------------------------------------------------------
+
+
+def supports(z: Tensor, mask: Tensor | None = None) -> str | None:
+    """Why these kernels do not take ``z`` (B, H, N, p) and ``mask`` (B, N); None where they do."""
+    if z.dtype not in DTYPES:
+        return f"the Triton kernels take float32, bfloat16 and float16, got {z.dtype}"
+    if not 1 <= z.shape[3] <= WIDEST_HEAD:
+        return f"the Triton kernels take head widths from 1 to {WIDEST_HEAD}, got {z.shape[3]}"
+    if z.numel() // max(z.shape[3], 1) >= 1 << 31:
+        return f"B * H * N must be less than 2^31, got the shape {tuple(z.shape)}"
+    if mask is not None and mask.device != z.device:
+        return f"mask must be on the device of z, {z.device}, got {mask.device}"
+    return _device_reason(z)
+
+
+def _device_reason(z: Tensor) -> str | None:
+    if INTERPRETED:
+        return None if z.device.type in ("cpu", "cuda") else f"z is on {z.device}"
+    if _version(triton.__version__) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"the kernels need Triton {oldest} or newer, found {triton.__version__}"
+    if not z.is_cuda:
+        return f"Triton needs a CUDA device (or TRITON_INTERPRET=1), z is on {z.device}"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA devices"
+    capability = capability_of(z.device.index)
+    if capability < 80:
+        return f"the kernels need compute capability 8.0 or more, {z.device} has {capability / 10}"
+    return None
+
+
+@cache
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def bisoftmax_forward(
+    z: Tensor,
+    beta: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    *,
+    triangular: bool | None = None,
+    single_tile: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.bisoftmax`` for what ``supports`` takes, not empty; both results are contiguous.
+
+    ``triangular`` finds ``L`` from half of the tiles (None: where ``limit`` and the registers allow it,
+    from 1024 tokens), ``single_tile`` takes the kernel that holds a whole head of up to 128 tokens on
+    the chip (None: where its registers suffice); ValueError where they are not possible.
+    """
+    # A single token needs its peak: log exp S would have the rounding of 1.
+    given = _arguments(z, beta, mask, causal, None if z.shape[2] == 1 else limit)
+    triangular = _wants_triangle(given, "triangle", triangular)
+    out = _contiguous_like(z)
+    lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
+    with device_of(z):
+        if _wants_single_tile(given, "gradient", single_tile):
+            single_tile_gradient(given, out, lse)
+            return out, lse
+        given = _zero_masked(given)
+        normaliser = torch.empty_like(lse)
+        if causal:
+            causal_gradient(given, lse, normaliser, out)
+            return out, lse
+        (triangle_lse if triangular else row_lse)(given, lse, normaliser)
+        gradient(given, normaliser, out)
+    return out, lse
+
+
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    lse: Tensor | None = None,
+    lse_cotangent: Tensor | None = None,
+    *,
+    limit: float | None = None,
+    triangular: bool | None = None,
+    single_tile: bool | None = None,
+) -> Tensor:
+    """``H V + beta (diag(a) P + P^T diag(a)) Z``, contiguous, for the cotangent ``a`` of the lse.
+
+    ``triangular`` finds the mean tangents from half of the tiles; only then ``lse`` is used, and found
+    first where it is None. Else as ``bisoftmax_forward``.
+    """
+    given = _arguments(z, beta, mask, causal, limit)
+    triangular = _wants_triangle(given, "tangents", triangular)
+    out = _contiguous_like(z)
+    lse, cotangent = (
+        None if t is None else t.to(torch.float32).contiguous() for t in (lse, lse_cotangent)
+    )
+    with device_of(z):
+        v = readable(v)
+        if _wants_single_tile(given, "hvp", single_tile):
+            single_tile_hvp(given, v, cotangent, out)
+            return out
+        given, v = _zero_masked(given), zero_masked(v, mask)
+        mean = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
+        normaliser = torch.empty_like(mean)
+        if triangular:
+            if lse is None:
+                lse = torch.empty_like(mean)
+                triangle_lse(given, lse, normaliser)
+            triangle_mean(given, v, lse, cotangent, mean, normaliser)
+        else:
+            row_mean(given, v, cotangent, mean, normaliser)
+        curvature(given, v, normaliser, mean, out)
+    return out
+
+
+def _contiguous_like(z: Tensor) -> Tensor:
+    """Unfilled. The strides of ``z`` are not kept: compilers are promised contiguous results, and
+    offsets within a tile are of 32 bits, which a wide row stride would overflow.
+    """
+    return torch.empty(z.shape, dtype=z.dtype, device=z.device)
+
+
+def _arguments(
+    z: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    causal: bool,
+    limit: float | None,
+) -> LaunchArguments:
+    keep = None if mask is None else mask.contiguous().view(torch.uint8)
+    return LaunchArguments(readable(z), float(beta), keep, None, causal, within_exponent(limit))
+
+
+def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | None) -> bool:
+    if single_tile and given.tokens > LARGEST_SINGLE_TILE:
+        raise ValueError(
+            f"single_tile holds at most {LARGEST_SINGLE_TILE} tokens, got {given.tokens}"
+        )
+    if single_tile is not None:
+        return single_tile
+    return given.fits_one_tile(kernel)
+
+
+def _wants_triangle(given: LaunchArguments, kernel: str, triangular: bool | None) -> bool:
+    if triangular and not given.by_reciprocals:
+        raise ValueError(
+            f"triangular needs a limit of at most {LARGEST_EXPONENT} and no causal mask"
+        )
+    if triangular is not None or not given.by_reciprocals or given.tokens < _TRIANGULAR_FROM:
+        return bool(triangular)
+    return given.halves(kernel)
+
+
+def _zero_masked(given: LaunchArguments) -> LaunchArguments:
+    """With zeros at masked tokens: tiled kernels then need the mask at the ends only; an extent."""
+    keep = given.keep
+    if keep is None:
+        return given
+    z = given.z.masked_fill((keep == 0)[:, None, :, None], 0.0)
+    positions = torch.arange(1, keep.shape[1] + 1, dtype=torch.int32, device=keep.device)
+    extent = (positions * keep).amax(1)
+    return replace(given, z=z, extent=extent)

@@ -1,0 +1,326 @@
+"""Attention in dense tensor operations: the definition that the other backends must match.
+
+*Softmax attention* of queries among keys: weights, free energy and forces. With scores
+``S = beta Q K^T + bias``, for the elastic form ``beta (Q K^T - |k_j|^2 / 2) + bias``, rows
+``L_i = log sum_j exp S_ij`` over the allowed pairs and ``P_ij = exp(S_ij - L_i)`` the Helmholtz free energy
+is ``F = -beta^-1 sum_i L_i``, plus ``1/2 |q_i|^2`` of each query that has a key in the elastic form, which
+completes ``-beta^-1 log sum_j exp(-beta |q_i - k_j|^2 / 2 + bias_ij)``.
+
+*Bi-softmax* of tokens among themselves: for the formulas see ``dispatch``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels.arguments import (
+    Pairs,
+    exact_if_alone,
+    has_tangent,
+    token_pairs,
+    transformed,
+    wide_dtype,
+    within_exponent,
+    without_autocast,
+    zero_masked,
+)
+
+# --- softmax attention ----------------------------------------------------------------------------
+
+
+def softmax_over_pairs(
+    scores: Tensor, pairs: Pairs | None, bounded: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Softmax and log-sum-exp of each row of ``scores + bias`` over the allowed pairs.
+
+    What stands at pairs that are not allowed is never used, NaN included. A row without any key has
+    weights and log-sum-exp 0.
+
+    Args:
+        scores: (B, H, N, M), float32 or wider.
+        bounded: ``exp`` of the scores stays finite, which saves the search for each row's maximum; not
+            used where there is a bias.
+
+    Returns:
+        weights (B, H, N, M), lse (B, H, N), and which rows have a key, (B or 1, H or 1, N) bool, or
+        None where all have one.
+    """
+    allowed, bias = pairs or Pairs()
+    scores = scores if bias is None else scores + bias.to(scores.dtype)
+    attends = None if allowed is None else allowed.any(-1)
+    if allowed is not None and attends is not None:
+        # A row without keys is a row of zeros, emptied below: no NaN arises.
+        closed = scores.new_zeros(()).masked_fill(attends, -torch.inf).unsqueeze(-1)
+        scores = torch.where(allowed, scores, closed)
+    if bounded and bias is None:
+        exponentials = scores.exp()
+        total = exponentials.sum(-1, keepdim=True)
+        weights, lse = exponentials / total, total.log().squeeze(-1)
+    else:
+        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    if attends is None:
+        return weights, lse, None
+    weights = weights.masked_fill(~attends.unsqueeze(-1), 0.0)
+    return weights, lse.masked_fill(~attends, 0.0), attends
+
+
+class Attended(NamedTuple):
+    """Weights P (B, H, N, M) and L (B, H, N), float32 or wider, and which queries have a key."""
+
+    weights: Tensor
+    lse: Tensor
+    attends: Tensor | None  # (B or 1, H or 1, N) bool; None: all
+
+    def only(self, query: Tensor) -> Tensor:
+        """``query`` (B, H, N, p) with zeros where there is no key."""
+        there = self.attends
+        return query if there is None else query.masked_fill(~there.unsqueeze(-1), 0.0)
+
+
+@without_autocast
+def attend(
+    query: Tensor,
+    key: Tensor,
+    beta: float | Tensor,
+    *,
+    elastic: bool = False,
+    pairs: Pairs | None = None,
+    limit: float | None = None,
+) -> Attended:
+    """The softmax of the queries among the keys.
+
+    Args:
+        query, key: (B, H, N, p) and (B, H, M, p), floating.
+        beta: a number, or one a head, (H, 1, 1).
+        elastic: the scores are those of distances.
+        pairs: which pairs there are, and their biases; None: all, without.
+        limit: the caller's bound on every ``|S_ij|`` where there is no bias; up to 60 it saves the
+            search for each row's maximum.
+    """
+    wide = wide_dtype(query)
+    scores = (query.to(wide) @ key.to(wide).mT) * beta
+    if elastic:
+        scores = scores - (0.5 * beta) * key.to(wide).square().sum(-1).unsqueeze(-2)
+    return Attended(*softmax_over_pairs(scores, pairs, within_exponent(limit)))
+
+
+def forces(
+    query: Tensor, key: Tensor, attended: Attended, *, elastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``dF/dQ = -P K`` and ``dF/dK = -P^T Q``; elastic ``Q - P K`` and ``diag(1^T P) K - P^T Q``."""
+    weights = attended.weights.to(query.dtype)
+    by_query, by_key = -(weights @ key), -(weights.mT @ query)
+    if elastic:
+        by_query = by_query + attended.only(query)
+        by_key = by_key + weights.sum(-2).unsqueeze(-1) * key
+    return by_query, by_key
+
+
+@without_autocast
+def dense(
+    query: Tensor, key: Tensor, beta: float, mask: Tensor | None, pairs: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
+    """``P K`` in the dtype of the queries, and L, over the unmasked keys (B, M)."""
+    if mask is not None:
+        pairs = (pairs or Pairs()).intersect(mask[:, None, None])
+    weights, lse, _ = attend(query, key, beta, pairs=pairs)
+    return weights.to(query.dtype) @ key, lse
+
+
+def covariance_product(
+    weights: Tensor, values: Tensor, vector: Tensor, *, mean: Tensor | None = None
+) -> Tensor:
+    """``C_i w_i = sum_j P_ij (v_j - m_i) ((v_j - m_i).w_i)`` with the mean ``m_i = sum_j P_ij v_j``.
+
+    The product of a covariance under attention weights with a vector, which no p x p matrix needs. With
+    the keys for values, ``C w / T`` is the derivative of the attention output
+    ``sum_j softmax_j(q.k_j / T) k_j`` by q along w.
+
+    Args:
+        weights: P (B, H, N, M), floating, whose rows sum to 1.
+        values: v, (B, H, M, r).
+        vector: w, (B, H, N, r).
+        mean: the means m (B, H, N, r) where they are known; None: they are computed, which is more
+            precise where the values have a large common offset.
+
+    Returns:
+        (B, H, N, r) in the dtype of ``vector``, computed in the widest dtype of the arguments,
+        float32 or wider; differentiable any number of times.
+
+    Raises:
+        TypeError, ValueError: for arguments other than the above, naming them.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, where it is the second-order term of a Newton step.
+    """
+    named = {"weights": weights, "values": values, "vector": vector}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a tensor of a floating dtype, got {got}")
+    if weights.dim() != 4:
+        raise ValueError(f"weights must have the shape (B, H, N, M), got {tuple(weights.shape)}")
+    *lead, queries, keys = weights.shape
+    width = values.shape[-1:]
+    for name, tokens in (("values", keys), ("vector", queries)):
+        if named[name].shape != (*lead, tokens, *width):
+            wanted, got = (*lead, tokens, *width), tuple(named[name].shape)
+            raise ValueError(f"{name} must have the shape {wanted}, got {got}")
+    if mean is not None and mean.shape != vector.shape:
+        wanted, got = tuple(vector.shape), tuple(mean.shape)
+        raise ValueError(f"mean must be like vector, {wanted}, got {got}")
+    return _covariance_product(values, weights, vector, mean)
+
+
+@without_autocast
+def _covariance_product(
+    values: Tensor, weights: Tensor, vector: Tensor, mean: Tensor | None
+) -> Tensor:
+    wide = torch.promote_types(wide_dtype(vector), torch.promote_types(values.dtype, weights.dtype))
+    values, weights, moved = (t.to(wide) for t in (values, weights, vector))
+    # The covariance is that of the values without a common offset, whose squares would cancel.
+    origin = values[:, :, :1]
+    values = values - origin
+    mean = weights @ values if mean is None else mean.to(wide) - origin
+    along = moved @ values.mT - (moved * mean).sum(-1, keepdim=True)
+    # sum_j P_ij (v_j - m_i).w_i = 0, so the second mean drops out.
+    return ((weights * along) @ values).to(vector.dtype)
+
+
+# --- bi-softmax -----------------------------------------------------------------------------------
+
+
+@without_autocast
+def bisoftmax(
+    z: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    pairs: Pairs | None = None,
+) -> tuple[Tensor, Tensor]:
+    if pairs is not None:
+        z = zero_masked(z, mask).contiguous()
+        weights, lse = _softmax_of_pairs(z, beta, mask, causal, pairs)
+        weights = weights.to(z.dtype)
+        return _only_visible(torch.matmul(weights + weights.mT, z), lse, mask)
+    blocked = _blocked(z, mask, causal)
+    z = zero_masked(z, mask).contiguous()
+    if within_exponent(limit) and not causal:
+        both, lse = _symmetric_softmax(z, beta, blocked, mask)
+    else:
+        weights, lse = _row_softmax(z, beta, blocked)
+        both = weights + weights.mT
+    return _only_visible(torch.matmul(both, z), lse, mask)
+
+
+@without_autocast
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    lse: Tensor | None = None,
+    pairs: Pairs | None = None,
+) -> Tensor:
+    dtype, wide = z.dtype, wide_dtype(z)
+    blocked = _blocked(z, mask, causal) if pairs is None else None
+    # The tangents nearly cancel in T - r: half precision would keep little of the difference.
+    z = zero_masked(z, mask).to(wide).contiguous()
+    v = zero_masked(v, mask).to(wide).contiguous()
+    # A given lse, a constant, has no part in a derivative by z.
+    recorded = torch.is_grad_enabled() and z.requires_grad
+    if pairs is not None:
+        weights, _ = _softmax_of_pairs(z, beta, mask, causal, pairs)
+    elif lse is None or recorded or transformed() or has_tangent(z):
+        weights, _ = _row_softmax(z, beta, blocked)
+    else:
+        scores = _scores(z, beta, blocked)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+    one_side = torch.matmul(v, z.mT)
+    tangent = (one_side + one_side.mT) * beta
+    mean = (weights * tangent).sum(-1, keepdim=True)
+    tilted = weights * (tangent - mean)
+    product = torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
+    return zero_masked(product, mask).to(dtype)
+
+
+def _only_visible(gradient: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both are zero at masked tokens already; no cotangent there, which may be NaN, goes further."""
+    if mask is None:
+        return gradient, lse
+    return zero_masked(gradient, mask), lse.masked_fill(~mask[:, None], 0.0)
+
+
+def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """(B or 1, 1, N, N) bool, True where ``m_ij = 0``; the diagonal stays open.
+
+    A masked token is a zero row that attends to itself alone: its log-sum-exp is 0 and its part of
+    the gradient is 0, so no row is ever empty and nothing needs repair afterwards.
+    """
+    if mask is None and not causal:
+        return None
+    tokens = z.shape[2]
+    if mask is None:
+        return torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=z.device).triu(1)
+    open_pairs = mask[:, None, :, None] & mask[:, None, None, :]
+    if causal:
+        open_pairs = open_pairs.tril()
+    return ~(open_pairs | torch.eye(tokens, dtype=torch.bool, device=z.device))
+
+
+def _scores(z: Tensor, beta: float, blocked: Tensor | None) -> Tensor:
+    """``S = beta Z Z^T``, minus infinity where blocked; float32 for half precision."""
+    z = z.to(wide_dtype(z))
+    batch, heads, tokens, width = z.shape
+    rows = z.view(batch * heads, tokens, width)
+    scores = torch.baddbmm(z.new_zeros(()), rows, rows.mT, beta=0.0, alpha=beta)
+    scores = scores.view(batch, heads, tokens, tokens)
+    return scores if blocked is None else scores.masked_fill(blocked, -torch.inf)
+
+
+def _row_softmax(z: Tensor, beta: float, blocked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``P`` (B, H, N, N) and ``L`` (B, H, N)."""
+    scores = _scores(z, beta, blocked)
+    log_weights = scores.log_softmax(-1)
+    # L_i = S_ii - log P_ii: the diagonal is never blocked, so both are finite.
+    lse = scores.diagonal(dim1=-2, dim2=-1) - log_weights.diagonal(dim1=-2, dim2=-1)
+    return log_weights.exp().to(z.dtype), lse
+
+
+def _softmax_of_pairs(
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, pairs: Pairs
+) -> tuple[Tensor, Tensor]:
+    """``P``, float32 or wider, and ``L`` over the pairs that all of mask, order and ``pairs`` allow.
+
+    Rows without any key are zero, those of masked tokens with them.
+    """
+    pairs = pairs.intersect(token_pairs(mask, causal, z.shape[2], z.device))
+    weights, lse, _ = softmax_over_pairs(_scores(z, beta, None), pairs)
+    return weights, lse
+
+
+def _symmetric_softmax(
+    z: Tensor, beta: float, blocked: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``P + P^T`` and ``L`` for bounded scores and a symmetric mask.
+
+    With ``e = exp(S)``, symmetric, and ``l_i = sum_j e_ij``: ``(P + P^T)_ij`` is
+    ``e_ij (1 / l_i + 1 / l_j)``.
+    """
+    scores = _scores(z, beta, blocked)
+    some_alone = mask is not None or z.shape[2] == 1
+    own = scores.diagonal(dim1=-2, dim2=-1).clone() if some_alone else None
+    exponentials = scores.exp()
+    del scores  # one matrix less while the others are made
+    totals = exponentials.sum(-2)  # columns and rows sum to the same
+    shares = totals.reciprocal()
+    both = exponentials * (shares.unsqueeze(-1) + shares.unsqueeze(-2))
+    lse = totals.log()
+    return both.to(z.dtype), lse if own is None else exact_if_alone(lse, own, mask)
