@@ -1,6 +1,6 @@
 """The native engine is built with the package: one library for each level of instructions.
 
-No library knows Python: ``solvers.native.library`` loads one by ctypes, so that one wheel a platform serves
+No library knows Python: ``solvers.native`` loads one by ctypes, so that one wheel a platform serves
 every Python. Where there is no compiler, or one fails, the package is installed without.
 """
 
@@ -19,7 +19,7 @@ FOLDERS = ("solvers/native", "implicit_attn/kernels/bi_softmax/cpp")
 SOURCES = ["solvers/native/engine.cpp", "implicit_attn/kernels/bi_softmax/cpp/bi_softmax.cpp"]
 HEADERS = sorted(path.as_posix() for folder in FOLDERS for path in Path(folder).glob("*.h"))
 FILES = [*SOURCES, *HEADERS]
-# The names are those of solvers/native/library.py.
+# The names are those of solvers/native/__init__.py.
 LEVELS = (
     {"avx512": ["-mavx512f", "-mfma"], "avx2": ["-mavx2", "-mfma"], "baseline": []}
     if platform.machine().lower() in ("x86_64", "amd64")

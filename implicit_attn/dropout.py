@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from solvers.core.checks import require_count, require_number
-from solvers.core.guards.reading import parts_of
-from solvers.core.modes import in_transform
+from solvers.core.modes import in_transform, parts_of
 
 _WORD = 0xFFFFFFFF  # the arithmetic is that of 32 bits, in int64
 

@@ -14,7 +14,7 @@ from implicit_attn import __version__
 from implicit_attn.data.files import DATA_VARIABLE, cache_folder
 from implicit_attn.kernels import explain
 from implicit_attn.optional import DISTRIBUTION, installed_version, requirements
-from solvers.native import library
+from solvers import native
 
 Rows = Iterator[tuple[str, str]]
 # In the folders of data, and how each is known to be there.
@@ -75,7 +75,7 @@ def kernels() -> Rows:
             z = torch.zeros(batch, heads, tokens, features, device=place)
             found, shape = explain(z, 1.0), f"{tokens} tokens x {features}"
             yield place, f"bi-softmax, {shape}: {found.backend} ({found.reason})"
-    yield "native engine", library.told()
+    yield "native engine", native.told()
 
 
 def folders() -> Rows:

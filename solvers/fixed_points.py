@@ -21,30 +21,34 @@ from solvers.core.checks import (
     require_increasing,
     require_kind,
 )
-from solvers.core.guards.reading import read_anew
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
-from solvers.core.loop import Loop
+from solvers.core.loop import ExternalSolver, Loop, Solver
 from solvers.core.modes import (
     constant_weights,
     eager,
     in_transform,
+    read_anew,
     refuse_export,
     without_autocast,
 )
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Point, Progress
-from solvers.core.solution import Solution, apply_policy, check_on_failure
-from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Goal, Tolerance, criterion, read_tolerance
+from solvers.core.solution import (
+    Goal,
+    Solution,
+    Tolerance,
+    apply_policy,
+    check_on_failure,
+    criterion,
+    read_tolerance,
+)
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
-from solvers.methods.forward import Forward
-from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.methods.rescue import rescue
-from solvers.native.library import serves
-from solvers.native.turns import MOST, solve_in_turns
+from solvers.methods.steps import Forward, GradientDescent
+from solvers.native import MOST, serves, solve_in_turns
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from solvers.core.checks import require_increasing, require_instance
 from solvers.core.device import small_dtype
+from solvers.core.loop import ExternalSolver, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, Snapshots, row_norm
-from solvers.core.solution import Solution, Status
-from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Tolerance
+from solvers.core.solution import Solution, Status, Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """
 solvers.lazy solvers.core solvers.native
 solvers.krylov
+solvers.linear
 solvers.methods
 solvers.compiled
 solvers.adjoints solvers.eigen

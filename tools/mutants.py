@@ -23,11 +23,11 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 # Where mutants are made; the tests that are to find one lie in the folder of the same name in tests/.
 PLACES = (
-    "solvers/spins", "solvers/eigen", "solvers/krylov", "solvers/adjoints", "solvers/core",
-    "solvers/methods", "solvers/fixed_points.py", "implicit_attn/kernels", "implicit_attn/energies",
-    "implicit_attn/updates", "implicit_attn/deq", "implicit_attn/regularization.py",
-    "implicit_attn/models", "implicit_attn/training", "implicit_attn/data",
-    "implicit_attn/checkpoint.py",
+    "solvers/spins", "solvers/eigen.py", "solvers/krylov.py", "solvers/linear.py", "solvers/adjoints",
+    "solvers/core", "solvers/methods", "solvers/fixed_points.py", "implicit_attn/kernels",
+    "implicit_attn/energies", "implicit_attn/updates", "implicit_attn/deq",
+    "implicit_attn/regularization.py", "implicit_attn/models", "implicit_attn/training",
+    "implicit_attn/data", "implicit_attn/checkpoint.py",
 )  # fmt: skip
 # Tests of other rooms that look at these, too.
 MORE = {"krylov": "solvers/adjoints", "adjoints": "deq", "core": "solvers", "deq": "block",

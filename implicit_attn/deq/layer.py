@@ -32,12 +32,10 @@ from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_number
-from solvers.core.guards.purity import refuse_drawing_modules
-from solvers.core.guards.reading import read_once
 from solvers.core.layout import Layout, check_mask
-from solvers.core.modes import constant_weights, eager, in_transform, refuse_export
-from solvers.core.solution import check_on_failure
-from solvers.core.tolerance import read_tolerance
+from solvers.core.modes import constant_weights, eager, in_transform, read_once, refuse_export
+from solvers.core.purity import refuse_drawing_modules
+from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.fixed_points import read_solver
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")

@@ -13,19 +13,26 @@ from implicit_attn.deq.problem import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
 from solvers.compiled.evaluations import Padding, Wanted, detached
-from solvers.compiled.packing import Packed, Skeleton, pack, unpack
-from solvers.compiled.programs import Programs, UntraceableError, Weights
-from solvers.core.guards.reading import read_anew
-from solvers.core.jacobian import gradients
+from solvers.compiled.programs import (
+    Packed,
+    Programs,
+    Skeleton,
+    UntraceableError,
+    Weights,
+    pack,
+    unpack,
+)
 from solvers.core.modes import (
     autocast_dtype,
     constant_weights,
     in_transform,
     ordinary,
+    read_anew,
     uncompiled,
     with_autocast,
     without_autocast,
 )
+from solvers.core.problem import gradients
 
 if TYPE_CHECKING:
     from solvers.compiled.graphs import Bound

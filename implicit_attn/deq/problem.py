@@ -18,9 +18,8 @@ from implicit_attn.energies.heads import expand_pairs
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.compiled.programs import Programs
 from solvers.core.checks import require_finite
-from solvers.core.guards.reading import found_once, parts_of, read_anew
 from solvers.core.layout import Layout
-from solvers.core.modes import in_transform
+from solvers.core.modes import found_once, in_transform, parts_of, read_anew
 
 
 def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:

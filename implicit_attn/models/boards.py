@@ -16,7 +16,7 @@ from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
 from solvers import Solution, Status, Tolerance
 from solvers.core.checks import require_choice, require_count, require_instance
-from solvers.methods.forward import Forward
+from solvers.methods.steps import Forward
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques

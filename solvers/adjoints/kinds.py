@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.adjoints.checkpoints import Checkpoints
-from solvers.adjoints.compiled import compiled_value
-from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_derivative
+from solvers.adjoints.capture import Checkpoints
+from solvers.adjoints.implicit import AdjointSystem, compiled_value, implicit_value, zero_derivative
 from solvers.core.checks import (
     require_count,
     require_flag,
@@ -24,9 +23,15 @@ from solvers.core.checks import (
 )
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
-from solvers.core.solution import AdjointReport, Solution, Status, check_on_failure
-from solvers.core.tolerance import Tolerance, read_tolerance
-from solvers.krylov.solve import LINEAR, LinearSolver
+from solvers.core.solution import (
+    AdjointReport,
+    Solution,
+    Status,
+    Tolerance,
+    check_on_failure,
+    read_tolerance,
+)
+from solvers.krylov import LINEAR, LinearSolver
 
 Run = Callable[[Problem, Tensor], Solution]  # solves a problem from a start (B, D)
 FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute

@@ -28,8 +28,7 @@ from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, lost, wi
 from solvers.core.layout import Layout
 from solvers.core.modes import uncompiled
 from solvers.core.problem import EnergyUpdate, Problem
-from solvers.core.solution import AdjointReport, Solution
-from solvers.core.tolerance import Tolerance, criterion
+from solvers.core.solution import AdjointReport, Solution, Tolerance, criterion
 
 
 def captured_by(

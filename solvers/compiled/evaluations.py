@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.compiled.packing import Packed, pack, unpack
-from solvers.compiled.programs import Weights
-from solvers.core.jacobian import gradients
+from solvers.compiled.programs import Packed, Weights, pack, unpack
 from solvers.core.layout import leaves_of, map_tensors, take
 from solvers.core.modes import constant_weights, without_autocast
-from solvers.core.problem import Problem
+from solvers.core.problem import Problem, gradients
 
 WASTE = 2  # a batch is padded to a size that programs exist for, up to so many times its own
 

@@ -1,4 +1,4 @@
-"""What the loop keeps per sample, and operations on the rows of such records."""
+"""What the loop keeps per sample, operations on the rows of such records, and products of rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import maybe_any, readable, small_dtype
-from solvers.core.solution import Status, Trace
-from solvers.core.tolerance import Tolerance
+from solvers.core.solution import Status, Tolerance, Trace
 
 RUNNING = -1  # status of a sample that is still being solved
 # Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
@@ -334,3 +333,30 @@ def scaled_norm(vector: Tensor) -> Tensor:
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     norm = torch.linalg.vector_norm(vector / scale[:, None], dim=1) * scale
     return torch.where(torch.isfinite(largest), norm, largest)
+
+
+def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
+    """(B, m) products of the rows of basis (B, m, D) with vector (B, D), float32 or wider."""
+    dtype = small_dtype(vector.dtype)
+    if vector.dtype != dtype:
+        basis, vector = basis.to(dtype), vector.to(dtype)
+    return torch.bmm(vector.unsqueeze(1), basis.mT).squeeze(1)
+
+
+def combine(start: Tensor, weights: Tensor, basis: Tensor, sign: int = 1) -> Tensor:
+    """``start + sign sum_j weights_j basis_j``: (B, D), (B, m), (B, m, D) -> (B, D)."""
+    weights = weights.to(start.dtype).unsqueeze(1)
+    return torch.baddbmm(start.unsqueeze(1), weights, basis, alpha=sign).squeeze(1)
+
+
+def write_symmetric(gram: Tensor, slot: int, row: Tensor) -> Tensor:
+    """Write row (B, k) into row and column ``slot`` of gram (B, m, m).
+
+    Returns gram, or a changed copy where autograd records (unrolled solves).
+    """
+    filled = row.shape[1]
+    if torch.is_grad_enabled():
+        gram = gram.clone()
+    gram[:, slot, :filled] = row
+    gram[:, :filled, slot] = row
+    return gram

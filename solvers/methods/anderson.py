@@ -9,11 +9,17 @@ from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import small_dtype
+from solvers.core.loop import Solver, Turn
 from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, clear_rows, where_rows
-from solvers.core.solver import Solver, Turn
-from solvers.methods.history import combine, inner_products, solve_small, write_symmetric
+from solvers.core.rows import (
+    Point,
+    clear_rows,
+    combine,
+    inner_products,
+    where_rows,
+    write_symmetric,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Anderson(Solver):
         if not state.filled:
             return damped
         gram = state.gram[:, : state.filled, : state.filled]
-        return state.subtracted(damped, solve_small(gram, state.products(current.residual)))
+        return state.subtracted(damped, _solve_small(gram, state.products(current.residual)))
 
     def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
         """Factor of the Gram matrix' diagonal, and what is added to it.
@@ -182,3 +188,10 @@ class Lists(_Differences):
         super().forget(rows)
         for kept in (self.steps, self.changes):
             kept[:] = [where_rows(rows, torch.zeros_like(each), each) for each in kept]
+
+
+def _solve_small(matrices: Tensor, right: Tensor) -> Tensor:
+    """(B, m) solutions of symmetric systems (B, m, m) that are regular by construction."""
+    if matrices.shape[1] == 1:
+        return right / matrices[:, 0]
+    return torch.linalg.solve_ex(matrices, right.unsqueeze(2))[0].squeeze(2)

@@ -10,10 +10,17 @@ from torch.nn.functional import pad
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import maybe_any, small_dtype
+from solvers.core.loop import Solver, Turn
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, clear_rows, where_rows, write_slot
-from solvers.core.solver import Solver, Turn
-from solvers.methods.history import combine, inner_products, write_symmetric
+from solvers.core.rows import (
+    Point,
+    clear_rows,
+    combine,
+    inner_products,
+    where_rows,
+    write_slot,
+    write_symmetric,
+)
 
 FIRST_CAPACITY = 8  # vectors that the storage holds at first
 NEARLY_SINGULAR = 1e-3  # |1 - s.p / |s|^2| below which a row restarts

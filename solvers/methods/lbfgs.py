@@ -11,11 +11,10 @@ from torch.nn.functional import pad
 
 from solvers.core.checks import require_count
 from solvers.core.device import maybe_any, small_dtype
+from solvers.core.loop import Solver, Turn
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, where_rows, write_slot
+from solvers.core.rows import Point, combine, inner_products, where_rows, write_slot
 from solvers.core.safeguard import SHORTEST, interpolation, slope_of
-from solvers.core.solver import Solver, Turn
-from solvers.methods.history import combine, inner_products
 
 CURVATURE = 1e-6  # smallest cosine between s and y of a pair that is kept
 PAIRS, SMALL, MORE_PAIRS = 6, 1024, 10  # pairs kept; more in states of at most SMALL numbers

@@ -10,15 +10,11 @@ from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
 from solvers.core.device import leaves_alone, maybe_any
-from solvers.core.jacobian import JacobianProduct
-from solvers.core.problem import Problem
+from solvers.core.loop import Solver, Turn
+from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Point, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
-from solvers.core.solver import Solver, Turn
-from solvers.krylov.cg import CG
-from solvers.krylov.gmres import GMRES
-from solvers.krylov.method import KrylovRun, LinearSolver
-from solvers.krylov.solve import LINEAR
+from solvers.krylov import CG, GMRES, LINEAR, KrylovRun, LinearSolver
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import leaves_alone
-from solvers.core.jacobian import JacobianProduct
-from solvers.core.loop import Loop
-from solvers.core.problem import Problem
+from solvers.core.loop import Loop, Solver
+from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Best, Point, Progress, row_norm, where_rows
 from solvers.core.safeguard import rounding
-from solvers.core.solution import Solution, Status, Trace
-from solvers.core.solver import Solver
-from solvers.core.tolerance import Tolerance
-from solvers.methods.forward import Forward
+from solvers.core.solution import Solution, Status, Tolerance, Trace
 from solvers.methods.newton import Newton
+from solvers.methods.steps import Forward
 
 PLAIN_PATIENCE = 10  # plain steps without a better residual after which they are given up
 FEW, EXACT = 30, 1e-6  # dimensions up to which Newton's linear solves are exact, and how exact

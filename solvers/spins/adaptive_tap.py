@@ -42,12 +42,11 @@ from solvers.core.checks import (
     require_number,
 )
 from solvers.core.device import maybe_any
+from solvers.core.loop import Solver, Turn
 from solvers.core.modes import eager, without_autocast
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, where_rows
-from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
-from solvers.core.solver import Solver, Turn
-from solvers.core.tolerance import Tolerance
+from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson, Lists, Ring
 from solvers.spins.inputs import (

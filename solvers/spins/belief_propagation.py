@@ -44,10 +44,9 @@ from solvers.core.checks import (
 )
 from solvers.core.layout import take
 from solvers.core.modes import eager, without_autocast
-from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
-from solvers.core.tolerance import Tolerance
+from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.fixed_points import fixed_point
-from solvers.methods.forward import Forward
+from solvers.methods.steps import Forward
 from solvers.spins.inputs import (
     as_wide,
     check_field,

@@ -24,8 +24,7 @@ from torch import Tensor
 from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import maybe_any
 from solvers.core.modes import without_autocast
-from solvers.core.solution import Solution, check_on_failure
-from solvers.core.tolerance import Tolerance
+from solvers.core.solution import Solution, Tolerance, check_on_failure
 from solvers.fixed_points import fixed_point
 from solvers.spins.inputs import (
     as_wide,

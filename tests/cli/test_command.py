@@ -18,7 +18,7 @@ from implicit_attn.cli import COMMANDS, main, one_line, read
 from implicit_attn.optional import installed_version, requirements
 from implicit_attn.training.script import mistakes
 from implicit_attn.weights import pretrained_models, weights_path
-from solvers.native import library
+from solvers import native
 
 # The command ``implicit-attn``: its help, its mistakes in one line, what it imports, how it ends.
 
@@ -252,8 +252,8 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_others_follow(
 
 
 def test_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dict(info.kernels())["native engine"] == library.told()
-    monkeypatch.setattr(library, "engine", lambda: None)
+    assert dict(info.kernels())["native engine"] == native.told()
+    monkeypatch.setattr(native, "engine", lambda: None)
     assert "without a C++ compiler" in dict(info.kernels())["native engine"]
 
 

@@ -23,7 +23,7 @@ from fuzz.run import FAMILIES  # noqa: E402
 from implicit_attn.kernels import reference  # noqa: E402
 from solvers.core.loop import Loop  # noqa: E402
 from solvers.core.solution import Solution, Status  # noqa: E402
-from solvers.krylov.loop import LinearLoop  # noqa: E402
+from solvers.linear import LinearLoop  # noqa: E402
 
 # So many that together they take a few seconds.
 CASES = {"fixed_points": 200, "energies": 40, "linear": 150, "adjoints": 60, "kernels": 60}

@@ -26,7 +26,7 @@ from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic
 from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain, reference, strips
 from implicit_attn.kernels.bi_softmax import native, ops
 from solvers import Tolerance
-from solvers.native import library
+from solvers import native as library
 
 
 @pytest.fixture(

@@ -14,7 +14,7 @@ import solvers
 from cases.linear import matrices, multiply, right_sides
 from implicit_attn import DEQ
 from solvers import Implicit, jacobian_penalty
-from solvers.eigen.spectrum import (
+from solvers.eigen import (
     Spectrum,
     SpectrumError,
     extreme_eigenvalues,

@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.kernels import needs_engine, without_engine
-from solvers import CG, GMRES, Anderson, Forward, Solution, Status, Tolerance, fixed_point
-from solvers.krylov.product import OneMinus
-from solvers.krylov.solve import solve_linear
-from solvers.native import library, turns
+from solvers import CG, GMRES, Anderson, Forward, Solution, Status, Tolerance, fixed_point, native
+from solvers.linear import OneMinus, solve_linear
 
 pytestmark = needs_engine
 F32, F64 = torch.float32, torch.float64
@@ -258,8 +256,8 @@ def test_difficult_systems(kind: str, solver: Any) -> None:
 
 def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    own = library.function
-    monkeypatch.setattr(turns, "function", lambda *given: taken.append(given[1]) or own(*given))
+    own = native.function
+    monkeypatch.setattr(native, "function", lambda *given: taken.append(given[1]) or own(*given))
     z, half = torch.zeros(1, 4), torch.zeros(2, 4, dtype=torch.bfloat16)
     mask = torch.tensor([[True, False, True, True]])
 
@@ -289,17 +287,17 @@ def test_a_map_may_keep_its_states_and_must_not_write_to_them() -> None:
 
 def test_the_levels() -> None:
     """Each library that this processor can run does the same; the best one is loaded."""
-    best = library.engine()
-    assert best is not None and f"engine_{library.levels()[0]}" in best._name
-    assert library.levels()[0] in library.told()
+    best = native.engine()
+    assert best is not None and f"engine_{native.levels()[0]}" in best._name
+    assert native.levels()[0] in native.told()
     found = []
-    for level in library.levels():
-        assert (library.FOLDER / f"engine_{level}.so").exists()
+    for level in native.levels():
+        assert (native.FOLDER / f"engine_{level}.so").exists()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "levels", lambda level=level: (level,))
-            library.engine.cache_clear()
+            patch.setattr(native, "levels", lambda level=level: (level,))
+            native.engine.cache_clear()
             found.append(fixed_point(torch.cos, torch.zeros(3, 2, dtype=F64), adjoint=None))
-    library.engine.cache_clear()
+    native.engine.cache_clear()
     for other in found[1:]:
         torch.testing.assert_close(other.value, found[0].value)
         assert torch.equal(other.evaluations, found[0].evaluations)
@@ -324,7 +322,7 @@ def test_threads_and_forks() -> None:
         assert torch.equal(solve(), one)
         child = os.fork()
         if child == 0:
-            os._exit(0 if library.THREADS.number == 1 and torch.isfinite(one[0, 0]) else 1)
+            os._exit(0 if native.THREADS.number == 1 and torch.isfinite(one[0, 0]) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         torch.set_num_threads(before)
@@ -340,10 +338,10 @@ def test_a_library_of_other_sources_is_not_used(
     (folder / "sources.txt").write_text(
         f"{hashlib.sha256(b'old').hexdigest()} solvers/native/a.h\n"
     )
-    monkeypatch.setattr(library, "FOLDER", folder)
-    assert library.changed_sources() == []
+    monkeypatch.setattr(native, "FOLDER", folder)
+    assert native.changed_sources() == []
     source.write_text("new")
     with pytest.warns(RuntimeWarning, match=r"older than solvers/native/a.h and is not used"):
-        assert library.engine.__wrapped__() is None
+        assert native.engine.__wrapped__() is None
     source.unlink()
-    assert library.changed_sources() == ["solvers/native/a.h"]
+    assert native.changed_sources() == ["solvers/native/a.h"]

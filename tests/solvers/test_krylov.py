@@ -22,11 +22,11 @@ from solvers import (
     SolveWarning,
     Status,
     Tolerance,
+    linear,
     solve_linear,
 )
 from solvers.core import device
 from solvers.core.rows import Progress
-from solvers.krylov import loop
 
 SUITED = [
     ("definite", CG()),
@@ -454,7 +454,7 @@ def test_products_that_are_not_finite(
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code paths of an accelerator on the CPU: nothing is read at once, masks arrive late."""
-    for module in (device, loop):
+    for module in (device, linear):
         monkeypatch.setattr(module, "readable", lambda device: False)
     monkeypatch.setattr(device, "lag_of", lambda device: 2)
 

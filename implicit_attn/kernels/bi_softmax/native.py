@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT
-from solvers.native.library import THREADS, engine, told
+from solvers.native import THREADS, engine, told
 
 MOST_FEATURES = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -28,8 +28,8 @@ from solvers import (
     Unrolled,
     fixed_point,
 )
-from solvers.core.guards import telling
-from solvers.core.guards.reading import parts_of
+from solvers.core import telling
+from solvers.core.modes import parts_of
 
 ADJOINTS = [None, Implicit(), Unrolled()]
 

@@ -20,9 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from solvers.core.guards.reading import parts_of
 from solvers.core.layout import Layout, leaves_of
-from solvers.core.modes import eager
+from solvers.core.modes import eager, parts_of
 
 
 def check_output(

@@ -1,19 +1,189 @@
-"""The loop behind :func:`solvers.solve_linear`: cycles of a Krylov method, verified residuals."""
+"""Linear systems ``A x = b`` for a batch, from products with ``A``.
+
+From below: the scaled right-hand sides and the products; the loop of a solve, which runs cycles of a Krylov
+method and verifies residuals; the entry, :func:`solvers.solve_linear`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from solvers.core.device import Watch, choose, readable, true_rows
+from solvers.core.checks import require_callable, require_count, require_flag, require_kind
+from solvers.core.device import Watch, choose, ratio, readable, surely_all, true_rows
+from solvers.core.layout import Layout, check_args, leaves_of, take
+from solvers.core.modes import eager
 from solvers.core.rows import SHRINK, Progress
-from solvers.core.solution import Solution, Status, Trace
-from solvers.krylov.method import KrylovRun, LinearSolver, norm
-from solvers.krylov.product import Product, System
-from solvers.native.systems import GAP, HALVED, RESERVE
+from solvers.core.solution import (
+    Solution,
+    Status,
+    Tolerance,
+    Trace,
+    apply_policy,
+    check_on_failure,
+    read_tolerance,
+)
+from solvers.krylov import CG, GMRES, LINEAR, KrylovRun, LinearSolver, norm
+from solvers.native import GAP, HALVED, RESERVE, fits, serves, solve_systems
+
+# Right-hand sides whose norms lie between 1 / MODERATE and MODERATE are not scaled.
+MODERATE = 1e6
+
+
+class System:
+    """Right-hand sides (B, D), divided by a power of two so that no square overflows or underflows.
+
+    Numbers per sample are (B, 1).
+    """
+
+    def __init__(self, b: Tensor, tolerance: Tolerance) -> None:
+        self.factor: Tensor | None = None  # ``scale`` as a tensor, None where it is 1 everywhere
+        self.reference = norm(b)
+        self.finite, self.scale = self.reference < torch.inf, torch.ones_like(self.reference)
+        moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
+        if not surely_all(moderate):
+            largest = b.abs().amax(1, keepdim=True)
+            self.finite = largest < torch.inf
+            exponent = torch.frexp(torch.where(self.finite, largest, 1))[1].clip(-100, 100)
+            self.scale = torch.ldexp(torch.ones_like(largest), exponent)
+            self.factor = self.scale
+            b = torch.where(self.finite, b / self.factor, 0)
+            self.reference = norm(b)
+        self.b = b  # zero where the caller's is not finite
+        # The residual norm at which a sample has converged; ``tolerance`` is in the caller's units.
+        if self.factor is None:
+            norms = self.reference.reshape(-1)
+            self.limit = tolerance.threshold(norms).reshape(-1, 1)
+            return
+        norms = (self.reference * self.scale).squeeze(1)
+        self.limit = tolerance.threshold(norms).unsqueeze(1) / self.scale
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """From the caller's units to scaled ones."""
+        return x if self.factor is None else x / self.factor
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self.factor
+
+    def relative(self, norms: Tensor) -> Tensor:
+        """Residual norms (B, 1) relative to the right-hand sides, (B,)."""
+        return ratio(norms, self.reference).reshape(-1)
+
+
+class OneMinus:
+    """``v -> v - image(v)`` as a ``matvec``, of which the engine asks for the image alone."""
+
+    def __init__(self, image: Callable[[Tensor], Tensor]) -> None:
+        self.image = image
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return v - self.image(v)
+
+
+class Product:
+    """``matvec`` as a map from (n, D) to (n, D), for the selected samples of a batch.
+
+    Vectors travel in the layout and dtypes of the right-hand side; results come back in the working
+    dtype. Below float32 a vector is scaled to magnitude one by a power of two before the product,
+    so that small residuals do not become subnormal, and the result is scaled back.
+    """
+
+    def __init__(
+        self, matvec: Callable[..., Any], layout: Layout, args: tuple[Any, ...], batch: int
+    ) -> None:
+        self._matvec, self._layout = matvec, layout
+        self._all_args = self._args = args
+        self._batch = self._rows = batch
+        self._narrow = any(torch.finfo(dtype).bits < 32 for dtype in layout.dtypes)
+        self.dtype = torch.promote_types(layout.dtype, torch.float32)
+        self.tiny = max(torch.finfo(dtype).tiny for dtype in layout.dtypes)
+        self.largest = min(torch.finfo(dtype).max for dtype in layout.dtypes)
+        self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
+        self._single = layout.spec.is_leaf()
+        # A matrix (B, D) of float32 or float64 is handed over as it is.
+        self._direct = self._single and len(layout.shapes[0]) == 1 and not self._narrow
+
+    def select(self, rows: Tensor) -> None:
+        """Multiply the samples ``rows`` (indices into the whole batch) from now on."""
+        self._args = self._all_args
+        self._rows = rows.numel()
+        if rows.numel() < self._batch:
+            # From the whole batch each time: among the rows of a part, a tensor that is not batched
+            # could by chance have as many rows as the part.
+            self._args = take(self._all_args, rows, self._batch)
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """(n, D) -> (n, D), both in the working dtype."""
+        if not self._narrow:
+            return self.exact(vectors)
+        _, exponent = torch.frexp(vectors.abs().amax(1, keepdim=True))
+        scale = torch.ldexp(torch.ones_like(vectors[:, :1]), exponent.clamp(-100, 100))
+        return self.exact(vectors / scale) * scale
+
+    def rounded(self, vectors: Tensor) -> Tensor:
+        """``vectors`` as the caller will get them: through the dtypes of the right-hand side."""
+        if all(dtype == self.dtype for dtype in self._layout.dtypes):
+            return vectors
+        return self._layout.vector(self._layout.tree(vectors.to(self._layout.dtype))).to(self.dtype)
+
+    def exact(self, vectors: Tensor) -> Tensor:
+        """The product with ``vectors`` as they are, not scaled."""
+        sent = vectors
+        if not self._direct:
+            sent = self._layout.tree(vectors.to(self._layout.dtype))
+        received = self._call(sent)
+        if self._single:
+            _check_single(received, sent)
+        else:
+            check_like(received, sent, "matvec(v)", "v")
+        if self._direct:
+            return received.detach().resolve_neg()
+        return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
+
+    def _call(self, sent: Any) -> Any:
+        try:
+            return self._matvec(sent, *self._args)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self._rows < self._batch:
+                shrunk = (
+                    f"matvec was called with the {self._rows} of {self._batch} samples that are still "
+                    "being solved. If it closes over a tensor of the whole batch, pass that tensor in "
+                    "args=(...), or give compact=False."
+                )
+                error.args = (f"{error}\n{shrunk}",)
+            raise
+
+
+def _check_single(received: Any, sent: Tensor) -> None:
+    if not (isinstance(received, Tensor) and _properties(received) == _properties(sent)):
+        check_like(received, sent, "matvec(v)", "v")
+
+
+def _properties(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def check_like(
+    tree: Any, like: Any, name: str, of: str, device_error: type[Exception] = TypeError
+) -> None:
+    """Raise unless ``tree`` has the structure, shapes, dtypes and device of ``like``, called ``of``."""
+    leaves, spec = pytree.tree_flatten(tree)
+    expected, expected_spec = pytree.tree_flatten(like)
+    if spec != expected_spec:
+        raise TypeError(f"{name} must have the structure of {of}, {expected_spec}, got {spec}")
+    errors = {"shape": ValueError, "dtype": TypeError, "device": device_error}
+    for leaf, wanted_leaf in zip(leaves, expected, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} must hold tensors like {of}, got {type(leaf)}")
+        for attribute, error in errors.items():
+            came, wanted = getattr(leaf, attribute), getattr(wanted_leaf, attribute)
+            if came != wanted:
+                raise error(f"{name} must have the {attribute} of {of}, {wanted}, got {came}")
 
 
 class LinearLoop:
@@ -330,3 +500,125 @@ class Cycle:
         """The results of every sample at the end of the cycle."""
         whole = self.left is None and len(self.rows) == len(self.residual_norm)
         return Results.of(self.run) if whole else self._put(self.run, self.rows)
+
+
+_DEFAULT_SOLVER = CG()
+_DEFAULT_TOLERANCE = Tolerance(rtol=1e-6)
+
+
+@eager
+def solve_linear(
+    matvec: Callable[..., Any],
+    b: Any,
+    *,
+    solver: LinearSolver | type[LinearSolver] | str = _DEFAULT_SOLVER,
+    tolerance: Tolerance | float | None = None,
+    max_steps: int = 100,
+    x0: Any = None,
+    args: tuple[Any, ...] = (),
+    compact: bool = True,
+    on_failure: str = "warn",
+    record: bool = False,
+    callback: Callable[[Progress], object] | None = None,
+) -> Solution:
+    """Solve ``A x = b`` for every sample of a batch, given products with ``A``.
+
+    No gradient is recorded: the result is detached (``matvec`` may differentiate inside).
+
+    Args:
+        matvec: ``matvec(v, *args) -> A v``, of the structure, shapes and dtypes of ``v``; linear in
+            ``v``, and each sample by itself.
+        b: right-hand sides, a tensor (B, ...) or a pytree of them, any floating dtype. Below
+            float32 the products run in the dtype of ``b`` and everything else in float32.
+        solver: ``CG()`` for symmetric positive definite matrices, ``MINRES()`` for symmetric ones,
+            ``GMRES(restart)`` for all; or its class, or its name (``"gmres"``).
+        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``; a number is
+            ``rtol``, None 1e-6.
+        max_steps: largest number of products with ``A`` per sample, those that verify a residual
+            included.
+        x0: initial iterate, like ``b``; default zero. Costs one product, for the first residual.
+        args: further inputs of ``matvec``, pytrees of tensors batched along dim 0. Finished samples
+            leave the batch, so whatever is batched must come through here (or ``compact=False``).
+            Tensors that all samples share belong into ``matvec`` itself.
+        compact: let finished samples leave the batch once they are 1/16 of it; False where
+            ``matvec`` closes over batched tensors (finished samples are then carried along).
+        on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
+        record: keep the trace: column 0 is the relative residual at the start, each further column
+            the one after one more product with ``A``, NaN where the sample took none.
+        callback: called with a :class:`Progress` after every batch of products.
+
+    Returns:
+        A :class:`Solution`. ``value`` is the best iterate seen, always finite. ``steps`` counts the
+        steps of the Krylov method, ``evaluations`` the products. ``residual`` belongs to ``value``.
+        It is verified by a product with ``A`` wherever rounding could put the residual of the
+        recurrence off by more than about a tenth of it (or of the tolerance); a sample that has not
+        converged by its true residual is solved further from there. A right-hand side that is zero
+        is solved by zero, in no step. One that is not finite ends as NONFINITE with an infinite
+        residual.
+
+        Statuses: CONVERGED; MAX_STEPS; STALLED, the residual cannot be lowered (singular matrix,
+        rounding, a cycle of GMRES that gained nothing); NONFINITE, NaN or infinity in ``b``, in
+        ``x0`` or in a product; INDEFINITE, CG met a direction of non-positive curvature.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        SolveError: if ``on_failure="raise"`` and a sample did not converge.
+
+    Example:
+        >>> import torch, solvers
+        >>> b = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+        >>> weights = torch.tensor([2.0, 4.0])
+        >>> solvers.solve_linear(lambda v: weights * v, b, solver=solvers.CG()).value
+        tensor([[0.5000, 0.5000],
+                [0.0000, 1.0000]])
+    """
+    require_callable("matvec", matvec)
+    chosen: LinearSolver = require_kind("solver", solver, LinearSolver, LINEAR)
+    tolerance = read_tolerance("tolerance", tolerance) or _DEFAULT_TOLERANCE
+    require_count("max_steps", max_steps)
+    require_flag("compact", compact)
+    require_flag("record", record)
+    require_callable("callback", callback, optional=True)
+    check_on_failure(on_failure)
+    layout = Layout.of(b, "b")
+    leaf = leaves_of(b)[0]
+    check_args(args, len(leaf), leaf.device, "b", "matvec")
+    if x0 is not None:
+        check_like(x0, b, "x0", "b", ValueError)
+    with torch.no_grad():
+        observed = record or callback is not None or x0 is not None
+        solution = None
+        if not (observed or args or compact):
+            solution = _in_engine(matvec, b, chosen, tolerance, max_steps)
+        if solution is None:
+            product = Product(matvec, layout, args, len(leaf))
+            system = System(layout.vector(b).detach().to(product.dtype), tolerance)
+            loop = LinearLoop(
+                product,
+                system,
+                chosen,
+                max_steps,
+                compact=compact,
+                record=record,
+                callback=callback,
+            )
+            solution = loop.run(None if x0 is None else layout.vector(x0))
+            solution.value = layout.tree(solution.value.to(layout.dtype))
+    apply_policy(solution, on_failure, f"linear solve with {chosen}")
+    return solution
+
+
+def _in_engine(
+    matvec: Callable[..., Any], b: Any, solver: LinearSolver, tolerance: Tolerance, max_steps: int
+) -> Solution | None:
+    """The solution by the native engine; None where that does not serve."""
+    restart = solver.restart if isinstance(solver, GMRES) else None
+    if type(solver) not in (CG, GMRES) or not (
+        isinstance(b, Tensor) and b.dim() == 2 and serves(b)
+    ):
+        return None
+    if not fits(b, restart):
+        return None
+    one_minus = isinstance(matvec, OneMinus)
+    product = matvec.image if one_minus else matvec
+    return solve_systems(product, b, restart, tolerance, max_steps, one_minus=one_minus)

@@ -1,4 +1,4 @@
-"""Gradient descent, with heavy-ball or Nesterov momentum or Barzilai-Borwein step sizes."""
+"""Steps along the residual: forward (Picard) iteration, and gradient descent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,29 @@ from torch import Tensor
 
 from solvers.core.checks import require_number
 from solvers.core.device import small_dtype
+from solvers.core.loop import Solver, Turn
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows
-from solvers.core.solver import Solver, Turn
+
+
+@dataclass(frozen=True)
+class Forward(Solver):
+    """Damped Picard (Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
+
+    Args:
+        damping: in (0, 2]; 1 is the iteration ``z <- f(z)``.
+    """
+
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
+
+    def init(self, point: Point, problem: Problem) -> None:
+        """Nothing to remember."""
+
+    def step(self, state: None, turn: Turn) -> Tensor:
+        return turn.current.z.add(turn.current.residual, alpha=self.damping)
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,0 @@
-"""Eigenvalues of Jacobians and Hessians."""
-
-from __future__ import annotations
