@@ -26,7 +26,7 @@ import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
-from implicit_attn.studies.tables import BLUE, GREEN, GREY, ORANGE, drawing
+from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, drawing
 
 Row = dict[str, Any]
 

@@ -33,7 +33,7 @@ from implicit_attn.data import (
     unique_puzzles,
 )
 from implicit_attn.models import SudokuPotts
-from implicit_attn.programs.board_figures import draw_board
+from implicit_attn.programs.boards import draw_board
 
 MIXED = "mixed"  # puzzles with the package's own distribution of clues
 LEARNED, BARE = "learned, factored", "learned, factored, no penalty"

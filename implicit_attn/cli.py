@@ -1,8 +1,4 @@
-"""The command ``implicit-attn``: a table of what it can do, and one way to read options and to end.
-
-What a sub-command takes are the fields of its dataclass, whose ``run`` does the work. ``info`` and
-``weights`` take no options and need none of the extras.
-"""
+"""The command ``implicit-attn``: a table of what it can do, one way to read options and to end; ``info``."""
 
 from __future__ import annotations
 
@@ -13,36 +9,41 @@ import io
 import itertools
 import math
 import os
+import platform
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from implicit_attn import __version__
-from implicit_attn.optional import require
-from implicit_attn.training.script import INTERRUPTED, mistakes
+from implicit_attn.data.files import DATA_VARIABLE, cache_folder
+from implicit_attn.kernels import explain
+from implicit_attn.optional import DISTRIBUTION, installed_version, require, requirements
+from implicit_attn.programs import INTERRUPTED, mistakes
 from implicit_attn.weights import pretrained_models, weights_path
+from solvers import native
 
 PROGRAM, LONGEST = "implicit-attn", 1000  # characters of a message
 COMMANDS: dict[str, tuple[str, str]] = {  # where it is in the package, and what it does
     "demo": ("programs.demo:Demo", "what fixed points buy: boards, text, digits; two minutes"),
-    "train classify": ("programs.classify:Classify", "a classifier of digits or MNIST beside simpler models"),
-    "train vit-images": ("programs.backbones:VitImages", "Hyper-SET or a baseline classifies images"),
-    "train masked-images": ("programs.backbones:MaskedPatches", "fill in hidden patches of images"),
-    "train mnist-spins": ("programs.classify:MnistSpins", "coupled vector spins read MNIST"),
-    "train sudoku": ("programs.backbones:Sudoku", "Hyper-SET or a baseline completes Sudoku boards"),
-    "train solve-sudoku": ("programs.solve_sudoku:SolveSudoku", "an update learns to solve Sudoku"),
+    "train classify": ("programs.images:Classify", "a classifier of digits or MNIST beside simpler models"),
+    "train vit-images": ("programs.images:VitImages", "Hyper-SET or a baseline classifies images"),
+    "train masked-images": ("programs.images:MaskedPatches", "fill in hidden patches of images"),
+    "train mnist-spins": ("programs.images:MnistSpins", "coupled vector spins read MNIST"),
+    "train sudoku": ("programs.boards:Sudoku", "Hyper-SET or a baseline completes Sudoku boards"),
+    "train solve-sudoku": ("programs.boards:SolveSudoku", "an update learns to solve Sudoku"),
     "train language-model": ("programs.language_model:Language", "a model of a text's characters"),
-    "study convergence": ("studies.command:Convergence", "every solver on a layer, and its eigenvalues"),
-    "study extrapolation": ("studies.command:Extrapolation", "other numbers of iterations than in training"),
-    "study paths": ("studies.command:Paths", "where a layer ends from other starts"),
-    "study geometry": ("studies.command:Geometry", "energies, rank and angle of tokens, by iteration"),
-    "study trade-off": ("studies.command:TradeOff", "layers x iterations at constant depth"),
-    "study report": ("studies.command:Report", "training, convergence and accuracy on one page"),
+    "study convergence": ("programs.study:Convergence", "every solver on a layer, and its eigenvalues"),
+    "study extrapolation": ("programs.study:Extrapolation", "other numbers of iterations than in training"),
+    "study paths": ("programs.study:Paths", "where a layer ends from other starts"),
+    "study geometry": ("programs.study:Geometry", "energies, rank and angle of tokens, by iteration"),
+    "study trade-off": ("programs.study:TradeOff", "layers x iterations at constant depth"),
+    "study report": ("programs.study:Report", "training, convergence and accuracy on one page"),
     "weights": ("cli:weights", "the trained models that come with the package"),
-    "info": ("info:info", "versions, devices, kernels, folders, for a report of an error"),
+    "info": ("cli:info", "versions, devices, kernels, folders, for a report of an error"),
 }  # fmt: skip
 
 
@@ -198,3 +199,95 @@ def weights(words: Sequence[str]) -> None:
             f"  trained by  {row.command}\n"
         )
     print("In Python: implicit_attn.load_pretrained(NAME).")
+
+
+Rows = Iterator[tuple[str, str]]
+# In the folders of data, and how each is known to be there.
+DATA_SETS = {
+    "mnist": "mnist/*ubyte*",
+    "fashion-mnist": "fashion-mnist/*ubyte*",
+    "cifar10": "cifar10/cifar*",
+    "sudoku": "sudoku/sudoku17.npz",
+    "texts": "text/*.txt*",
+}
+SIZES = ((8, 4, 64, 16), (8, 4, 1024, 64))  # batch, heads, tokens, features of a head
+
+
+def info(words: Sequence[str]) -> None:
+    """Print all sections."""
+    if words:
+        raise SystemExit(f"info takes no options, got {' '.join(words)!r}")
+    for number, section in enumerate((versions, devices, kernels, folders, extras)):
+        print("\n" * (number > 0) + section.__name__)
+        for name, text in section():
+            print(f"  {name:14} {text}")
+
+
+def versions() -> Rows:
+    """This package, Python, and what the package computes with."""
+    here = Path(__file__).resolve().parents[1]
+    yield DISTRIBUTION, f"{__version__}, in {here}"
+    yield "python", f"{platform.python_version()}, {sys.executable}"
+    yield "system", f"{platform.platform()}"
+    yield "torch", torch.__version__
+    for name in ("numpy", "scipy", "safetensors", "torchdeq", "triton"):
+        yield name, installed_version(name) or "not installed"
+
+
+def devices() -> Rows:
+    """The processor, its threads, and what else torch computes on."""
+    threads = f"{torch.get_num_threads()} threads"
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if variable in os.environ:
+            threads += f", {variable}={os.environ[variable]}"
+    yield "cpu", f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {threads}"
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        size = f"{found.total_memory / 2**30:.0f} GiB"
+        yield f"cuda:{number}", f"{found.name}, {size}, compute {found.major}.{found.minor}"
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        yield "cuda", "none found" if built else "none: this torch is built without CUDA"
+    if torch.backends.mps.is_available():
+        yield "mps", "available"
+
+
+def kernels() -> Rows:
+    """Which kernel "auto" takes for two sizes on every device, and why; the native engine."""
+    places = ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    for place in places:
+        for batch, heads, tokens, features in SIZES:
+            z = torch.zeros(batch, heads, tokens, features, device=place)
+            found, shape = explain(z, 1.0), f"{tokens} tokens x {features}"
+            yield place, f"bi-softmax, {shape}: {found.backend} ({found.reason})"
+    yield "native engine", native.told()
+
+
+def folders() -> Rows:
+    """The user's data, and the cache of downloads, with the sets that are there."""
+    named = os.environ.get(DATA_VARIABLE)
+    yield "data", _told(lambda: Path(named)) if named else f"${DATA_VARIABLE} is not set"
+    yield "data cache", _told(cache_folder)
+
+
+def _told(find: Callable[[], Path]) -> str:
+    """A folder that may not be entered, or has no home to be in, is told; the other rows go on."""
+    try:
+        folder = find()
+        if not folder.is_dir():
+            return f"{folder} (no such folder)"
+        sets = [name for name, pattern in DATA_SETS.items() if any(folder.glob(pattern))]
+        return f"{folder}: {', '.join(sets) or 'no data set'}"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        return f"cannot be read: {error}"
+
+
+def extras() -> Rows:
+    """Which optional dependencies are there, by the extra that brings them."""
+    known = requirements()
+    if not known:
+        yield "unknown", f"{DISTRIBUTION} runs from a folder and is not installed"
+    for extra, names in sorted(known.items()):
+        if extra:
+            missing = [name for name in names if installed_version(name) is None]
+            yield extra, f"without {', '.join(missing)}" if missing else "installed"

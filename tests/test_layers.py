@@ -37,7 +37,7 @@ implicit_attn.training
 implicit_attn.studies
 implicit_attn.programs
 implicit_attn
-implicit_attn.info implicit_attn.cli
+implicit_attn.cli
 implicit_attn.__main__
 """
 HEIGHT = {name: height for height, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -13,7 +13,7 @@ import torch
 
 from implicit_attn import load_pretrained
 from implicit_attn.data import load_sudoku
-from implicit_attn.programs.board_figures import draw_frame, frames_of
+from implicit_attn.programs.boards import draw_frame, frames_of
 
 model: Any = load_pretrained("sudoku-solver")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")

@@ -1,15 +1,33 @@
-"""Labelled images, their patches, and generators that repeat exactly."""
+"""Labelled images: sets by name and their readers, patches, augmentations; generators that repeat exactly."""
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from solvers.core.checks import require_count
+from implicit_attn.data.files import (
+    MOST_BYTES,
+    RemoteFile,
+    check_md5,
+    damaged,
+    download,
+    fetch,
+    find,
+    read_content,
+    read_members,
+)
+from implicit_attn.optional import require
+from solvers.core.checks import require_count, require_nonnegative
 
 
 @dataclass(frozen=True)
@@ -174,3 +192,391 @@ def epoch_generator(seed: int, epoch: int, batch: int | None = None) -> torch.Ge
     """
     stream, of_batch = ((), {}) if batch is None else ((1,), {"batch": batch})
     return torch.Generator().manual_seed(hash_seed(stream, seed=seed, epoch=epoch, **of_batch))
+
+
+@dataclass(frozen=True)
+class RandomAffine:
+    """Each image rotated, scaled, sheared and shifted at random, by bilinear interpolation.
+
+    The draws are uniform within plus and minus the bounds; pixels from outside the image are 0.
+
+    Attributes:
+        rotation: degrees.
+        scale: relative, in [0, 1).
+        shear: horizontal, pixels per pixel.
+        shift: pixels, each way.
+
+    Call: ``augment(images (B, C, H, W), generator) -> (B, C, H, W)``.
+    """
+
+    rotation: float = 10.0
+    scale: float = 0.1
+    shear: float = 0.1
+    shift: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("rotation", "scale", "shear", "shift"):
+            require_nonnegative(name, getattr(self, name))
+        if self.scale >= 1:
+            raise ValueError(f"scale must be < 1, got {self.scale!r}")
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        batch, _, height, width = _image_shape(images)
+        draws = torch.rand(5, batch, generator=generator).mul_(2).sub_(1).to(images)
+        angle = draws[0] * math.radians(self.rotation)
+        size = 1 + self.scale * draws[1]
+        cosine, sine = angle.cos() * size, angle.sin() * size
+        # affine_grid maps the output to the input, in units of half the image.
+        across = draws[3] * (2 * self.shift / width)
+        down = draws[4] * (2 * self.shift / height)
+        first = torch.stack([cosine, self.shear * draws[2] - sine, across], dim=1)
+        second = torch.stack([sine, cosine, down], dim=1)
+        grid = F.affine_grid(torch.stack([first, second], dim=1), list(images.shape), False)
+        return F.grid_sample(images, grid, align_corners=False)
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """Each image padded with 0, ``padding`` pixels on every side, and cut to its size at random.
+
+    Call: ``augment(images (B, C, H, W), generator) -> (B, C, H, W)``.
+    """
+
+    padding: int = 4
+
+    def __post_init__(self) -> None:
+        require_count("padding", self.padding, low=0)
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        batch, channels, height, width = _image_shape(images)
+        places = torch.randint(2 * self.padding + 1, (2, batch, 1), generator=generator)
+        places = places.to(images.device)
+        rows = places[0] + torch.arange(height, device=images.device)  # (B, H)
+        columns = places[1] + torch.arange(width, device=images.device)  # (B, W)
+        padded = F.pad(images, 4 * [self.padding])
+        padded = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded.shape[3]))
+        return padded.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
+
+
+@dataclass(frozen=True)
+class RandomFlip:
+    """Each image mirrored left to right with a probability.
+
+    Call: ``augment(images (B, C, H, W), generator) -> (B, C, H, W)``.
+    """
+
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ValueError(f"probability must lie in [0, 1], got {self.probability!r}")
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        batch = _image_shape(images)[0]
+        flipped = torch.rand(batch, 1, 1, 1, generator=generator) < self.probability
+        return torch.where(flipped.to(images.device), images.flip(3), images)
+
+
+class Compose:
+    """Augmentations ``augment(images, generator)`` in order, drawn from the same generator."""
+
+    def __init__(self, *augments: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+        self.augments = augments
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        for augment in self.augments:
+            images = augment(images, generator)
+        return images
+
+
+def _image_shape(images: Tensor) -> tuple[int, int, int, int]:
+    if images.dim() != 4 or not images.is_floating_point():
+        raise ValueError(
+            f"images must be floating (B, C, H, W), got {images.dtype} {tuple(images.shape)}"
+        )
+    batch, channels, height, width = images.shape
+    return batch, channels, height, width
+
+
+def load_digits(*, holdout: float = 0.2, seed: int = 0) -> ImageData:
+    """Digits with a stratified hold-out as the test set.
+
+    The images are the test part of the UCI set "Optical recognition of handwritten digits"
+    (Alpaydin and Kaynak, 1998), as embedded in scikit-learn.
+
+    Args:
+        holdout: share of every class that becomes the test set, strictly between 0 and 1.
+        seed: of the split; the same seed gives the same split everywhere.
+
+    Returns:
+        :class:`ImageData` with images (N, 1, 8, 8) and 10 classes.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: ``holdout`` is out of range.
+    """
+    digits = require("sklearn.datasets", extra="examples").load_digits()
+    pixels, labels = torch.from_numpy(digits.images).unsqueeze(1), torch.from_numpy(digits.target)
+    if not 0 < holdout < 1:
+        raise ValueError(f"holdout must lie strictly between 0 and 1, got {holdout}")
+    generator = torch.Generator().manual_seed(seed)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(10):
+        members = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(members), generator=generator)
+        held[members[order[: round(holdout * len(members))]]] = True
+    train, test = ((pixels[part], labels[part]) for part in (~held, held))
+    return from_pixels("digits", train, test, largest=16)  # inked pixels of 4x4
+
+
+# MNIST and Fashion-MNIST: 60,000 training and 10,000 test images of 28x28, 10 classes.
+
+_NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_SHAPES = ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,))
+
+
+def _files(
+    folder: str, mirrors: tuple[str, ...], checksums: tuple[tuple[str, str], ...]
+) -> tuple[RemoteFile, ...]:
+    return tuple(
+        RemoteFile(folder, name, *md5s, mirrors, 4 + 4 * len(shape) + math.prod(shape))
+        for name, shape, md5s in zip(_NAMES, _SHAPES, checksums, strict=True)
+    )
+
+
+# md5 of the distributed archive, md5 of what is in it; in the order of _NAMES
+MNIST_FILES = _files(
+    "mnist",
+    (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    (
+        ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+        ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+        ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+        ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+    ),
+)
+FASHION_MNIST_FILES = _files(
+    "fashion-mnist",
+    (
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    ),
+    (
+        ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+        ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+        ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+        ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+    ),
+)
+
+
+def load_mnist() -> ImageData:
+    """MNIST (LeCun, Bottou, Bengio, Haffner, 1998), in its own split.
+
+    The four files are looked for in ``$IMPLICIT_ATTN_DATA/mnist``, then in the cache, gzipped or
+    not, else downloaded into the cache by pooch. Their decompressed content is checked by md5.
+
+    Returns:
+        :class:`ImageData` with images (60000, 1, 28, 28) and (10000, 1, 28, 28).
+
+    Raises:
+        FileNotFoundError: a file is in no local folder, and no mirror gave it.
+        ImportError: a file is in no local folder, and pooch is not installed.
+        NotADirectoryError: ``IMPLICIT_ATTN_DATA`` is not a folder.
+        ValueError: a file is corrupt or is another one.
+    """
+    return _load("mnist", MNIST_FILES)
+
+
+def load_fashion_mnist() -> ImageData:
+    """Fashion-MNIST (Xiao, Rasul, Vollgraf, https://arxiv.org/abs/1708.07747), in its own split.
+
+    As :func:`load_mnist`, with the folder ``fashion-mnist``.
+    """
+    return _load("fashion-mnist", FASHION_MNIST_FILES)
+
+
+def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
+    arrays: list[Tensor] = []
+    for file, shape in zip(files, _SHAPES, strict=True):
+        source = f"{file.folder}/{file.name}"
+        array = parse_idx(fetch(file), source=source)
+        if array.shape != shape:
+            raise ValueError(f"{source}: shape {tuple(array.shape)}, expected {shape}")
+        arrays.append(array)
+    pixels, labels, test_pixels, test_labels = arrays
+    return from_pixels(name, (pixels.unsqueeze(1), labels), (test_pixels.unsqueeze(1), test_labels))
+
+
+def read_idx(path: str | Path, *, most: int = MOST_BYTES) -> Tensor:
+    """Read an IDX file of unsigned bytes, gzipped or not, into a uint8 tensor of the header's dimensions.
+
+    Args:
+        path: of the file.
+        most: bytes that the file may have, once decompressed; no more are unpacked.
+
+    Raises:
+        ValueError: not IDX, another type code, no dimensions, a length that does not match the
+            header or is over ``most``; the gzip stream is corrupt.
+    """
+    return parse_idx(read_content(Path(path), most), source=str(path))
+
+
+def parse_idx(content: bytes, *, source: str) -> Tensor:
+    """The tensor in a decompressed IDX file, which errors call ``source``."""
+    rank = content[3] if len(content) > 3 else 0
+    header = 4 + 4 * rank
+    if content[:3] != b"\0\0\x08" or rank == 0:
+        raise ValueError(
+            f"{source}: the magic number is {content[:4].hex(' ')!r}, expected 00 00 08 and a number of "
+            "dimensions >= 1"
+        )
+    if len(content) < header:
+        raise ValueError(f"{source}: {len(content)} bytes, expected {header} of header")
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4))
+    # math.prod, because a corrupt header can name a size that overflows an int64.
+    expected = header + math.prod(shape)
+    if len(content) != expected:
+        raise ValueError(f"{source}: {len(content)} bytes, expected {expected} for shape {shape}")
+    values = np.frombuffer(content, np.uint8, offset=header).copy()
+    with damaged(source, f"an array that can have the shape {shape}"):
+        return torch.from_numpy(values.reshape(shape))
+
+
+# CIFAR-10: 50,000 training and 10,000 test colour images of 32x32, 10 classes.
+
+FOLDER = "cifar10"
+BINARY = "cifar-10-binary.tar.gz"
+BINARY_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+BINARY_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+JPEG = "cifar10.tar.xz"
+# In alphabetical order, which is that of the labels.
+CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
+COUNTS = {"train": 5000, "test": 1000}  # of each class
+SHAPE = (3, 32, 32)
+MOST_UNPACKED = 2**29  # bytes of an archive of JPEG files; the 60,000 take a quarter of that
+LARGEST_JPEG = 2**16  # bytes of one
+_RECORD = 1 + 3 * 32 * 32  # a label, then the pixels: red, green, blue, each row by row
+_PARTS = {
+    "train": tuple(f"cifar-10-batches-bin/data_batch_{number}.bin" for number in range(1, 6)),
+    "test": ("cifar-10-batches-bin/test_batch.bin",),
+}
+
+Split = tuple[Tensor, Tensor]  # images (N, 3, 32, 32) uint8, labels (N,) uint8
+
+
+def load_cifar10() -> ImageData:
+    """CIFAR-10 (Krizhevsky, 2009), in its own split.
+
+    In ``$IMPLICIT_ATTN_DATA/cifar10``, then in the cache, these are looked for: the binary version
+    ``cifar-10-binary.tar.gz``, then ``cifar10.tar.xz`` with JPEG files ``train/CLASS/*.jpg`` and
+    ``test/CLASS/*.jpg``, slightly lossy, whose name is "CIFAR-10 (JPEG)". Where there is neither, the
+    binary version is downloaded into the cache.
+
+    Returns:
+        :class:`ImageData` with images (50000, 3, 32, 32) and (10000, 3, 32, 32).
+
+    Raises:
+        FileNotFoundError: there is no local file, and the download failed.
+        ImportError: pooch, for the download, or Pillow, for the JPEG files, is not installed.
+        ValueError: a file is corrupt or is another one.
+    """
+    path = find(FOLDER, BINARY, JPEG)
+    if path is not None and path.name == JPEG:
+        name, parts = "CIFAR-10 (JPEG)", decode_jpeg(path)
+    else:
+        path = path or download(FOLDER, BINARY, [BINARY_URL], BINARY_MD5)
+        name, parts = "cifar10", read_binary(path)
+    for part, (_, labels) in parts.items():
+        counts = labels.long().bincount(minlength=len(CLASSES)).tolist()
+        if counts != len(CLASSES) * [COUNTS[part]]:
+            raise ValueError(
+                f"{name}: the classes have {counts} {part} images, expected {COUNTS[part]} each"
+            )
+    return from_pixels(name, parts["train"], parts["test"])
+
+
+def read_binary(path: Path) -> dict[str, Split]:
+    """Training and test part of the binary version; the archive is checked by md5."""
+    check_md5(path.read_bytes(), BINARY_MD5, str(path))
+    largest = _RECORD * 10_000
+    wanted = {name for names in _PARTS.values() for name in names}
+    members = read_members(path, most=2 * largest * len(wanted), largest=largest)
+    found = {name: content for name, content in members if name in wanted}
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise ValueError(f"{path}: holds no {missing[0]}")
+    return {
+        part: parse_binary(b"".join(found[name] for name in names), source=f"{path}: {part}")
+        for part, names in _PARTS.items()
+    }
+
+
+def parse_binary(content: bytes, *, source: str) -> Split:
+    """Images (N, 3, 32, 32) and labels (N,), uint8, of records of a label and 3072 pixels."""
+    if not content or len(content) % _RECORD:
+        raise ValueError(f"{source}: {len(content)} bytes, expected a multiple of {_RECORD}")
+    records = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(-1, _RECORD)
+    return records[:, 1:].reshape(-1, *SHAPE).contiguous(), records[:, 0].contiguous()
+
+
+def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[str, Split]:
+    """The images of an archive of JPEG files in the order of their names within each class."""
+    image = require("PIL.Image", extra="examples")
+    found: dict[tuple[str, int, str], Tensor] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", image.DecompressionBombWarning)
+        for name, content in read_members(path, most=MOST_UNPACKED, largest=LARGEST_JPEG):
+            place = name.split("/")
+            if len(place) == 3 and place[0] in parts and place[1] in CLASSES:
+                key = (place[0], CLASSES.index(place[1]), place[2])
+                found[key] = _decode(image, content, f"{path}: {name}")
+    decoded: dict[str, Split] = {}
+    for part in parts:
+        keys = sorted(key for key in found if key[0] == part)
+        if not keys:
+            raise ValueError(f"{path}: no images {part}/CLASS/*.jpg")
+        labels = torch.tensor([key[1] for key in keys], dtype=torch.uint8)
+        decoded[part] = torch.stack([found[key] for key in keys]).contiguous(), labels
+    return decoded
+
+
+def _decode(image: Any, content: bytes, source: str) -> Tensor:
+    """(3, 32, 32) uint8; the size that the file declares is checked before it is decoded."""
+    with damaged(source, "a JPEG image"), image.open(io.BytesIO(content), formats=["JPEG"]) as file:
+        width, height = file.size
+        if (width, height) != (32, 32):
+            raise ValueError(f"{source} is {(height, width, 3)}, expected (32, 32, 3)")
+        return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
+
+
+LOADERS: dict[str, Callable[[], ImageData]] = {
+    "digits": load_digits,
+    "mnist": load_mnist,
+    "fashion-mnist": load_fashion_mnist,
+    "cifar10": load_cifar10,
+}
+
+
+def load(name: str) -> ImageData:
+    """Load a data set with its loader's defaults.
+
+    Args:
+        name: ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar10"``.
+
+    Raises:
+        ValueError: the name is unknown. The loaders' own errors pass through.
+    """
+    if name not in LOADERS:
+        raise ValueError(f"name is {name!r}, expected one of {', '.join(map(repr, LOADERS))}")
+    return LOADERS[name]()

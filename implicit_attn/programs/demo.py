@@ -11,10 +11,9 @@ from torch import Tensor
 
 from implicit_attn.data import HELP, load_sudoku, load_text, solve_by_singles
 from implicit_attn.models import EquilibriumLanguageModel, LanguageModel
-from implicit_attn.programs.board_figures import Frame, draw_frame, frames_of
-from implicit_attn.programs.classify import Classify
-from implicit_attn.programs.solve_sudoku import solved_after
-from implicit_attn.studies.tables import (
+from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_after
+from implicit_attn.programs.images import Classify
+from implicit_attn.studies.study import (
     BLUE,
     GREY,
     ORANGE,

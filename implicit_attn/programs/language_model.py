@@ -12,8 +12,7 @@ import solvers
 from implicit_attn.data import HELP, load_text, ngram_loss
 from implicit_attn.models import EquilibriumLanguageModel, build_model, load_model
 from implicit_attn.models.language import SymbolModel
-from implicit_attn.training import NextToken, Training
-from implicit_attn.training.script import (
+from implicit_attn.programs import (
     Job,
     Program,
     Values,
@@ -22,6 +21,7 @@ from implicit_attn.training.script import (
     save_weights,
     take_recipe,
 )
+from implicit_attn.training import NextToken, Training
 from implicit_attn.weights import weights_file, weights_path
 
 SHARED: Values = {

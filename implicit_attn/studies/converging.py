@@ -19,20 +19,22 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models.backbones import HeadsLayer
-from implicit_attn.studies.subjects import Subject, has_energy, subject_of
-from implicit_attn.studies.tables import (
+from implicit_attn.studies.study import (
     BLUE,
     GREY,
     NOTE_BOX,
     ORANGE,
     Study,
+    Subject,
     Table,
     draw_band,
+    has_energy,
     histogram,
     leave_empty,
     legend_below,
     median_and_band,
     median_and_largest,
+    subject_of,
 )
 from implicit_attn.updates import GradientStep, Update
 

@@ -1,7 +1,209 @@
-"""Trained weights that come with the package, by name."""
+"""The shipped models: what they are, what they reach, how they were trained; and the models themselves."""
 
 from __future__ import annotations
 
-from solvers.lazy import lazy_names
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+import torch
+from torch import nn
+
+from implicit_attn.checkpoint import read_progress
+from solvers import Tolerance
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A trained model that comes with the package.
+
+    Attributes:
+        name: by which :func:`load_pretrained` takes it.
+        title: the model in words.
+        data: what it was trained on.
+        parameters: their number.
+        measured: what it reaches, as ``docs/results.md`` reports it.
+        share: the same as a number, a share of right answers; of the language model the loss in nats
+            a character.
+        command: what trained it.
+    """
+
+    name: str
+    title: str
+    data: str
+    parameters: int
+    measured: str
+    share: float
+    command: str
+
+    @property
+    def path(self) -> Path:
+        """The file of the weights."""
+        return FOLDER / f"{self.name}.safetensors"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the training, as the file holds them; of a language model its alphabet."""
+        return read_progress(self.path)["settings"]
+
+
+_ROWS = (
+    Pretrained(
+        "austen-equilibrium",
+        "language model of characters, one block at its fixed point",
+        "six novels by Jane Austen (text/austen)",
+        64_320,
+        "1.5769 nats a character of the held-out text",
+        1.5769,
+        "implicit-attn train language-model --text austen --model equilibrium",
+    ),
+    Pretrained(
+        "austen-language",
+        "language model of characters, 6 layers with momentum",
+        "six novels by Jane Austen (text/austen)",
+        696_792,
+        "1.4403 nats a character of the held-out text",
+        1.4403,
+        "implicit-attn train language-model --text austen --descent momentum",
+    ),
+    Pretrained(
+        "digits-hyperset",
+        "Hyper-SET, 12 iterations",
+        "digits (8x8 pixels, scikit-learn)",
+        65_098,
+        "99.72 % of 359 test images",
+        0.9972,
+        "implicit-attn train vit-images",
+    ),
+    Pretrained(
+        "digits-hyperset-equilibrium",
+        "Hyper-SET solved for its equilibrium",
+        "digits (8x8 pixels, scikit-learn)",
+        29_324,
+        "99.44 % of 359 test images",
+        0.9944,
+        "implicit-attn train vit-images --model hyperset-equilibrium",
+    ),
+    Pretrained(
+        "mnist-hyperset",
+        "Hyper-SET, 12 iterations",
+        "MNIST",
+        180_298,
+        "98.86 % of 10,000 test images",
+        0.9886,
+        "implicit-attn train vit-images --data mnist",
+    ),
+    Pretrained(
+        "mnist-spins",
+        "mean-field attention of 17 coupled vector spins",
+        "MNIST",
+        25_832,
+        "99.46 % of 10,000 test images",
+        0.9946,
+        "implicit-attn train mnist-spins",
+    ),
+    Pretrained(
+        "sudoku-solver",
+        "board solver, up to 32 iterations in training",
+        "Sudoku with 17 to 34 givens",
+        10_729,
+        "96.2 % of 1,000 held-out boards (17 to 34 givens) after 32 iterations, 98.3 % where each stops "
+        "when it agrees",
+        0.962,
+        "implicit-attn train solve-sudoku --compile --devices 2 --rate 2e-3 --epochs 30, "
+        "then carried states",
+    ),
+    Pretrained(
+        "sudoku-solver-easy",
+        "board solver, up to 16 iterations in training",
+        "Sudoku with 26 to 34 givens",
+        10_729,
+        "61.4 % of 1,000 held-out boards (17 to 34 givens) after 16 iterations, 95.3 % after 64",
+        0.614,
+        "implicit-attn train solve-sudoku --compile --devices 2 --rate 3e-3 --givens 26 34 "
+        "--iterations 16 --window 5 --epochs 4",
+    ),
+)
+_BY_NAME = {row.name: row for row in _ROWS}
+
+
+def pretrained_models() -> Mapping[str, Pretrained]:
+    """The shipped models by name, read-only: :class:`Pretrained` with title, data, measures, command."""
+    return MappingProxyType(_BY_NAME)
+
+
+def find_pretrained(name: str) -> Pretrained:
+    """The shipped model ``name``.
+
+    Raises:
+        TypeError: ``name`` is no text.
+        ValueError: there is none of that name; the message has the nearest ones.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
+    if name not in _BY_NAME:
+        plain = name.lower().replace("_", "-").removesuffix(".safetensors")
+        near = difflib.get_close_matches(plain, _BY_NAME, cutoff=0.5) or list(_BY_NAME)
+        raise ValueError(
+            f"name must be that of a shipped model, got {name!r}; nearest: {', '.join(near)}"
+        )
+    return _BY_NAME[name]
+
+
+def weights_path(name: str) -> Path:
+    """The file of the shipped weights ``name``, ``"mnist-hyperset"`` for example.
+
+    Raises:
+        ValueError: there are none of that name; the message has the nearest ones.
+    """
+    return find_pretrained(name).path
+
+
+def weights_file(text: str) -> Path:
+    """A file, or the name of shipped weights where no such file is."""
+    path = Path(text)
+    return weights_path(text) if text in _BY_NAME and not path.is_file() else path
+
+
+def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.Module:
+    """A trained model that comes with the package, in evaluation mode, in float32 on the CPU.
+
+    Torch's random state stays as it is; its default dtype and device are not asked.
+
+    Args:
+        name: one of :func:`pretrained_models`, ``"mnist-hyperset"`` for example.
+        layer: how an equilibrium is solved for, options of :class:`~implicit_attn.DEQ`; for the
+            models that solve one (``"digits-hyperset-equilibrium"``, ``"mnist-spins"`` and the board
+            solvers). Where they do not say so, tolerance and budget are those of the training.
+
+    Returns:
+        The model. Image classifiers take pixels in [0, 1], (B, 1, 8, 8) for the digits and
+        (B, 1, 28, 28) for MNIST, and return logits (B, 10). Board solvers take puzzles (B, 81), int64,
+        0 = unknown, and return logits (B, 81, 9) of the digits 1 .. 9. The language model takes numbers
+        of characters (B, L), int64, and returns logits (B, L, 81); its characters in their order are
+        ``model.alphabet``, and ``model.generate("It was ", 40)`` continues a text.
+
+    Raises:
+        ValueError: there is no such model, the message has the nearest names; or ``layer`` is given
+            for one that solves nothing.
+        ImportError: safetensors is not installed.
+    """
+    from implicit_attn.models.registry import load_model  # half a second that a list can do without
+
+    row = find_pretrained(name)
+    trained = {key: row.settings[key] for key in ("max_steps",) if key in row.settings}
+    if row.settings.get("rtol") is not None:
+        trained["tolerance"] = Tolerance(rtol=row.settings["rtol"])
+    # Torch's defaults as the files were written with, whatever the user has set.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return load_model(row.path, layer=trained | dict(layer or {}) or None)[0]
+    finally:
+        torch.set_default_dtype(before)

@@ -22,7 +22,7 @@ from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.cli import read
 from implicit_attn.data.sudoku import read_list, solve_sudoku, units
 from implicit_attn.models import build_model
-from implicit_attn.programs.backbones import MaskedPatches, VitImages
+from implicit_attn.programs.images import MaskedPatches, VitImages
 from implicit_attn.programs.language_model import Language
 
 # Hard boards have one solution each; a solver at its fixed points, and every method.

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from implicit_attn import info, kernels
+from implicit_attn import cli, kernels
 from implicit_attn.cli import COMMANDS, main, one_line, read
 from implicit_attn.optional import installed_version, requirements
-from implicit_attn.training.script import mistakes
+from implicit_attn.programs import mistakes
 from implicit_attn.weights import pretrained_models, weights_path
 from solvers import native
 
@@ -228,7 +228,7 @@ def test_data_are_found_where_they_are_read(folders: Path) -> None:
         path.parent.mkdir(parents=True)
         path.touch()
     (folders / "cache/implicit-attn").mkdir(parents=True)
-    rows = dict(info.folders())
+    rows = dict(cli.folders())
     assert rows["data"] == f"{folders / 'data'}: mnist, sudoku, texts"
     assert rows["data cache"].endswith("implicit-attn: no data set")
 
@@ -245,16 +245,16 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_others_follow(
     monkeypatch.setattr(Path, "is_dir", closed)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    rows = dict(info.folders())
+    rows = dict(cli.folders())
     assert list(rows) == ["data", "data cache"]
     assert rows["data"].startswith("cannot be read: ") and str(folders / "data") in rows["data"]
     assert "home directory" in rows["data cache"]
 
 
 def test_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dict(info.kernels())["native engine"] == native.told()
+    assert dict(cli.kernels())["native engine"] == native.told()
     monkeypatch.setattr(native, "engine", lambda: None)
-    assert "without a C++ compiler" in dict(info.kernels())["native engine"]
+    assert "without a C++ compiler" in dict(cli.kernels())["native engine"]
 
 
 def requires(found: list[str] | None) -> Callable[[str], list[str] | None]:
@@ -276,8 +276,8 @@ def test_extras_include_others(monkeypatch: pytest.MonkeyPatch) -> None:
         "all": ["pillow", "tqdm"],
         "gpu": ["triton"],
     }
-    monkeypatch.setattr(info, "installed_version", {"pillow": "1", "triton": "2"}.get)
-    assert dict(info.extras()) == {
+    monkeypatch.setattr(cli, "installed_version", {"pillow": "1", "triton": "2"}.get)
+    assert dict(cli.extras()) == {
         "all": "without tqdm",
         "examples": "without tqdm",
         "gpu": "installed",
@@ -288,6 +288,6 @@ def test_extras_include_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", requires(None))
     assert requirements() == {}
-    assert "is not installed" in dict(info.extras())["unknown"]
+    assert "is not installed" in dict(cli.extras())["unknown"]
     assert installed_version("torch") == torch.__version__
     assert installed_version("no-such-distribution-xyz") is None

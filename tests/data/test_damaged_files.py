@@ -25,7 +25,7 @@ import torch
 
 from cases.studies import specification, write_weights
 from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.data import image_sets as cifar
+from implicit_attn.data import images as cifar
 from implicit_attn.data import load_cifar10, read_idx, read_list, unique_puzzles
 from implicit_attn.data.files import RemoteFile, fetch, read_members
 from implicit_attn.models import build_model, load_model

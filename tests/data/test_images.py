@@ -30,15 +30,25 @@ from implicit_attn.data import (
     RandomCrop,
     RandomFlip,
     epoch_generator,
-    image_sets,
     load,
     load_cifar10,
     load_digits,
     read_idx,
 )
+from implicit_attn.data import (
+    images as image_sets,
+)
 from implicit_attn.data.files import RemoteFile, cache_folder, fetch, find, search_folders
-from implicit_attn.data.image_sets import CLASSES, decode_jpeg, parse_binary, parse_idx
-from implicit_attn.data.images import hidden_patches, hide_patches, join_patches, split_patches
+from implicit_attn.data.images import (
+    CLASSES,
+    decode_jpeg,
+    hidden_patches,
+    hide_patches,
+    join_patches,
+    parse_binary,
+    parse_idx,
+    split_patches,
+)
 
 # Files found, downloaded and checked; the IDX format; digits and both MNIST sets.
 

@@ -25,19 +25,20 @@ from implicit_attn.cli import main
 from implicit_attn.data import load, unique_puzzles
 from implicit_attn.data.sudoku import units
 from implicit_attn.models import BoardSolver, load_model
-from implicit_attn.programs.backbones import MaskedPatches, Sudoku, VitImages
-from implicit_attn.programs.board_figures import filling_animation, filling_figure, frames_of
-from implicit_attn.programs.classify import (
+from implicit_attn.programs import choose_threads
+from implicit_attn.programs.boards import Sudoku, filling_animation, filling_figure, frames_of
+from implicit_attn.programs.images import (
     ENCODER,
     IDENTITY,
     LOGISTIC,
     Classify,
+    MaskedPatches,
     MnistSpins,
+    VitImages,
     compare,
     logistic_regression,
 )
 from implicit_attn.programs.language_model import Language
-from implicit_attn.training.script import choose_threads
 from implicit_attn.weights import weights_path
 
 HAS_DATA = Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere"))

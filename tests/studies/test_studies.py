@@ -20,7 +20,7 @@ from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import FunctionEnergy, Quadratic
 from implicit_attn.models import build_model
 from implicit_attn.studies.extrapolating import relative_changes, stopping_times
-from implicit_attn.studies.subjects import Subject, subject_of
+from implicit_attn.studies.study import Subject, subject_of
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
 STUDIES = {

@@ -32,11 +32,13 @@ from implicit_attn.training import (
     NonFiniteLoss,
     Recipe,
     SettingsDiffer,
+    SolveCounts,
     Training,
+    alone,
     compile_step,
+    share,
     start_processes,
 )
-from implicit_attn.training.loop import SolveCounts, alone, share
 
 for module in ("sklearn", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="needs the extra [examples]")

@@ -23,7 +23,7 @@ from implicit_attn.data.images import hidden_patches
 from implicit_attn.data.sudoku import solved, units
 from implicit_attn.data.text import split_text
 from implicit_attn.models import BoardSolver, HyperSET, MaskedImageModel
-from implicit_attn.programs.solve_sudoku import RTOL, solved_after, solved_when_converged
+from implicit_attn.programs.boards import RTOL, solved_after, solved_when_converged
 from implicit_attn.training import (
     CarriedStates,
     MaskedImages,

@@ -1,4 +1,4 @@
-"""The shipped models by name: each is built, loaded, and as good as the registry says."""
+"""The shipped models by name: each is built, loaded, and as good as the list says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def needs(folder: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not here, reason=f"no {folder} under IMPLICIT_ATTN_DATA")
 
 
-def test_the_registry_and_the_folder_are_the_same() -> None:
+def test_the_list_and_the_folder_are_the_same() -> None:
     folder = Path(implicit_attn.__file__).parent / "weights"
     assert {path.stem for path in folder.glob("*.safetensors")} == set(NAMES)
     assert implicit_attn.pretrained_models() is not None

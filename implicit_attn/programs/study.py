@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from implicit_attn import studies
 from implicit_attn.data import load
-from implicit_attn.studies.subjects import Subject, open_subject
+from implicit_attn.programs import choose_threads, make_folder, mistakes
+from implicit_attn.studies.study import Subject, open_subject
 from implicit_attn.training import NonFiniteLoss, Recipe
-from implicit_attn.training.script import choose_threads, make_folder, mistakes
 
 UNROLLED, SOLVED, SPINS = "digits-hyperset", "digits-hyperset-equilibrium", "mnist-spins"
 
