@@ -1,6 +1,7 @@
-"""The training step of a mean-field layer, at equal true residual and gradient error.
+"""The training step of a mean-field layer, ours beside torchdeq's; layers compiled and not.
 
-python benchmarks/step.py [--rounds 40] [--threads 2] [--samples 1] [--masked]
+python benchmarks/step.py race [--rounds 40] [--threads 2] [--samples 1] [--masked] [--compiled]
+python benchmarks/step.py compiled [--rounds 80] [--threads 2]
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torchdeq.core import get_deq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.measure import interleaved, peak_bytes, table
-from implicit_attn import DEQ, Update
+from benchmarks.measure import interleaved, lower_thirds, peak_bytes, table
+from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
 
 B, N, D = 64, 17, 10
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
@@ -209,7 +210,7 @@ def part_step(rounds: int, compiled: bool = False, samples: int = B, masked: boo
         if compiled:
             contestants["ours compiled"] = Compiled(layer)
         for target in TARGETS:
-            rows = _race(layer, contestants, target, exact, rounds)
+            rows = _rows(layer, contestants, target, exact, rounds)
             print(
                 f"\n(a) training step, mean-field layer, couplings x {scale:g}; "
                 f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
@@ -217,7 +218,7 @@ def part_step(rounds: int, compiled: bool = False, samples: int = B, masked: boo
             print(table(rows))
 
 
-def _race(
+def _rows(
     layer: MeanField, contestants: dict[str, Any], target: Pair, exact: Any, rounds: int
 ) -> list[dict[str, Any]]:
     found = {
@@ -274,14 +275,14 @@ def account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, i
     return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
 
 
-def main(
+def race(
     rounds: int = 40,
     threads: int = 2,
     compiled: bool = False,
     samples: int = B,
     masked: bool = False,
 ) -> None:
-    """The training step of a mean-field layer.
+    """Contestants at equal true residual and gradient error.
 
     ``compiled`` adds a compiled layer; ``masked`` masks a quarter of the tokens of every sample.
     """
@@ -290,5 +291,62 @@ def main(
     part_step(rounds, compiled, samples, masked)
 
 
+# --- compiled layers against the same layers without ------------------------------------------------
+
+CASES = [(scale, goal) for scale in (1.0, 2.0) for goal in TARGETS]
+
+
+def mean_field(scale: float, goal: tuple[float, float]) -> tuple[nn.Module, Tensor, Tensor]:
+    """The layer to tolerances of the solve and of the adjoint, an input and a cotangent."""
+    update = MeanFieldUpdate(MeanField(scale))
+    forward, backward = (solvers.Tolerance(each) for each in goal)
+    layer = DEQ(
+        update, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward), max_steps=200
+    )
+    return layer, update.layer.x, update.layer.cotangent
+
+
+def block() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(32, 16, 64)
+    return EquilibriumBlock(64, 4, 128), x, torch.randn_like(x)
+
+
+def compare(name: str, made: tuple[nn.Module, Tensor, Tensor], rounds: int) -> dict[str, Any]:
+    model, x, cotangent = made
+    compiled = copy.deepcopy(model)
+    compile_layers(compiled)
+    start = time.perf_counter()
+    gradients = [gradients_of(each, x, cotangent) for each in (model, compiled)]
+    first = time.perf_counter() - start
+    error = max((a - b).norm().item() / a.norm().item() for a, b in zip(*gradients, strict=True))
+    runs = [partial(gradients_of, each, x, cotangent) for each in (model, compiled)]
+    plain, fast = (1e3 * seconds for seconds in lower_thirds(runs, rounds))
+    row = {"training step": name, "not compiled, ms": f"{plain:.1f}", "compiled, ms": f"{fast:.1f}"}
+    row |= {"ratio": f"{fast / plain:.2f}", "gradients differ by": f"{error:.0e}"}
+    return row | {"first step, s": f"{first:.0f}"}
+
+
+def gradients_of(model: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).backward(cotangent)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def compiled(rounds: int = 80, threads: int = 2) -> None:
+    """Compiled layers against the same layers without, in turns; ``rounds`` timed steps of each.
+
+    The mean-field layer at its four targets, and an equilibrium block. Times are lower thirds, as other
+    processes only ever add to them.
+    """
+    torch.set_num_threads(threads)
+    rows = []
+    for scale, goal in CASES:
+        name = f"couplings x {scale:g}, residual {goal[0]:g}"
+        rows.append(compare(name, mean_field(scale, goal), rounds))
+    rows.append(compare("equilibrium block (32, 16, 64)", block(), rounds))
+    print(table(rows))
+
+
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.extras.subcommand_cli_from_dict({"race": race, "compiled": compiled})

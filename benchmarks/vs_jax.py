@@ -15,26 +15,125 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.jax_peers.protocol import ROOT, Arrays, Worker
+import solvers
+from benchmarks.jax_peers.protocol import ROOT, Arrays, Contestant, Worker, serve
 from benchmarks.measure import table
-from benchmarks.step import TARGETS, TOLERANCES, MeanField, Pair, errors, loosest
+from benchmarks.step import TARGETS, TOLERANCES, MeanField, Ours, Pair, errors, loosest
+from implicit_attn import DEQ
 
-PROGRAMS = "benchmarks.jax_peers.ours", "benchmarks.jax_peers.theirs"
+PROGRAMS = "benchmarks.vs_jax", "benchmarks.jax_peers.theirs"
+ANSWER = "--answer"  # as the last word but the pipe: this program answers for our contestants
 VARIABLE = "IMPLICIT_ATTN_JAX_PYTHON"
 BAR, LIBRARY = "hand-jitted", "jaxopt"  # what the ratios are to: this row, the best of these
 STEPS, BEFORE = 4, 2  # timed steps of a turn, and those that go before
 # lineax raises where a solve breaks down: here NaN is enough, which misses the target.
 JAX_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "EQX_ON_ERROR": "nan"}
+
+
+# --- our contestants, which answer from a process of their own -------------------------------------------
+
+MOST = 200  # evaluations
+
+
+class Field(nn.Module):
+    """The map of a MeanField ``layer`` as a module; its symmetric couplings are computed once a solve."""
+
+    def __init__(self, layer: MeanField) -> None:
+        super().__init__()
+        self.layer = layer
+        parametrize.register_parametrization(layer, "raw", Symmetric(layer.blocks))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.layer.update(z, x, self.layer.raw)
+
+
+class Symmetric(nn.Module):
+    def __init__(self, blocks: Tensor) -> None:
+        super().__init__()
+        self.blocks: Tensor
+        self.register_buffer("blocks", blocks)
+
+    def forward(self, raw: Tensor) -> Tensor:
+        return (raw + raw.mT) / 2 * self.blocks
+
+
+class Layer:
+    """The training step by a ``DEQ`` around the map."""
+
+    def __init__(self, layer: MeanField, *, compiled: bool) -> None:
+        self.layer = layer
+        self.deq = DEQ.from_update(Field(layer), init="zeros", max_steps=MOST)
+        if compiled:
+            self.deq.compile()
+
+    def step(self, tolerances: Pair) -> Tensor:
+        forward, backward = (solvers.Tolerance(each) for each in tolerances)
+        solution = self.deq.solve(
+            self.layer.x, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward)
+        )
+        self.layer.zero_grad()
+        solution.value.backward(self.layer.cotangent)
+        return solution.value.detach()
+
+
+class Step:
+    """A contestant as one that can be asked."""
+
+    def __init__(self, layer: MeanField, contestant: Ours | Layer) -> None:
+        self.layer, self.contestant = layer, contestant
+
+    def run(self, forward: float, backward: float) -> Tensor:
+        return self.contestant.step((forward, backward))
+
+    def read(self, result: Tensor) -> Arrays:
+        found = {"z": result.numpy()}
+        for name, parameter in self.layer.named_parameters():
+            assert parameter.grad is not None
+            found["raw" if name.startswith("parametrizations") else name] = parameter.grad.numpy()
+        return found
+
+
+MAKERS: dict[str, Callable[[MeanField], Step]] = {
+    "ours": lambda layer: Step(layer, Ours(layer, None)),
+    "ours, DEQ layer": lambda layer: Step(layer, Layer(layer, compiled=False)),
+    "ours, DEQ layer compiled": lambda layer: Step(layer, Layer(layer, compiled=True)),
+}
+
+
+def load(arrays: Arrays) -> dict[str, Contestant]:
+    return {name: make(restored(arrays)) for name, make in MAKERS.items()}
+
+
+def restored(arrays: Arrays) -> MeanField:
+    """The layer that the arrays belong to."""
+    layer = MeanField()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(torch.from_numpy(arrays[name]))
+    layer.x, layer.cotangent = (torch.from_numpy(arrays[name]) for name in ("x", "cotangent"))
+    return layer
+
+
+def answer() -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    warnings.simplefilter("ignore", solvers.SolveWarning)
+    serve(list(MAKERS), {"torch": torch.__version__}, load)
+
+
+# --- the race -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -163,7 +262,7 @@ def main(
         for each, program in zip((sys.executable, python), PROGRAMS, strict=True)
     )
     with (
-        Worker(ours_command, threads=threads) as ours,
+        Worker([*ours_command, ANSWER], threads=threads) as ours,
         Worker(theirs_command, threads=threads, environment=JAX_ENVIRONMENT) as theirs,
     ):
         versions = ours.versions | theirs.versions
@@ -174,4 +273,7 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    if ANSWER in sys.argv:
+        answer()
+    else:
+        tyro.cli(main)

@@ -1,10 +1,12 @@
 """Our solvers against torchdeq's, in one run: python benchmarks/vs_torchdeq.py [--rounds 40] [--parts step]
 
-Parts: step (training step, VJPs, overhead, memory), energy, batch, zoo. Ratios are ours / torchdeq.
+Parts: step (training step, VJPs, overhead, memory), energy, batch and zoo, with ratios ours / torchdeq; maps,
+systems and minimisers are other people's problems, with scipy's solvers, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
@@ -13,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
+from scipy.optimize import minimize, root
 from torch import Tensor
 from torchdeq.solver import get_solver
 
@@ -27,13 +31,14 @@ from benchmarks.step import B, part_step
 from cases.torchdeq_oracle import best, count
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
-from problems import zoo
+from problems import collected, zoo
+from problems.collected import BUDGET, ROUNDING, TOLERANCE, Collected
 from problems.zoo import ZooProblem
 
 # --- (b) the exact energy ------------------------------------------------------------------------
 
 
-def part_energy(rounds: int) -> None:
+def part_energy() -> None:
     """The exact bi-softmax + ReLU energy at N 16, d 64, 4 heads, M 128, epsilon 1."""
     rows: list[dict[str, Any]] = []
     for a, b in ((0.2, 0.2), (0.4, 0.2), (1.0, 0.3)):
@@ -97,7 +102,7 @@ def first_hits(energy: Any, x: Tensor, name: str, options: dict[str, Any]) -> Te
 # --- (c) one hard sample ---------------------------------------------------------------------------
 
 
-def part_batch(rounds: int) -> None:
+def part_batch() -> None:
     torch.manual_seed(0)
     size = 100
     radius = torch.full((64, 1), 0.3, dtype=torch.float64)
@@ -136,7 +141,6 @@ def part_batch(rounds: int) -> None:
 
 # --- the problem zoo -------------------------------------------------------------------------------
 
-TOLERANCE, BUDGET = 1e-6, 500
 OURS: dict[str, solvers.Solver | None] = {
     "default": None,
     "anderson(20)": solvers.Anderson(memory=20),
@@ -214,7 +218,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def part_zoo(rounds: int) -> None:
+def part_zoo() -> None:
     """Ours against the best of torchdeq's solvers, problem by problem.
 
     Two counts, both to the same true relative residual ``|f(z) - z| / |f(z)|``:
@@ -229,21 +233,177 @@ def part_zoo(rounds: int) -> None:
     print(f"\n{summary(rows)}")
 
 
-PARTS: dict[str, Callable[[int], None]] = {
-    "step": part_step, "energy": part_energy, "batch": part_batch, "zoo": part_zoo,
+# --- other people's problems --------------------------------------------------------------------------
+
+Method = Callable[[Collected], float]
+KINDS = {
+    "maps": collected.MAPS, "systems": collected.SYSTEMS, "minimisers": collected.MINIMISERS,
 }  # fmt: skip
+OUR_METHODS: dict[str, solvers.Solver | None] = {
+    "ours, default": None,
+    "ours, Anderson": solvers.Anderson(),
+    "ours, Broyden": solvers.Broyden(),
+    "ours, LBFGS": solvers.LBFGS(),
+}
 
 
-def main(
-    parts: tuple[Literal["step", "energy", "batch", "zoo"], ...] = (
-        "step",
-        "energy",
-        "batch",
-        "zoo",
-    ),
-    rounds: int = 40,
-) -> None:
-    """Ratios ours / torchdeq; ``rounds`` of the training step are timed."""
+class Enough(Exception):
+    """Ends a peer from inside f: the criterion is met, or the budget is spent."""
+
+
+class Counter:
+    """The problem's f, counted; raises :class:`Enough` at the first point that meets the criterion.
+
+    Attributes:
+        calls: evaluations so far.
+        reached: the evaluation that met the criterion, infinite if none did.
+    """
+
+    def __init__(self, problem: Collected) -> None:
+        self.problem, self.calls, self.reached = problem, 0, math.inf
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """``f(z)``, (1, n) -> (1, n)."""
+        if self.calls >= BUDGET:
+            raise Enough
+        self.calls += 1
+        z = z.detach()
+        with torch.no_grad():
+            fz = self.problem.f(z)
+        if float((fz - z).norm()) <= TOLERANCE * (1 + ROUNDING) * max(1.0, float(z.norm())):
+            self.reached = self.calls
+            raise Enough
+        return fz
+
+    def minus(self, x: np.ndarray) -> np.ndarray:
+        """``z - f(z)``, (n,) -> (n,): what a root finder is given."""
+        z = torch.from_numpy(np.array(x, dtype=float)).reshape(1, -1)
+        return (z - self(z)).numpy()[0]
+
+    def energy(self, x: np.ndarray) -> tuple[float, np.ndarray]:
+        """Energy and gradient, one evaluation."""
+        gradient = self.minus(x)
+        z = torch.from_numpy(np.array(x, dtype=float)).reshape(1, -1)
+        return float(self.problem.function(z)), gradient
+
+
+def peer(solve: Callable[[Counter, Collected], Any]) -> Method:
+    """Evaluations that a peer's ``solve(counter, problem)`` needs, infinite where it fails."""
+
+    def evaluations(problem: Collected) -> float:
+        counter = Counter(problem)
+        with contextlib.suppress(Exception):  # a peer's own failure counts as not solved
+            solve(counter, problem)
+        return counter.reached
+
+    return evaluations
+
+
+def torchdeq(name: str) -> Method:
+    def solve(counter: Counter, problem: Collected) -> Any:
+        return get_solver(name)(counter, problem.z0, max_iter=BUDGET, tol=0.0, stop_mode="rel")
+
+    return peer(solve)
+
+
+def scipy_root(method: str, **options: Any) -> Method:
+    def solve(counter: Counter, problem: Collected) -> Any:
+        return root(counter.minus, problem.z0[0].numpy(), method=method, options=options)
+
+    return peer(solve)
+
+
+def scipy_minimise(method: str, **options: Any) -> Method:
+    def solve(counter: Counter, problem: Collected) -> Any:
+        start = problem.z0[0].numpy()
+        return minimize(counter.energy, start, jac=True, method=method, options=options)
+
+    return peer(solve)
+
+
+PEERS: dict[str, Method] = {
+    "torchdeq broyden": torchdeq("broyden"),
+    "torchdeq anderson": torchdeq("anderson"),
+    "scipy hybr": scipy_root("hybr", xtol=1e-15, maxfev=10 * BUDGET),
+    "scipy krylov": scipy_root("krylov", fatol=1e-300, maxiter=BUDGET),
+}
+MINIMISING: dict[str, Method] = {
+    "scipy L-BFGS-B": scipy_minimise("L-BFGS-B", gtol=0.0, ftol=0.0, maxiter=BUDGET),
+    "scipy BFGS": scipy_minimise("BFGS", gtol=0.0, maxiter=BUDGET),
+}
+
+
+def our_method(solver: solvers.Solver | None) -> Method:
+    """Evaluations of one of our solvers."""
+
+    def evaluations(problem: Collected) -> float:
+        solution = collected.run(problem, solver)
+        return (
+            float(solution.evaluations) if collected.solved(problem, solution.value) else math.inf
+        )
+
+    return evaluations
+
+
+def methods(kind: str) -> dict[str, Method]:
+    """The columns of a kind: those that minimise an energy need one."""
+    own = {
+        n: our_method(s) for n, s in OUR_METHODS.items() if kind == "minimisers" or "LBFGS" not in n
+    }
+    return own | PEERS | (MINIMISING if kind == "minimisers" else {})
+
+
+def methods_table(counts: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row a method: problems solved, and the median ratio to our default."""
+    reference = counts["ours, default"]
+    rows = []
+    for name, values in counts.items():
+        pairs = zip(values, reference, strict=True)
+        ratios = [v / r for v, r in pairs if math.isfinite(v) and math.isfinite(r)]
+        row = {"method": name, "solved": sum(math.isfinite(value) for value in values)}
+        middle = statistics.median(ratios) if ratios else math.nan
+        rows.append(row | {"median evaluations / ours": middle})
+    return rows
+
+
+def part_others(kind: str) -> None:
+    """Ours, torchdeq's and scipy's solvers on other people's problems of a kind.
+
+    17 maps ``z = f(z)``, 20 systems ``F = 0`` posed as ``z = z - F(z)``, 33 minimisers posed as
+    ``z = z - gradient`` (``tests/problems/collected.py``), each from its published start, in float64.
+
+    One criterion for every method: a problem is solved where ``|f(z) - z| <= 1e-6 max(1, |z|)``, recomputed
+    by us, after at most 500 evaluations. An evaluation is one call of f, or of an energy with its
+    gradient; those of scipy's finite differences count. A peer's own test of convergence is off: it is
+    stopped at its first evaluation of a point that meets the criterion. Ours stop themselves
+    (``Tolerance(1e-6, 1e-6)``) and are charged until they return, Jacobian products included. Where an
+    energy is flat far away (jennrich_sampson, gulf) a point there meets the criterion, for every method.
+
+    A ratio is the evaluations of a method over those of our default, median over the problems both solve.
+    """
+    warnings.simplefilter("ignore")  # of peers that run into numbers they cannot take
+    problems = KINDS[kind]
+    counts = {n: [method(each) for each in problems] for n, method in methods(kind).items()}
+    print(f"\n{len(problems)} {kind}\n\n{table(methods_table(counts))}")
+    pairs = zip(problems, counts["ours, default"], strict=True)
+    missed = [problem.name for problem, number in pairs if number == math.inf]
+    print(f"not solved by our default: {', '.join(missed) or 'none'}")
+
+
+Part = Literal["step", "energy", "batch", "zoo", "maps", "systems", "minimisers"]
+PARTS: dict[Part, Callable[[int], None]] = {
+    "step": part_step,
+    "energy": lambda rounds: part_energy(),
+    "batch": lambda rounds: part_batch(),
+    "zoo": lambda rounds: part_zoo(),
+    "maps": lambda rounds: part_others("maps"),
+    "systems": lambda rounds: part_others("systems"),
+    "minimisers": lambda rounds: part_others("minimisers"),
+}
+
+
+def main(parts: tuple[Part, ...] = ("step", "energy", "batch", "zoo"), rounds: int = 40) -> None:
+    """Ours against torchdeq's solvers, part by part; ``rounds`` of the training step are timed."""
     torch.set_num_threads(2)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

@@ -38,7 +38,7 @@ OWN: dict[str, Values] = {
     },
 }  # fmt: skip
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
-# The row "momentum" of benchmarks/language.py forms --size small, and "drawn, 1e-2" of equilibrium; seeds 0.
+# The row "momentum" of benchmarks/trainings.py forms --size small, and "drawn, 1e-2" of equilibrium; seeds 0.
 SHIPPED = {"decoder": "austen-language", "equilibrium": "austen-equilibrium"}
 # Options that writing takes.
 WRITING = {

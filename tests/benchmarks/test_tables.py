@@ -13,8 +13,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks need the extra [example
 pytest.importorskip("sklearn", reason="the benchmarks need the extra [examples]")
 pytest.importorskip("safetensors", reason="the benchmarks need the extra [examples]")
 
-from benchmarks import cost, images, language, learning, ring, trainings
-from benchmarks.boards import fixed_points, hard_boards, sudoku
+from benchmarks import boards, cost, learning, ring, trainings
 from benchmarks.learning import ABLATIONS, ROWS, TokenModel, perform, recall, task_of
 from benchmarks.ring import gather, places, scatter
 from benchmarks.trainings import Run
@@ -29,8 +28,8 @@ from implicit_attn.programs.language_model import Language
 
 
 def test_bred_boards_are_minimal_and_have_one_solution(tmp_path: Path) -> None:
-    puzzles, solutions, guesses = hard_boards.hard_boards(3, 3, 1)
-    again = hard_boards.hard_boards(3, 3, 1)
+    puzzles, solutions, guesses = boards.hard_boards(3, 3, 1)
+    again = boards.hard_boards(3, 3, 1)
     assert all(map(torch.equal, (puzzles, solutions, guesses), again))
     assert torch.equal(guesses, guesses.sort().values)
     for puzzle, solution in zip(puzzles.tolist(), solutions.tolist(), strict=True):
@@ -38,20 +37,20 @@ def test_bred_boards_are_minimal_and_have_one_solution(tmp_path: Path) -> None:
         chooser = random.Random(0)
         for cell in [cell for cell in range(81) if puzzle[cell]]:
             fewer = [*puzzle[:cell], 0, *puzzle[cell + 1 :]]
-            assert len(hard_boards.search(fewer, 2, chooser)[0]) == 2
+            assert len(boards.search(fewer, 2, chooser)[0]) == 2
     out = tmp_path / "hard.npz"
-    hard_boards.main(boards=3, rounds=3, seed=1, out=out)
+    boards.hard(boards=3, rounds=3, seed=1, out=out)
     assert torch.equal(read_list(out)[0], puzzles)
 
 
 def test_the_search_finds_what_is_there_and_counts_its_guesses() -> None:
     text = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
     puzzle, chooser = [int(sign) for sign in text], random.Random(0)
-    found, guesses = hard_boards.search(puzzle, 2, chooser)
+    found, guesses = boards.search(puzzle, 2, chooser)
     assert found == solve_sudoku(puzzle) and guesses == 0  # singles alone
-    assert len(hard_boards.search([0] * 81, 5, chooser)[0]) == 5
-    assert hard_boards.search([1, 1, *puzzle[2:]], 2, chooser) == ([], 0)
-    parts = hard_boards.bins(torch.tensor([0, 1, 2, 3, 10, 11, 50, 51, 900]))
+    assert len(boards.search([0] * 81, 5, chooser)[0]) == 5
+    assert boards.search([1, 1, *puzzle[2:]], 2, chooser) == ([], 0)
+    parts = boards.bins(torch.tensor([0, 1, 2, 3, 10, 11, 50, 51, 900]))
     assert [int(each.sum()) for each in parts.values()] == [1, 2, 2, 2, 2]
 
 
@@ -74,15 +73,15 @@ def test_tables_of_a_solver_at_its_fixed_points(
     weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hard = tmp_path / "hard.npz"
-    hard_boards.main(boards=2, rounds=0, out=hard)
-    fixed_points.main(weights, hard, boards=2, answers=2, longest=8)
+    boards.hard(boards=2, rounds=0, out=hard)
+    boards.fixed_points(weights, hard, boards=2, answers=2, longest=8)
     text = capsys.readouterr().out
     assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
     assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text
 
 
 def test_every_method_has_a_row(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sudoku.main(weights, test=3, boards=2, train=9, fit_steps=2)
+    boards.sudoku(weights, test=3, boards=2, train=9, fit_steps=2)
     lines = capsys.readouterr().out.splitlines()
     head, *rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line
@@ -162,15 +161,14 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         seen.extend(runs)
         raise SystemExit
 
-    for module in (images, language):
-        monkeypatch.setattr(module, "perform", note)
+    monkeypatch.setattr(trainings, "perform", note)
     return seen
 
 
 @pytest.mark.parametrize(
     ("show", "program", "number"),
-    [(language.forms, Language, 41), (language.equilibrium, Language, 63),
-     (images.cifar10, VitImages, 5), (images.masked, MaskedPatches, 12)],
+    [(trainings.forms, Language, 41), (trainings.equilibrium, Language, 63),
+     (trainings.cifar10, VitImages, 5), (trainings.masked, MaskedPatches, 12)],
 )  # fmt: skip
 def test_the_programs_take_every_command_line(
     show: object, program: type, number: int, planned: list[Run]
@@ -194,10 +192,10 @@ def test_runs_are_made_once_and_failures_told(
     assert trainings.perform([good], tmp_path, 2, train=False) == [good]
     with pytest.raises(SystemExit, match="run with other options"):
         trainings.perform([Run("plain", 0, words, "tiny")], tmp_path, 2)
-    losses = {good: language.read_losses(good.folder(tmp_path))}
+    losses = {good: trainings.read_losses(good.folder(tmp_path))}
     assert list(losses[good]) == [1, 2]
-    assert language.lines(losses, "tiny", tmp_path)[0]["form"] == "plain"
-    found = language.measured(good.folder(tmp_path), str(tmp_path / "text.txt"))
+    assert trainings.lines(losses, "tiny", tmp_path)[0]["form"] == "plain"
+    found = trainings.judged(good.folder(tmp_path), str(tmp_path / "text.txt"))
     assert set(found) == {"parameters", "12", "seconds"}  # a stack has one number
 
 
@@ -216,14 +214,14 @@ CURVES = {
 
 
 def test_claims_are_of_pairs_with_one_seed(tmp_path: Path) -> None:
-    apart = language.differences(CURVES, "tiny", "momentum", "plain")
+    apart = trainings.differences(CURVES, "tiny", "momentum", "plain")
     assert apart == {0: pytest.approx({1: -0.1, 2: -0.1}), 1: pytest.approx({1: 0.1, 2: -0.1})}
-    found = language.verdicts(CURVES, "tiny")
+    found = trainings.verdicts(CURVES, "tiny")
     assert [line.split(": ")[1].split(" (")[0] for line in found] == [
         "seen at the end", "not seen", "not seen", "not measured", "not measured", "seen",
     ]  # fmt: skip
     assert "(-0.1000 -0.1000; below at 3 of 4 evaluations)" in found[0]
-    language.draw(tmp_path / "forms.png", CURVES)
+    trainings.draw(tmp_path / "forms.png", CURVES)
     assert (tmp_path / "forms.png").read_bytes()[:4] == b"\x89PNG"
 
 

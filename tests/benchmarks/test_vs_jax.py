@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks import vs_jax
-from benchmarks.jax_peers import ours
 from benchmarks.jax_peers.protocol import Worker, WorkerError
 from benchmarks.step import MeanField
 
@@ -88,7 +87,7 @@ def test_what_is_compared_with_is_pinned_and_in_the_extra() -> None:
 def exact() -> tuple[vs_jax.Problem, dict[str, Any]]:
     """A layer in a file, and the step of ours to a few roundings of float32."""
     problem = vs_jax.Problem(MeanField(), None)
-    step = ours.load(problem.arrays)["ours"]
+    step = vs_jax.load(problem.arrays)["ours"]
     return problem, step.read(step.run(*TIGHT))
 
 
@@ -100,7 +99,7 @@ def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[st
         torch.testing.assert_close(
             layer.update(z, layer.x, layer.couplings()), z, rtol=1e-5, atol=1e-5
         )
-    contestants = ours.load(problem.arrays)
+    contestants = vs_jax.load(problem.arrays)
     del contestants["ours, DEQ layer compiled"]  # minutes; DEQ.compile has its own tests
     for step in contestants.values():
         same(step.read(step.run(*TIGHT)), wanted)
