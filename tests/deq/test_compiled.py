@@ -166,7 +166,7 @@ def test_rows_out_of_the_ordinary_are_solved_as_without() -> None:
     assert torch.equal(wanted.status, got.status)
     assert wanted.status[0] == Status.CONVERGED and (wanted.status[1:] != Status.CONVERGED).all()
     assert torch.equal(wanted.evaluations, got.evaluations)
-    assert torch.equal(wanted.value.nan_to_num(), got.value.nan_to_num())
+    torch.testing.assert_close(got.value, wanted.value, equal_nan=True)
 
 
 def test_an_adjoint_that_is_not_solved_is_told_as_without() -> None:
@@ -614,7 +614,11 @@ def test_no_sample_is_told_more_products_than_it_may_have() -> None:
             x = sample().float().requires_grad_()
             layer(x).sin().sum().backward()
         wanted, found = (layer.last.adjoint.solution for layer in layers)
-        assert (found.evaluations <= most).all() and torch.equal(found.status, wanted.status)
+        clear = (
+            wanted.residual / 3e-7
+        ).log().abs() > 1  # rounding does not decide whether it is solved
+        assert (found.evaluations <= most).all()
+        assert torch.equal(found.status[clear], wanted.status[clear])
 
 
 @pytest.mark.parametrize("most", [2, 60])

@@ -62,7 +62,7 @@ def test_weights_and_gradients_are_shared() -> None:
         assert p.grad is not None
         assert relative_error(found[name], p.grad) <= 1e-6, name
     start = tokens(seed=4)
-    assert torch.equal(layer.unrolled(1)(x, z0=start), layer.update(start, x))
+    torch.testing.assert_close(layer.unrolled(1)(x, z0=start), layer.update(start, x))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -70,14 +70,15 @@ def test_a_window_has_the_gradient_of_the_last_evaluations(name: str) -> None:
     layer, x = make(name), tokens()
     parameters = [each for each in layer.parameters() if each.requires_grad]
     whole, windowed = layer.unrolled(5), layer.unrolled(5, window=2)
-    assert torch.equal(windowed(x), whole(x))
-    assert torch.equal(layer.unrolled(5, window=9)(x), whole(x))
+    close: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
+    torch.testing.assert_close(windowed(x), whole(x), **close)
+    torch.testing.assert_close(layer.unrolled(5, window=9)(x), whole(x), **close)
     last = layer.unrolled(2)(x, z0=layer.unrolled(3)(x).detach())
     options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
     expected = torch.autograd.grad(last.square().sum(), parameters, **options)
     found = torch.autograd.grad(windowed(x).square().sum(), parameters, **options)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(one, other, **close)
     assert any(each.abs().max() > 0 for each in found)
     with pytest.raises(ValueError, match="window must be >= 1"):
         layer.unrolled(5, window=0)
@@ -117,7 +118,7 @@ def test_exported_with_any_number_of_samples(name: str) -> None:
     program = exported(fixed, tokens(batch=3), dynamic_shapes=({0: ANY},))
     for batch in (1, 5):
         x = tokens(batch=batch, seed=batch)
-        assert torch.equal(program(x), fixed(x))
+        torch.testing.assert_close(program(x), fixed(x), rtol=1e-11, atol=1e-13)
         expected = by_solver(layer, x, Forward(), count)
         torch.testing.assert_close(program(x), expected, rtol=1e-11, atol=1e-13)
 

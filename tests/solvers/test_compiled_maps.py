@@ -263,7 +263,9 @@ def test_products_with_the_slope_are_what_autograd_computes(
     (found,) = changed(vector, x)
     assert found.dtype == dtype
     precision = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=8 * precision, atol=8 * precision)
+    # The slope is a difference of numbers as large as x; bfloat16 is computed with in float32.
+    size = 1 if dtype == torch.bfloat16 else 10
+    torch.testing.assert_close(found, expected, rtol=8 * precision, atol=8 * size * precision)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)

@@ -175,9 +175,11 @@ def test_samples_are_independent_and_repeatable() -> None:
     z, matrix = problem(80, "contraction")
     whole = spectrum(update, z, (matrix,))
     alone = spectrum(update, z[1:2], (matrix[1:2],))
-    assert torch.equal(whole.eigenvalues[1:2], alone.eigenvalues)
+    torch.testing.assert_close(whole.eigenvalues[1:2], alone.eigenvalues, rtol=1e-9, atol=0)
     assert torch.equal(whole.products[1:2], alone.products)
-    assert torch.equal(spectrum(update, z, (matrix,)).eigenvalues, whole.eigenvalues)
+    again = spectrum(update, z, (matrix,))  # ARPACK's vectors may lie at another address
+    torch.testing.assert_close(again.eigenvalues, whole.eigenvalues, rtol=1e-9, atol=0)
+    assert torch.equal(again.products, whole.products)
 
 
 @pytest.mark.parametrize("function", [spectral_radius, extreme_eigenvalues])

@@ -194,11 +194,15 @@ REJECTING = ["linear_expanding", "energy_double_wells"]
 
 
 def same(together: Solution, alone: list[Solution]) -> None:
-    """Statuses and costs equal, values equal within rounding that the solve has amplified."""
+    """Statuses and costs equal, values equal within rounding that the solve has amplified.
+
+    Rounding may decide whether a runaway's extrapolation is taken, which is a step more or less.
+    """
     evaluations = [int(each.evaluations) for each in alone]
     assert together.evaluations.tolist() == evaluations
     assert together.status.tolist() == [int(each.status) for each in alone]
-    assert together.steps.tolist() == [int(each.steps) for each in alone]
+    steps = torch.cat([each.steps for each in alone])
+    assert (together.steps - steps).abs().max() <= 1
     torch.testing.assert_close(
         together.value, torch.cat([each.value for each in alone]), rtol=1e-5, atol=1e-7
     )
