@@ -7,6 +7,7 @@ python benchmarks/step.py compiled [--rounds 80] [--threads 2]
 from __future__ import annotations
 
 import copy
+import importlib
 import statistics
 import sys
 import time
@@ -30,6 +31,7 @@ from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
 
 B, N, D = 64, 17, 10
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
+SILVA = ("anderson", "broyden", "picard")
 # What every contestant of the training step must reach: true residual, gradient error.
 TARGETS = ((1e-4, 1e-3), (1e-6, 1e-5))
 TOLERANCES = [10 ** (-k / 2) for k in range(4, 17)]
@@ -158,6 +160,31 @@ class Compiled:
         return solution.value.detach()
 
 
+class Silva:
+    """silva-networks' implicit layer, its adjoint by GMRES; Anderson's method sample by sample."""
+
+    def __init__(self, layer: MeanField, solver: str) -> None:
+        self.layer, self.solver = layer, solver
+
+    def step(self, tolerances: Pair) -> Tensor:
+        silva = importlib.import_module("silva_networks.solvers")
+        config = silva.SolverConfig(
+            solver=self.solver, max_iter=200, tol=tolerances[0], stop_mode="relative",
+            anderson_batch_dims=int(self.solver == "anderson"), track_residuals=False,
+            reengage=False, backward_mode="implicit", backward_tol=tolerances[1],
+            backward_stop_mode="relative", backward_max_iter=200,
+        )  # fmt: skip
+        couplings, layer = self.layer.couplings(), self.layer
+        inner = [*layer.first.parameters(), *layer.second.parameters()]
+        result = silva.solve_equilibrium(
+            lambda z: layer.update(z, layer.x, couplings, layer.mask), torch.zeros_like(layer.x),
+            config, params=inner, tensors=(couplings,),
+        )  # fmt: skip
+        layer.zero_grad()
+        result.z.backward(layer.cotangent)
+        return result.z.detach()
+
+
 class Theirs:
     def __init__(self, layer: MeanField, solver: str) -> None:
         self.layer, self.solver = layer, solver
@@ -196,7 +223,9 @@ def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> t
     return residual, ((got - want).norm() / want.norm()).item()
 
 
-def part_step(rounds: int, compiled: bool = False, samples: int = B, masked: bool = False) -> None:
+def part_step(
+    rounds: int, compiled: bool = False, samples: int = B, masked: bool = False, silva: bool = False
+) -> None:
     for scale in (1.0, 2.0):
         layer = MeanField(scale, samples=samples, masked=masked)
         exact = layer.exact()
@@ -207,6 +236,8 @@ def part_step(rounds: int, compiled: bool = False, samples: int = B, masked: boo
             "ours forward": Ours(layer, solvers.Forward()),
             "ours default": Ours(layer, None),
         }
+        if silva:
+            contestants |= {f"silva {name}": Silva(layer, name) for name in SILVA}
         if compiled:
             contestants["ours compiled"] = Compiled(layer)
         for target in TARGETS:
@@ -281,14 +312,16 @@ def race(
     compiled: bool = False,
     samples: int = B,
     masked: bool = False,
+    silva: bool = False,
 ) -> None:
     """Contestants at equal true residual and gradient error.
 
-    ``compiled`` adds a compiled layer; ``masked`` masks a quarter of the tokens of every sample.
+    ``compiled`` adds a compiled layer; ``masked`` masks a quarter of the tokens of every sample; ``silva``
+    adds the solvers of silva-networks, which must be installed (``pip install --no-deps silva-networks``).
     """
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
-    part_step(rounds, compiled, samples, masked)
+    part_step(rounds, compiled, samples, masked, silva)
 
 
 # --- compiled layers against the same layers without ------------------------------------------------
