@@ -42,7 +42,7 @@ OTHER = TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(ARGS)
 test-processors: $(VENV)/test.stamp ## solvers and layers as other processors and two threads compute them
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(OTHER) tests/solvers tests/deq
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(OTHER) tests/solvers tests/deq
-	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/test_engine.py tests/solvers/core tests/deq/test_threads.py
+	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/test_engine.py tests/solvers/core tests/deq/test_threads_and_processes.py
 
 test-all: test test-slow test-processors ## all three
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.deq import DEQ, EVALUATION_OPTIONS, UnrolledLayer
-from implicit_attn.deq import OPTIONS as DEQ_OPTIONS
+from implicit_attn.deq import DEQ, UnrolledLayer
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput, allowed_pairs, counted_tokens
@@ -18,7 +17,6 @@ from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
-from solvers.fixed_points import read_solver
 
 EPSILON = 1e-5  # of the norm of the input
 ATTENTIONS = ("self", "cross", None)
@@ -238,11 +236,9 @@ class EquilibriumBlock(EncoderLayer):
         output = None if state_dim is None else nn.Linear(state, dim, bias=False)
         if output is not None:
             nn.init.normal_(output.weight, std=state**-0.5)
-        options = check_layer(layer)
         step = _BlockStep(EquilibriumEnergy(attends, recalls, output))
-        chosen = read_solver(options.get("solver"))
-        step.monitored = chosen is not None and chosen.needs_energy
-        self.deq = DEQ(step, **options)
+        self.deq = DEQ(step, **(layer or {}))
+        step.monitored = self.deq.solver is not None and self.deq.solver.needs_energy
 
     @property
     def energy(self) -> EquilibriumEnergy:
@@ -297,16 +293,6 @@ class EquilibriumBlock(EncoderLayer):
 
 def _normalised(x: Tensor, mask: Tensor | None) -> Tensor:
     return F.rms_norm(hide(x, mask), x.shape[-1:], eps=EPSILON)
-
-
-def check_layer(layer: Any) -> dict[str, Any]:
-    if layer is not None and not isinstance(layer, dict):
-        raise TypeError(f"layer must be a dict of options of DEQ or None, got {layer!r}")
-    known = {*DEQ_OPTIONS, *EVALUATION_OPTIONS}
-    unknown = sorted(set(layer or {}) - known)
-    if unknown:
-        raise TypeError(f"layer must hold options of DEQ, {sorted(known)}, got {unknown}")
-    return dict(layer or {})
 
 
 class _BlockStep(GradientStep):
@@ -409,7 +395,7 @@ class DEQTransformer(EncoderLayer):
         super().__init__(dim, heads, attention, memory_dim, causal, dropout, batch_first)
         self.iterations = check_iterations(iterations)
         self.evaluations: Tensor | None = None
-        options = check_layer(layer)
+        options = dict(layer or {})
         adjoint: Any
         if isinstance(gradient, str):
             self.gradient: int | str = require_choice("gradient", gradient, ("all", "implicit"))

@@ -39,21 +39,11 @@ class PatchEmbedding(nn.Module):
         return self.linear(parts if self.norm is None else self.norm(parts))
 
 
-class PatchConvolution(nn.Conv2d):
-    """As ``PatchEmbedding``, by a convolution whose stride is the patch."""
-
-    def __init__(self, channels: int, patch: int, dim: int) -> None:
-        super().__init__(channels, dim, patch, stride=patch)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).flatten(2).mT
-
-
 class ConvolutionalStem(nn.Module):
     """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim).
 
-    A 3x3 convolution, a learned offset per pixel, GELU, and the patch embedding. The offset comes
-    before the nonlinearity, so that a token depends on where in the image its pixels are.
+    A 3x3 convolution, a learned offset per pixel, GELU, and a convolution whose stride is the patch. The
+    offset comes before the nonlinearity, so that a token depends on where in the image its pixels are.
     """
 
     def __init__(self, channels: int, image_size: int, patch: int, dim: int) -> None:
@@ -61,10 +51,10 @@ class ConvolutionalStem(nn.Module):
         width = max(dim // 2, 8)
         self.local = nn.Conv2d(channels, width, 3, padding=1)
         self.position = nn.Parameter(0.5 * torch.randn(width, image_size, image_size))
-        self.embed = PatchConvolution(width, patch, dim)
+        self.embed = nn.Conv2d(width, dim, patch, stride=patch)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.embed(F.gelu(self.local(images) + self.position))
+        return self.embed(F.gelu(self.local(images) + self.position)).flatten(2).mT
 
 
 def token_width(backbone: object) -> int:
@@ -247,8 +237,7 @@ class MaskedImageModel(nn.Module):
         image_size: height = width S of an image, a multiple of ``patch``.
         channels: C.
         patch: height = width of a patch in pixels.
-        positions: "learned" (added; N(0, 0.5^2) at the start) or "sinusoidal" (constant, of row and
-            column).
+        positions: "learned" (added; N(0, 0.5^2) at the start) or "sinusoidal" (``grid_positions``).
 
     Shapes: images (B, C, S, S) -> images (B, C, S, S), every patch predicted; :meth:`fill` keeps the
     visible pixels.
@@ -285,11 +274,7 @@ class MaskedImageModel(nn.Module):
         if positions == "learned":
             self.position = nn.Parameter(0.5 * torch.randn(patches, dim))
         else:
-            if dim % 4:
-                raise ValueError(f"dim must be a multiple of 4 for sinusoidal positions, got {dim}")
-            side = image_size // patch
-            line = sinusoidal_positions(side, dim // 2)  # of the row, and of the column
-            places = torch.cat([line.repeat_interleave(side, 0), line.repeat(side, 1)], 1)
+            places = grid_positions(image_size // patch, dim)
             self.register_buffer("position", places, persistent=False)
         self.backbone = backbone
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, channels * patch**2)
@@ -353,8 +338,6 @@ class SudokuModel(nn.Module):
     ) -> None:
         super().__init__()
         dim = token_width(backbone)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         require_choice("start", start, STARTS)
         require_choice("final_norm", final_norm, FINAL_NORMS)
         self.digits = nn.Embedding(SIDE + 1, dim)

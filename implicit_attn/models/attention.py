@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,13 @@ from torch.nn import functional as F
 
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import AttentionInput, Projection
-from implicit_attn.energies.heads import Beta, head_width
+from implicit_attn.energies.heads import Beta, Temperatures, head_width
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
-    check_dtype,
     check_mask,
     check_state,
     hide,
+    visible_input,
 )
 from implicit_attn.kernels import covariance_product
 from implicit_attn.kernels.arguments import dense_for_transforms
@@ -140,19 +139,6 @@ class CausalAttention(AttentionForm):
         )
 
 
-class PositiveScalars(nn.Module):
-    """Learned numbers > 0, one for each head: ``log(1 + exp(raw))`` of a parameter ``raw`` (H,)."""
-
-    def __init__(self, heads: int, initial: float) -> None:
-        super().__init__()
-        raw = initial + math.log(-math.expm1(-initial))
-        self.raw = nn.Parameter(torch.full((heads,), raw))
-
-    def forward(self) -> Tensor:
-        """(H, 1, 1), for tensors (B, H, N, p)."""
-        return F.softplus(self.raw).view(-1, 1, 1)
-
-
 class NewtonAttention(AttentionForm):
     r"""The Newton direction of ``F_h = -T_h log sum_j exp(-|q_h - k_hj|^2 / (2 T_h))`` in each head.
 
@@ -198,7 +184,7 @@ class NewtonAttention(AttentionForm):
     ) -> None:
         super().__init__(dim, heads, causal=causal, values=values)
         self.order = None if order is None else require_count("order", order, low=0)
-        self.temperature = PositiveScalars(heads, (2.0 * self.width) ** 0.5)
+        self.temperature = Temperatures(heads, (2.0 * self.width) ** 0.5, self.width, learned=True)
         self.tau = nn.Parameter(torch.full((heads,), TAU)) if order else None
 
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -207,7 +193,7 @@ class NewtonAttention(AttentionForm):
             query, key = query.to(wide), key.to(wide)
             # All below depends on differences of features alone; a common offset would cost digits.
             query, key = query - key[:, :, :1], key - key[:, :, :1]
-            temperature = self.temperature().to(wide)
+            temperature = cast(Tensor, self.temperature()).to(wide).view(-1, 1, 1)
             scores = query @ key.mT - 0.5 * key.square().sum(-1).unsqueeze(-2)
             weights = self.weights(scores / temperature, mask)
             mean = weights @ key
@@ -477,13 +463,14 @@ class EnergyAttention(nn.Module):
         self, x: Tensor, context: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
         """The first queries, what they move among, and the mask of the tokens of self-attention."""
-        _check_tokens("x", x, None, self.dim, self.query.weight)
+        visible_input(x, self.query.weight, None, "EnergyAttention", tokens=True)
         if (context is None) != (self.context_dim is None):
             wanted = "None in self-attention" if context is not None else "given with a context_dim"
             raise ValueError(f"context must be {wanted}, got {type(context).__name__}")
-        if context is not None:
-            _check_tokens("context", context, len(x), self.context_dim, self.query.weight)
         source = x if context is None else context
+        visible_input(source, self.key.weight, None, "EnergyAttention, context", tokens=True)
+        if len(source) != len(x):
+            raise ValueError(f"context must have {len(x)} samples like x, got {len(source)}")
         seen, pairs, bias = _read_mask(mask, x.shape[0], self.heads, x.shape[1], source.shape[1])
         if self.causal:
             order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
@@ -503,17 +490,6 @@ class EnergyAttention(nn.Module):
             f"dim={self.dim}, context_dim={self.context_dim}, heads={self.heads}, "
             f"steps={self.steps}, causal={self.causal}"
         )
-
-
-def _check_tokens(name: str, value: Any, batch: int | None, width: Any, weight: Tensor) -> None:
-    """``value`` must be a tensor (B, N, width) of the dtype of the weights, with ``batch`` samples."""
-    shape = f"({'B' if batch is None else batch}, N, {width})"
-    got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if not isinstance(value, Tensor) or value.dim() != 3:
-        raise ValueError(f"{name} must be a tensor {shape}, got {got}")
-    if value.shape[2] != width or (batch is not None and len(value) != batch):
-        raise ValueError(f"{name} must have the shape {shape}, got {got}")
-    check_dtype(value, weight, name)
 
 
 def _read_mask(

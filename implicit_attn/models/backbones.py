@@ -26,7 +26,6 @@ from solvers.core.checks import (
     require_choice,
     require_count,
     require_flag,
-    require_instance,
     require_positive,
 )
 
@@ -176,13 +175,10 @@ class SharedTransformer(RecurrentBackbone):
     """A pre-norm transformer whose layer is repeated: a Universal Transformer without halting.
 
     Args:
-        dim: features d.
-        heads: attention heads, a divisor of d.
+        dim, heads: features d of a token, attention heads, a divisor of d.
         hidden: hidden units of the feed-forward part; None: 4 d.
         layers: their number.
         recurrence: iterations and beyond of ``RecurrentBackbone``.
-
-    Shapes: tokens (B, N, d) -> (B, N, d).
 
     Source: Dehghani et al., "Universal Transformers" (https://arxiv.org/abs/1807.03819); the baseline
     of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
@@ -226,14 +222,11 @@ class CRATE(RecurrentBackbone):
     """CRATE with shared layers: subspace attention compresses, an ISTA step sparsifies.
 
     Args:
-        dim: features d.
-        heads: attention heads, a divisor of d.
+        dim, heads: features d of a token, attention heads, a divisor of d.
         step_size: of the ISTA step, eta.
         sparsity: weight of its l1 penalty, lambda.
         layers: their number.
         recurrence: iterations and beyond of ``RecurrentBackbone``.
-
-    Shapes: tokens (B, N, d) -> (B, N, d).
 
     Source: Yu et al., "White-Box Transformers via Sparse Rate Reduction" (NeurIPS 2023,
     https://arxiv.org/abs/2306.01129), with the learned output matrix of its implementation.
@@ -300,8 +293,7 @@ class EnergyTransformer(RecurrentBackbone):
     """The Energy Transformer: attention and a Hopfield network as one energy, descended.
 
     Args:
-        dim: features d.
-        heads: attention heads.
+        dim, heads: features d of a token, attention heads.
         memories: of the Hopfield network, rows of xi; None: 4 d.
         layers: their number.
         iterations: as for ``RecurrentBackbone``.
@@ -313,8 +305,6 @@ class EnergyTransformer(RecurrentBackbone):
             learned_beta: train one for each head.
             exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
                 sums over all tokens.
-
-    Shapes: tokens (B, N, d) -> (B, N, d).
 
     Source: Hoover et al., "Energy Transformer" (NeurIPS 2023, https://arxiv.org/abs/2302.07253),
     equations 1 to 6.
@@ -361,7 +351,7 @@ class HyperSET(RecurrentBackbone):
 
     Args:
         dim, heads: features d of a token, attention heads.
-        memories: columns M of D (the paper: d for images, 4 d for Sudoku).
+        memories: columns M of D (the paper: d for images, 4 d for Sudoku); None: d.
         layers: number of layers with weights and step sizes of their own.
         share_steps: all layers take their step sizes from one network, as in the official code.
         iterations: of each layer.
@@ -374,8 +364,6 @@ class HyperSET(RecurrentBackbone):
             feedforward, head_dim, epsilon, lora_rank, lora_scale, beta; or of
             ``OfficialHyperSETLayer``: gains, step_network, descent.
 
-    Shapes: tokens (B, N, d) -> (B, N, d).
-
     Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
     """
 
@@ -383,7 +371,7 @@ class HyperSET(RecurrentBackbone):
         self,
         dim: int,
         heads: int,
-        memories: int,
+        memories: int | None = None,
         *,
         layers: int = 1,
         iterations: int = 12,
@@ -393,14 +381,15 @@ class HyperSET(RecurrentBackbone):
         **options: Any,
     ) -> None:
         options |= {"step_size": step_size, "iterations": iterations}
-        number = require_count("layers", layers)
         shared = None
         if require_flag("share_steps", share_steps):
-            more = {"initial": options.pop("initial_step", None)}
-            more["time_dim"] = options.pop("time_dim", 512)
+            initial, time_dim = options.pop("initial_step", None), options.pop("time_dim", 512)
             network = options.pop("step_network", "paper")
-            shared = options["step_size"] = build_step_network(network, step_size, dim, **more)
+            shared = options["step_size"] = build_step_network(
+                network, step_size, dim, initial=initial, time_dim=time_dim
+            )
         kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
+        memories, number = dim if memories is None else memories, require_count("layers", layers)
         made = [kind(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, beyond=beyond)
         self.step_sizes = shared
@@ -437,14 +426,14 @@ class HyperSETEquilibrium(nn.Module):
         self,
         dim: int,
         heads: int,
-        memories: int,
+        memories: int | None = None,
         *,
         iterations: int = 50,
         layer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        energy = HyperSETEnergy(dim, heads, memories, **options)
+        energy = HyperSETEnergy(dim, heads, dim if memories is None else memories, **options)
         self.dim, self.iterations = dim, require_count("iterations", iterations)
         settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
         self.layer = DEQ(energy, **settings)
@@ -473,11 +462,9 @@ class EquilibriumTransformer(nn.Module):
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
     their input and influence no other token. How the latest solves went is in ``blocks[k].last``.
 
-    Example, a vision transformer of two blocks:
-        >>> from implicit_attn.models import ImageClassifier
-        >>> model = ImageClassifier(EquilibriumTransformer(64, 4, layers=2), 8, 1, 10, patch=2)
-        >>> model(torch.rand(3, 1, 8, 8)).shape
-        torch.Size([3, 10])
+    Example:
+        >>> EquilibriumTransformer(64, 4, layers=2)(torch.randn(3, 16, 64)).shape
+        torch.Size([3, 16, 64])
     """
 
     def __init__(
@@ -499,10 +486,9 @@ class EquilibriumTransformer(nn.Module):
             raise ValueError("batch_first must be True in a backbone, got False")
         self.dim, self.iterations = dim, require_count("iterations", iterations)
         settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
-        made = [
+        self.blocks: Any = nn.ModuleList(
             EquilibriumBlock(dim, heads, hidden, layer=settings, **options) for _ in range(number)
-        ]
-        self.blocks: Any = nn.ModuleList(made)
+        )
 
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
@@ -546,12 +532,9 @@ class SpinTransformer(nn.Module):
 
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
 
-    Example, a vision transformer of two modules:
-        >>> from implicit_attn.models import ImageClassifier
-        >>> spins = SpinTransformer(64, 4, layers=2)
-        >>> model = ImageClassifier(spins, 8, 1, 10, patch=2, readout="tokens")
-        >>> model(torch.rand(3, 1, 8, 8)).shape
-        torch.Size([3, 10])
+    Example:
+        >>> SpinTransformer(64, 4, layers=2)(torch.randn(3, 16, 64)).shape
+        torch.Size([3, 16, 64])
     """
 
     def __init__(
@@ -567,12 +550,11 @@ class SpinTransformer(nn.Module):
     ) -> None:
         super().__init__()
         number = require_count("layers", layers)
-        require_instance("layer", layer, dict, "a dict of options", optional=True)
-        limit = {"max_steps": require_count("iterations", iterations)}
-        settings: dict[str, Any] = limit | (layer or {})
+        settings: dict[str, Any] = {"max_steps": iterations, **(layer or {})}
         self.dim, self.iterations = dim, settings["max_steps"]
-        made = [DEQ(KineticAttention(dim, heads, **options), **settings) for _ in range(number)]
-        self.steady: Any = nn.ModuleList(made)
+        self.steady: Any = nn.ModuleList(
+            DEQ(KineticAttention(dim, heads, **options), **settings) for _ in range(number)
+        )
         self.outputs: Any = None
         if require_flag("residual", residual):
             self.outputs = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(number))
@@ -583,7 +565,7 @@ class SpinTransformer(nn.Module):
         """The tokens behind the last module, each solved in at most ``iterations`` evaluations."""
         check_state(x, type(self).__name__, dim=self.dim, tokens=True)
         check_mask(mask, x, type(self).__name__, features=1)
-        limit = {} if iterations is None else {"max_steps": require_count("iterations", iterations)}
+        limit = {} if iterations is None else {"max_steps": iterations}
         z = x
         for index, steady in enumerate(self.steady):
             mean = steady(z, mask, **limit)

@@ -14,7 +14,7 @@ from implicit_attn.block import DEQTransformer, Iterations
 from implicit_attn.data.text import decode, encode
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.update import DescentStep
-from solvers.core.checks import require_choice, require_count, require_nonnegative, require_number
+from solvers.core.checks import require_choice, require_count, require_nonnegative
 
 SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2
 INITIAL = ("gpt2", "torch")
@@ -91,8 +91,6 @@ class SymbolModel(nn.Module):
         self.dim, self.length = require_count("dim", dim), require_count("length", length)
         self.embedding = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(SCALE * torch.randn(length, dim))
-        if require_number("dropout", dropout, low=0.0, high=1.0) == 1.0:
-            raise ValueError("dropout must be < 1, got 1.0")
         self.dropout = nn.Dropout(dropout)
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 

@@ -10,23 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.around import ImageClassifier, MaskedCodes, SudokuModel
 from implicit_attn.models.backbones import HyperSET
 from implicit_attn.updates.hyperset import DESCENTS, OfficialStepSizes, PlainStepSizes
 from solvers.core.checks import require_choice, require_count, require_positive
 
 NETWORKS = {"images": ("normed", "twice-normed", None), "sudoku": ("raw",), "codes": ("sinusoids",)}
-# What the official code is configured with, by task.
+# What the official code is configured with, by task; for images the defaults of the layout.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "images": {"iterations": 12},
+    "images": {},
     "sudoku": {"iterations": 24, "network": "raw", "feedforward": "relu", "condition": "input"},
-    "codes": {
-        "iterations": 12,
-        "network": "sinusoids",
-        "feedforward": "relu",
-        "condition": "input",
-    },
+    "codes": {"network": "sinusoids", "feedforward": "relu", "condition": "input"},
 }
 
 
@@ -41,8 +35,8 @@ class OfficialLayout:
             "sinusoids" for codes; None: the fixed ``step``, for images.
         alternative: the layout of the official code's variants of images, in which each layer keeps
             the last part of the network; with one layer and "twice-normed" alone.
-        attention, feedforward: names of ``ATTENTIONS`` and ``FEEDFORWARDS``. Images have "gelu" in
-            place of the paper's "relu" but for the variants of the feed-forward part.
+        attention, feedforward: as for ``HyperSETLayer``. Images have "gelu" in place of the paper's
+            "relu" but for the variants of the feed-forward part.
         condition: of the step sizes, "state" or "input".
         descent: one of ``DESCENTS``.
         time_dim: sinusoids of the time.
@@ -80,16 +74,11 @@ class OfficialLayout:
 
     def __post_init__(self) -> None:
         require_choice("task", self.task, NETWORKS)
-        for name in ("dim", "heads", "memories", "layers", "iterations"):
-            require_count(name, getattr(self, name))
         if self.network not in NETWORKS[self.task]:
             raise ValueError(
                 f"network must be one of {NETWORKS[self.task]} for task={self.task!r}, got "
                 f"{self.network!r}"
             )
-        require_choice("attention", self.attention, ATTENTIONS)
-        require_choice("feedforward", self.feedforward, FEEDFORWARDS)
-        require_choice("condition", self.condition, ("state", "input"))
         # For codes the official code takes fixed steps with the other descents.
         require_choice("descent", self.descent, DESCENTS[: 2 if self.task == "codes" else None])
         require_positive("step", self.step)
@@ -139,8 +128,7 @@ class OfficialLayout:
 STEPS = "backbone.step_sizes"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A weight by its official key and by ours, and how the one becomes the other.
 
     Attributes:
@@ -155,6 +143,12 @@ class Entry:
     write: Callable[[Tensor], Tensor] = lambda weight: weight
     read: Callable[[Tensor], Tensor] = lambda weight: weight
     part: int | None = None
+
+    def official_tensor(self, ours: Mapping[str, Tensor]) -> Tensor:
+        if self.ours is None:
+            return self.write(next(iter(ours.values())))
+        weight = ours[self.ours]
+        return self.write(weight if self.part is None else weight[self.part])
 
 
 def entries(layout: OfficialLayout) -> list[Entry]:
@@ -423,14 +417,12 @@ def load_official(
         model = layout.build()
     model = model.to(next(iter(weights.values())).dtype)
     table, ours = entries(layout), model.state_dict()
-    _check(weights, {entry.official: _official(entry, ours) for entry in table})
-    parts: dict[str, list[Tensor]] = {}
-    for entry in table:
-        if entry.ours is not None:
-            parts.setdefault(entry.ours, []).append(entry.read(weights[entry.official]))
-    whole = {entry.ours for entry in table if entry.part is None}
-    read = {key: each[0] if key in whole else torch.stack(each) for key, each in parts.items()}
-    model.load_state_dict(read)
+    _check(weights, {entry.official: entry.official_tensor(ours) for entry in table})
+    with torch.no_grad():
+        for entry in table:
+            if entry.ours is not None:
+                place = ours[entry.ours] if entry.part is None else ours[entry.ours][entry.part]
+                place.copy_(entry.read(weights[entry.official]))
     return model.eval()
 
 
@@ -451,20 +443,16 @@ def to_official(model: nn.Module, *, alternative: bool = False) -> dict[str, Ten
     """
     layout = _layout_of(model, alternative)
     # The step sizes of a single layer are the same thing, whoever owns them.
-    own = "backbone.layers.0.step_sizes."
-    single = layout.layers == 1
-    ours = {
-        key.replace(own, f"{STEPS}.") if single else key: weight.detach()
-        for key, weight in model.state_dict().items()
-    }
+    own = "backbone.layers.0.step_sizes" if layout.layers == 1 else STEPS
+    ours = {k.replace(own, STEPS): weight.detach() for k, weight in model.state_dict().items()}
     table = entries(layout)
-    lacking = sorted({entry.ours for entry in table if entry.ours is not None} - ours.keys())
-    left = sorted(ours.keys() - {entry.ours for entry in table})
-    if lacking or left:
-        problems = [f"lacks {', '.join(lacking)}"] if lacking else []
-        problems += [f"has {', '.join(left)}, for which there is no place"] if left else []
+    known = {entry.ours for entry in table if entry.ours is not None}
+    lacking, left = sorted(known - ours.keys()), sorted(ours.keys() - known)
+    problems = [f"lacks {', '.join(lacking)}"] if lacking else []
+    problems += [f"has {', '.join(left)}, for which there is no place"] if left else []
+    if problems:
         raise ValueError(f"model must be of the official layout; it {' and '.join(problems)}")
-    return {entry.official: _official(entry, ours).clone() for entry in table}
+    return {entry.official: entry.official_tensor(ours).clone() for entry in table}
 
 
 def _layout_of(model: nn.Module, alternative: bool) -> OfficialLayout:
@@ -503,14 +491,6 @@ def _layout_of(model: nn.Module, alternative: bool) -> OfficialLayout:
     memories, dim = layer.feedforward.weight.shape
     heads, layers = layer.attention.heads, len(backbone.layers)
     return OfficialLayout(dim=dim, heads=heads, memories=memories, layers=layers, **options)
-
-
-def _official(entry: Entry, ours: Mapping[str, Tensor]) -> Tensor:
-    """The official tensor of an entry, from our weights."""
-    if entry.ours is None:
-        return entry.write(next(iter(ours.values())))
-    weight = ours[entry.ours]
-    return entry.write(weight if entry.part is None else weight[entry.part])
 
 
 def _check(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -45,19 +45,18 @@ class Model:
         make: the class.
         role: "backbone", tokens (B, N, d) -> (B, N, d); "around" a backbone; or "whole".
         solves: whether it solves equilibria, and so takes options of a ``DEQ`` as ``layer``.
-        width: of backbones, the argument ``width`` where it is None, for d features; or the reason why
-            it has none.
+        width: the reason why a backbone has no ``width``, where it has none.
     """
 
     make: Callable[..., nn.Module]
     role: str
     solves: bool = False
-    width: Callable[[int], int | None] | str = lambda dim: None
+    width: str | None = None
 
 
 MODELS: dict[str, Model] = {
-    "hyperset": Model(HyperSET, "backbone", width=lambda dim: dim),
-    "hyperset-equilibrium": Model(HyperSETEquilibrium, "backbone", True, lambda dim: dim),
+    "hyperset": Model(HyperSET, "backbone"),
+    "hyperset-equilibrium": Model(HyperSETEquilibrium, "backbone", True),
     "equilibrium": Model(EquilibriumTransformer, "backbone", True),
     "transformer": Model(SharedTransformer, "backbone"),
     "deq-transformer": Model(DEQTransformer, "backbone"),
@@ -94,11 +93,11 @@ def build_backbone(
         TypeError: for an option that the backbone does not have.
     """
     row = BACKBONES[require_choice("name", name, BACKBONES)]
-    if isinstance(row.width, str):
-        if width is not None:
-            raise ValueError(f"width must be None for {name!r}, {row.width}, got {width}")
+    if width is None:
         return row.make(dim, heads, **options)
-    return row.make(dim, heads, row.width(dim) if width is None else width, **options)
+    if row.width is not None:
+        raise ValueError(f"width must be None for {name!r}, {row.width}, got {width}")
+    return row.make(dim, heads, width, **options)
 
 
 def build_model(
@@ -118,23 +117,23 @@ def build_model(
             is solved. Errors of the model and the backbone pass through.
     """
     settings = dict(specification)
-    kinds = [name for name in MODELS if name not in BACKBONES]
-    kind = require_choice("kind", settings.pop("kind", None), kinds)
-    row = solver = MODELS[kind]
-    taker, what = settings, f"the kind {kind!r}"
-    if row.role == "around":
-        backbone = settings.pop("backbone", None)
-        if not isinstance(backbone, Mapping) or "name" not in backbone:
-            raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
-        name, taker = backbone["name"], dict(backbone)
-        solver, what = BACKBONES.get(name, row), f"the backbone {name!r}"
-    if layer is not None:
-        if not solver.solves:
-            raise ValueError(f"layer must be None for {what}, got {layer}")
-        taker["layer"] = dict(layer)
-    if row.role == "around":
-        return row.make(build_backbone(**taker), **settings)
-    return row.make(**settings)
+    kind = require_choice("kind", settings.pop("kind", None), sorted(MODELS.keys() - BACKBONES))
+    row = MODELS[kind]
+    if row.role == "whole":
+        return row.make(**settings | _layer_option(kind, layer))
+    backbone = settings.pop("backbone", None)
+    if not isinstance(backbone, Mapping) or "name" not in backbone:
+        raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
+    name = require_choice("name", backbone["name"], BACKBONES)
+    return row.make(build_backbone(**{**backbone, **_layer_option(name, layer)}), **settings)
+
+
+def _layer_option(name: str, layer: Mapping[str, Any] | None) -> dict[str, Any]:
+    if layer is None:
+        return {}
+    if not MODELS[name].solves:
+        raise ValueError(f"layer must be None for {name!r}, which solves nothing, got {layer}")
+    return {"layer": dict(layer)}
 
 
 def load_model(

@@ -1,8 +1,10 @@
-"""Boards: groups that are learned, the solver that repeats one update, Sudoku as a Potts model."""
+"""Potts models and factored attention; Sudoku by their couplings; learned groups; the board solver."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import networkx
@@ -11,14 +13,17 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.spin_models import coupling_error
+from cases.spin_models import all_colours, coupling_error, draw_exactly, samples_of
+from cases.spin_models import couplings as random_couplings
 from implicit_attn.data import solve_sudoku
 from implicit_attn.data.sudoku import CELLS, SudokuSymmetries, solved, unique_puzzles, units
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import (
     BoardSolver,
     BoardStatus,
     BoardUpdate,
     FactoredAttention,
+    PottsModel,
     SudokuPotts,
     fit_pseudolikelihood,
     learn_groups,
@@ -26,6 +31,239 @@ from implicit_attn.models import (
     sudoku_pairs,
 )
 from implicit_attn.models.boards import maximal_cliques, strong_pairs
+from implicit_attn.models.potts import ROWS
+
+# The Potts model: its conditionals by enumeration, its gradient by the formula, its gauge.
+
+
+SITES, COLOURS = 4, 3
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def model_of(
+    seed: int = 0, *, sites: int = SITES, scale: float = 1.0, field: float = 1.0
+) -> PottsModel:
+    model = PottsModel(sites, COLOURS).double()
+    drawn = random_couplings(sites, COLOURS, scale, generator(seed))
+    with torch.no_grad():
+        model.couplings.weight = drawn
+        model.field.copy_(field * torch.randn(sites, COLOURS, generator=generator(seed + 1)))
+    return model
+
+
+def colours(samples: int = 5, sites: int = SITES, seed: int = 2) -> Tensor:
+    return torch.randint(COLOURS, (samples, sites), generator=generator(seed))
+
+
+def test_logits_are_the_conditionals_of_the_joint_distribution() -> None:
+    model = model_of()
+    states = all_colours(SITES, COLOURS)
+    weight = (-model.energy(states)).exp().view((COLOURS,) * SITES)
+    conditional = torch.softmax(model.logits(states), -1)
+    for site in range(SITES):
+        wanted = (weight / weight.sum(site, keepdim=True)).movedim(site, -1)
+        # Entry [s] of the others, then every colour of the site.
+        found = conditional[:, site].view(*(COLOURS,) * SITES, COLOURS).select(site, 0)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_gradient_of_the_pseudo_likelihood() -> None:
+    """-<(S_i^a - p_i^a) S_j^b> / N, and the transposed term."""
+    model, s = model_of(), colours(7)
+    states = model.one_hot(s)
+    model.pseudo_likelihood(s).backward()
+    surprise = states - torch.softmax(model.logits(s), -1)
+    wanted = -torch.einsum("nia,njb->ijab", surprise, states) / (len(s) * SITES)
+    wanted = wanted + wanted.permute(1, 0, 3, 2)
+    rows, columns = torch.triu_indices(SITES, SITES, 1)
+    torch.testing.assert_close(model.couplings.free.grad, wanted[rows, columns])
+    assert model.field.grad is not None
+    torch.testing.assert_close(model.field.grad, -surprise.sum(0) / (len(s) * SITES))
+
+
+def test_one_masked_site_estimates_the_pseudo_likelihood_without_bias() -> None:
+    model, s = model_of(), colours(6)
+    log_p = torch.log_softmax(model.logits(s), -1).gather(2, s.unsqueeze(2)).squeeze(2)
+    # The mean over the masked site of the loss of predicting it, as masked modelling draws it.
+    torch.testing.assert_close(model.pseudo_likelihood(s), -log_p.mean(0).mean())
+    hidden = s.clone()
+    hidden[:, 1] = (hidden[:, 1] + 1) % COLOURS
+    torch.testing.assert_close(model.logits(hidden)[:, 1], model.logits(s)[:, 1])
+
+
+def test_a_change_of_gauge_changes_no_conditional() -> None:
+    model, other, s = model_of(), model_of(), colours(9)
+    shift = torch.randn(SITES, SITES, COLOURS, dtype=torch.float64, generator=generator(7))
+    shift = shift * (1 - torch.eye(SITES, dtype=torch.float64)).unsqueeze(2)
+    moved = model.couplings.weight + shift[:, :, :, None] + shift.transpose(0, 1)[:, :, None, :]
+    with torch.no_grad():
+        other.couplings.weight = moved
+        other.field.sub_(shift.sum(1))  # K_ij^{a} of all j acts on site i as a field
+    torch.testing.assert_close(other.logits(s).softmax(-1), model.logits(s).softmax(-1))
+    torch.testing.assert_close(zero_sum(moved), zero_sum(model.couplings.weight))
+    assert coupling_error(moved, model.couplings.weight) < 1e-12
+    assert float((moved - model.couplings.weight).detach().norm()) > 1
+
+
+def test_the_fit_recovers_the_couplings_as_samples_grow() -> None:
+    truth = model_of(3, sites=5, scale=0.8, field=0.3)
+    errors = []
+    for number in (500, 20_000):
+        with torch.no_grad():
+            data = samples_of(truth.energy, 5, COLOURS, number, seed=4)
+        model = PottsModel(5, COLOURS).double()
+        fit = fit_pseudolikelihood(model, data, 1e-6, steps=200, tolerance=1e-3)
+        assert fit.converged and fit.gradient <= 1e-3
+        errors.append(coupling_error(model.couplings.weight, truth.couplings.weight))
+    assert errors[1] < 0.1 < errors[0]
+
+
+# Factored attention as a Potts model: rank, row sums, three sites, gradients.
+
+
+def drawn(sites: int, colours: int, heads: int, rows: str, power: int = 1) -> FactoredAttention:
+    """A model with all parameters at random, float64."""
+    generator = torch.Generator().manual_seed(0)
+    model = FactoredAttention(sites, colours, heads, rows, power).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def drawn_colours(model: FactoredAttention, samples: int = 4) -> Tensor:
+    shape = (samples, model.sites)
+    return torch.randint(model.colours, shape, generator=torch.Generator().manual_seed(1))
+
+
+# With 9 heads of 4 sites and 3 colours the product with J is cheaper than the heads.
+@pytest.mark.parametrize("heads", [1, 9])
+@pytest.mark.parametrize("rows", ROWS)
+def test_logits_are_those_of_the_couplings(rows: str, heads: int) -> None:
+    model = drawn(4, 3, heads, rows)
+    s = drawn_colours(model)
+    couplings = model.couplings()
+    wanted = model.field.expand(len(s), -1, -1).clone()
+    for i in range(4):
+        for j in range(4):
+            wanted[:, i] += couplings[i, j].T[s[:, j]]
+    torch.testing.assert_close(model.logits(s), wanted)
+    assert bool((couplings.diagonal() == 0).all())
+    torch.testing.assert_close(model.penalty(), 0.5 * couplings.square().sum())
+
+
+@pytest.mark.parametrize("heads", [1, 4, 9])
+def test_the_error_of_the_best_heads_is_the_tail_of_the_singular_values(heads: int) -> None:
+    couplings = random_couplings(5, 3, 1.0, torch.Generator().manual_seed(2))
+    sigma = torch.linalg.svdvals(couplings.reshape(25, 9))
+    model = FactoredAttention.from_couplings(couplings, heads)
+    error = (model.couplings() - couplings).norm()
+    torch.testing.assert_close(error, sigma[heads:].square().sum().sqrt(), atol=1e-12, rtol=1e-9)
+    assert heads == 9 or float(error.detach()) > 0.1  # 9 = min(N^2, d^2) is exact
+
+
+@pytest.mark.parametrize("heads", [1, 7])
+def test_softmax_rows_give_every_site_the_same_sum_of_couplings(heads: int) -> None:
+    sums = drawn(5, 3, heads, "softmax").couplings().sum(1)
+    torch.testing.assert_close(sums, sums[:1].expand_as(sums), atol=1e-14, rtol=1e-12)
+    for rows in ("sink", "linear"):
+        free = drawn(5, 3, heads, rows).couplings().sum(1)
+        assert float((free - free[:1]).detach().abs().max()) > 0.05
+    assert bool((drawn(5, 3, heads, "sink").attention().sum(-1) < 1).all())
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_squared_values_are_couplings_of_three_sites(rows: str) -> None:
+    model = drawn(4, 3, 2, rows, power=2)
+    s, weights, values = drawn_colours(model), model.attention(), model.values
+    triples = torch.einsum(
+        "hij,hik,har,hrb,hrc->ijkabc", weights, weights, model.output, values, values
+    )
+    states = model.one_hot(s)
+    wanted = model.field + torch.einsum("ijkabc,mjb,mkc->mia", triples, states, states)
+    torch.testing.assert_close(model.logits(s), wanted)
+    with pytest.raises(ValueError, match="power must be 1"):
+        model.couplings()
+
+
+def test_squared_values_learn_three_sites_where_pairs_cannot() -> None:
+    """Six spins whose triples (0 1 2) and (3 4 5) multiply to 1: no pair is correlated."""
+    states = all_colours(6, 2)
+    spins = 1.0 - 2.0 * states
+    log_weight = 1.5 * (spins[:, :3].prod(1) + spins[:, 3:].prod(1))
+    generator = torch.Generator().manual_seed(5)
+    data = states[draw_exactly(log_weight, 4000, generator)]
+    # p(s_i | rest) = sigmoid(2 * 1.5 * s_i s_j s_k), the same at every site.
+    right = torch.sigmoid(torch.tensor(3.0)).item()
+    bayes = -right * math.log(right) - (1 - right) * math.log(1 - right)
+    losses = {}
+    for power in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = FactoredAttention(6, 2, heads=2, rows="sink", power=power)
+        fit = fit_pseudolikelihood(model, data, solver="adam", steps=300, batch=500, rate=0.1)
+        assert fit.status == "max_steps"
+        losses[power] = float(model.pseudo_likelihood(data).detach())
+    assert losses[2] < bayes + 0.02
+    assert losses[1] > math.log(2) - 0.01
+
+
+# Fits by pseudo-likelihood: what the record says, and that it is true.
+
+
+def data(samples: int = 60) -> Tensor:
+    """Four sites of three colours; the second follows the first, nine times in ten."""
+    generator = torch.Generator().manual_seed(0)
+    s = torch.randint(3, (samples, 4), generator=generator)
+    follow = torch.rand(samples, generator=generator) < 0.9
+    s[:, 1] = torch.where(follow, s[:, 0], s[:, 1])
+    return s
+
+
+def test_a_converged_fit_is_at_the_minimum() -> None:
+    model = PottsModel(4, 3).double()
+    fit = fit_pseudolikelihood(model, data(), 0.01, steps=200, tolerance=1e-6)
+    assert fit.status == "converged" and fit.gradient <= 1e-6
+    objective = model.pseudo_likelihood(data()) + 0.01 * model.penalty()
+    gradients = torch.autograd.grad(objective, list(model.parameters()))
+    assert max(float(each.abs().max()) for each in gradients) < 1e-6
+    assert math.isclose(fit.losses[-1], float(objective.detach()), rel_tol=1e-9)
+    assert fit.losses[0] == pytest.approx(math.log(3))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_too_few_steps_are_called_so() -> None:
+    fit = fit_pseudolikelihood(PottsModel(4, 3), data(), 0.01, steps=2)
+    assert (fit.status, fit.steps, fit.converged) == ("max_steps", 2, False)
+    assert fit.gradient > 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["one-cycle", "constant"])
+def test_adam_finds_the_same_minimum(schedule: str) -> None:
+    exact, model = PottsModel(4, 3), PottsModel(4, 3)
+    fit_pseudolikelihood(exact, data(), 0.01, steps=100)
+    seen: list[tuple[int, float]] = []
+    fit = fit_pseudolikelihood(
+        model, data(), 0.01, "adam", steps=300, schedule=schedule,
+        watch=lambda step, loss: seen.append((step, loss)),
+    )  # fmt: skip
+    assert fit.status == "max_steps" and math.isnan(fit.gradient)
+    torch.testing.assert_close(model.couplings.weight, exact.couplings.weight, atol=2e-2, rtol=0)
+    assert seen == list(enumerate(fit.losses, 1)) and len(seen) == 300
+
+
+@pytest.mark.parametrize("solver", ["lbfgs", "adam"])
+def test_a_loss_that_is_not_finite_is_told_and_changes_nothing(solver: str) -> None:
+    model = PottsModel(4, 3)
+    with torch.no_grad():
+        model.field[0, 0] = float("nan")
+    fit = fit_pseudolikelihood(model, data(), solver=solver)
+    assert fit.status == "nonfinite"
+    assert not bool(model.couplings.free.any())
+
 
 # Groups of cells: from boards to couplings to a graph to its cliques.
 
@@ -99,20 +337,6 @@ def test_groups_that_the_boards_do_not_show_are_refused() -> None:
     alike = boards[:, [0, 5, 10, 0]]
     with pytest.raises(ValueError, match=r"at most once in a group, .* in the cells \[0, 3\]"):
         learn_groups(alike, 4, steps=20)
-
-
-@pytest.mark.parametrize(
-    ("error", "boards", "message"),
-    [
-        (TypeError, torch.zeros(2, 4), "boards must be an int64 tensor, got torch.float32"),
-        (TypeError, [[0, 1]], "boards must be an int64 tensor, got list"),
-        (ValueError, torch.zeros(4, dtype=torch.int64), r"boards must be \(M, N\)"),
-        (ValueError, torch.full((20, 4), 5), "colours in 0 .. 2"),
-    ],
-)
-def test_bad_boards(error: type[Exception], boards: Tensor, message: str) -> None:
-    with pytest.raises(error, match=message):
-        learn_groups(boards, 3, steps=1)
 
 
 # The board solver: its formula, its symmetries, its gradients, its solves.
@@ -284,35 +508,6 @@ def test_boards_go_on_from_carried_states() -> None:
     torch.testing.assert_close(model.classify(states), logits[-1], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"groups": []}, "groups must hold at least one group"),
-        ({"groups": [[0, 9]]}, r"groups must hold different cells in 0 .. 8 each, got \[0, 9\]"),
-        ({"groups": [[0, 0]]}, "groups must hold different cells"),
-        ({"width": 3}, "width must not be 3"),
-        ({"window": 6}, "window must be <= iterations, 5, got 6"),
-    ],
-)
-def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BoardSolver(**({"groups": LATIN, **SMALL} | changes))
-
-
-@pytest.mark.parametrize(
-    ("puzzles", "message"),
-    [
-        (PUZZLES[:, :8], r"puzzles must be integers \(B, 9\)"),
-        (PUZZLES.double(), "puzzles must be integers"),
-        (PUZZLES + 1, r"puzzles must be in 0 .. 3, got \[4\]"),
-        (PUZZLES - 1, "puzzles must be in 0 .. 3, got"),
-    ],
-)
-def test_bad_puzzles(puzzles: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        solver()(puzzles)
-
-
 def test_no_boards_have_no_answers() -> None:
     """As in a last batch of nothing; a solve, which has no equation then, says so."""
     model = solver(window=2)
@@ -362,15 +557,6 @@ def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
         model.solve(one, stop="never")
     with pytest.raises(TypeError, match="tolerance"):
         model.solve(one, stop="consistent", tolerance=solvers.Tolerance())
-
-
-def test_bad_calls_of_the_update() -> None:
-    update = BoardUpdate(LATIN, 9, 3)
-    z = torch.zeros(1, 9, 3, 24)
-    with pytest.raises(ValueError, match="x must be the marks"):
-        update(z)
-    with pytest.raises(ValueError, match="mask must be None"):
-        update(z, torch.zeros(1, 9, 3, 3), mask=torch.ones(1, 9, dtype=torch.bool))
 
 
 # Sudoku as a Potts model: couplings, clues, statuses, learned graphs.
@@ -489,33 +675,90 @@ def test_a_puzzle_without_clues_is_decimated_to_the_end(rules: SudokuPotts) -> N
     assert torch.equal((answer.probabilities.amax(2) < 1).sum(1), torch.tensor([1]))
 
 
-def test_wrong_couplings() -> None:
-    with pytest.raises(TypeError, match="model"):
-        SudokuPotts.from_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="81, 81, 9, 9"):
-        SudokuPotts(torch.zeros(81, 81, 9, 8))
-    with pytest.raises(TypeError, match="floating"):
-        SudokuPotts(pair_identity().long())
-    with pytest.raises(ValueError, match="repel"):
-        SudokuPotts(pair_identity())
-    with pytest.raises(ValueError, match="finite"):
-        SudokuPotts(float("nan") * pair_identity())
+# Mistakes, by what the error says.
 
 
-@pytest.mark.parametrize(
-    ("asked", "options", "kind", "message"),
-    [
-        (torch.zeros(1, 80, dtype=torch.long), {}, ValueError, "B, 81"),
-        (torch.zeros(0, 81, dtype=torch.long), {}, ValueError, "B >= 1"),
-        (torch.zeros(1, 81), {}, TypeError, "int64"),
-        (torch.full((1, 81), 10), {}, ValueError, "10"),
-        (torch.zeros(1, 81, dtype=torch.long), {"beta": (2.0, 1.0)}, ValueError, "beta"),
-        (torch.zeros(1, 81, dtype=torch.long), {"beta": 0.5}, ValueError, "beta"),
-        (torch.zeros(1, 81, dtype=torch.long), {"damping": 0.0}, ValueError, "damping"),
-    ],
-)
-def test_mistakes(
-    rules: SudokuPotts, asked: Tensor, options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        rules.solve(asked, **options)
+BLANK = torch.zeros(1, 81, dtype=torch.int64)
+
+
+def fit(**options: Any) -> object:
+    return fit_pseudolikelihood(PottsModel(4, 3), data(), **options)
+
+
+def fill(board: Any = BLANK, **options: Any) -> object:
+    return SudokuPotts.from_rules().solve(board, **options)
+
+
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    *[(lambda s=s: PottsModel(SITES, COLOURS).logits(s), message) for s, message in (
+        (torch.zeros(2, 5, dtype=torch.long), r"\(B, N\).*4 sites"),
+        (torch.zeros(2, 4, 2), r"\(B, N, d\).*3 colours"),
+        (torch.full((2, 4), 3), r"0 \.\. 2, got 3 \.\. 3"),
+        (torch.full((2, 4), -1), "got -1"),
+        (torch.zeros(2, 4, dtype=torch.bool), "bool"),
+        (torch.zeros(0, 4, dtype=torch.long), "B >= 1"),
+        ([[0, 1, 2, 0]], "list"),
+    )],
+    (lambda: FactoredAttention(4, 3, rows="none"), "rows"),
+    (lambda: FactoredAttention(4, 3, power=3), "power"),
+    (lambda: FactoredAttention.from_couplings(torch.zeros(5, 5, 3, 3), 10), "heads must be <= 9"),
+    (lambda: FactoredAttention.from_couplings(torch.zeros(5, 4, 3, 3), 1), "shape"),
+    (lambda: FactoredAttention.from_couplings(torch.ones(5, 5, 3, 3), 1), "J_ii"),
+    *[(lambda options=options: fit(**options), message) for options, message in (
+        ({"l2": -1.0}, "l2"),
+        ({"solver": "newton"}, "solver"),
+        ({"solver": "adam", "rate": 0.0}, "rate"),
+        ({"solver": "adam", "rate": 1e38}, "rate"),
+        ({"solver": "adam", "schedule": "none"}, "schedule"),
+        ({"rate": 0.1}, "rate needs solver='adam'"),
+        ({"solver": "adam", "tolerance": 1e-3}, "tolerance needs solver='lbfgs'"),
+        ({"watch": 3}, "watch"),
+    )],
+    (lambda: fit_pseudolikelihood(torch.nn.Linear(2, 2), data()), "model"),  # type: ignore[arg-type]
+    (
+        lambda: fit_pseudolikelihood(PottsModel(4, 3).requires_grad_(False), data()),
+        "model must have a parameter",
+    ),
+    *[(lambda boards=boards: learn_groups(boards, 3, steps=1), message) for boards, message in (
+        (torch.zeros(2, 4), "boards must be an int64 tensor, got torch.float32"),
+        ([[0, 1]], "boards must be an int64 tensor, got list"),
+        (torch.zeros(4, dtype=torch.int64), r"boards must be \(M, N\)"),
+        (torch.full((20, 4), 5), "colours in 0 .. 2"),
+    )],
+    *[(lambda changes=changes: solver(**changes), message) for changes, message in (
+        ({"groups": []}, "groups must hold at least one group"),
+        ({"groups": [[0, 9]]}, r"groups must hold different cells in 0 .. 8 each, got \[0, 9\]"),
+        ({"groups": [[0, 0]]}, "groups must hold different cells"),
+        ({"width": 3}, "width must not be 3"),
+        ({"window": 6}, "window must be <= iterations, 5, got 6"),
+    )],
+    *[(lambda board=board: solver()(board), message) for board, message in (
+        (PUZZLES[:, :8], r"puzzles must be integers \(B, 9\)"),
+        (PUZZLES.double(), "puzzles must be integers"),
+        (PUZZLES + 1, r"puzzles must be in 0 .. 3, got \[4\]"),
+        (PUZZLES - 1, "puzzles must be in 0 .. 3, got"),
+    )],
+    (lambda: BoardUpdate(LATIN, 9, 3)(torch.zeros(1, 9, 3, 24)), "x must be the marks"),
+    (
+        lambda: BoardUpdate(LATIN, 9, 3)(BLANK, BLANK, mask=torch.ones(1, 9, dtype=torch.bool)),
+        "mask must be None",
+    ),
+    (lambda: SudokuPotts.from_model(torch.nn.Linear(2, 2)), "model"),  # type: ignore[arg-type]
+    (lambda: SudokuPotts(torch.zeros(81, 81, 9, 8)), "81, 81, 9, 9"),
+    (lambda: SudokuPotts(pair_identity().long()), "floating"),
+    (lambda: SudokuPotts(pair_identity()), "repel"),
+    (lambda: SudokuPotts(float("nan") * pair_identity()), "finite"),
+    (lambda: fill(BLANK[:, :80]), "B, 81"),
+    (lambda: fill(BLANK[:0]), "B >= 1"),
+    (lambda: fill(BLANK.float()), "int64"),
+    (lambda: fill(BLANK + 10), "10"),
+    (lambda: fill(beta=(2.0, 1.0)), "beta"),
+    (lambda: fill(beta=0.5), "beta"),
+    (lambda: fill(damping=0.0), "damping"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_mistakes(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
