@@ -8,6 +8,7 @@ shape the dropped tensor has.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ class VariationalDropout(nn.Module):
                 raise ValueError(f"shared must fit h, of shape {tuple(h.shape)}, got {dim}")
             shape[dim] = 1
         with torch.no_grad():
-            words = _words(seeds, number, h[:1].numel() if not self.shared else _count(shape))
+            words = _words(seeds, number, math.prod(shape[1:]))
             kept = words >= round(self.p * 2**32)
             return (kept.to(h.dtype) / (1 - self.p)).reshape(shape)
 
@@ -209,16 +210,9 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
-def _count(shape: list[int]) -> int:
-    count = 1
-    for size in shape[1:]:
-        count *= size
-    return count
-
-
 def _words(seeds: Tensor, number: int, count: int) -> Tensor:
     """(B, count) numbers in [0, 2^32), a function of seed, ``number`` and place alone."""
-    first = _mix(seeds + _mix_number(number))
+    first = _mix(seeds + ((number + 1) * 0x85EBCA6B & _WORD))
     second = _mix((seeds >> 31) ^ first)
     place = torch.arange(count, device=seeds.device) * 0x9E3779B1
     return _mix(_mix(place + first[:, None]) ^ second[:, None])
@@ -233,7 +227,3 @@ def _mix(word: Tensor) -> Tensor:
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
     return word ^ (word >> 16)
-
-
-def _mix_number(number: int) -> int:
-    return (number + 1) * 0x85EBCA6B & _WORD

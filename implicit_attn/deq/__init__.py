@@ -2,22 +2,6 @@
 
 from __future__ import annotations
 
-from implicit_attn.deq.layer import (
-    DEQ,
-    EVALUATION_OPTIONS,
-    OPTIONS,
-    UnrolledLayer,
-    bake,
-    compile_layers,
-    unroll,
-)
+from implicit_attn.deq.layer import DEQ, OPTIONS, UnrolledLayer, bake, compile_layers, unroll
 
-__all__ = [
-    "DEQ",
-    "EVALUATION_OPTIONS",
-    "OPTIONS",
-    "UnrolledLayer",
-    "bake",
-    "compile_layers",
-    "unroll",
-]
+__all__ = ["DEQ", "OPTIONS", "UnrolledLayer", "bake", "compile_layers", "unroll"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import solvers
-from implicit_attn.deq.preparing import prepare
+from implicit_attn.deq.preparing import prepare, prepare_plainly
 from implicit_attn.deq.problem import (
     Held,
     Map,
@@ -39,7 +39,6 @@ from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.fixed_points import read_solver
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
-EVALUATION_OPTIONS = ("eval_max_steps", "eval_tolerance")  # of the layer, not of a solve
 
 
 class DEQ(nn.Module):
@@ -405,12 +404,8 @@ class UnrolledLayer(nn.Module):
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         with _weights():
-            if dropped is None:
-                prepared, seeds = self.update.prepare(x, mask=mask), None
-            else:
-                seeds = dropout_seeds(*batch_and_device(z0, x))
-                with dropped.within(seeds):
-                    prepared = self.update.prepare(x, mask=mask)
+            seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
+            prepared = prepare_plainly(self.update, x, mask, seeds, dropped)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
             check_batched(x, start)
             if not prepares(self.update):  # else the module may serve there, once

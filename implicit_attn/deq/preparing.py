@@ -63,18 +63,19 @@ def prepare(
                 return result
             except UntraceableError:  # it draws random numbers, for example, which is no harm here
                 programs.known[key] = False
-    result = _plainly(update, x, mask, seeds, dropped)
+    result = prepare_plainly(update, x, mask, seeds, dropped)
     read_anew()
     return result
 
 
-def _plainly(
+def prepare_plainly(
     update: nn.Module,
     x: Any,
     mask: Tensor | None,
     seeds: Tensor | None,
     dropped: SolveMasks | None = None,
 ) -> Any:
+    """The same without programs."""
     if dropped is None and seeds is not None:
         dropped = SolveMasks.of(update)
     if dropped is None or seeds is None:
@@ -230,7 +231,8 @@ class _Preparation:
         given = pytree.tree_unflatten(leaves, self.spec)
         with torch.enable_grad(), constant_weights(), with_autocast(self.device, self.autocast):
             dropped = SolveMasks.of(self.programs.clone or self.programs.module)
-            found = self.programs.within(weights, _plainly, self.programs.clone, *given, dropped)
+            clone = self.programs.clone
+            found = self.programs.within(weights, prepare_plainly, clone, *given, dropped)
         self.called = frozenset(dropped.called if dropped else ())
         return leaves, self.wanted.inputs(leaves, weights), *pytree.tree_flatten(found)
 
@@ -285,7 +287,7 @@ class _Preparation:
             with_autocast(self.device, self.autocast),
         ):
             weights = self.weights.tensors
-            found = self.programs.within(weights, _plainly, self.programs.clone, *given)
+            found = self.programs.within(weights, prepare_plainly, self.programs.clone, *given)
         own = {id(leaf) for leaf in self.leaves}
         outputs = [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
         return [t for t in outputs if t.requires_grad and id(t) not in own]

@@ -143,26 +143,23 @@ ASKING = tuple(kind.prepare for kind in (Energy, Scaled, Select, Sum))
 
 def prepares(update: nn.Module) -> bool:
     """Whether a part of the update has a ``prepare`` of its own."""
-    return found_once(("prepares", update), lambda: _prepares(update))
 
+    def find() -> bool:
+        parts = (part for _, part in parts_of(update) if isinstance(part, Update))
+        own = (part for part in parts if type(part).prepare is not Update.prepare)
+        return any(not isinstance(part, EnergyStep) for part in own)  # which asks its energy
 
-def _prepares(update: nn.Module) -> bool:
-    return any(
-        isinstance(part, Update)
-        and not isinstance(part, EnergyStep)  # which asks its energy
-        and type(part).prepare is not Update.prepare
-        for _, part in parts_of(update)
-    )
+    return found_once(("prepares", update), find)
 
 
 def may_prepare(update: nn.Module) -> bool:
     """Whether what the update prepares may be more than x, by a part of its own or of its energy."""
-    return found_once(("may prepare", update), lambda: _may_prepare(update))
 
+    def find() -> bool:
+        energies = (part for _, part in parts_of(update) if isinstance(part, Energy))
+        return prepares(update) or any(type(e).prepare not in ASKING for e in energies)
 
-def _may_prepare(update: nn.Module) -> bool:
-    energies = (part for _, part in parts_of(update) if isinstance(part, Energy))
-    return prepares(update) or any(type(e).prepare not in ASKING for e in energies)
+    return found_once(("may prepare", update), find)
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
 from implicit_attn.deq import DEQ
 from implicit_attn.updates import MeanFieldAttention, NormedMLP
 from implicit_attn.updates.hyperset import LONGEST_PERIOD
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice, require_count, require_flag, require_integers
 
 STEMS = ("patch", "conv")
 
@@ -355,10 +355,7 @@ class SudokuModel(nn.Module):
 
     def tokens(self, puzzles: Tensor) -> Tensor:
         """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""
-        if puzzles.dim() != 2 or puzzles.shape[1] != CELLS or puzzles.is_floating_point():
-            raise ValueError(
-                f"puzzles must be integers (B, 81), got {puzzles.dtype} {tuple(puzzles.shape)}"
-            )
+        require_integers("puzzles", puzzles, (CELLS,), high=SIDE)
         return self.dropout(self.digits(puzzles) + self.position)
 
     def classify(self, z: Tensor) -> Tensor:
@@ -408,12 +405,9 @@ class MaskedCodes(nn.Module):
 
     def tokens(self, codes: Tensor) -> Tensor:
         """Codes -> the backbone's input, (B, N, d)."""
-        shapes = ((self.side**2,), (self.side, self.side))
-        if codes.is_floating_point() or tuple(codes.shape[1:]) not in shapes:
-            raise ValueError(
-                f"codes must be integers (B, {self.side**2}) or (B, {self.side}, {self.side}), got "
-                f"{codes.dtype} {tuple(codes.shape)}"
-            )
+        grid = (self.side, self.side)
+        shape = grid if codes.dim() == 3 else (self.side**2,)
+        require_integers("codes", codes, shape, high=self.codes)
         return self.embed(codes.flatten(1)) + self.position
 
     def classify(self, z: Tensor) -> Tensor:

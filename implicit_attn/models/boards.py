@@ -15,7 +15,7 @@ from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
 from solvers import Solution, Status, Tolerance
-from solvers.core.checks import require_choice, require_count, require_instance
+from solvers.core.checks import require_choice, require_count, require_instance, require_integers
 from solvers.methods.steps import Forward
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4
@@ -265,7 +265,6 @@ def _incidence(groups: Sequence[Sequence[int]], cells: int) -> Tensor:
 
 
 STOPS = ("converged", "consistent")
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -476,26 +475,16 @@ class BoardSolver(nn.Module):
             return boards, (cells,) if isinstance(puzzles, str) else tuple(boards.shape)
         require_instance("puzzles", puzzles, Tensor, "a tensor, a string or a list of strings")
         boards, shape = cast(Tensor, puzzles), tuple(cast(Tensor, puzzles).shape)
-        line = shape[-1:] == (cells,) and len(shape) < 3
         side = math.isqrt(cells)
+        line = shape[-1:] == (cells,) and len(shape) < 3
         square = shape[-2:] == (side, side) and side**2 == cells and len(shape) < 4
-        return boards.reshape(
-            -1, cells
-        ) if line or square else boards, shape  # or refused by ``marks``
+        # What is neither is refused by ``marks``.
+        return (boards.reshape(-1, cells) if line or square else boards), shape
 
     def marks(self, puzzles: Tensor) -> Tensor:
         """Of each cell and colour, one-hot (B, N, q, 3): given, another is given, nothing is given."""
         cells, colours = self.update.cells, self.update.colours
-        require_instance("puzzles", puzzles, Tensor, "a tensor")
-        if puzzles.dim() != 2 or puzzles.shape[1] != cells or puzzles.dtype not in INTEGERS:
-            raise ValueError(
-                f"puzzles must be integers (B, {cells}), got {puzzles.dtype} {tuple(puzzles.shape)}"
-            )
-        outside = (puzzles < 0) | (puzzles > colours)
-        if puzzles.device.type == "cpu" and bool(outside.any()):  # a GPU would be waited for
-            raise ValueError(
-                f"puzzles must be in 0 .. {colours}, got {puzzles[outside][:5].tolist()}"
-            )
+        require_integers("puzzles", puzzles, (cells,), high=colours)
         given = puzzles.unsqueeze(2) == torch.arange(1, colours + 1, device=puzzles.device)
         unknown = (puzzles == 0).unsqueeze(2).expand_as(given)
         marks = torch.stack([given, ~given & ~unknown, unknown], -1)

@@ -14,7 +14,7 @@ from implicit_attn.block import DEQTransformer, Iterations
 from implicit_attn.data.text import decode, encode
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.update import DescentStep
-from solvers.core.checks import require_choice, require_count, require_nonnegative
+from solvers.core.checks import require_choice, require_count, require_integers, require_nonnegative
 
 SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2
 INITIAL = ("gpt2", "torch")
@@ -100,21 +100,11 @@ class SymbolModel(nn.Module):
 
     def tokens(self, symbols: Tensor) -> Tensor:
         """The tokens of symbols, (B, N, d)."""
-        if symbols.dim() != 2 or symbols.is_floating_point() or symbols.dtype == torch.bool:
-            raise ValueError(
-                f"symbols must be integers (B, N), got {symbols.dtype} {tuple(symbols.shape)}"
-            )
+        require_integers("symbols", symbols, (None,), high=self.vocabulary - 1)
         if not 1 <= symbols.shape[1] <= self.length:
             raise ValueError(
                 f"symbols must be 1 to {self.length} in a row, got {symbols.shape[1]} of them"
             )
-        # On a card the look would wait for it, and torch has its own assertion there.
-        if symbols.device.type == "cpu" and symbols.numel() and not torch.compiler.is_compiling():
-            low, high = symbols.aminmax()
-            if low < 0 or high >= self.vocabulary:
-                raise ValueError(
-                    f"symbols must lie in [0, {self.vocabulary - 1}], got {int(low)} to {int(high)}"
-                )
         return self.dropout(self.embedding(symbols.long()) + self.position[: symbols.shape[1]])
 
     def generate(self, prompt: str, count: int, **options: Any) -> str:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from implicit_attn.data.sudoku import CELLS, SIDE, SudokuSymmetries, solved, sudoku_pairs
 from implicit_attn.energies.spins import Couplings, binary_size, check_couplings, zero_sum
+from implicit_attn.energies.tokens import check_tensor
 from solvers.core.checks import (
     require_callable,
     require_choice,
     require_count,
     require_instance,
+    require_integers,
     require_nonnegative,
     require_number,
     require_positive,
@@ -73,23 +75,13 @@ class ConditionalModel(nn.Module, ABC):
         return -(states * torch.log_softmax(logits, -1)).sum(-1).mean()
 
     def check_states(self, s: Tensor) -> Tensor:
-        """``s`` as it is, if it is what :meth:`logits` takes; else TypeError or ValueError."""
+        """``s`` as it is, if it is what :meth:`logits` takes; else ValueError."""
         n, d = self.sites, self.colours
-        if not isinstance(s, Tensor) or s.is_complex() or s.dtype == torch.bool:
-            kind = s.dtype if isinstance(s, Tensor) else type(s).__name__
-            raise TypeError(f"s must be integers (B, N) or floating (B, N, d), got {kind}")
-        wanted = (n, d) if s.is_floating_point() else (n,)
-        if s.shape[1:] != wanted or s.dim() != 1 + len(wanted) or len(s) == 0:
-            shape = "(B, N, d)" if s.is_floating_point() else "(B, N)"
-            raise ValueError(
-                f"s must have the shape {shape} with {n} sites and {d} colours, B >= 1, got "
-                f"{tuple(s.shape)} of {s.dtype}"
-            )
-        if not s.is_floating_point():
-            low, high = (int(value) for value in s.aminmax())
-            if low < 0 or high >= d:
-                raise ValueError(f"s must hold colours in 0 .. {d - 1}, got {low} .. {high}")
-        return s
+        if isinstance(s, Tensor) and len(s) == 0:
+            raise ValueError("s must hold at least one sample, got none")
+        if isinstance(s, Tensor) and s.is_floating_point():
+            return check_tensor("s", s, "B N d", finite=False, N=n, d=d)
+        return require_integers("s", s, (n,), high=d - 1)
 
     def one_hot(self, s: Tensor) -> Tensor:
         """Colours (B, N) as one-hot states (B, N, d) of the model's dtype; states are only checked."""
@@ -542,7 +534,7 @@ class BoardRun:
     """The boards that are still being solved, and the places of all for their results."""
 
     def __init__(self, puzzles: Tensor, start: Tensor) -> None:
-        self.puzzles = check_puzzles(puzzles)
+        self.puzzles = require_integers("puzzles", puzzles, (CELLS,), high=SIDE)
         digits = torch.arange(1, SIDE + 1, device=puzzles.device)
         clues = puzzles.unsqueeze(2) == digits
         self.known = clues.any(2, keepdim=True)  # (B, 81, 1): clues, and fixed cells
@@ -666,7 +658,7 @@ class SudokuPotts(nn.Module):
         longer finite; this is looked at every 25 steps.
 
         Args:
-            puzzles: (B, 81) int64, 0 = unknown.
+            puzzles: (B, 81) integers, 0 = unknown.
             steps: evaluations of the mean field at most.
             beta: inverse temperatures, 0 < first <= second.
             damping: eta in (0, 1].
@@ -698,7 +690,7 @@ class SudokuPotts(nn.Module):
         when a probability is not finite.
 
         Args:
-            puzzles: (B, 81) int64, 0 = unknown.
+            puzzles: (B, 81) integers, 0 = unknown.
             beta: inverse temperature.
             steps: of the mean field before each cell is fixed; ten times as many before the first.
             damping: eta in (0, 1].
@@ -746,16 +738,3 @@ def _scale(gauged: Tensor) -> Tensor:
             "the 810 strongest pairs"
         )
     return (1 / SIDE - 1) / mean
-
-
-def check_puzzles(puzzles: Tensor) -> Tensor:
-    """Puzzles (B, 81) of integers in 0 .. 9, or errors that say so."""
-    if not isinstance(puzzles, Tensor) or puzzles.dtype != torch.int64:
-        kind = puzzles.dtype if isinstance(puzzles, Tensor) else type(puzzles).__name__
-        raise TypeError(f"puzzles must be int64 (B, 81), got {kind}")
-    if puzzles.dim() != 2 or puzzles.shape[1] != CELLS or len(puzzles) == 0:
-        raise ValueError(f"puzzles must be (B, 81) with B >= 1, got {tuple(puzzles.shape)}")
-    low, high = (int(value) for value in puzzles.aminmax())
-    if low < 0 or high > SIDE:
-        raise ValueError(f"puzzles must hold 0 .. 9, got {low} .. {high}")
-    return puzzles

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 LONGEST = 200  # characters of a wrong value in a message
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _is_number(name: str, value: Any) -> None:
@@ -130,6 +131,26 @@ def require_finite(name: str, tensor: Tensor) -> None:
     if bool(bad.any()):
         rows = torch.nonzero(bad).flatten().tolist()
         raise ValueError(f"{name} must be finite, got NaN or infinity in samples {rows[:10]}")
+
+
+def require_integers(
+    name: str, value: Any, shape: tuple[int | None, ...], *, high: int, low: int = 0
+) -> Tensor:
+    """A tensor of integers within [low, high], of this ``shape`` behind the batch; None is any size.
+
+    On a GPU, and to a compiler, numbers are not shown: asking would wait for the device.
+    """
+    sizes = tuple(value.shape[1:]) if isinstance(value, Tensor) and value.dim() else None
+    integers = sizes is not None and value.dtype in INTEGERS and len(sizes) == len(shape)
+    if not integers or any(s not in (None, size) for s, size in zip(shape, sizes, strict=True)):
+        wanted = ", ".join("N" if size is None else str(size) for size in ("B", *shape))
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+        raise ValueError(f"{name} must be integers ({wanted}), got {got}")
+    if value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+        least, most = (int(each) for each in value.aminmax())
+        if least < low or most > high:
+            raise ValueError(f"{name} must lie in [{low}, {high}], got {least} to {most}")
+    return value
 
 
 def require_choice(name: str, value: Any, choices: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -265,47 +264,6 @@ def test_dropout_is_drawn_outside_the_solve() -> None:
     assert torch.equal(block(x), block(x))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"curvature": (0.6, 0.4)}, "curvature must sum to less than 1"),
-        ({"curvature": 0.5}, "curvature must be two numbers"),
-        ({"memory_dim": 3}, 'memory_dim needs attention="cross"'),
-        ({"attention": None, "causal": True}, 'causal=True needs attention="self"'),
-        ({"attention": None, "hidden": 0}, "must not both be None"),
-        ({"layer": {"steps": 3}}, "unexpected keyword argument 'steps'"),
-        ({"layer": [3]}, "must be a mapping, not list"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        arguments: dict[str, Any] = {"dim": 8, "heads": 2} | options
-        EquilibriumBlock(**arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"src_mask": torch.zeros(4, 4)}, r"src_mask must have the shape \(5, 5\)"),
-        ({"src_mask": torch.zeros(5, 5, dtype=torch.long)}, "src_mask must be bool or floating"),
-        ({"src_key_padding_mask": torch.ones(2, 5)}, "must be -infinity at padding and else 0"),
-        ({"src_key_padding_mask": torch.ones(2, 5).long()}, "must be bool, True at padding, or"),
-        ({"src_key_padding_mask": torch.zeros(2, 4).bool()}, r"must have the shape \(2, 5\)"),
-        ({"memory": torch.zeros(2, 5, 8)}, 'memory needs attention="cross"'),
-        ({"src": torch.zeros(2, 5, 7)}, r"src must have the shape \(B, N, 8\) or \(N, 8\), got"),
-        ({"src": torch.zeros(2, 5, 8).long()}, "src must be of a floating dtype, got"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        EquilibriumBlock(8, 2)(**{"src": inputs().float()} | arguments)
-
-
-def test_cross_attention_needs_its_memory() -> None:
-    with pytest.raises(ValueError, match=r'memory must be given with attention="cross"'):
-        EquilibriumBlock(8, 2, attention="cross")(torch.zeros(2, 5, 8))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_solved_to_what_it_can_hold(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -376,6 +334,7 @@ def couplings(part: nn.Module, x: Tensor) -> Tensor:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "block": lambda: EquilibriumBlock(8, heads=2),
     "stack": lambda: nn.Sequential(*(EquilibriumBlock(8, heads=2) for _ in range(2))),
+    "transformer": lambda: DEQTransformer(8, 2, iterations=6),
     "norm": Normed,
     "couplings": lambda: Tokens(Couplings(5, 8, bound=0.5), couplings),
 }
@@ -638,45 +597,10 @@ def test_numbers_of_iterations() -> None:
     drawn = [block(x) for _ in range(40)]
     assert {next(k for k in each if torch.equal(y, each[k])) for y in drawn} == {2, 3, 4}
     assert torch.equal(block.eval()(x), each[3])
-    for wrong, words in (
-        (0, "iterations must be >= 1"),
-        ((3, 2), r"iterations must be \(least, most\)"),
-        ((1, 2, 3), r"iterations must be a number or \(least, most\)"),
-        ("done", "iterations must be one of"),
-        (2.5, "iterations must be an integer"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=words):
-            DEQTransformer(8, 2, iterations=wrong)  # type: ignore[arg-type]
-        with pytest.raises((ValueError, TypeError), match=words):
-            block(x, iterations=wrong)  # type: ignore[arg-type]
 
 
-def test_mistakes() -> None:
-    for options, words in (
-        ({"gradient": "exact"}, "gradient must be one of"),
-        ({"gradient": 0}, "gradient must be >= 1"),
-        ({"gradient": 2, "layer": {"adjoint": None}}, r'layer\["adjoint"\] needs gradient="implicit"'),
-        ({"attention": None}, "attention must be one of"),
-        ({"attention": "cross", "causal": True}, 'causal=True needs attention="self"'),
-        ({"memory_dim": 3}, 'memory_dim needs attention="cross"'),
-        ({"activation": "tanh"}, "activation must be one of"),
-        ({"heads": 3}, "heads must divide dim"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            DEQTransformer(**({"dim": 8, "heads": 2} | options))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="src must have the shape"):
-        transformer()(inputs(dim=6))
-    with pytest.raises(ValueError, match="memory must be given"):
-        transformer(attention="cross")(inputs())
-
-
-def test_saved_loaded_unrolled_and_in_torchs_encoder() -> None:
+def test_loaded_unrolled_and_in_torchs_encoder() -> None:
     block, x = transformer(iterations=6), inputs()
-    file = io.BytesIO()
-    torch.save(block, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(x), block(x))
     other = transformer(seed=1, iterations=6)
     other.load_state_dict(block.state_dict())
     assert torch.equal(other(x), block(x))
@@ -713,3 +637,61 @@ def test_training_makes_the_end_a_fixed_point() -> None:
     model.eval()
     with torch.no_grad():
         assert loss(8).item() < 0.5 * first and loss(32).item() < 0.5 * first
+
+
+# Mistakes, by what the error says.
+
+
+def option(kind: Any, message: str, **options: Any) -> tuple[Callable[[], object], str]:
+    return lambda: kind(**({"dim": 8, "heads": 2} | options)), message
+
+
+def argument(message: str, **arguments: Any) -> tuple[Callable[[], object], str]:
+    return lambda: EquilibriumBlock(8, 2)(**({"src": X} | arguments)), message
+
+
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    option(EquilibriumBlock, "curvature must sum to less than 1", curvature=(0.6, 0.4)),
+    option(EquilibriumBlock, "curvature must be two numbers", curvature=0.5),
+    option(EquilibriumBlock, "must not both be None", attention=None, hidden=0),
+    option(EquilibriumBlock, "unexpected keyword argument 'steps'", layer={"steps": 3}),
+    option(EquilibriumBlock, "must be a mapping, not list", layer=[3]),
+    option(EquilibriumBlock, 'causal=True needs attention="self"', attention=None, causal=True),
+    option(DEQTransformer, 'causal=True needs attention="self"', attention="cross", causal=True),
+    option(DEQTransformer, 'memory_dim needs attention="cross"', memory_dim=3),
+    option(DEQTransformer, "attention must be one of", attention=None),
+    option(DEQTransformer, "gradient must be one of", gradient="exact"),
+    option(DEQTransformer, "gradient must be >= 1", gradient=0),
+    option(DEQTransformer, r'layer\["adjoint"\] needs gradient=', gradient=2, layer={"adjoint": None}),
+    option(DEQTransformer, "activation must be one of", activation="tanh"),
+    option(DEQTransformer, "heads must divide dim", heads=3),
+    argument(r"src_mask must have the shape \(5, 5\)", src_mask=torch.zeros(4, 4)),
+    argument("src_mask must be bool or floating", src_mask=torch.zeros(5, 5, dtype=torch.long)),
+    argument("must be -infinity at padding and else 0", src_key_padding_mask=torch.ones(2, 5)),
+    argument("must be bool, True at padding, or", src_key_padding_mask=torch.ones(2, 5).long()),
+    argument(r"must have the shape \(2, 5\)", src_key_padding_mask=torch.zeros(2, 4).bool()),
+    argument('memory needs attention="cross"', memory=torch.zeros(2, 5, 8)),
+    argument(r"src must have the shape \(B, N, 8\) or \(N, 8\), got", src=torch.zeros(2, 5, 7)),
+    argument("src must be of a floating dtype, got", src=torch.zeros(2, 5, 8).long()),
+    (lambda: EquilibriumBlock(8, 2, attention="cross")(X), 'memory must be given with attention="cross"'),
+    *[
+        (lambda call=call, wrong=wrong: call(wrong), message)
+        for wrong, message in (
+            (0, "iterations must be >= 1"),
+            ((3, 2), r"iterations must be \(least, most\)"),
+            ((1, 2, 3), r"iterations must be a number or \(least, most\)"),
+            ("done", "iterations must be one of"),
+            (2.5, "iterations must be an integer"),
+        )
+        for call in (
+            lambda wrong: DEQTransformer(8, 2, iterations=wrong),
+            lambda wrong: DEQTransformer(8, 2)(X, iterations=wrong),
+        )
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_mistakes(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

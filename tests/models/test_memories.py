@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from scipy.optimize import minimize
@@ -127,24 +129,6 @@ def test_dense_memories_hold_more_than_pair_memories() -> None:
     assert overlaps["exp"] >= overlaps[4] > overlaps[3] > overlaps["hebb"]
 
 
-def test_mistakes_of_a_memory() -> None:
-    patterns = spins(3, 8)
-    memory = BinaryMemory(patterns)
-    for bad, error, message in (
-        (lambda: BinaryMemory(patterns, 1), ValueError, "rule .* got 1"),
-        (lambda: BinaryMemory(patterns, "exp", rectified=False), ValueError, "integer rule"),
-        (lambda: BinaryMemory(patterns.long()), TypeError, "patterns must be a floating"),
-        (lambda: BinaryMemory(patterns[0]), ValueError, r"patterns must have the shape \(P, N\)"),
-        (lambda: BinaryMemory(0.5 * patterns), ValueError, r"patterns must have .* \+1 and -1"),
-        (lambda: memory.retrieve(patterns[:, :4]), ValueError, "s must have 8 spins"),
-        (lambda: memory.retrieve(patterns.float()), TypeError, "s must be of dtype"),
-        (lambda: memory.retrieve(patterns[0]), ValueError, "s must have the shape"),
-        (lambda: BinaryMemory(patterns[:0]), ValueError, "patterns must have the shape"),
-    ):
-        with pytest.raises(error, match=message):
-            bad()
-
-
 # Maximum likelihood of a memory's patterns: monotone, and the best there is nearby.
 
 
@@ -230,14 +214,26 @@ def test_finds_the_patterns_behind_much_data() -> None:
     assert (found[order] - truth).abs().max() < 0.1
 
 
-def test_mistakes_of_a_fit() -> None:
-    data = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    for bad, error, message in (
-        (lambda: fit_patterns(data.long(), 2, 1.0), TypeError, "data must be a floating"),
-        (lambda: fit_patterns(data[0], 2, 1.0), ValueError, "data must have the shape"),
-        (lambda: fit_patterns(data, 6, 1.0), ValueError, "count must be at most the 5 rows"),
-        (lambda: fit_patterns(data, 2, 1.0, start=data), ValueError, "start must have the shape"),
-        (lambda: fit_patterns(data, 2, 1.0, tolerance=-1.0), ValueError, "tolerance must be"),
-    ):
-        with pytest.raises(error, match=message):
-            bad()
+SPINS, DATA = spins(3, 8), torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    (lambda: BinaryMemory(SPINS, 1), "rule .* got 1"),
+    (lambda: BinaryMemory(SPINS, "exp", rectified=False), "integer rule"),
+    (lambda: BinaryMemory(SPINS.long()), "patterns must be a floating"),
+    (lambda: BinaryMemory(SPINS[0]), r"patterns must have the shape \(P, N\)"),
+    (lambda: BinaryMemory(SPINS[:0]), "patterns must have the shape"),
+    (lambda: BinaryMemory(0.5 * SPINS), r"patterns must have .* \+1 and -1"),
+    (lambda: BinaryMemory(SPINS).retrieve(SPINS[:, :4]), "s must have 8 spins"),
+    (lambda: BinaryMemory(SPINS).retrieve(SPINS.float()), "s must be of dtype"),
+    (lambda: BinaryMemory(SPINS).retrieve(SPINS[0]), "s must have the shape"),
+    (lambda: fit_patterns(DATA.long(), 2, 1.0), "data must be a floating"),
+    (lambda: fit_patterns(DATA[0], 2, 1.0), "data must have the shape"),
+    (lambda: fit_patterns(DATA, 6, 1.0), "count must be at most the 5 rows"),
+    (lambda: fit_patterns(DATA, 2, 1.0, start=DATA), "start must have the shape"),
+    (lambda: fit_patterns(DATA, 2, 1.0, tolerance=-1.0), "tolerance must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_mistakes(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -176,25 +176,6 @@ def test_a_layer_that_contracts_and_its_gradients(norm: str) -> None:
     assert torch.autograd.gradcheck(value, (original.detach().clone().requires_grad_(),))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"module": 3}, TypeError, "module must be an nn.Module"),
-        (
-            {"only": "out"},
-            ValueError,
-            r"its layers of these kinds are \['inner', 'outer', 'skip.0'\]",
-        ),
-        ({"skip": [3]}, TypeError, "skip must be a pattern"),
-        ({"module": nn.LazyLinear(3)}, ValueError, "weight must be a parameter with numbers"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
-    given: dict[str, Any] = {"module": Cell()} | arguments
-    with pytest.raises(error, match=match):
-        apply_norm(given.pop("module"), **given)
-
-
 def test_weights_that_cannot_be_normed() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     apply_norm(model, only="0")
@@ -261,18 +242,6 @@ def test_radii_above_one_and_failing_models() -> None:
     with pytest.raises(RuntimeError, match="the model's own"):
         SpectralRadii(x)(layer)
     assert layer.observer is None and layer.training
-
-
-@pytest.mark.parametrize(
-    ("inputs", "options", "error", "match"),
-    [
-        ([1.0], {}, TypeError, "inputs must be a tensor"),
-        (torch.ones(0, 2), {}, ValueError, "inputs must hold at least one sample"),
-    ],
-)
-def test_wrong_records(inputs: Any, options: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        SpectralRadii(inputs, **options)
 
 
 # The fixed-point correction against torchdeq's, and its derivatives.
@@ -348,33 +317,6 @@ def test_states_on_the_way_are_those_of_shorter_solves() -> None:
     (found,) = torch.autograd.grad(second.sum(), x)
     (expected,) = torch.autograd.grad(shifted(second.detach(), x).sum(), x)
     torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match="numbers"):
-        states_at(layer, x, [3, 1])
-    with pytest.raises(TypeError, match="layer must be a DEQ"):
-        states_at(shifted, x, [1])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"states": []}, TypeError, "states must be a sequence of at least one"),
-        ({"states": torch.ones(2, 3)}, TypeError, "states must be a sequence"),
-        ({"weights": [1.0]}, ValueError, "weights must be 2 numbers like states, got 1"),
-        ({"loss": lambda z: 1.0}, TypeError, "loss must return a tensor"),
-        (
-            {"loss": lambda z: z[: int(z[0, 0] > 0)]},
-            TypeError,
-            "loss must return a tensor of one shape",
-        ),
-    ],
-)
-def test_wrong_arguments_of_correction(
-    arguments: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    given: dict[str, Any] = {"loss": torch.mean, "states": [torch.ones(2, 3), -torch.ones(2, 3)]}
-    given |= arguments
-    with pytest.raises(error, match=match):
-        fixed_point_correction(given.pop("loss"), given.pop("states"), **given)
 
 
 TIGHT = Tolerance(1e-12)
@@ -584,23 +526,6 @@ def test_the_penalty_and_the_radius_have_the_masks_of_the_solve() -> None:
         deq.jacobian_penalty(z[:2], x[:2])
 
 
-def test_wrong_uses() -> None:
-    for p, error in ((1, ValueError), (-0.1, ValueError), ("half", TypeError)):
-        with pytest.raises(error, match="p must be"):
-            VariationalDropout(p)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="shared must not hold 0"):
-        VariationalDropout(shared=0)
-    dropout = VariationalDropout()
-    with pytest.raises(RuntimeError, match="drops by the mask of a solve, and is in none"):
-        dropout(tokens())
-    with pytest.raises(RuntimeError, match="a closure hides it"):
-        DEQ.from_update(lambda z: 0.3 * dropout(z))(tokens())
-    with pytest.raises(ValueError, match="shared must fit h"):
-        VariationalDropout(shared=3)(tokens(), dropout_seeds(3))
-    with pytest.raises(ValueError, match="h must be batched along dim 0"):
-        dropout(tokens(), dropout_seeds(4))
-
-
 def test_dropout_that_a_closed_form_ignores_is_refused() -> None:
     """The energy is dropped from, its gradient in closed form is not: no solve of the thinned energy."""
 
@@ -648,3 +573,45 @@ def test_dropout_in_prepare_alone_is_dropout(compiled: bool) -> None:
     factor = (z - 0.5 * torch.tanh(z)) / x
     assert torch.allclose(factor, 2 * (factor > 1).to(factor), atol=1e-8)
     assert 0.2 < (factor > 1).double().mean() < 0.8
+
+
+# Mistakes, by what the error says.
+
+
+def dropped_in_a_closure() -> object:
+    dropout = VariationalDropout()
+    return DEQ.from_update(lambda z: 0.3 * dropout(z))(tokens())
+
+
+def corrected(message: str, **arguments: Any) -> tuple[Callable[[], object], str]:
+    given: dict[str, Any] = {"loss": torch.mean, "states": [torch.ones(2, 3), -torch.ones(2, 3)]}
+    return lambda: fixed_point_correction(**(given | arguments)), message
+
+
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    (lambda: apply_norm(3), "module must be an nn.Module"),  # type: ignore[arg-type]
+    (lambda: apply_norm(Cell(), only="out"), r"its layers of these kinds are \['inner', 'outer', 'skip.0'\]"),
+    (lambda: apply_norm(Cell(), skip=[3]), "skip must be a pattern"),  # type: ignore[list-item]
+    (lambda: apply_norm(nn.LazyLinear(3)), "weight must be a parameter with numbers"),
+    (lambda: SpectralRadii([1.0]), "inputs must be a tensor"),  # type: ignore[arg-type]
+    (lambda: SpectralRadii(torch.ones(0, 2)), "inputs must hold at least one sample"),
+    (lambda: states_at(DEQ.from_update(shifted), tokens(), [3, 1]), "numbers"),
+    (lambda: states_at(shifted, tokens(), [1]), "layer must be a DEQ"),  # type: ignore[arg-type]
+    corrected("states must be a sequence of at least one", states=[]),
+    corrected("states must be a sequence", states=torch.ones(2, 3)),
+    corrected("weights must be 2 numbers like states, got 1", weights=[1.0]),
+    corrected("loss must return a tensor", loss=lambda z: 1.0),
+    corrected("loss must return a tensor of one shape", loss=lambda z: z[: int(z[0, 0] > 0)]),
+    *[(lambda p=p: VariationalDropout(p), "p must be") for p in (1, -0.1, "half")],  # type: ignore[misc]
+    (lambda: VariationalDropout(shared=0), "shared must not hold 0"),
+    (lambda: VariationalDropout()(tokens()), "drops by the mask of a solve, and is in none"),
+    (dropped_in_a_closure, "a closure hides it"),
+    (lambda: VariationalDropout(shared=3)(tokens(), dropout_seeds(3)), "shared must fit h"),
+    (lambda: VariationalDropout()(tokens(), dropout_seeds(4)), "h must be batched along dim 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_mistakes(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        call()
