@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import solvers
-from implicit_attn.deq.preparing import prepare, prepare_plainly
 from implicit_attn.deq.problem import (
     Held,
     Map,
@@ -23,6 +22,8 @@ from implicit_attn.deq.problem import (
     check_inputs,
     flat,
     initial_state,
+    prepare,
+    prepare_plainly,
     prepares,
     refuse_sharded_parts,
 )
