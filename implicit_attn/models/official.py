@@ -134,7 +134,7 @@ class Entry(NamedTuple):
     Attributes:
         official: the official key.
         ours: our key; None: a constant of the official code, which ``write`` makes of any weight.
-        write, read: from ours to the official tensor, and back.
+        write, read: from ours to the official tensor, and back but for dimensions of size 1.
         part: of ours along its first dimension, where that holds several official weights.
     """
 
@@ -158,21 +158,18 @@ def entries(layout: OfficialLayout) -> list[Entry]:
 
 
 def _image_entries(layout: OfficialLayout) -> Iterator[Entry]:
+    # Our pixels are ordered by channel, row, column, the official ones by row, column, channel.
     shape = (layout.channels, layout.patch, layout.patch)
-    channels, rows, columns = shape
-
-    def pixels_last(weight: Tensor) -> Tensor:
-        """Pixels in our order, (channel, row, column), in the official one, (row, column, channel)."""
-        return weight.unflatten(-1, shape).movedim(-3, -1).flatten(-3)
-
-    def pixels_first(weight: Tensor) -> Tensor:
-        return weight.unflatten(-1, (rows, columns, channels)).movedim(-1, -3).flatten(-3)
-
-    yield Entry("cls_token", "class_token", lambda weight: weight[None, None], _first)
-    for name in ("weight", "bias"):
-        yield Entry(f"emb.0.{name}", f"embed.norm.{name}", pixels_last, pixels_first)
-    yield Entry("emb.1.weight", "embed.linear.weight", pixels_last, pixels_first)
+    order = torch.arange(math.prod(shape)).view(shape).movedim(0, -1).flatten()
+    back = order.argsort()
+    pixels = {"emb.0.weight": "embed.norm.weight", "emb.0.bias": "embed.norm.bias"}
+    pixels["emb.1.weight"] = "embed.linear.weight"
+    for theirs, ours in pixels.items():
+        yield Entry(
+            theirs, ours, lambda weight: weight[..., order], lambda weight: weight[..., back]
+        )
     yield from _plain({"emb.1": "embed.linear"}, "bias")
+    yield Entry("cls_token", "class_token", lambda weight: weight[None, None])
     yield from _plain({"emb.2": "embedding_norm", "fc.0": "norm", "fc.1": "head"})
     for layer in range(layout.layers):
         theirs, ours = f"enc.{layer}", f"backbone.layers.{layer}"
@@ -202,7 +199,7 @@ def _image_entries(layout: OfficialLayout) -> Iterator[Entry]:
 
 def _sudoku_entries(layout: OfficialLayout) -> Iterator[Entry]:
     if layout.positions == "learned":
-        yield Entry("pos_emb", "position", lambda weight: weight[None], _first)
+        yield Entry("pos_emb", "position", lambda weight: weight[None])
     for layer in range(layout.layers):
         theirs, ours = f"blocks.{layer}", f"backbone.layers.{layer}"
         yield from _layer_entries(theirs + ".attn", theirs, ours)
@@ -234,11 +231,6 @@ def _plain(keys: Mapping[str, str], *names: str) -> Iterator[Entry]:
 def _layer_entries(attention: str, theirs: str, ours: str) -> Iterator[Entry]:
     parts = {f"{attention}.qkv": "attention", f"{theirs}.mlp": "feedforward"}
     yield from _plain({key: f"{ours}.{n}.projection" for key, n in parts.items()}, "weight")
-
-
-def _first(weight: Tensor) -> Tensor:
-    """Without the leading dimensions of size 1 of a position or a class token."""
-    return weight[0, 0] if weight.shape[:2] == (1, 1) else weight[0]
 
 
 WRAPPERS = ("model_state_dict", "state_dict")  # in which the official checkpoints keep the weights
@@ -422,7 +414,7 @@ def load_official(
         for entry in table:
             if entry.ours is not None:
                 place = ours[entry.ours] if entry.part is None else ours[entry.ours][entry.part]
-                place.copy_(entry.read(weights[entry.official]))
+                place.copy_(entry.read(weights[entry.official]).view_as(place))
     return model.eval()
 
 
