@@ -17,7 +17,6 @@ from cases.deq import (
     DIM,
     EXACT,
     LAYERS,
-    Cell,
     energy,
     gradients,
     make,
@@ -92,25 +91,16 @@ def test_layer_called_twice_in_one_graph(name: str) -> None:
 )
 def test_both_modes_carry_a_gradient(training: bool, adjoint: Any) -> None:
     """Evaluation mode is for dropout and such; it says nothing about gradients."""
-    torch.manual_seed(0)
     options: dict[str, Any] = {} if adjoint is None else {"adjoint": adjoint}
-    layer = DEQ.from_update(
-        Cell().double(), tolerance=Tolerance(rtol=1e-12), max_steps=60, **options
-    ).train(training)
-    x = tokens().requires_grad_()
-    layer(x).square().sum().backward()
-    found = gradients(layer)
-    reference = make("update", **EXACT)
-    y = tokens().requires_grad_()
-    reference(y).square().sum().backward()
-    tight = not isinstance(adjoint, OneStep)
-    for key, gradient in gradients(reference).items():
-        assert found[key].abs().max() > 0
-        if tight:
-            assert relative_error(found[key], gradient) <= 1e-5, key
-    assert x.grad is not None and y.grad is not None
-    if tight:
-        assert relative_error(x.grad, y.grad) <= 1e-5
+    layer = make("update", tolerance=Tolerance(rtol=1e-12), max_steps=60, **options).train(training)
+    found = []
+    for each in (layer, make("update", **EXACT)):
+        x = tokens().requires_grad_()
+        given = [x, *each.parameters()]
+        found.append(torch.autograd.grad(each(x).square().sum(), given))
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 0
+        assert isinstance(adjoint, OneStep) or relative_error(one, other) <= 1e-5
 
 
 @each_layer
@@ -224,20 +214,12 @@ def padded(filling: float | None = None) -> Tensor:
 
 
 @each_masked
-def test_what_is_in_the_padding_does_not_matter(name: str, filling: float = 1e6) -> None:
-    layer = make(name, **CLOSE)
-    reference = layer(padded(), PADDING)
-    found = layer(padded(filling), PADDING)
-    torch.testing.assert_close(found[PADDING], reference[PADDING], rtol=1e-12, atol=1e-13)
-    assert torch.equal(found[~PADDING], padded(filling)[~PADDING])
-
-
-@each_masked
 def test_padded_equals_cropped(name: str) -> None:
-    """Every sample as if it were alone, with its padding cut off: values, steps and gradients."""
+    """Every sample as if it were alone, whatever is in its padding: values, steps and gradients."""
     layer = make(name, **CLOSE)
-    x = padded().requires_grad_()
+    x = padded(1e6).requires_grad_()
     solution = layer.solve(x, PADDING)
+    assert torch.equal(solution.value[~PADDING], x[~PADDING])
     solution.value[PADDING].pow(3).sum().backward()
     together = gradients(layer) | {"x": x.grad}
     layer.zero_grad()
