@@ -347,8 +347,8 @@ def test_an_energy_too_noisy_for_a_line_search_is_solved_by_plain_steps() -> Non
         attempt(Descent(energy), x, (), solver=s, max_steps=200) for s in (LBFGS(), None)
     )
     plain = attempt(Descent(energy), x, (), solver=Forward(), max_steps=200)
-    # Rounding ends some solves just above the tolerance.
-    assert min(int(each.converged.sum()) for each in (plain, default)) >= 58
+    assert plain.converged.sum() >= 58  # rounding may end some just above the tolerance
+    assert default.counts() == {"CONVERGED": 64}
     assert default.energy is not None and named.energy is not None
     assert (default.energy <= named.energy + 1e-4).all()
 
