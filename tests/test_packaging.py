@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import implicit_attn
-from cases.packaging import imported, unnamed
 from implicit_attn.optional import requirements
+from workers.distribution import imported, unnamed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("implicit_attn", "solvers")

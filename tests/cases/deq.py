@@ -1,14 +1,16 @@
-"""Small layers and inputs for the tests of the DEQ layer."""
+"""Small layers, models and inputs for the tests of the DEQ layer and of what is built with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from implicit_attn import DEQ, ActivationStep, Energy
+from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Couplings,
@@ -20,6 +22,7 @@ from implicit_attn.energies import (
     SoftmaxAttention,
     SpinInteraction,
 )
+from implicit_attn.models import BACKBONES, build_model
 from implicit_attn.updates import (
     KineticAttention,
     MeanFieldAttention,
@@ -155,3 +158,25 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     """Norm of the difference by the norm of the reference (1 where that is 0)."""
     scale = reference.double().norm().item() or 1.0
     return (value.double() - reference.double()).norm().item() / scale
+
+
+# --- classifiers of images -------------------------------------------------------------------------
+
+
+def specification(name: str, **options: Any) -> dict[str, Any]:
+    """Of a model for 8x8 images, 4 tokens of 8 features, two heads."""
+    backbone: dict[str, Any] = {"name": name, "dim": 8, "heads": 2, **options}
+    if name == "hyperset":
+        backbone = {"time_dim": 8, "initial_step": 0.1, **backbone}
+    shape = {"image_size": 8, "channels": 1, "classes": 10, "patch": 4}
+    return {"kind": "image-classifier", **shape, "readout": "mean", "backbone": backbone}
+
+
+def write_weights(path: Path, name: str, **options: Any) -> Path:
+    """A checkpoint of such a model as the examples write it, for the digits."""
+    torch.manual_seed(0)
+    wanted = specification(name, **{"iterations": 3} | options)
+    row = {"epoch": 1, "loss": 1.0, "evaluations": 4} if BACKBONES[name].solves else {}
+    settings = {"data": "digits", "model": wanted}
+    save_checkpoint(path, build_model(wanted), progress={"settings": settings, "history": [row]})
+    return path

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases.studies import specification, write_weights
+from cases.deq import specification, write_weights
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import images as cifar
 from implicit_attn.data import load_cifar10, read_idx, read_list, unique_puzzles

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases.triton import Case, Problem, dense, problem_of
+from cases.kernels import Case, Problem, dense, problem_of
 from fuzz.cases import Draw, valid
 from implicit_attn.kernels import (
     bisoftmax,

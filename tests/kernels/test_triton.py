@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.triton import TOLERANCE, Case, Problem, dense, problem_of, relative
+from cases.kernels import TOLERANCE, Case, Problem, dense, problem_of, relative
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.kernels.bi_softmax import ops
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from cases.studies import specification
+from cases.deq import specification
 from implicit_attn import DEQ, EquilibriumBlock, models
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import load

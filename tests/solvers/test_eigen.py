@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchdeq.loss import jac_reg
 
 import solvers
-from cases.linear import matrices, multiply, right_sides
+from cases.solves import matrices, multiply, right_sides
 from implicit_attn import DEQ
 from solvers import Implicit, jacobian_penalty
 from solvers.eigen import (

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.linear import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
+from cases.solves import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
 from solvers import (
     CG,
     GMRES,

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import solvers
-from cases.deq import make, tokens
-from cases.studies import image_subject, specification, write_weights
+from cases.deq import make, specification, tokens, write_weights
 from implicit_attn import DEQ, EquilibriumBlock, GradientStep, studies
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import FunctionEnergy, Quadratic
 from implicit_attn.models import build_model
 from implicit_attn.studies.extrapolating import relative_changes, stopping_times
 from implicit_attn.studies.study import Subject, subject_of
+from implicit_attn.updates.hyperset import ConditionedStepSizes
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
 STUDIES = {
@@ -29,6 +29,20 @@ STUDIES = {
     "paths": ({"starts": 1}, ["summary", "samples"]),
     "geometry": ({"iterations": 4}, ["energies", "heads"]),
 }
+
+
+def image_subject(name: str, **options: Any) -> Subject:
+    """An untrained model of this backbone with random images, float32."""
+    torch.manual_seed(0)
+    iterations = options.setdefault("iterations", 3)
+    model: nn.Module = build_model(specification(name, **options)).eval()
+    for module in model.modules():
+        if isinstance(module, ConditionedStepSizes):  # else time and state say nothing yet
+            nn.init.normal_(module.last.weight, std=0.02)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(12, 1, 8, 8, generator=generator)
+    labels = torch.randint(10, (12,), generator=generator)
+    return Subject(model, images, labels, iterations, name=name, title=f"random images, {name}")
 
 
 def bowl_layer(step_size: float = 1.0) -> DEQ:

@@ -1,3 +1,0 @@
-"""What the tests of a package share."""
-
-from __future__ import annotations

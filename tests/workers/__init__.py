@@ -1,3 +1,0 @@
-"""Programs that tests start as processes of their own."""
-
-from __future__ import annotations
