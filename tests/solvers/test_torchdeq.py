@@ -12,7 +12,7 @@ from torchdeq.solver import get_solver
 from torchdeq.solver.stat import SolverStat
 
 import solvers
-from cases import torchdeq_oracle as oracle
+from benchmarks import vs_torchdeq as oracle
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
 from problems.problem import residual_norms, rows
 from problems.zoo import make
