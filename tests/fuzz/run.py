@@ -21,15 +21,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 import torch
 
-from fuzz import adjoints, energies, fixed_points, kernels, linear
-from fuzz.cases import Failure, Family, run_case
+from fuzz import Failure, Family, energies, run_case, solves
 
 FAMILIES: dict[str, Family] = {
-    "fixed_points": fixed_points.check,
-    "energies": energies.check,
-    "linear": linear.check,
-    "adjoints": adjoints.check,
-    "kernels": kernels.check,
+    "fixed_points": solves.check_fixed_point,
+    "energies": energies.check_energy,
+    "linear": solves.check_linear,
+    "adjoints": solves.check_adjoint,
+    "kernels": energies.check_kernel,
 }
 
 

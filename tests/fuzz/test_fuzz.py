@@ -13,12 +13,7 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
     pytest.importorskip(module, reason="the examples need the extra [examples]")
 
 import solvers.adjoints.implicit as implicit  # noqa: E402
-from fuzz import run  # noqa: E402
-from fuzz.cases import (  # noqa: E402
-    Call,
-    Draw,
-    run_case,
-)
+from fuzz import Call, Draw, run, run_case  # noqa: E402
 from fuzz.run import FAMILIES  # noqa: E402
 from implicit_attn.kernels import reference  # noqa: E402
 from solvers.core.loop import Loop  # noqa: E402

@@ -1,4 +1,4 @@
-"""Random fixed-point problems, and what must hold of their solutions: residuals, statuses, counts.
+"""Random fixed points, their gradients, linear systems: what must hold of residuals, statuses, counts.
 
 A map works on vectors z (B, D) with parameters ``s`` (B, 1), ``b`` (B, D) of each sample and a matrix
 ``w`` (D, D) of all, in any dtype. ``terms`` are the magnitudes that its rounding errors are relative
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import solvers
-from fuzz.cases import DTYPES, Draw, norms, same, valid
+from fuzz import DTYPES, Call, Draw, norms, same, valid
 from solvers import Status
 from solvers.torchdeq_bridge import TorchDEQ
 
@@ -30,7 +30,7 @@ class Map(NamedTuple):
     f: Formula
     terms: Formula
     exact: Formula | None = None
-    elementwise: bool = False  # the same numbers in whatever batch
+    elementwise: bool = False  # of arithmetic alone: the same numbers in whatever batch
 
 
 def _linear_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ MAPS: dict[str, Map] = {
         lambda z, s, b, w: z.abs() + s.abs() * (z.abs() @ w.abs().T + b.abs())),
     "sqrt": Map(lambda z, s, b, w: torch.sqrt(s * z + b), _root_terms, elementwise=True),
     "log": Map(lambda z, s, b, w: s * torch.log(z) + b,
-        lambda z, s, b, w: s.abs() * (torch.log(z).abs() + 1) + b.abs(), elementwise=True),
+        lambda z, s, b, w: s.abs() * (torch.log(z).abs() + 1) + b.abs()),
     "exp": Map(lambda z, s, b, w: s * torch.exp(z) + b,
-        lambda z, s, b, w: s.abs() * torch.exp(z) + b.abs(), elementwise=True),
+        lambda z, s, b, w: s.abs() * torch.exp(z) + b.abs()),
     "logistic": Map(lambda z, s, b, w: s * z * (1 - z) + b,
         lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs(), elementwise=True),
     "cubic": Map(lambda z, s, b, w: z - s * z * z * z + b,
@@ -348,7 +348,7 @@ def _free(mask: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
 SMALL = torch.float32  # norms are accumulated in float32 or wider
 
 
-def check(draw: Draw) -> None:
+def check_fixed_point(draw: Draw) -> None:
     """One solve."""
     problem = draw_fixed_point(draw, energy=draw.chance(0.25))
     options = draw_options(draw, problem)
@@ -582,3 +582,292 @@ def compare_alone(
     draw.expect(
         apart <= 1.01 * reach / (1 - rate), "independence", f"{apart} > {reach}/(1 - {rate})"
     )
+
+
+# --- gradients through fixed points, by every adjoint, against dense formulas in float64 ------------
+
+# For ``z = f(z)`` with ``J = df/dz`` and the loss gradient g, implicit differentiation gives
+# ``p^T (I - J)^-T g`` for a parameter with ``p = df/dparameter``; ``steps`` phantom iterations of damping
+# t give ``t sum_k A^k`` with ``A = (1 - t) I + t J`` in place of the inverse.
+
+TIGHT = solvers.Tolerance(1e-11)
+
+
+def network(z: Tensor, b: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    """``s tanh(z w^T + b)`` for one sample (D,) or many (B, D)."""
+    return s * torch.tanh(z @ w.T + b)
+
+
+def check_adjoint(draw: Draw) -> None:
+    """One differentiated solve."""
+    batch, size = (
+        draw.note("B", draw.random.randint(1, 5)),
+        draw.note("D", draw.random.randint(1, 6)),
+    )
+    symmetric = draw.note("symmetric", draw.chance(0.2))
+    w = draw.normal(size, size)
+    w = w + w.T if symmetric else w
+    w = w / torch.linalg.matrix_norm(w, 2)
+    s = torch.rand(batch, 1, generator=draw.generator, dtype=w.dtype) * 0.9
+    b, z0, g = (draw.normal(batch, size) for _ in range(3))
+    lost = draw.note("lost", draw.chance(0.2) and batch > 1)
+    if lost:
+        b[0] = 1e200  # tanh makes one of it, and the map below NaN
+    mask = None
+    if not lost and size > 1 and draw.chance(0.2):
+        mask = draw.mask(batch, size)
+    kind = draw.choose("adjoint", ("implicit", "implicit", "phantom", "one step", "unrolled"))
+    adjoint = _adjoint(draw, kind)
+    random = draw.random
+    solver = random.choice((solvers.Forward(), solvers.Anderson(), solvers.Broyden()))
+    solver = draw.note("solver", solvers.Forward() if kind == "unrolled" else solver)
+    inputs = [t.requires_grad_() for t in (b, s, w)]
+
+    def f(z: Tensor, b: Tensor, s: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            z = torch.where(mask, z, 0.0)
+        value = network(z, b, s, w)
+        return torch.where(b > 1e100, torch.nan, value) if lost else value
+
+    options: dict[str, Any] = {
+        "solver": solver,
+        "tolerance": TIGHT,
+        "max_steps": 400,
+        "adjoint": adjoint,
+        "mask": mask,
+        "compact": draw.note("compact", lost or draw.chance(0.7)),
+        "on_failure": "ignore",
+    }
+    call = valid(draw, lambda: solvers.fixed_point(f, z0, (b, s, mask), **options), (z0, *inputs))
+    solution = call.result
+    if solution is None:
+        return
+    live = solution.converged
+    draw.expect(bool(live[1:].all()), "converges", f"{solution.status.tolist()}")
+    if not bool(live[1:].all()) or (not lost and not bool(live.all())):
+        return
+    if lost:
+        draw.expect(int(solution.status[0]) == solvers.Status.NONFINITE, "NONFINITE", "not said")
+        g = torch.cat([0 * g[:1], g[1:]]) if draw.chance(0.5) else g
+    whole = solution.value
+    draw.expect(whole.requires_grad, "gradient", "the value has none")
+    if not whole.requires_grad:
+        return
+    second = kind == "implicit" and not lost and draw.chance(0.3)
+    backward = Call(
+        draw, lambda: torch.autograd.grad((whole * g).sum(), inputs, create_graph=second)
+    )
+    if backward.error is not None:
+        draw.expect(False, "backward", f"{type(backward.error).__name__}: {backward.error}"[:300])
+        return
+    exact = _exact(solution.value.detach(), g, (b, s, w), mask, lost, adjoint)
+    for name, value, expected in zip("bsw", backward.result, exact, strict=True):
+        apart = float((value.detach() - expected).norm() / expected.norm().clamp_min(1e-6))
+        draw.expect(apart <= 1e-6, "gradient", f"of {name} is off by {apart:.3g}")
+    if second:
+        _check_second(draw, backward.result, inputs, (z0, g, mask))
+
+
+def _adjoint(draw: Draw, kind: str) -> solvers.Adjoint:
+    random = draw.random
+    if kind == "phantom":
+        steps, damping = random.randint(1, 6), random.uniform(0.2, 1.2)
+        return draw.note("kind", solvers.Phantom(steps, damping))
+    if kind == "unrolled":
+        return draw.note("kind", solvers.Unrolled(checkpoint=draw.chance(0.5)))
+    if kind == "one step":
+        return solvers.OneStep()
+    linear = random.choice((None, solvers.GMRES(10)))
+    return draw.note("kind", solvers.Implicit(linear, TIGHT, max_steps=100))
+
+
+def _exact(
+    z: Tensor, g: Tensor, inputs: Any, mask: Tensor | None, lost: bool, adjoint: solvers.Adjoint
+) -> list[Tensor]:
+    """Gradients of b, s and w by dense Jacobians; a lost sample has none."""
+    b, s, w = (t.detach() for t in inputs)
+    total_b, total_s, total_w = torch.zeros_like(b), torch.zeros_like(s), torch.zeros_like(w)
+    unit = torch.eye(z.shape[1], dtype=z.dtype)
+    for row in range(int(lost), len(z)):
+        free = unit[0] * 0 + 1 if mask is None else mask[row].to(z.dtype)
+
+        def step(z: Tensor, b: Tensor, s: Tensor, w: Tensor, free: Tensor = free) -> Tensor:
+            return free * network(free * z, b, s, w)
+
+        point = (z[row], b[row], s[row], w)
+        jacobian, *others = torch.autograd.functional.jacobian(step, point)
+        matrix = torch.linalg.inv(unit - jacobian).T
+        if isinstance(adjoint, (solvers.Phantom, solvers.OneStep)):
+            steps, damping = 1, 1.0
+            if isinstance(adjoint, solvers.Phantom):
+                steps, damping = adjoint.steps, adjoint.damping
+            once = (1 - damping) * unit + damping * jacobian
+            powers = [torch.linalg.matrix_power(once, k) for k in range(steps)]
+            matrix = damping * torch.stack(powers).sum(0).T
+        u = matrix @ (free * g[row])
+        total_b[row], total_s[row] = u @ others[0], u @ others[1]
+        total_w += torch.einsum("d,d...->...", u, others[2])
+    return [total_b, total_s, total_w]
+
+
+def _check_second(draw: Draw, first: Any, inputs: Any, constants: Any) -> None:
+    """A second derivative against that of 300 plain iterations."""
+    z0, g, mask = constants
+    b, s, w = inputs
+    seed = [draw.normal(*t.shape) for t in first]
+    total = torch.stack([(t * v).sum() for t, v in zip(first, seed, strict=True)]).sum()
+    call = Call(draw, lambda: torch.autograd.grad(total, inputs))
+    if call.error is not None:
+        draw.expect(False, "backward", f"second: {type(call.error).__name__}: {call.error}"[:300])
+        return
+    z = z0 if mask is None else torch.where(mask, z0, 0.0)
+    for _ in range(300):
+        z = network(z, b, s, w)
+        z = z if mask is None else torch.where(mask, z, 0.0)
+    g = g if mask is None else torch.where(mask, g, 0.0)
+    plain = torch.autograd.grad((z * g).sum(), inputs, create_graph=True)
+    total = torch.stack([(t * v).sum() for t, v in zip(plain, seed, strict=True)]).sum()
+    exact = torch.autograd.grad(total, inputs)
+    for name, value, expected in zip("bsw", call.result, exact, strict=True):
+        apart = float((value - expected).norm() / expected.norm().clamp_min(1e-4))
+        draw.expect(apart <= 1e-5, "second", f"derivative by {name} is off by {apart:.3g}")
+
+
+# --- linear systems by every Krylov method ---------------------------------------------------------
+
+MATRICES = (
+    "definite", "hard", "indefinite", "any", "singular", "zero", "identity", "nilpotent", "skew",
+)  # fmt: skip
+LINEAR_POWERS = {torch.float64: 60, torch.float32: 30, torch.bfloat16: 30, torch.float16: 6}
+
+
+def check_linear(draw: Draw) -> None:
+    """One system."""
+    dtype = draw.choose("dtype", DTYPES, (4, 4, 1, 1))
+    batch = draw.note("B", draw.random.randint(1, 6))
+    shape = draw.choose("shape", ((1,), (2,), (3,), (8,), (20,), (2, 3), ()))
+    size = max(1, torch.Size(shape).numel())
+    power = LINEAR_POWERS[dtype]
+    exponents = [draw.random.randint(-power, power) * draw.chance(0.3) for _ in range(2)]
+    scales = [2.0 ** draw.note(n, e) for n, e in zip("Ab", exponents, strict=True)]
+    matrix = torch.stack([_system(draw, size) for _ in range(batch)]) * scales[0]
+    matrix = matrix.to(dtype)
+    b = (draw.normal(batch, size) * scales[1]).to(dtype)
+    if draw.chance(0.2):
+        b[0] = draw.choose("first b", (0.0, torch.nan, torch.inf))
+    options = _linear_options(draw)
+    x0 = None
+    if draw.chance(0.3):
+        x0 = (draw.normal(batch, size) * min(scales[1] / scales[0], 1e3)).to(dtype)
+        draw.note("x0", "given")
+    tree = draw.note("pytree", draw.chance(0.2))
+
+    def wrap(vector: Tensor | None) -> Any:
+        if vector is None:
+            return None
+        whole = vector.reshape(batch, *shape)
+        return {"x": whole} if tree else whole
+
+    def matvec(v: Any, a: Tensor) -> Any:
+        leaf = pytree.tree_leaves(v)[0]
+        image = (a @ leaf.reshape(len(leaf), -1, 1)).reshape(leaf.shape)
+        return {"x": image} if tree else image
+
+    right, start = wrap(b), wrap(x0)
+    call = valid(
+        draw, lambda: solvers.solve_linear(matvec, right, x0=start, args=(matrix,), **options),
+        (right, start, matrix), allowed=solvers.SolveError,
+    )  # fmt: skip
+    solution = call.result
+    if isinstance(call.error, solvers.SolveError):
+        solution = call.error.solution
+    if solution is None:
+        return
+    failed = not bool(solution.converged.all())
+    raised = call.error is not None
+    draw.expect(raised == (failed and options["on_failure"] == "raise"), "policy", "raise")
+    warns = failed and options["on_failure"] == "warn"
+    draw.expect(len(call.warned) == int(warns), "policy", f"{len(call.warned)} warnings")
+    _check_linear_solution(draw, solution, matrix, b, options)
+
+
+def _system(draw: Draw, size: int) -> Tensor:
+    kind = draw.choose("matrix", MATRICES, (4, 1, 2, 3, 2, 0.3, 1, 1, 1))
+    a = draw.normal(size, size) / size**0.5
+    if kind == "definite":
+        return a @ a.T + 0.1 * torch.eye(size, dtype=a.dtype)
+    if kind == "hard":
+        return a @ torch.diag(torch.logspace(0, -10, size, dtype=a.dtype)) @ a.T
+    if kind == "indefinite":
+        return a + a.T
+    if kind == "singular":
+        return (
+            a[:, :1] @ a[:1] if draw.chance(0.5) else a @ torch.diag((a[0] > 0).to(a.dtype)) @ a.T
+        )
+    if kind == "identity":
+        return torch.eye(size, dtype=a.dtype)
+    if kind == "nilpotent":
+        return a.triu(1)
+    if kind == "skew":
+        return a - a.T
+    return 0 * a if kind == "zero" else a
+
+
+def _linear_options(draw: Draw) -> dict[str, Any]:
+    random = draw.random
+    kinds = [solvers.CG(), solvers.MINRES(), solvers.GMRES(random.choice((1, 2, 3, 5, 20)))]
+    rtol = draw.note("rtol", random.choice((1e-6, 1e-6, 1e-3, 1e-10, 0.0)))
+    atol = draw.note("atol", random.choice((0.0, 0.0, 0.0, 1e-3)))
+    return {
+        "solver": draw.note("solver", random.choice(kinds)),
+        "tolerance": solvers.Tolerance(rtol, atol),
+        "max_steps": draw.note("max_steps", random.choice((1, 2, 3, 4, 8, 30, 100))),
+        "compact": draw.note("compact", draw.chance(0.7)),
+        "on_failure": random.choice(("ignore", "ignore", "warn", "raise")),
+        "record": draw.chance(0.3),
+    }
+
+
+def _check_linear_solution(
+    draw: Draw, solution: solvers.Solution, matrix: Tensor, b: Tensor, options: dict[str, Any]
+) -> None:
+    """The residual at the value, by float64, and what the status says of it."""
+    batch, size = b.shape
+    x = pytree.tree_leaves(solution.value)[0].double().reshape(batch, size)
+    a, right, status = matrix.double(), b.double(), solution.status
+    draw.expect_rows(torch.isfinite(x).all(1), "finite value", x=x, status=status)
+    sound = torch.isfinite(right).all(1)
+    # In half precision the iterates of a singular system soon leave the range.
+    wide = b.dtype in (torch.float32, torch.float64)
+    large = norms(x) * torch.linalg.matrix_norm(a) > torch.finfo(b.dtype).max ** 0.4
+    # A method for symmetric matrices promises nothing for others.
+    symmetric = ((a - a.mT).abs() <= 8 * torch.finfo(b.dtype).eps * a.abs().amax()).all(2).all(1)
+    suits = symmetric | isinstance(options["solver"], solvers.GMRES)
+    broken = (status == Status.NONFINITE) & sound & ~large & wide & suits
+    draw.expect_rows(~broken, "NONFINITE", status=status)
+    draw.expect_rows(sound | (status == Status.NONFINITE), "not finite b", status=status)
+    residual = right - (a @ x[:, :, None])[:, :, 0]
+    true, reference = norms(residual), norms(right)
+    reported, tolerance = solution.residual_norm.double(), options["tolerance"]
+    eps = torch.finfo(b.dtype).eps
+    tiny = torch.finfo(b.dtype).smallest_normal * size
+    error = 50 * eps * (torch.linalg.matrix_norm(a) * norms(x) + reference) + tiny * (
+        1 + a.abs().sum((1, 2))
+    )
+    limit = (tolerance.rtol * reference).clamp_min(tolerance.atol)
+    told = {"status": status, "reported": reported, "true": true, "error": error}
+    met = true <= limit * 1.01 + error
+    draw.expect_rows(met | ~solution.converged, "CONVERGED", limit=limit, **told)
+    known = torch.isfinite(reported) & sound
+    right_norm = (reported - true).abs() <= error + 0.15 * torch.maximum(true, limit)
+    draw.expect_rows(right_norm | ~known, "residual_norm", limit=limit, **told)
+    draw.expect_rows(known | (status == Status.NONFINITE), "unknown residual", **told)
+    spent = solution.evaluations
+    draw.expect_rows(spent <= options["max_steps"], "max_steps", evaluations=spent, **told)
+    indefinite = status == Status.INDEFINITE
+    if bool(indefinite.any()):
+        part = a + a.mT
+        lowest = torch.linalg.eigvalsh(part).amin(1)
+        size_a = torch.linalg.matrix_norm(a)
+        bad = indefinite & symmetric & (lowest > 100 * eps * size_a * size + tiny)
+        draw.expect_rows(~bad, "INDEFINITE", lowest=lowest, **told)
