@@ -1,8 +1,9 @@
-"""The documents keep up with the code: their snippets run, the files and names in them exist."""
+"""The documents keep up with the code: their snippets and those of docstrings run, what they name exists."""
 
 from __future__ import annotations
 
 import configparser
+import doctest
 import importlib
 import logging
 import re
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import implicit_attn
+import solvers
 from implicit_attn import DEQ, Energy, Update, pretrained_models
 from implicit_attn.cli import COMMANDS
 from solvers import SolveWarning, Tolerance
@@ -271,3 +274,65 @@ def test_its_commands_exist(document: str) -> None:
     assert named <= STUDIES
     started = set(re.findall(r"implicit-attn (?:train|run) ([a-z][\w-]+)", text_of(document)))
     assert started <= PROGRAMS
+
+
+# --- docstrings ------------------------------------------------------------------------------------
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# The public objects that programs use most; each has an example.
+MOST_USED = (
+    implicit_attn.DEQ,
+    implicit_attn.EquilibriumBlock,
+    implicit_attn.Energy,
+    implicit_attn.GradientStep,
+    importlib.import_module("implicit_attn.energies").BiSoftmaxAttention,
+    importlib.import_module("implicit_attn.energies").ReLUFeedForward,
+    solvers.fixed_point,
+    solvers.solve_linear,
+    solvers.Tolerance,
+    solvers.Anderson,
+    solvers.Implicit,
+    solvers.Solution,
+)
+
+
+def modules_with_examples() -> list[str]:
+    paths = [path for name in ("solvers", "implicit_attn") for path in (ROOT / name).rglob("*.py")]
+    found = [path for path in sorted(paths) if ">>> " in path.read_text("utf-8")]
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in found]
+    return [".".join(part[:-1] if part[-1] == "__init__" else part) for part in parts]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_of_a_module_run(name: str) -> None:
+    """With the names of their module, torch and nn at hand."""
+    module = importlib.import_module(name)
+    scope = {**vars(module), "torch": torch, "nn": nn}
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=FLAGS)
+    report: list[str] = []
+    for test in finder.find(module, globs=scope):
+        torch.manual_seed(0)
+        runner.run(test, out=report.append)
+    assert runner.failures == 0, "".join(report)
+    assert runner.tries > 0
+
+
+@pytest.mark.parametrize("thing", MOST_USED, ids=lambda thing: thing.__name__)
+def test_what_is_used_most_has_an_example(thing: object) -> None:
+    assert ">>> " in (thing.__doc__ or "")
+
+
+# --- the page of defects ---------------------------------------------------------------------------
+
+
+def test_each_defect_has_a_number_and_a_test() -> None:
+    """The page lists A1 to A19, B1 to B6, ... in order; tests are marked with these names and no others."""
+    lines = {"A": 19, "B": 6, "C": 8, "D": 13, "E": 8}
+    stated = re.findall(r"^\| ([A-E]\d+) \|", text_of("docs/defects.md"), flags=re.M)
+    assert stated == [f"{part}{k + 1}" for part, count in lines.items() for k in range(count)]
+    marks = [
+        re.findall(r'"(\w+)"', arguments)
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for arguments in re.findall(r"\bmark\.defect\(([^)]*)\)", file.read_text("utf-8"))
+    ]
+    assert {name for names in marks for name in names} == set(stated)
