@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled, read_adjoint
-from solvers.adjoints.transforms import Transformed, refuse_in_transform
+from solvers.adjoints.transforms import refuse_in_transform, transformed_solution
 from solvers.compiled.evaluations import Evaluation
 from solvers.core.checks import (
     require_callable,
@@ -142,9 +142,9 @@ def fixed_point(
     adjoint = read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
-    _check_options(solver, max_steps, f, energy)
-    states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
-    _check_external(solver, energy is not None, record, callback)
+    states_at = _check_options(
+        solver, max_steps, f, energy, record, compact, callback, on_failure, states_at
+    )
     layout = Layout.of(z0)
     if in_transform():
         return _transformed(
@@ -157,10 +157,7 @@ def fixed_point(
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
 
-    solve = partial(
-        _solve, solver=solver, automatic=automatic, goal=goal, max_steps=max_steps, record=record,
-        callback=callback, states_at=states_at,
-    )  # fmt: skip
+    solve = Solving(solver, automatic, goal, max_steps, record, callback, states_at)
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:
@@ -198,7 +195,7 @@ def _transformed(
     refuse_in_transform(adjoint, record=record)
     # The same call, made where the tensors are ordinary ones.
     plain = partial(fixed_point, adjoint=None, **options)
-    return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
+    return transformed_solution(plain, adjoint, tolerance, compact, f, energy, z0, args, mask)
 
 
 def _unrolled(
@@ -228,36 +225,6 @@ def _default(f: object, energy: object) -> Solver:
     return _LBFGS if descends else _ANDERSON
 
 
-def _solve(
-    problem: Problem,
-    start: Tensor,
-    *,
-    solver: Solver,
-    automatic: bool,
-    goal: Goal,
-    max_steps: int,
-    record: bool,
-    callback: Callable[[Progress], object] | None,
-    states_at: Sequence[int],
-) -> Solution:
-    """The solution as a matrix (B, D), without gradients of its own.
-
-    Parametrised weights are constant during a solve and computed once. The solver's own algebra
-    runs without autocast, which Problem restores around f.
-    """
-
-    solving = Solving(solver, automatic, goal, max_steps, record, callback, states_at)
-    with constant_weights(), without_autocast(start.device.type):
-        if problem.programs is not None and not torch.is_grad_enabled():
-            _look_once(problem, start, goal)
-            # A program is of one size of batch: samples stay in it.
-            evaluation = Evaluation(problem, start)
-            problem = replace(problem, compiled=evaluation, compact=False)
-        if isinstance(solver, ExternalSolver):
-            return solver.run(problem, start, goal.tolerance, max_steps, states_at)
-        return solving(problem, start)
-
-
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
     """One ordinary evaluation of each kind, which refuses what no solve can serve."""
     programs = problem.programs
@@ -283,7 +250,11 @@ def _shares_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _check_options(solver: Solver, max_steps: object, f: object, energy: object) -> None:
+def _check_options(
+    solver: Solver, max_steps: int, f: object, energy: object, record: object, compact: object,
+    callback: object, on_failure: str, states_at: Any,
+) -> tuple[int, ...]:  # fmt: skip
+    """The numbers of ``states_at``, checked like the rest."""
     require_callable("f", f)
     require_callable("energy", energy, optional=True)
     require_count("max_steps", max_steps)
@@ -292,28 +263,18 @@ def _check_options(solver: Solver, max_steps: object, f: object, energy: object)
             f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
             "EnergyUpdate, for example solvers.Descent(energy)"
         )
-
-
-def _check_run(
-    record: object, compact: object, callback: object, on_failure: str, states_at: Any, max_steps: int
-) -> tuple[int, ...]:  # fmt: skip
-    """The numbers of ``states_at``, checked like the rest."""
     require_flag("compact", compact)
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
-    return require_increasing("states_at", states_at, high=max_steps, what="max_steps")
-
-
-def _check_external(solver: Solver, *options: object) -> None:
-    if not isinstance(solver, ExternalSolver):
-        return
-    names = ("energy", "record", "callback")
-    unknown = [name for name, given in zip(names, options, strict=True) if given]
-    if unknown:
+    numbers = require_increasing("states_at", states_at, high=max_steps, what="max_steps")
+    given = {"energy": energy is not None, "record": record, "callback": callback}
+    unknown = [name for name, value in given.items() if value]
+    if isinstance(solver, ExternalSolver) and unknown:
         raise ValueError(
             f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"
         )
+    return numbers
 
 
 def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
@@ -335,6 +296,8 @@ class Solving:
     """How :func:`solvers.fixed_point` solves a problem, with its options.
 
     ``automatic``: nobody has named the solver, so that samples which it gives up are tried again.
+    Parametrised weights are constant during a solve and computed once. The solver's own algebra runs without
+    autocast, which :class:`Problem` restores around f.
     """
 
     solver: Solver
@@ -346,19 +309,28 @@ class Solving:
     states_at: Sequence[int]
 
     def __call__(self, problem: Problem, start: Tensor) -> Solution:
-        """The solution from ``start`` (B, D)."""
-        with self.goal.watching():
-            first = problem.evaluate_first(start)
-        tolerance = self.goal.tolerance
-        solution = self._in_engine(problem, first, tolerance)
-        options = (self.max_steps, self.record, self.callback, self.states_at)
-        if solution is None:
-            loop = Loop(problem, first, self.solver, tolerance, *options)
-            del first  # the loop frees it when it has moved on
-            solution = loop.run()
-        if self.automatic:
-            rescue(problem, solution, tolerance, *options)
-        problem.check_last(solution.value)
+        """The solution (B, D) from ``start`` (B, D), without gradients of its own."""
+        with constant_weights(), without_autocast(start.device.type):
+            if problem.programs is not None and not torch.is_grad_enabled():
+                _look_once(problem, start, self.goal)
+                # A program is of one size of batch: samples stay in it.
+                evaluation = Evaluation(problem, start)
+                problem = replace(problem, compiled=evaluation, compact=False)
+            if isinstance(self.solver, ExternalSolver):
+                tolerance = self.goal.tolerance
+                return self.solver.run(problem, start, tolerance, self.max_steps, self.states_at)
+            with self.goal.watching():
+                first = problem.evaluate_first(start)
+            tolerance = self.goal.tolerance
+            solution = self._in_engine(problem, first, tolerance)
+            options = (self.max_steps, self.record, self.callback, self.states_at)
+            if solution is None:
+                loop = Loop(problem, first, self.solver, tolerance, *options)
+                del first  # the loop frees it when it has moved on
+                solution = loop.run()
+            if self.automatic:
+                rescue(problem, solution, tolerance, *options)
+            problem.check_last(solution.value)
         return solution
 
     def _in_engine(self, problem: Problem, first: Point, tolerance: Tolerance) -> Solution | None:

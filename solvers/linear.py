@@ -56,10 +56,6 @@ class System:
             self.reference = norm(b)
         self.b = b  # zero where the caller's is not finite
         # The residual norm at which a sample has converged; ``tolerance`` is in the caller's units.
-        if self.factor is None:
-            norms = self.reference.reshape(-1)
-            self.limit = tolerance.threshold(norms).reshape(-1, 1)
-            return
         norms = (self.reference * self.scale).squeeze(1)
         self.limit = tolerance.threshold(norms).unsqueeze(1) / self.scale
 

@@ -115,6 +115,18 @@ class Record:
     point: Tensor
     output: Tensor
 
+    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What autograd keeps for the backward pass, beside the value."""
+        return inputs
+
+    def gradients(self, value: Tensor, cotangent: Tensor) -> list[Tensor | None]:
+        """Those of the inputs."""
+        return first_derivative(self, cotangent)[1]
+
+    def recorded(self, value: Tensor, saved: list[Tensor]) -> tuple[Record, list[Tensor]]:
+        """The recording of which second derivatives are taken, and its inputs."""
+        return self, saved
+
 
 def record_at(problem: Problem, z: Tensor, system: AdjointSystem) -> Record:
     """``f`` recorded at the fixed point z (B, D)."""
@@ -151,18 +163,20 @@ class _ZeroDerivative(torch.autograd.Function):
 
 
 class _ImplicitValue(torch.autograd.Function):
-    """z -> z with the backward pass of the implicit function theorem.
+    """z -> z with the backward pass of the implicit function theorem, by a record or known inputs.
 
     Twice: the caller may change the first in place. The second, in the memory of the recording, is what
     second derivatives go through.
     """
 
     @staticmethod
-    def forward(ctx: Any, record: Record, z: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.record = record
+    def forward(
+        ctx: Any, source: Record | KnownInputs, z: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.source = source
         ctx.set_materialize_grads(False)
         own = z.detach()
-        ctx.save_for_backward(own, *inputs)
+        ctx.save_for_backward(own, *source.saved(inputs))
         return z.clone(), own
 
     @staticmethod
@@ -171,12 +185,12 @@ class _ImplicitValue(torch.autograd.Function):
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         cotangent = given[0] if len(given) == 1 else given[0] + given[1]
-        record: Record = ctx.record
-        value, *inputs = ctx.saved_tensors
+        value, *saved = ctx.saved_tensors  # none has been changed in place since
         if torch.is_grad_enabled():
+            record, inputs = ctx.source.recorded(value, saved)
             results = ImplicitGradient.apply(record, cotangent, value, *inputs)
         else:
-            results = first_derivative(record, cotangent)[1]
+            results = ctx.source.gradients(value, cotangent)
         return (None, None, *results)
 
 
@@ -267,35 +281,46 @@ def _inner(first: list[Tensor | None], second: tuple[Tensor, ...]) -> Tensor | N
 
 @dataclass
 class KnownInputs:
-    """Records an evaluation whose inputs are known: the arguments and the weights of a module.
+    """A compiled solve, whose inputs are known: the arguments and the weights of a module.
 
-    It stands in the place of a :class:`solvers.adjoints.capture.Recorder`.
+    It stands in the place of a :class:`Record`, and of the :class:`Recorder` of one: where the backward pass
+    is itself recorded it is the ordinary one, since compiled programs cannot be differentiated.
     """
 
     problem: Problem
     wanted: Wanted
     weights: Weights
+    system: AdjointSystem
     aliases: list[Tensor] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Tensor]:
         return self.wanted.inputs(self.problem.args, self.weights.tensors)
 
-    def tensors(self) -> list[Tensor]:
-        """All tensors that an evaluation reads."""
+    def saved(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors that an evaluation reads: to change one before the backward pass is an error."""
         leaves = leaves_of((self.problem.args, self.problem.mask))
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return [*found, *self.weights.tensors.values()]
 
-    def reading(self, tensors: Sequence[Tensor]) -> KnownInputs:
-        """The same with these in the place of :meth:`tensors`."""
-        given = iter(tensors)
+    def gradients(self, value: Tensor, cotangent: Tensor) -> list[Tensor | None]:
+        """Those of the inputs, by compiled programs."""
+        with constant_weights():
+            linear = Linearization(self.problem, value, self.wanted, self.weights)
+            u = self.system.solve(linear.product, cotangent, self.problem.symmetric)
+            return linear.gradients(u)
+
+    def recorded(self, value: Tensor, saved: list[Tensor]) -> tuple[Record, list[Tensor]]:
+        """An ordinary recording, with the tensors of :meth:`saved`, and its inputs."""
+        given = iter(saved)
         leaves, spec = pytree.tree_flatten((self.problem.args, self.problem.mask))
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, mask = pytree.tree_unflatten(leaves, spec)
-        weights = dict(zip(self.weights.tensors, given, strict=True))
+        weights = Weights(dict(zip(self.weights.tensors, given, strict=True)), self.weights.kind)
         problem = replace(self.problem, args=args, mask=mask)
-        return KnownInputs(problem, self.wanted, Weights(weights, self.weights.kind))
+        known = replace(self, problem=problem, weights=weights)
+        problem.programs.check_unchanged(weights)
+        return Record(self.system, known, *known.record(value)), known.inputs
 
     def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``point`` and ``output = f(point; aliases)``, (B, D) both."""
@@ -319,57 +344,6 @@ class KnownInputs:
 def compiled_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached, by compiled programs."""
     weights = problem.programs.weights()
-    wanted = Wanted.of(problem.args, weights.tensors)
-    known = KnownInputs(problem, wanted, weights)
+    known = KnownInputs(problem, Wanted.of(problem.args, weights.tensors), weights, system)
     inputs = known.inputs
-    return _CompiledValue.apply(known, system, z, *inputs)[0] if inputs else z
-
-
-def _record(known: KnownInputs, system: AdjointSystem, z: Tensor) -> Record:
-    known.problem.programs.check_unchanged(known.weights)
-    return Record(system, known, *known.record(z))
-
-
-class _CompiledValue(torch.autograd.Function):
-    """z -> z with the backward pass of the implicit function theorem; twice, as ``_ImplicitValue``.
-
-    Where the backward pass is itself recorded, it is the ordinary one: compiled programs cannot be
-    differentiated.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, known: KnownInputs, system: AdjointSystem, z: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.known, ctx.system = known, system
-        ctx.set_materialize_grads(False)
-        own = z.detach()
-        # All of them, so that what is changed in place before the backward pass is noticed.
-        ctx.save_for_backward(own, *known.tensors())
-        return z.clone(), own
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        given = [c for c in cotangents if c is not None]
-        if not given:
-            return (None,) * len(ctx.needs_input_grad)
-        cotangent = given[0] if len(given) == 1 else given[0] + given[1]
-        value, *tensors = ctx.saved_tensors  # none has been changed in place since
-        known, system = ctx.known, ctx.system
-        if torch.is_grad_enabled():
-            known = known.reading(tensors)
-            record = _record(known, system, value)
-            results = ImplicitGradient.apply(record, cotangent, value, *known.inputs)
-        else:
-            results = _gradients(known, system, value, cotangent)
-        return (None, None, None, *results)
-
-
-def _gradients(
-    known: KnownInputs, system: AdjointSystem, z: Tensor, cotangent: Tensor
-) -> list[Tensor | None]:
-    problem = known.problem
-    with constant_weights():
-        linear = Linearization(problem, z, known.wanted, known.weights)
-        u = system.solve(linear.product, cotangent, problem.symmetric)
-        return linear.gradients(u)
+    return _ImplicitValue.apply(known, z, *inputs)[0] if inputs else z

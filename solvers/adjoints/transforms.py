@@ -149,31 +149,6 @@ class Operation:
         return swap(self.f, pairs), energy, *pytree.tree_unflatten(leaves, self.tree)
 
 
-def transformed_value(operation: Operation, tensors: list[Any], attach: bool) -> dict[str, Any]:
-    """The fields of a :class:`Solution`, its value (B, D) with the implicit gradient if ``attach``.
-
-    Its states (B, D) have none.
-    """
-    names = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")
-    outputs = _Solve.apply(operation, *tensors)
-    found: dict[str, Any] = dict(zip(names, outputs, strict=False))
-    found["states"] = outputs[len(names) :] or None
-    if attach:
-        found["value"] = _Attach.apply(operation, found["value"], *tensors)[0]
-    if operation.energy is None and not isinstance(operation.f, EnergyUpdate):
-        found["energy"] = None
-    return found
-
-
-def refuse_forward_transforms() -> None:
-    """Raise NotImplementedError within ``torch.func.jvp``, ``jacfwd`` or ``hessian``."""
-    if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
-        raise NotImplementedError(
-            "forward-mode differentiation through a fixed point is not implemented; use reverse mode "
-            "(torch.func.grad, vjp, jacrev; jacrev(jacrev(f)) instead of hessian(f))"
-        )
-
-
 def _each(function: Any, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
     """The rule of ``vmap``: slice by slice, as weights that differ between slices need it."""
     slices = []
@@ -184,23 +159,18 @@ def _each(function: Any, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> A
     return stacked, (0,) * len(stacked)
 
 
+_FIELDS = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")
+
+
 class _Solve(torch.autograd.Function):
-    """The solution, without a derivative."""
+    """The ``_FIELDS`` of the solution and its states, (B, D) each, without a derivative."""
 
     @staticmethod
     def forward(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
         solution = operation.run(*operation.parts(tensors))
         energy = solution.residual if solution.energy is None else solution.energy
-        return (
-            solution.value,
-            solution.status,
-            solution.residual,
-            solution.residual_norm,
-            solution.steps,
-            solution.evaluations,
-            energy.clone(),
-            *(solution.states or ()),
-        )
+        found = [getattr(solution, name) for name in _FIELDS[:-1]]
+        return *found, energy.clone(), *(solution.states or ())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -282,11 +252,7 @@ class _Gradient(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         record, places = operation.records[int(ticket)]
         u, found = first_derivative(record, cotangent)
-        results = [torch.zeros_like(tensor) for tensor in tensors]
-        for place, gradient in zip(places, found, strict=True):
-            if gradient is not None:
-                results[place] = gradient
-        return u, *results
+        return u, *_placed(places, found, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -304,10 +270,15 @@ class _Gradient(torch.autograd.Function):
         return _each(_Gradient, info, in_dims, *inputs)
 
 
-NO_THIRD = (
-    "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() outside "
-    "of torch.func"
-)
+def _placed(
+    places: list[int], found: Sequence[Tensor | None], like: Sequence[Tensor]
+) -> list[Tensor]:
+    """What was ``found`` for tensors at their ``places`` among others, for which it is zero."""
+    results = [torch.zeros_like(tensor) for tensor in like]
+    for place, gradient in zip(places, found, strict=True):
+        if gradient is not None:
+            results[place] = gradient
+    return results
 
 
 class _Second(torch.autograd.Function):
@@ -325,12 +296,9 @@ class _Second(torch.autograd.Function):
         chosen = tuple(cotangents[place] for place in places)
         with torch.no_grad():
             along, by_value, *found = second_derivative(record, u, chosen)
-        results = [torch.zeros_like(tensor) for tensor in cotangents]
-        for place, gradient in zip(places, found, strict=True):
-            if gradient is not None:
-                results[place] = gradient
         assert along is not None
-        return along, torch.zeros_like(u) if by_value is None else by_value, *results
+        by_value = torch.zeros_like(u) if by_value is None else by_value
+        return along, by_value, *_placed(places, found, cotangents)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -338,87 +306,78 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        raise RuntimeError(NO_THIRD)
+        raise RuntimeError(
+            "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() "
+            "outside of torch.func"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         return _each(_Second, info, in_dims, *inputs)
 
 
-@dataclass(frozen=True)
-class Transformed:
+def transformed_solution(
+    solve: Callable[..., Solution], adjoint: Adjoint | None, tolerance: Tolerance | None, compact: bool,
+    f: Callable[..., Any], energy: Callable[..., Tensor] | None, z0: Any, args: tuple[Any, ...], mask: Any,
+) -> Solution:  # fmt: skip
     """One call of ``fixed_point`` whose tensors may be those of a transform.
 
     Args:
         solve: ``fixed_point`` without a gradient, ``solve(f, z0, args, energy=..., mask=...)``.
-        adjoint, tolerance, compact: those of the call.
+        adjoint, tolerance, compact, f, energy, z0, args, mask: those of the call.
     """
+    report, layout = AdjointReport(), Layout.of(z0)
 
-    solve: Callable[..., Solution]
-    adjoint: Adjoint | None
-    tolerance: Tolerance | None
-    compact: bool
+    def run(f: Any, energy: Any, z0: Any, args: Any, mask: Any) -> Solution:
+        solution = solve(f, z0, args, energy=energy, mask=mask)
+        vector = Layout.of(z0).vector
+        solution.value = vector(solution.value)
+        if solution.states is not None:
+            solution.states = tuple(vector(state) for state in solution.states)
+        return solution
 
-    def __call__(
-        self,
-        f: Callable[..., Any],
-        energy: Callable[..., Tensor] | None,
-        z0: Any,
-        args: tuple[Any, ...],
-        mask: Any,
-    ) -> Solution:
-        report = AdjointReport()
+    def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
+        assert isinstance(adjoint, Implicit)
+        problem = Problem.of(f, energy, z0, args, mask, compact)
+        chosen, _ = criterion(tolerance, value.dtype, problem.autocast)
+        return record_at(problem, value, adjoint.system(report, chosen, value.shape[0], None))
 
-        def run(f: Any, energy: Any, z0: Any, args: Any, mask: Any) -> Solution:
-            solution = self.solve(f, z0, args, energy=energy, mask=mask)
-            vector = Layout.of(z0).vector
-            solution.value = vector(solution.value)
-            if solution.states is not None:
-                solution.states = tuple(vector(state) for state in solution.states)
-            return solution
+    def evaluate(z0: Any, *args: Any) -> object:
+        joint = f.joint if isinstance(f, EnergyUpdate) else f
+        return joint(z0, *args), None if energy is None else energy(z0, *args)
 
-        def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
-            return self._record(Problem.of(f, energy, z0, args, mask, self.compact), value, report)
-
-        def evaluate(z0: Any, *args: Any) -> object:
-            joint = f.joint if isinstance(f, EnergyUpdate) else f
-            return joint(z0, *args), None if energy is None else energy(z0, *args)
-
-        leaves, tree = pytree.tree_flatten((z0, args, mask))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        captured = captured_by(evaluate, (z0, *args), tensors)
-        operation = Operation(f, energy, leaves, tree, captured, run, recorded, self.compact)
-        implicit = isinstance(self.adjoint, Implicit)
-        found = transformed_value(operation, [*tensors, *captured], attach=implicit)
-        near = self.adjoint
-        if isinstance(near, Implicit):
-            near = near.states or OneStep()
-        if isinstance(near, (Phantom, OneStep)):
-            problem = Problem.of(f, energy, z0, args, mask, self.compact)
-            states = found["states"]
-            gone = lost(found["status"], found["residual"])
-            found["states"] = states and tuple(
-                without_derivative(near.attach(problem, state), gone) for state in states
-            )
-            if not implicit:
-                found["value"] = near.attach(problem, found["value"])
-            found["value"] = without_derivative(found["value"], gone)
-        tree = Layout.of(z0).tree
-        found["value"] = tree(found["value"])
-        if found["states"] is not None:
-            found["states"] = tuple(tree(state) for state in found["states"])
-        return Solution(**found, adjoint=report)
-
-    def _record(self, problem: Problem, value: Tensor, report: AdjointReport) -> Record:
-        assert isinstance(self.adjoint, Implicit)
-        chosen, _ = criterion(self.tolerance, value.dtype, problem.autocast)
-        system = self.adjoint.system(report, chosen, value.shape[0], None)
-        return record_at(problem, value, system)
+    leaves, tree = pytree.tree_flatten((z0, args, mask))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    captured = captured_by(evaluate, (z0, *args), tensors)
+    operation = Operation(f, energy, leaves, tree, captured, run, recorded, compact)
+    outputs = _Solve.apply(operation, *tensors, *captured)
+    found: dict[str, Any] = dict(zip(_FIELDS, outputs, strict=False))
+    states = outputs[len(_FIELDS) :]
+    if energy is None and not isinstance(f, EnergyUpdate):
+        found["energy"] = None
+    near = adjoint
+    if isinstance(near, Implicit):
+        found["value"] = _Attach.apply(operation, found["value"], *tensors, *captured)[0]
+        near = near.states or OneStep()
+    if isinstance(near, (Phantom, OneStep)):
+        problem = Problem.of(f, energy, z0, args, mask, compact)
+        gone = lost(found["status"], found["residual"])
+        states = [without_derivative(near.attach(problem, state), gone) for state in states]
+        if not isinstance(adjoint, Implicit):
+            found["value"] = near.attach(problem, found["value"])
+        found["value"] = without_derivative(found["value"], gone)
+    found["value"] = layout.tree(found["value"])
+    found["states"] = tuple(layout.tree(state) for state in states) or None
+    return Solution(**found, adjoint=report)
 
 
 def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
     """Raise where a transform cannot pass: forward mode, a recorded or an unrolled solve."""
-    refuse_forward_transforms()
+    if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
+        raise NotImplementedError(
+            "forward-mode differentiation through a fixed point is not implemented; use reverse mode "
+            "(torch.func.grad, vjp, jacrev; jacrev(jacrev(f)) instead of hessian(f))"
+        )
     if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
         raise RuntimeError(
             "inside of torch.func's transforms fixed_point needs adjoint=Implicit(), Phantom(), "

@@ -287,9 +287,7 @@ class Programs:
             parts: the records.
             weights: those of the module, from :meth:`weights`.
         """
-        inputs = [tensor for part in parts for tensor in part.tensors]
-        inputs += weights.tensors.values()
-        which = (key, weights.kind, *[part.kind for part in parts])
+        inputs, which = _inputs(key, parts, weights)
         program = self.made.get(which)
         if program is None:
             with self._making(weights):
@@ -315,9 +313,7 @@ class Programs:
         What does not depend on that record is computed here, once. Each of the functions returns those
         tensors that ``wanted`` says of the record that ``function`` returns, whose skeleton comes, too.
         """
-        inputs = [tensor for part in parts for tensor in part.tensors]
-        inputs += weights.tensors.values()
-        which = (key, weights.kind, *[part.kind for part in parts])
+        inputs, which = _inputs(key, parts, weights)
         found = self.staged.get(which)
         if found is None:
             with self._making(weights):
@@ -332,10 +328,8 @@ class Programs:
         self, function: Callable[..., Any], key: Hashable, parts: Sequence[Packed], weights: Weights
     ) -> Any:
         """A record like ``function(*records)``, of tensors without data; found once."""
-        which = ("example", key, weights.kind, *[part.kind for part in parts])
+        inputs, which = _inputs(("example", key), parts, weights)
         if which not in self.staged:
-            inputs = [tensor for part in parts for tensor in part.tensors]
-            inputs += weights.tensors.values()
             with self._making(weights):
                 graph, _, after = self._traced(function, inputs, parts, weights)
                 outputs: Any = graph.graph.output_node().args[0]
@@ -447,6 +441,15 @@ class Programs:
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code belongs to its process.
         return vars(self) | {"made": {}, "staged": {}, "sizes": {}, "known": {}, "kinds": {}}
+
+
+def _inputs(
+    key: Hashable, parts: Sequence[Packed], weights: Weights
+) -> tuple[list[Tensor], Hashable]:
+    """All tensors that a program takes, and what it depends on beside them."""
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    kinds = [part.kind for part in parts]
+    return [*tensors, *weights.tensors.values()], (key, weights.kind, *kinds)
 
 
 class _Within(nn.Module):

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.modes import eager, parts_of
+from solvers.core.rows import Point
 
 
 def check_output(
@@ -162,23 +163,8 @@ class Draws:
         return not all(map(_same, self.states, now))
 
 
-class Evaluated(Protocol):
-    """What is compared of an evaluation at z (B, D)."""
-
-    @property
-    def z(self) -> Tensor: ...
-
-    @property
-    def residual(self) -> Tensor: ...
-
-    @property
-    def energy(self) -> Tensor | None: ...
-
-
 @torch.no_grad()
-def refuse_random(
-    evaluate: Callable[[Tensor], Evaluated], first: Evaluated, mask: Tensor | None
-) -> None:
+def refuse_random(evaluate: Callable[[Tensor], Point], first: Point, mask: Tensor | None) -> None:
     """Raise ValueError where f or the energy gives two answers at one point: that of ``first``, or others.
 
     For functions that have drawn random numbers; it is harmless where a seed is set first, or the
@@ -198,7 +184,7 @@ def refuse_random(
             raise ValueError(RANDOM)
 
 
-def _differ(first: Evaluated, second: Evaluated) -> bool:
+def _differ(first: Point, second: Point) -> bool:
     same = same_numbers(first.residual, second.residual)
     return not (same and same_numbers(first.energy, second.energy))
 

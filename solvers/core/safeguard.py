@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -110,15 +109,6 @@ LOST = 1e3  # far beyond FAR, and the energy fallen far: a sample that did not c
 AHEAD = 0.1  # ... unless what its force promises over |f(z)| is less than this share of the fall
 
 
-class Evaluated(Protocol):
-    """What is read of a point, see :class:`solvers.core.rows.Point`."""
-
-    norm: Tensor
-    reference: Tensor
-    energy: Tensor | None
-    gradient: Tensor | None
-
-
 @dataclass
 class Growth:
     """Per sample, where its energy takes it; tensors (n,).
@@ -136,7 +126,7 @@ class Growth:
     lost: Tensor  # bool, at the last accepted point, far away at a force near its peak
 
     @classmethod
-    def start(cls, point: Evaluated) -> Growth:
+    def start(cls, point: Point) -> Growth:
         """From the first evaluation, with its energy."""
         energy, force = _energy(point), _force(point)
         scale = torch.maximum(point.norm, point.reference).detach()
@@ -145,7 +135,7 @@ class Growth:
         much = LOST * (energy.abs() + force * scale)
         return cls(force, scale, scale, energy, much, torch.zeros_like(scale, dtype=torch.bool))
 
-    def note(self, point: Evaluated, taken: Tensor) -> Tensor | None:
+    def note(self, point: Point, taken: Tensor) -> Tensor | None:
         """Rows (n,) bool whose residual is small by growth alone; None where there are none.
 
         The rows ``taken`` have moved to ``point``. Far away ``f(z) - z`` is all rounding; the
@@ -167,17 +157,13 @@ class Growth:
         return near_peak
 
 
-def _energy(point: Evaluated) -> Tensor:
+def _energy(point: Point) -> Tensor:
     assert point.energy is not None
-    return point.energy.detach().to(_wide(point.energy))
+    return point.energy.detach().to(small_dtype(point.energy.dtype))
 
 
-def _force(point: Evaluated) -> Tensor:
+def _force(point: Point) -> Tensor:
     gradient = point.gradient
     if gradient is None:
         return point.norm.detach()
-    return torch.linalg.vector_norm(gradient.detach(), dim=1, dtype=_wide(gradient))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient.detach(), dim=1, dtype=small_dtype(gradient.dtype))
