@@ -31,9 +31,8 @@ from benchmarks.measure import table
 from benchmarks.step import B, part_step
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
-from problems import collected, zoo
+from problems import collected, residual_norms, rows, zoo
 from problems.collected import BUDGET, ROUNDING, TOLERANCE, Collected
-from problems.problem import residual_norms, rows
 from problems.zoo import ZooProblem
 
 # --- how many evaluations torchdeq's solvers need on the zoo ---------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from problems.problem import residual_norms
+from problems import residual_norms
 from problems.zoo import ZooProblem
 from solvers import LBFGS, Anderson, Broyden, EnergyUpdate, Forward, GradientDescent, Newton, Solver
 

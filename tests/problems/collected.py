@@ -1,7 +1,14 @@
-"""70 problems of other people's collections, in their own words: neither rescaled nor reordered."""
+"""Nonlinear systems of scipy's tests and of Moré, Garbow and Hillstrom, for the zoo; 70 collected problems.
+
+Each system takes x (B, n) to F(x) (B, n), row by row; each ``*_potential`` takes it to a function (B,) of
+which F is the gradient. scipy: optimize/tests/test_nonlin.py. MGH: J. Moré, B. Garbow, K. Hillstrom,
+"Testing unconstrained optimization software", ACM Trans. Math. Softw. 7 (1981) 17. The 70 problems are
+in their sources' own words: neither rescaled nor reordered.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +16,264 @@ from typing import Any, Literal
 
 import torch
 from scipy.special import lambertw
-from torch import Tensor
+from torch import Generator, Tensor
 
 import solvers
-from problems import systems as known
-from problems.systems import MGH, SCIPY
+from problems import Build, ZooProblem, newton, normal, root
+
+SCIPY = "scipy, optimize/tests/test_nonlin.py, problem {}"
+MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
+
+
+def cubic(x: Tensor) -> Tensor:
+    """scipy F with the sign turned: ``d x + 0.01 |x|^2 x``, d = (3, 2, 1.5, 1, 0.5)."""
+    diagonal = x.new_tensor([3.0, 2.0, 1.5, 1.0, 0.5])
+    return diagonal * x + 0.01 * (x * x).sum(1, keepdim=True) * x
+
+
+def cubic_potential(x: Tensor) -> Tensor:
+    """Potential of :func:`cubic`."""
+    diagonal = x.new_tensor([3.0, 2.0, 1.5, 1.0, 0.5])
+    square = (x * x).sum(1)
+    return 0.5 * (diagonal * x * x).sum(1) + 0.0025 * square * square
+
+
+def identity(x: Tensor) -> Tensor:
+    """scipy F2."""
+    return x
+
+
+def identity_potential(x: Tensor) -> Tensor:
+    """Potential of :func:`identity`."""
+    return 0.5 * (x * x).sum(1)
+
+
+def tridiagonal(x: Tensor) -> Tensor:
+    """scipy F3: ``A x - b``, A = tridiag(1, -2, 1), b = (1, 2, 3)."""
+    return shift_down(x) - 2 * x + shift_up(x) - x.new_tensor([1.0, 2.0, 3.0])
+
+
+def tridiagonal_potential(x: Tensor) -> Tensor:
+    """Potential of :func:`tridiagonal`."""
+    offset = x.new_tensor([1.0, 2.0, 3.0])
+    return 0.5 * (x * (tridiagonal(x) - offset)).sum(1)
+
+
+def powell_badly_scaled(x: Tensor) -> Tensor:
+    """scipy F4 and MGH 3: ``1e4 x1 x2 - 1``, ``exp(-x1) + exp(-x2) - 1.0001``."""
+    product = 1e4 * x[:, 0] * x[:, 1] - 1
+    return torch.stack([product, torch.exp(-x).sum(1) - 1.0001], 1)
+
+
+def pressure_network(x: Tensor) -> Tensor:
+    """Drops ``k x_i^2`` of four parallel pipes (k = 1/2) less the first one's; a total flow of 4."""
+    drop = 0.5 * x * x
+    return torch.cat([drop[:, 1:] - drop[:, :1], x.sum(1, keepdim=True) - 4], 1)
+
+
+def scipy_f6(x: Tensor) -> Tensor:
+    """scipy F6: ``-J0^-1 ((x1+3)(x2^5-7) + 18, sin(x2 exp(x1) - 1))``."""
+    first = (x[:, 0] + 3) * (x[:, 1] ** 5 - 7) + 18
+    second = torch.sin(x[:, 1] * torch.exp(x[:, 0]) - 1)
+    a, b, c, d = -4.256, 14.7, 0.8394989, 0.59964207
+    determinant = a * d - b * c
+    return -torch.stack([d * first - b * second, a * second - c * first], 1) / determinant
+
+
+def rosenbrock(x: Tensor) -> Tensor:
+    """MGH 1: ``10 (x_2 - x_1^2)``, ``1 - x_1``."""
+    return torch.stack([10 * (x[:, 1] - x[:, 0] ** 2), 1 - x[:, 0]], 1)
+
+
+def helical_valley(x: Tensor) -> Tensor:
+    """MGH 7: ``10 (x_3 - 10 theta)``, ``10 (r - 1)``, ``x_3``; theta in turns, from -1/4 to 3/4.
+
+    The paper's angle, atan(x2 / x1) with 1/2 added for negative x1, is cut along x1 = 0, x2 < 0.
+    """
+    radius = x[:, :2].norm(dim=1)
+    turns = torch.atan2(x[:, 1], x[:, 0]) / (2 * torch.pi)
+    turns = torch.where(turns < -0.25, turns + 1, turns)
+    return torch.stack([10 * (x[:, 2] - 10 * turns), 10 * (radius - 1), x[:, 2]], 1)
+
+
+def powell_singular(x: Tensor) -> Tensor:
+    """MGH 13: a root at 0 where the Jacobian has rank two."""
+    a, b, c, d = x.unbind(1)
+    last = 10**0.5 * (a - d) ** 2
+    return torch.stack([a + 10 * b, 5**0.5 * (c - d), (b - 2 * c) ** 2, last], 1)
+
+
+def trigonometric(x: Tensor) -> Tensor:
+    """MGH 26: ``n - sum cos x_j + i (1 - cos x_i) - sin x_i``."""
+    n = x.shape[1]
+    i = torch.arange(1, n + 1, dtype=x.dtype, device=x.device)
+    cosine = x.cos()
+    return n - cosine.sum(1, keepdim=True) + i * (1 - cosine) - x.sin()
+
+
+def brown_almost_linear(x: Tensor) -> Tensor:
+    """MGH 27: ``x_i + sum x_j - (n + 1)`` for i < n, ``prod x_j - 1``."""
+    linear = x + x.sum(1, keepdim=True) - (x.shape[1] + 1)
+    return torch.cat([linear[:, :-1], x.prod(1, keepdim=True) - 1], 1)
+
+
+def discrete_boundary_value(x: Tensor) -> Tensor:
+    """MGH 28: ``2 x_i - x_{i-1} - x_{i+1} + h^2 (x_i + t_i + 1)^3 / 2``."""
+    h, t = grid(x)
+    return 2 * x - shift_down(x) - shift_up(x) + h * h * (x + t + 1) ** 3 / 2
+
+
+def boundary_value_potential(x: Tensor) -> Tensor:
+    """Potential of :func:`discrete_boundary_value`."""
+    h, t = grid(x)
+    stiffness = 0.5 * (x * (2 * x - shift_down(x) - shift_up(x))).sum(1)
+    return stiffness + (h * h * (x + t + 1) ** 4 / 8).sum(1)
+
+
+def discrete_integral(x: Tensor) -> Tensor:
+    """MGH 29: the same boundary value problem through its Green's function."""
+    h, t = grid(x)
+    cube = (x + t + 1) ** 3
+    below = (t * cube).cumsum(1)
+    above = ((1 - t) * cube).flip(1).cumsum(1).flip(1) - (1 - t) * cube
+    return x + h / 2 * ((1 - t) * below + t * above)
+
+
+def broyden_tridiagonal(x: Tensor) -> Tensor:
+    """MGH 30: ``(3 - 2 x_i) x_i - x_{i-1} - 2 x_{i+1} + 1``."""
+    return (3 - 2 * x) * x - shift_down(x) - 2 * shift_up(x) + 1
+
+
+def broyden_banded(x: Tensor) -> Tensor:
+    """MGH 31: ``x_i (2 + 5 x_i^2) + 1 - sum_j x_j (1 + x_j)``, j from i-5 to i+1 without i."""
+    term = x * (1 + x)
+    padded = torch.nn.functional.pad(term, (5, 1))
+    window = padded.unfold(1, 7, 1).sum(2) - term
+    return x * (2 + 5 * x * x) + 1 - window
+
+
+def chebyquad(x: Tensor) -> Tensor:
+    """MGH 35: mean of the i-th Chebyshev polynomial of [0, 1] over the x_j less its integral."""
+    n = x.shape[1]
+    y = 2 * x - 1
+    previous, current = torch.ones_like(y), y
+    equations = []
+    for i in range(1, n + 1):
+        integral = 0.0 if i % 2 else -1.0 / (i * i - 1)
+        equations.append(current.mean(1) - integral)
+        previous, current = current, 2 * y * current - previous
+    return torch.stack(equations, 1)
+
+
+def grid(x: Tensor) -> tuple[float, Tensor]:
+    """Spacing ``h = 1 / (n + 1)`` and the points ``t_i = i h``."""
+    n = x.shape[1]
+    h = 1.0 / (n + 1)
+    return h, h * torch.arange(1, n + 1, dtype=x.dtype, device=x.device)
+
+
+def shift_down(x: Tensor) -> Tensor:
+    """``x_{i-1}``, zero at the edge."""
+    return torch.nn.functional.pad(x[:, :-1], (1, 0))
+
+
+def shift_up(x: Tensor) -> Tensor:
+    """``x_{i+1}``, zero at the edge."""
+    return torch.nn.functional.pad(x[:, 1:], (0, 1))
+
+
+def even(n: int) -> list[float]:
+    """``i / (n + 1)``."""
+    return [i / (n + 1) for i in range(1, n + 1)]
+
+
+def parabola(n: int) -> list[float]:
+    """``t_i (t_i - 1)``."""
+    return [t * (t - 1) for t in even(n)]
+
+
+def reordered(system: Callable[[Tensor], Tensor], *order: int) -> Callable[[Tensor], Tensor]:
+    """The equations of a system in another order, counted from 1; less than 0: with the sign turned."""
+
+    def moved(x: Tensor) -> Tensor:
+        equations = system(x).unbind(1)
+        return torch.stack([math.copysign(1, n) * equations[abs(n) - 1] for n in order], 1)
+
+    return moved
+
+
+BATCH = 4
+
+
+def posed(
+    source: str, system: Callable[[Tensor], Tensor], start: Sequence[float], factor: float, *,
+    origin: float = 0.0, potential: Callable[[Tensor], Tensor] | None = None,
+    solve: Callable[..., Tensor] | None = root, **other: Any,
+) -> Build:  # fmt: skip
+    """``f(z, origin) = z - factor F(z - origin)``, with ``factor V(z - origin)`` for V' = F.
+
+    ``solve=None`` says that the root is exactly 0; ``other`` are further fields of the problem.
+    """
+
+    def f(z: Tensor, origin: Tensor) -> Tensor:
+        return z - factor * system(z - origin)
+
+    def energy(z: Tensor, origin: Tensor) -> Tensor:
+        assert potential is not None
+        return factor * potential(z - origin)
+
+    def build(generator: Generator) -> ZooProblem:
+        first = torch.tensor(start, dtype=torch.float64)
+        noise = normal(generator, BATCH, len(start))
+        noise[0] = 0
+        moved = torch.full_like(noise, origin)
+        z0 = moved + first + 0.1 * first.abs().max() * noise
+
+        def reference() -> Tensor:
+            return moved.clone() if solve is None else solve(f, z0, (moved,))
+
+        return ZooProblem(
+            f=f, z0=z0, args=(moved,), symmetric=potential is not None, source=source,
+            reference=reference, energy=None if potential is None else energy, **other,
+        )  # fmt: skip
+
+    return build
+
+
+def from_plain(f: Callable[..., Tensor], z: Tensor, args: tuple[Tensor, ...]) -> Tensor:
+    """Newton's method from a point that 100 plain iterations found.
+
+    From the published start MINPACK's hybrid method ends in another root, or for the trigonometric
+    system in a minimum of |F| that is no root.
+    """
+    for _ in range(100):
+        z = f(z, *args)
+    return newton(f, z, args)
+
+
+BUILDS: dict[str, Build] = {
+    "scipy_F_cubic": posed(SCIPY.format("F"), cubic, 5 * [1.0], 0.4,
+        potential=cubic_potential, origin=1.0, solve=None),
+    "scipy_F2_identity": posed(SCIPY.format("F2"), identity, [1, 2, 3, 4, 5, 6], 0.5,
+        potential=identity_potential, origin=1.0, solve=None),
+    "scipy_F3_tridiagonal": posed(SCIPY.format("F3"), tridiagonal, [1, 2, 3], -0.5,
+        potential=tridiagonal_potential),
+    "scipy_F5_pressure_network": posed(SCIPY.format("F5"), reordered(pressure_network, 4, 1, 2, 3),
+        [2.0, 0, 2, 0], 0.25, solve=from_plain, unique=False),
+    "scipy_F6": posed(SCIPY.format("F6"), scipy_f6, [-0.5, 1.4], -0.8, unique=False),
+    "mgh_rosenbrock": posed(MGH.format(1), reordered(rosenbrock, -2, 1), [-1.2, 1.0], 0.1),
+    "mgh_trigonometric": posed(MGH.format(26), trigonometric, 10 * [0.1], -1.0,
+        origin=1.0, solve=from_plain, unique=False),
+    "mgh_brown_almost_linear": posed(MGH.format(27), brown_almost_linear, 10 * [0.5],
+        0.15, solve=from_plain, unique=False),
+    "mgh_discrete_boundary_value": posed(MGH.format(28), discrete_boundary_value,
+        parabola(10), 0.4, potential=boundary_value_potential),
+    "mgh_discrete_integral": posed(MGH.format(29), discrete_integral, parabola(10), 1.0),
+    "mgh_broyden_tridiagonal": posed(MGH.format(30), broyden_tridiagonal, 10 * [-1.0],
+        0.15, unique=False),
+    "mgh_broyden_banded": posed(MGH.format(31), broyden_banded, 10 * [-1.0], 0.1),
+}  # fmt: skip
+
 
 Kind = Literal["map", "system", "minimiser"]
 TOLERANCE = 1e-6
@@ -343,12 +603,6 @@ MAPS: list[Collected] = [
 MINPACK = MGH + ", as a square system in MINPACK's tests"
 
 
-def pressure_network(x: Tensor) -> Tensor:
-    """Drops ``k x_i^2`` of four parallel pipes (k = 1/2) less the first one's; a total flow of 4."""
-    drop = 0.5 * x * x
-    return torch.cat([drop[:, 1:] - drop[:, :1], x.sum(1, keepdim=True) - 4], 1)
-
-
 def root_example(x: Tensor) -> Tensor:
     """``x_1 + (x_1 - x_2)^3 / 2 - 1``, ``(x_2 - x_1)^3 / 2 + x_2``."""
     difference = x[:, 0] - x[:, 1]
@@ -361,17 +615,6 @@ def fsolve_example(x: Tensor) -> Tensor:
     return torch.stack([x[:, 0] * x[:, 1].cos() - 4, x[:, 0] * x[:, 1] - x[:, 1] - 5], 1)
 
 
-def rosenbrock(x: Tensor) -> Tensor:
-    """MGH 1: ``10 (x_2 - x_1^2)``, ``1 - x_1``."""
-    return torch.stack([10 * (x[:, 1] - x[:, 0] ** 2), 1 - x[:, 0]], 1)
-
-
-def helical_valley(x: Tensor) -> Tensor:
-    """MGH 7: ``10 (x_3 - 10 theta)``, ``10 (r - 1)``, ``x_3``; theta in turns, from -1/4 to 3/4."""
-    second, third, first = known.helical_valley(x).unbind(1)
-    return torch.stack([first, second, third], 1)
-
-
 def variably_dimensioned_system(x: Tensor) -> Tensor:
     """``x_k - 1 + k s (1 + 2 s^2)``, ``s = sum_j j (x_j - 1)``: half the gradient of MGH 25."""
     k = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)
@@ -382,24 +625,14 @@ def variably_dimensioned_system(x: Tensor) -> Tensor:
 _system = partial(Collected, "system")
 
 
-def even(n: int) -> list[float]:
-    """``i / (n + 1)``."""
-    return [i / (n + 1) for i in range(1, n + 1)]
-
-
-def parabola(n: int) -> list[float]:
-    """``t_i (t_i - 1)``."""
-    return [t * (t - 1) for t in even(n)]
-
-
 SYSTEMS: list[Collected] = [
-    _system("F", lambda x: -known.cubic(x), 5 * [1.0], SCIPY.format("F"), 5 * [0.0]),
-    _system("F2", known.identity, [1.0, 2, 3, 4, 5, 6], SCIPY.format("F2"), 6 * [0.0]),
-    _system("F3", known.tridiagonal, [1.0, 2, 3], SCIPY.format("F3"), [-2.5, -4.0, -3.5]),
-    _system("F4_powell", known.powell_badly_scaled, [-1.0, -2.0], SCIPY.format("F4_powell"),
+    _system("F", lambda x: -cubic(x), 5 * [1.0], SCIPY.format("F"), 5 * [0.0]),
+    _system("F2", identity, [1.0, 2, 3, 4, 5, 6], SCIPY.format("F2"), 6 * [0.0]),
+    _system("F3", tridiagonal, [1.0, 2, 3], SCIPY.format("F3"), [-2.5, -4.0, -3.5]),
+    _system("F4_powell", powell_badly_scaled, [-1.0, -2.0], SCIPY.format("F4_powell"),
         [1.0981593296999225e-05, 9.106146739866525]),
     _system("F5", pressure_network, [2.0, 0, 2, 0], SCIPY.format("F5"), 4 * [1.0]),
-    _system("F6", known.scipy_f6, [-0.5, 1.4], SCIPY.format("F6")),
+    _system("F6", scipy_f6, [-0.5, 1.4], SCIPY.format("F6")),
     _system("root_example", root_example, [0.0, 0.0],
         "scipy.optimize.root, the example of its documentation", [0.8411639019140096,
         0.1588360980859904]),
@@ -407,18 +640,18 @@ SYSTEMS: list[Collected] = [
         "scipy.optimize.fsolve, the example of its documentation", [6.50409711, 0.90841421]),
     _system("rosenbrock", rosenbrock, [-1.2, 1.0], MGH.format(1), [1.0, 1.0]),
     _system("helical_valley", helical_valley, [-1.0, 0, 0], MGH.format(7), [1.0, 0.0, 0.0]),
-    _system("powell_singular", known.powell_singular, [3.0, -1, 0, 1], MGH.format(13), 4 * [0.0]),
+    _system("powell_singular", powell_singular, [3.0, -1, 0, 1], MGH.format(13), 4 * [0.0]),
     _system("variably_dimensioned_10", variably_dimensioned_system, [1 - k / 10 for k in range(1, 11)],
         MINPACK.format(25), 10 * [1.0]),
-    _system("trigonometric_10", known.trigonometric, 10 * [0.1], MGH.format(26), 10 * [0.0]),
-    _system("brown_almost_linear_10", known.brown_almost_linear, 10 * [0.5], MGH.format(27),
+    _system("trigonometric_10", trigonometric, 10 * [0.1], MGH.format(26), 10 * [0.0]),
+    _system("brown_almost_linear_10", brown_almost_linear, 10 * [0.5], MGH.format(27),
         10 * [1.0]),
-    _system("boundary_value_10", known.discrete_boundary_value, parabola(10), MGH.format(28)),
-    _system("discrete_integral_10", known.discrete_integral, parabola(10), MGH.format(29)),
-    _system("broyden_tridiagonal_10", known.broyden_tridiagonal, 10 * [-1.0], MGH.format(30)),
-    _system("broyden_banded_10", known.broyden_banded, 10 * [-1.0], MGH.format(31)),
-    _system("chebyquad_5", known.chebyquad, even(5), MGH.format(35)),
-    _system("chebyquad_7", known.chebyquad, even(7), MGH.format(35)),
+    _system("boundary_value_10", discrete_boundary_value, parabola(10), MGH.format(28)),
+    _system("discrete_integral_10", discrete_integral, parabola(10), MGH.format(29)),
+    _system("broyden_tridiagonal_10", broyden_tridiagonal, 10 * [-1.0], MGH.format(30)),
+    _system("broyden_banded_10", broyden_banded, 10 * [-1.0], MGH.format(31)),
+    _system("chebyquad_5", chebyquad, even(5), MGH.format(35)),
+    _system("chebyquad_7", chebyquad, even(7), MGH.format(35)),
 ]  # fmt: skip
 
 
@@ -485,7 +718,7 @@ def _squares(
 MINIMISERS: list[Collected] = [
     _squares("rosenbrock", rosenbrock, [-1.2, 1.0], 1, [1.0, 1.0], 0.0),
     _squares("freudenstein_roth", freudenstein_roth, [0.5, -2.0], 2, [5.0, 4.0], 0.0),
-    _squares("powell_badly_scaled", known.powell_badly_scaled, [0.0, 1.0], 3,
+    _squares("powell_badly_scaled", powell_badly_scaled, [0.0, 1.0], 3,
         [1.0981593296999225e-05, 9.106146739866525], 0.0),
     _squares("brown_badly_scaled", brown_badly_scaled, [1.0, 1.0], 4, [1e6, 2e-6], 0.0),
     _squares("beale", beale, [1.0, 1.0], 5, [3.0, 0.5], 0.0),
@@ -495,7 +728,7 @@ MINIMISERS: list[Collected] = [
     _squares("gaussian", gaussian, [0.4, 1.0, 0.0], 9, None, 1.12793e-8),
     _squares("gulf", gulf, [5.0, 2.5, 0.15], 11, [50.0, 25.0, 1.5], 0.0),
     _squares("box_3d", box_3d, [0.0, 10.0, 20.0], 12, [1.0, 10.0, 1.0], 0.0),
-    _squares("powell_singular", known.powell_singular, [3.0, -1, 0, 1], 13, 4 * [0.0], 0.0),
+    _squares("powell_singular", powell_singular, [3.0, -1, 0, 1], 13, 4 * [0.0], 0.0),
     _squares("wood", wood, [-3.0, -1.0, -3.0, -1.0], 14, 4 * [1.0], 0.0),
     _squares("kowalik_osborne", kowalik_osborne, [0.25, 0.39, 0.415, 0.39], 15, None,
         3.07505e-4),
@@ -507,10 +740,10 @@ MINIMISERS: list[Collected] = [
     _squares("penalty_2_4", penalty_2, 4 * [0.5], 24, None, 9.37629e-6),
     _squares("variably_dimensioned_10", variably_dimensioned,
         [1 - k / 10 for k in range(1, 11)], 25, 10 * [1.0], 0.0),
-    _squares("trigonometric_10", known.trigonometric, 10 * [0.1], 26, 10 * [0.0], 0.0),
-    _squares("broyden_tridiagonal_10", known.broyden_tridiagonal, 10 * [-1.0], 30, None, 0.0),
-    _squares("broyden_banded_10", known.broyden_banded, 10 * [-1.0], 31, None, 0.0),
-    _squares("chebyquad_8", known.chebyquad, even(8), 35, None, 3.51687e-3),
+    _squares("trigonometric_10", trigonometric, 10 * [0.1], 26, 10 * [0.0], 0.0),
+    _squares("broyden_tridiagonal_10", broyden_tridiagonal, 10 * [-1.0], 30, None, 0.0),
+    _squares("broyden_banded_10", broyden_banded, 10 * [-1.0], 31, None, 0.0),
+    _squares("chebyquad_8", chebyquad, even(8), 35, None, 3.51687e-3),
     _minimiser("rosenbrock_5", rosenbrock_chain, [1.3, 0.7, 0.8, 1.9, 1.2],
         "scipy.optimize.minimize, the example of its documentation", 5 * [1.0], 0.0),
     _minimiser("maximum_entropy", maximum_entropy, [0.0, 0.0, 0.0],

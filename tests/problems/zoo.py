@@ -21,7 +21,7 @@ from scipy.optimize import brentq
 from torch import Generator, Tensor
 from torch.nn.functional import gelu, normalize
 
-from problems.problem import (
+from problems import (
     Build,
     Expect,
     ZooProblem,
@@ -35,8 +35,8 @@ from problems.problem import (
     orthogonal,
     uniform,
 )
-from problems.systems import BUILDS as SYSTEM_BUILDS
-from problems.systems import MGH, helical_valley, powell_singular
+from problems.collected import BUILDS as SYSTEM_BUILDS
+from problems.collected import MGH, helical_valley, powell_singular
 
 BATCH, DIM = 6, 40
 RADII = (0.5, 0.9, 0.98)

@@ -14,7 +14,7 @@ from torchdeq.solver.stat import SolverStat
 import solvers
 from benchmarks import vs_torchdeq as oracle
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
-from problems.problem import residual_norms, rows
+from problems import residual_norms, rows
 from problems.zoo import make
 from solvers import (
     Anderson,

@@ -1,8 +1,10 @@
-"""Statuses: honest on hopeless problems, in time, one sample at a time; the safeguard by an energy."""
+"""Statuses that are honest and in time, the safeguard by an energy, and books that balance."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,19 +12,39 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.solves import PLAIN, SOLVERS, Given, Plain, plain_batch, solve
-from problems.zoo import make
+from cases.solves import (
+    FEW,
+    PLAIN,
+    SOLVERS,
+    Counter,
+    EnergyCounter,
+    Given,
+    Plain,
+    plain_batch,
+    solve,
+)
+from problems import rows, scaled
+from problems.zoo import ZooProblem, affine, affine_energy, make, symmetric_matrix
 from solvers import (
+    CG,
+    GMRES,
     LBFGS,
+    MINRES,
     Anderson,
+    Broyden,
     Descent,
     Forward,
     GradientDescent,
+    Implicit,
+    LinearSolver,
+    Newton,
+    Progress,
     Solution,
     SolveError,
     Solver,
     SolveWarning,
     Status,
+    Tolerance,
     fixed_point,
 )
 
@@ -362,3 +384,383 @@ def test_far_minima_are_no_divergence(name: str) -> None:
     z = solution.value.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(energy(z).sum(), z)
     assert (gradient.norm(dim=1) <= 1.001e-4 * z.norm(dim=1)).all()
+
+
+MIXTURE = [
+    "linear_one_hard_sample", "tanh_gain_1.75", "energy_rosenbrock_10", "nan_from_start",
+    "transient_nan", "start_at_solution",
+]  # fmt: skip
+
+
+def counted(name: str, solver: str, max_steps: int, **options: Any) -> tuple[Solution, Tensor]:
+    """A solve without and a count of the times that each sample was seen by f."""
+    problem = make(name)
+    counter: Counter | EnergyCounter
+    if SOLVERS[solver].needs_energy:
+        counter = EnergyCounter(Given(problem), problem.batch)
+    else:
+        counter = Counter(Plain(problem), problem.batch)
+    solution = fixed_point(
+        counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver], tolerance=1e-6,
+        max_steps=max_steps, adjoint=None, on_failure="ignore", **options,
+    )  # fmt: skip
+    return solution, counter.seen
+
+
+@pytest.mark.parametrize("name", MIXTURE)
+@pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "newton"])
+def test_evaluations_are_the_times_that_f_saw_the_sample(solver: str, name: str) -> None:
+    if SOLVERS[solver].needs_energy and make(name).energy is None:
+        pytest.skip("a minimiser needs an energy")
+    solution, seen = counted(name, solver, 60)
+    assert solution.evaluations.tolist() == seen.tolist()
+    assert (solution.evaluations <= 60).all()
+
+
+def steep(z: Tensor, rate: Tensor, *_: Tensor) -> Tensor:
+    """``z - F(z)``, F(z) = rate z + z^3 - 1: large rates lead most methods astray, some samples at once."""
+    return z - (rate * z.roll(1, 1) + z**3 - 1)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("max_steps", [13, 400])
+@pytest.mark.parametrize("solver", [None, *FEW])
+def test_no_sample_is_in_more_calls_than_allowed(
+    solver: str | None, max_steps: int, compact: bool
+) -> None:
+    """In a batch that ends in pieces, second attempts included; what is uncompacted is all in each call."""
+    rate = torch.logspace(-0.5, 2.5, 40, dtype=torch.float64)[:, None].repeat(1, 6)
+    rate[1::2] *= -1
+    start = torch.linspace(-3, 3, 6, dtype=torch.float64).expand(40, 6) + 0.1
+    counter = Counter(steep, 40)
+    solution = fixed_point(
+        counter, start, (rate, counter.index), solver=None if solver is None else SOLVERS[solver],
+        tolerance=1e-9, max_steps=max_steps, adjoint=None, on_failure="ignore",
+        compact=compact, callback=lambda progress: None,
+    )  # fmt: skip
+    assert not solution.converged.all()
+    assert (counter.seen <= max_steps).all() and (solution.evaluations <= max_steps).all()
+    if not compact:
+        assert len(counter.sizes) <= max_steps
+
+
+class Passes(torch.autograd.Function):
+    """Identity that counts backward passes per row; ``note(rows)`` is told the sample numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, note: Callable[[], None]) -> Tensor:
+        ctx.note = note
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return grad_outputs[0].clone(), None
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 20, 60])
+def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
+    """One sample alone: evaluations of f and pullbacks, each counted inside f."""
+    problem = make("linear_symmetric_0.9")
+    matrix, offset = problem.args[0][:1], problem.args[1][:1]
+    calls, products = 0, 0
+
+    def note() -> None:
+        nonlocal products
+        products += 1
+
+    class Affine:
+        symmetric = True
+
+        def __call__(self, z: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return Passes.apply(torch.einsum("bmd,bd->bm", matrix, z) + offset, note)
+
+    solution = fixed_point(
+        Affine(), problem.z0[:1], (matrix, offset), solver=Newton(), max_steps=max_steps,
+        adjoint=None, on_failure="ignore", tolerance=1e-8,
+    )  # fmt: skip
+    assert int(solution.evaluations) <= max_steps
+    # f is called once more per direction to record its graph, never beyond the budget
+    assert calls <= max_steps
+    assert int(solution.evaluations) >= products + int(solution.steps)
+    assert products <= max_steps
+
+
+@pytest.mark.parametrize("name", MIXTURE)
+@pytest.mark.parametrize("solver", FEW)
+def test_the_trace_is_the_history(solver: str, name: str) -> None:
+    problem = make(name)
+    watched: list[Progress] = []
+    solution = solve(problem, solver, max_steps=40, record=True, callback=watched.append)
+    trace = solution.trace
+    assert trace is not None and trace.accepted is not None
+    columns = trace.residual.shape[1]
+    assert [each.evaluation for each in watched] == list(range(1, columns + 1))
+    for column, progress in enumerate(watched):
+        torch.testing.assert_close(progress.residual, trace.residual[:, column], equal_nan=True)
+        assert progress.running >= int((~trace.residual[:, column].isnan()).sum())
+    for sample in range(problem.batch):
+        own = trace.residual[sample]
+        accepted = trace.accepted[sample]
+        length = int(solution.evaluations[sample])
+        if solver == "newton":  # whose evaluations include products, which have no column
+            length = min(length, int((~own.isnan()).nonzero().max()) + 1 if accepted.any() else 1)
+        assert own[length:].isnan().all()
+        assert not accepted[length:].any()
+        taken = own[accepted]
+        best = float(taken[taken.isfinite()].min()) if bool(taken.isfinite().any()) else math.inf
+        assert float(solution.residual[sample]) == pytest.approx(best, rel=1e-12)
+    assert (solution.steps == trace.accepted.sum(1)).all()
+
+
+@pytest.mark.parametrize("name", ["runaway", "linear_expanding"])
+@pytest.mark.parametrize("solver", FEW)
+def test_watching_changes_nothing(solver: str, name: str) -> None:
+    problem = make(name)
+    quiet = solve(problem, solver, max_steps=120)
+    recorded = solve(problem, solver, max_steps=120, record=True)
+    watched = solve(problem, solver, max_steps=120, callback=lambda progress: None)
+    for other in (recorded, watched):
+        assert other.status.tolist() == quiet.status.tolist()
+        assert other.evaluations.tolist() == quiet.evaluations.tolist()
+        # The engine and the loop round differently, which a runaway amplifies without bound.
+        found, wanted = (each.value[quiet.converged] for each in (other, quiet))
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+# Short solves: over a hundred steps and more a rounding error may cost or save a step.
+NAMES = [
+    "kepler", "mgh_broyden_banded", "energy_bisoftmax_0.2_0.2", "transient_nan", "nan_from_start",
+    "start_at_solution", "runaway",
+]  # fmt: skip
+REJECTING = ["linear_expanding", "energy_double_wells"]
+
+
+def same(together: Solution, alone: list[Solution]) -> None:
+    """Statuses and costs equal, values equal within rounding that the solve has amplified.
+
+    Rounding may decide whether a runaway's extrapolation is taken, which is a step more or less.
+    """
+    evaluations = [int(each.evaluations) for each in alone]
+    assert together.evaluations.tolist() == evaluations
+    assert together.status.tolist() == [int(each.status) for each in alone]
+    steps = torch.cat([each.steps for each in alone])
+    assert (together.steps - steps).abs().max() <= 1
+    torch.testing.assert_close(
+        together.value, torch.cat([each.value for each in alone]), rtol=1e-5, atol=1e-7
+    )
+
+
+def one_by_one(problem: ZooProblem, solver: str, **options: object) -> list[Solution]:
+    return [
+        solve(rows(problem, torch.tensor([i])), solver, **options)  # type: ignore[arg-type]
+        for i in range(problem.batch)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_a_sample_alone_and_in_a_batch(solver: str, name: str) -> None:
+    problem = make(name)
+    if SOLVERS[solver].needs_energy and problem.energy is None:
+        pytest.skip("a minimiser needs an energy")
+    same(solve(problem, solver, max_steps=60), one_by_one(problem, solver, max_steps=60))
+
+
+@pytest.mark.parametrize("name", REJECTING)
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_a_safeguarded_sample_alone_and_in_a_batch(solver: str, name: str) -> None:
+    """Trials are rejected here, at other times in other samples."""
+    problem = make(name)
+    together = solve(problem, solver, max_steps=40, safeguarded=True)
+    same(together, one_by_one(problem, solver, max_steps=40, safeguarded=True))
+
+
+@pytest.mark.parametrize("solver", PLAIN)
+def test_compaction_changes_no_answer(solver: str) -> None:
+    problem = make("kepler")
+    small = solve(problem, solver, compact=True, max_steps=60)
+    whole = solve(problem, solver, compact=False, max_steps=60)
+    assert len(set(small.evaluations.tolist())) > 1
+    if solver == "newton":  # uncompacted, the products for one sample count for all
+        assert (small.evaluations <= whole.evaluations).all()
+    else:
+        assert small.evaluations.tolist() == whole.evaluations.tolist()
+    assert small.status.tolist() == whole.status.tolist()
+    torch.testing.assert_close(small.value, whole.value, rtol=1e-6, atol=1e-9)
+
+
+def easy_and_hard(easy: int) -> ZooProblem:
+    """``easy`` contractions with eigenvalues up to 0.2 and a last sample with 0.97."""
+    generator = torch.Generator().manual_seed(5)
+    eigenvalues = 0.3 * torch.rand(easy + 1, 24, generator=generator, dtype=torch.float64) - 0.1
+    eigenvalues[-1] *= 0.97 / 0.2
+    eigenvalues[-1, 0] = 0.97
+    matrix = symmetric_matrix(generator, eigenvalues)
+    offset = torch.randn(easy + 1, 24, generator=generator, dtype=torch.float64)
+    return ZooProblem(
+        name="easy_and_hard", f=affine, z0=torch.zeros_like(offset), args=(matrix, offset),
+        symmetric=True, converges_plain=True, expect="converges", source="", energy=affine_energy,
+    )  # fmt: skip
+
+
+def rows_seen(
+    problem: ZooProblem, solver: str, safeguarded: bool = False
+) -> tuple[Tensor, list[int]]:
+    """How often f saw each sample, finished ones included, and the sizes of its batches."""
+    energetic = safeguarded or SOLVERS[solver].needs_energy
+    counter: Counter | EnergyCounter
+    counter = (EnergyCounter(Given(problem), problem.batch) if energetic
+               else Counter(Plain(problem), problem.batch))  # fmt: skip
+    fixed_point(
+        counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver],
+        tolerance=1e-6, max_steps=1000, adjoint=None,
+    )  # fmt: skip
+    return counter.seen, counter.sizes
+
+
+@pytest.mark.parametrize("solver", ["anderson", "lbfgs"])
+def test_a_hard_sample_does_not_bill_the_easy_ones(solver: str) -> None:
+    problem = easy_and_hard(63)
+    seen, sizes = rows_seen(problem, solver)
+    alone = sum(
+        int(rows_seen(rows(problem, torch.tensor([i])), solver)[0].sum())
+        for i in range(problem.batch)
+    )
+    assert int(seen.sum()) == sum(sizes)
+    assert int(seen.sum()) <= 1.05 * alone
+    assert sizes[0] == 64
+    assert sizes[-1] < 8  # the easy ones have left
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_finished_samples_leave_a_small_batch_at_once(solver: str) -> None:
+    problem = make("start_at_solution")
+    seen, sizes = rows_seen(problem, solver)
+    assert sizes[0] == 5
+    assert sizes[1] == 3
+    assert seen[:2].tolist() == [1, 1]
+
+
+# Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.
+EXACT = [2.0**-10, 2.0**10]
+
+
+@pytest.mark.parametrize("factor", EXACT)
+@pytest.mark.parametrize("safeguarded", [False, True])
+@pytest.mark.parametrize("name", ["energy_rosenbrock_10", "linear_expanding"])
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_powers_of_two_change_nothing_at_all(
+    solver: str, name: str, safeguarded: bool, factor: float
+) -> None:
+    problem = make(name)
+    original = solve(problem, solver, safeguarded=safeguarded, max_steps=80)
+    other = solve(scaled(problem, factor), solver, safeguarded=safeguarded, max_steps=80)
+    assert other.evaluations.tolist() == original.evaluations.tolist()
+    assert other.status.tolist() == original.status.tolist()
+    assert torch.equal(other.value / factor, original.value)
+    assert torch.equal(other.residual, original.residual)
+
+
+@pytest.mark.parametrize("linear", [None, CG(), MINRES(), GMRES()])
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_scaled_loss_costs_the_same(factor: float, linear: LinearSolver | None) -> None:
+    """torchdeq's absolute backward tolerance is never met for a large loss in float32."""
+    problem = make("linear_symmetric_0.9", dtype=torch.float32)
+    matrix, offset = problem.args
+    offset.requires_grad_()
+    gradients, products = [], []
+    for scale in (1.0, factor):
+        solution = fixed_point(
+            problem.f, problem.z0, (matrix, offset), tolerance=1e-4,
+            max_steps=100, adjoint=Implicit(solver=linear),
+        )  # fmt: skip
+        loss = scale * solution.value.pow(3).sum()
+        gradients.append(torch.autograd.grad(loss, offset)[0] / scale)
+        report = solution.adjoint.solution
+        assert report is not None
+        assert bool(report.converged.all())
+        products.append(report.evaluations.tolist())
+    assert products[0] == products[1]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-3)
+
+
+SCALES = {torch.float32: [1e-36, 1e-25, 1.0, 1e35], torch.float64: [1e-300, 1e-161, 1.0, 1e300]}
+CASES = [(dtype, scale) for dtype, scales in SCALES.items() for scale in scales]
+
+
+@pytest.mark.defect("A4")
+@pytest.mark.parametrize(("dtype", "scale"), CASES)
+@pytest.mark.parametrize("solver", [Forward(), Anderson(), Broyden()], ids=repr)
+def test_converged_means_converged_at_any_magnitude(
+    solver: Solver, dtype: torch.dtype, scale: float
+) -> None:
+    b = torch.linspace(0.5, 1.5, 12, dtype=dtype).reshape(3, 4) * scale
+    solution = fixed_point(
+        lambda z, b: 0.5 * z + b, torch.zeros_like(b), (b,), solver=solver, on_failure="ignore"
+    )
+    value, b = solution.value.double() / scale, b.double() / scale
+    found = 0.5 * value + b
+    relative = (found - value).norm(dim=1) / found.norm(dim=1)
+    if isinstance(solver, Forward):
+        assert solution.converged.all()
+    assert (relative[solution.converged] <= 1.001e-4).all()
+    torch.testing.assert_close(solution.residual.double(), relative, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.defect("A4")
+def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
+    b = torch.full((2, 3), 1e-25)
+    solution = fixed_point(
+        lambda z, b: 0.5 * z + b, torch.zeros_like(b), (b,), solver=Forward(),
+        tolerance=Tolerance(rtol=0.0, atol=1e-28),
+    )  # fmt: skip
+    assert solution.converged.all()
+    assert ((0.5 * solution.value - b).double().norm(dim=1) <= 1e-28).all()
+
+
+def test_rows_that_are_not_finite_leave_the_others_their_norm() -> None:
+    def f(z: Tensor) -> Tensor:
+        return torch.where(z > 2, torch.nan, 0.5 * z)
+
+    solution = fixed_point(
+        f, torch.tensor([[1e-30], [3.0]]), solver=Forward(), on_failure="ignore", max_steps=2
+    )
+    assert solution.status.tolist() == [Status.MAX_STEPS, Status.NONFINITE]
+    torch.testing.assert_close(solution.residual_norm[0] * 1e30, torch.tensor(0.5))
+
+
+@pytest.mark.defect("C5")
+@pytest.mark.parametrize("memory", [2, 10])
+def test_a_basis_that_overflows_half_precision_is_not_heard_of(memory: int) -> None:
+    """Two finite residuals of opposite sign: their difference is infinite, and 0 times it NaN."""
+    z0 = torch.tensor([[2e4, 0.0, 1e4], [1e-3, 0.0, 1.0]]).half()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = fixed_point(
+            lambda z: -z, z0, solver=Anderson(memory=memory), on_failure="ignore", max_steps=30
+        )
+    assert solution.value.isfinite().all()
+
+
+def test_a_subnormal_state_has_its_own_residual() -> None:
+    start = torch.full((1, 4), 1e-310, dtype=torch.float64)
+    solution = fixed_point(
+        lambda z: 2 * z, start, solver=Forward(), max_steps=1, on_failure="ignore"
+    )
+    assert float(solution.residual) == pytest.approx(0.5, rel=1e-6)  # |2z - z| / |2z|
+
+
+def test_a_norm_out_of_range_changes_no_other_sample() -> None:
+    """In bfloat16, where z + (f(z) - z) is f(z) but for a rounding of half a percent."""
+    z = torch.tensor([[1.0, 1.703125, -0.5], [1e-30, 1e-30, 1e-30]], dtype=torch.bfloat16)
+
+    def f(z: Tensor) -> Tensor:
+        return z * 0.0142822265625
+
+    options = {"solver": Forward(), "max_steps": 1, "on_failure": "ignore", "adjoint": None}
+    both, alone = fixed_point(f, z, **options), fixed_point(f, z[:1], **options)
+    assert float(both.residual[0]) == pytest.approx(float(alone.residual[0]), rel=1e-6)
