@@ -141,7 +141,10 @@ def fixed_point(
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
     adjoint = read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
-    automatic, solver = solver is None, _default(f, energy) if solver is None else solver
+    automatic = solver is None
+    if solver is None:
+        descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
+        solver = _LBFGS if descends else _ANDERSON
     states_at = _check_options(
         solver, max_steps, f, energy, record, compact, callback, on_failure, states_at
     )
@@ -218,11 +221,6 @@ def _unrolled(
         solution = Loop(plain, first, solver, limit, max_steps, states_at=states_at).run()
     _as_trees(solution, problem.layout)
     return solution
-
-
-def _default(f: object, energy: object) -> Solver:
-    descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-    return _LBFGS if descends else _ANDERSON
 
 
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:

@@ -324,13 +324,7 @@ class KnownInputs:
 
     def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``point`` and ``output = f(point; aliases)``, (B, D) both."""
-        leaves, spec = pytree.tree_flatten(self.problem.args)
-        for number in self.wanted.leaves:
-            leaves[number] = leaves[number].detach().requires_grad_()
-        weights = {name: weight.detach() for name, weight in self.weights.tensors.items()}
-        for name in self.wanted.weights:
-            weights[name].requires_grad_()
-        args = pytree.tree_unflatten(leaves, spec)
+        args, weights = self.wanted.opened(self.problem.args, self.weights.tensors)
         self.aliases = self.wanted.inputs(args, weights)
         programs = self.problem.programs
         point = z.detach().requires_grad_()

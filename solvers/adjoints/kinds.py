@@ -113,7 +113,7 @@ class Implicit(Adjoint):
             return value(part, z, system)
 
         _attach_states(self.states or OneStep(), problem, solution, start)
-        return differentiate(problem, solution, start.detach(), failed(solution), attach)
+        return differentiate(problem, solution, start.detach(), lost(solution), attach)
 
     def system(
         self,
@@ -215,7 +215,7 @@ class Phantom(Adjoint):
             return self.attach(part, anchor)
 
         _attach_states(self, problem, solution, start)
-        return differentiate(problem, solution, start.detach(), failed(solution), attach)
+        return differentiate(problem, solution, start.detach(), lost(solution), attach)
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """``anchor`` (B, D) with the gradient of the iterations from it."""
@@ -236,7 +236,7 @@ def _attach_states(
         return adjoint.attach(part, anchor)
 
     each: list[Attach] = [attach] * len(solution.states)
-    differentiate_states(problem, solution, start.detach(), failed(solution), each)
+    differentiate_states(problem, solution, start.detach(), lost(solution), each)
 
 
 class _WithDerivative(torch.autograd.Function):
@@ -335,12 +335,7 @@ def no_evaluation(solution: Solution) -> Tensor | None:
     return ~torch.isfinite(solution.residual)
 
 
-def failed(solution: Solution) -> Tensor:
+def lost(solution: Solution) -> Tensor:
     """Samples (B,) that are nowhere near a fixed point: there is nothing to differentiate."""
-    return lost(solution.status, solution.residual)
-
-
-def lost(status: Tensor, residual: Tensor) -> Tensor:
-    """:func:`failed` of the status and the residual (B,)."""
-    away = (status == Status.DIVERGED) | (status == Status.NONFINITE)
-    return away | ~torch.isfinite(residual)
+    away = (solution.status == Status.DIVERGED) | (solution.status == Status.NONFINITE)
+    return away | ~torch.isfinite(solution.residual)

@@ -361,7 +361,7 @@ def transformed_solution(
         near = near.states or OneStep()
     if isinstance(near, (Phantom, OneStep)):
         problem = Problem.of(f, energy, z0, args, mask, compact)
-        gone = lost(found["status"], found["residual"])
+        gone = lost(Solution(**found))
         states = [without_derivative(near.attach(problem, state), gone) for state in states]
         if not isinstance(adjoint, Implicit):
             found["value"] = near.attach(problem, found["value"])

@@ -163,6 +163,16 @@ class Wanted:
             tuple(name for name, weight in weights.items() if weight.requires_grad),
         )
 
+    def opened(self, args: Any, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """Arguments and weights, of which those that are wanted are new leaves that require a gradient."""
+        leaves, spec = pytree.tree_flatten(args)
+        for number in self.leaves:
+            leaves[number] = leaves[number].detach().requires_grad_()
+        weights = dict(weights)
+        for name in self.weights:
+            weights[name] = weights[name].detach().requires_grad_()
+        return pytree.tree_unflatten(leaves, spec), weights
+
     def inputs(self, args: Any, weights: dict[str, Tensor]) -> list[Tensor]:
         leaves = leaves_of(args)
         return [leaves[n] for n in self.leaves] + [weights[name] for name in self.weights]
@@ -226,13 +236,7 @@ class Linearization:
     def _images(self, u: Tensor, z: Tensor, given: Given) -> list[Tensor | None]:
         """``J(z)^T u`` and ``(df/dinput)^T u``, within a program."""
         own, programs = given.problem(self.problem), self.programs
-        leaves, spec = pytree.tree_flatten(own.args)
-        for number in self.wanted.leaves:
-            leaves[number] = leaves[number].detach().requires_grad_()
-        weights = programs.traced_weights()
-        for name in self.wanted.weights:
-            weights[name] = weights[name].detach().requires_grad_()
-        args = pytree.tree_unflatten(leaves, spec)
+        args, weights = self.wanted.opened(own.args, programs.traced_weights())
         with torch.enable_grad(), constant_weights():
             point = z.detach().requires_grad_()
             output = programs.within(weights, replace(own, args=args).masked_map, point)

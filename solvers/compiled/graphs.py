@@ -183,14 +183,6 @@ class Part:
     examples: list[Tensor]
 
 
-@dataclass(frozen=True)
-class Split:
-    """``first`` computes what is saved; each of ``then`` takes varying inputs, others, and what is saved."""
-
-    first: Part
-    then: tuple[Part, ...]
-
-
 @dataclass
 class Bound:
     """A second part as a function of the varying inputs alone; it holds all else that it takes."""
@@ -230,13 +222,12 @@ def made(
     """A graph split by :func:`split` and its parts ``compiled``; ``wanted`` says slices of its outputs."""
     whole = with_slopes(functional(whole, examples), examples)
     outputs = range(len(whole.graph.output_node().args[0]))  # type: ignore[arg-type]
-    parts = split(whole, examples, varying, [outputs[chosen] for chosen in wanted])
-    first = parts.first
+    first, then = split(whole, examples, varying, [outputs[chosen] for chosen in wanted])
     return Stages(
         compiled(first.graph, first.examples) if first.graph.graph.output_node().args[0] else None,
         first.inputs,
-        tuple(compiled(part.graph, part.examples) for part in parts.then),
-        tuple(part.inputs for part in parts.then),
+        tuple(compiled(part.graph, part.examples) for part in then),
+        tuple(part.inputs for part in then),
     )
 
 
@@ -245,8 +236,10 @@ def split(
     examples: Sequence[Tensor],
     varying: Sequence[int],
     wanted: Sequence[Sequence[int]],
-) -> Split:
+) -> tuple[Part, list[Part]]:
     """Split a graph by what depends on the ``varying`` inputs.
+
+    The first part computes what is saved; each of the others takes varying inputs, others, and what is saved.
 
     Args:
         whole: a graph of operators that write to nothing, one output node with a list.
@@ -287,7 +280,7 @@ def split(
         part([outputs[n] for n in chosen], need.copied, [*heads, *saved])
         for chosen, need in zip(wanted, needs, strict=True)
     ]
-    return Split(first, tuple(then))
+    return first, then
 
 
 @dataclass(frozen=True)

@@ -270,9 +270,8 @@ class Programs:
     def check_unchanged(self, weights: Weights) -> None:
         """Raise RuntimeError where the module is another one than that of ``weights`` was."""
         if self._read().kind != weights.kind:
-            name = type(self.module).__name__
             raise RuntimeError(
-                f"{name} was changed between a compiled solve and its backward pass, in its mode or an "
+                f"{self.name} was changed between a compiled solve and its backward pass, in its mode or an "
                 "attribute: change it after backward()"
             )
 
@@ -364,10 +363,6 @@ class Programs:
         """The map ``f`` of a solve with the clone in the place of the module."""
         return f.on(self.clone)
 
-    def map_key(self, f: Any) -> Hashable:
-        """What an evaluation of ``f`` depends on beside tensors and the module."""
-        return f.static_key()
-
     def traced_weights(self) -> dict[str, Tensor]:
         """The weights that the clone has now."""
         assert self.clone is not None
@@ -388,7 +383,7 @@ class Programs:
         number = len(self.made) + len(self.staged)
         if number >= MOST:
             self._forget()
-        _LOG.info("compiling program %d of %s", number + 1, type(self.module).__name__)
+        _LOG.info("compiling program %d of %s", number + 1, self.name)
         try:
             with self.cloned():
                 yield

@@ -354,9 +354,9 @@ class Problem:
         )
 
     def static_key(self) -> tuple[Any, ...]:
-        """What a compiled evaluation depends on beside tensors; ``programs`` know the part of ``f``."""
-        own = self.programs.map_key(self.f)
-        return (own, self.layout, self.autocast, self.symmetric, self.has_energy)
+        """What a compiled evaluation depends on beside tensors and the module that ``programs`` read."""
+        own: Any = self.f  # a map that can be compiled
+        return (own.static_key(), self.layout, self.autocast, self.symmetric, self.has_energy)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.

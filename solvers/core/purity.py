@@ -159,8 +159,8 @@ class Draws:
 
     def any(self) -> bool:
         """Whether random numbers have been drawn since."""
-        now = _random_state(self.device)
-        return not all(map(_same, self.states, now))
+        (own, *others), (now, *others_now) = self.states, _random_state(self.device)
+        return not torch.equal(own, now) or others != others_now
 
 
 @torch.no_grad()
@@ -237,12 +237,6 @@ def _random_state(device: torch.device) -> list[Any]:
         generator = torch.cuda.default_generators[device.index or 0]
         states += [generator.initial_seed(), generator.get_offset()]
     return states
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    return first == second
 
 
 LEARNING = (

@@ -72,15 +72,15 @@ def rescue(
     record: bool = False,
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
-) -> Solution:
-    """Solve again for the samples of ``solution`` that were given up; the others stay as they are.
+) -> None:
+    """Solve again, in place, for the samples of ``solution`` that were given up.
 
     A sample's evaluations add up, to ``max_steps`` at most; where none can leave the batch, those that
-    any sample took. Nothing is tried again in an unrolled
-    solve, whose steps are recorded.
+    any sample took. Nothing is tried again in an unrolled solve, whose steps are recorded.
     """
     if torch.is_grad_enabled() or bool((solution.status == int(Status.CONVERGED)).all()):
-        return solution
+        return
+    batch = solution.status.numel()
     stages: list[Solver] = [Forward()]
     if not problem.has_energy:
         # In few dimensions the linear solve may as well be exact, which badly scaled systems need.
@@ -93,11 +93,30 @@ def rescue(
         rows = _given_up(solution, spent, max_steps)
         if rows.numel() == 0:
             break
-        _try_again(
-            problem, solution, rows, spent, solver, tolerance, max_steps, record, callback,
-            states_at,
-        )  # fmt: skip
-    return solution
+        index = rows if problem.compact else torch.arange(batch, device=rows.device)
+        part = problem.rows(index, batch) if problem.compact else problem
+        spent = spent[index]
+        start = part.evaluate(solution.value[index])
+        report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
+        loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
+        loop.snapshots.uneven = True  # rows go on counting their evaluations
+        loop.guarded = False
+        # Rows report under their numbers in the whole batch.
+        loop.rows.index, loop.history.batch = index, batch
+        if isinstance(solver, Newton):
+            state = solver.init(start, part)
+            state.products += spent
+            loop.start_from(state)
+        else:
+            loop.patience = PLAIN_PATIENCE
+            loop.rows.products = spent
+        if not problem.compact:
+            others = torch.ones(batch, dtype=torch.bool, device=rows.device)
+            others = others.index_fill(0, rows, False)
+            loop.rows.status = torch.where(others, solution.status, loop.rows.status)
+        found = loop.run()
+        order = torch.arange(len(index), device=rows.device) if problem.compact else rows
+        _merge(solution, found, rows, order, spent[order])
 
 
 def _given_up(solution: Solution, spent: Tensor, max_steps: int) -> Tensor:
@@ -108,48 +127,6 @@ def _given_up(solution: Solution, spent: Tensor, max_steps: int) -> Tensor:
     for kind in GIVEN_UP:
         given_up |= status == int(kind)
     return torch.nonzero(failed & given_up).flatten()
-
-
-def _try_again(
-    problem: Problem,
-    solution: Solution,
-    rows: Tensor,
-    spent: Tensor,
-    solver: Solver,
-    tolerance: Tolerance,
-    max_steps: int,
-    record: bool,
-    callback: Callable[[Progress], object] | None,
-    states_at: Sequence[int],
-) -> None:
-    """One attempt by ``solver`` at ``rows`` (n,), after ``spent`` (B,) evaluations of the samples.
-
-    ``solution`` is updated in place.
-    """
-    batch = solution.status.numel()
-    index = rows if problem.compact else torch.arange(batch, device=rows.device)
-    part = problem.rows(index, batch) if problem.compact else problem
-    spent = spent[index]
-    start = part.evaluate(solution.value[index])
-    report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
-    loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
-    loop.snapshots.uneven = True  # rows go on counting their evaluations
-    loop.guarded = False
-    # Rows report under their numbers in the whole batch.
-    loop.rows.index, loop.history.batch = index, batch
-    if isinstance(solver, Newton):
-        state = solver.init(start, part)
-        state.products += spent
-        loop.start_from(state)
-    else:
-        loop.patience = PLAIN_PATIENCE
-        loop.rows.products = spent
-    if not problem.compact:
-        others = torch.ones(batch, dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
-        loop.rows.status = torch.where(others, solution.status, loop.rows.status)
-    found = loop.run()
-    order = torch.arange(len(index), device=rows.device) if problem.compact else rows
-    _merge(solution, found, rows, order, spent[order])
 
 
 def _counting_on(
