@@ -492,10 +492,11 @@ def jacobian_penalty(
     with recording(), constant_weights(), uncompiled():
         total, products = None, 0
         point = layout.vector(ordinary(z))
-        product = _product(f, layout, point, ordinary(args), keep)
+        product = _product(f, layout, point, ordinary(args))
         wide = small_dtype(point.dtype)  # a sum of squares overflows in float16
         for v in _vectors(point, keep, samples, generator):
-            square = product(v).to(wide).square().sum(1)
+            image = product(v) if keep is None else torch.where(keep, product(v), 0)
+            square = image.to(wide).square().sum(1)
             total = square if total is None else total + square
             products += 1
         assert total is not None
@@ -505,9 +506,9 @@ def jacobian_penalty(
 
 
 def _product(
-    f: Callable[..., Any], layout: Layout, z: Tensor, args: tuple[Any, ...], keep: Tensor | None
-) -> Callable[[Tensor], Tensor]:
-    """``v -> J^T v`` (B, D) with a graph; zero at masked coordinates."""
+    f: Callable[..., Any], layout: Layout, z: Tensor, args: tuple[Any, ...]
+) -> JacobianProduct:
+    """``v -> J^T v`` (B, D) with a graph."""
 
     def mapped(z: Tensor) -> Tensor:
         output = layout.vector(f(layout.tree(z), *args))
@@ -517,23 +518,12 @@ def _product(
 
     if in_transform():  # whose tensors know no nested autograd.grad
         _, pull, *_ = vjp(mapped, z)
-        product: Callable[[Tensor], Tensor] = lambda v: pull(v)[0]  # noqa: E731
-    else:
-        point = z if z.requires_grad else z.detach().requires_grad_()
-        output = mapped(point)
-        if not output.requires_grad:
-            raise ValueError(
-                "f(z) must depend on z through autograd, got a result without gradient"
-            )
-        product = lambda v: _pulled(output, point, v)  # noqa: E731
-    if keep is None:
-        return product
-    return lambda v: torch.where(keep, product(v), 0)
-
-
-def _pulled(output: Tensor, point: Tensor, v: Tensor) -> Tensor:
-    image = gradients(output, [point], v, create_graph=True)[0]
-    return torch.zeros_like(point) if image is None else image
+        return lambda v: pull(v)[0]
+    point = z if z.requires_grad else z.detach().requires_grad_()
+    output = mapped(point)
+    if not output.requires_grad:
+        raise ValueError("f(z) must depend on z through autograd, got a result without gradient")
+    return pullback(output, point, create_graph=True)
 
 
 def _vectors(

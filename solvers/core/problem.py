@@ -58,11 +58,15 @@ def gradients(
     )
 
 
-def pullback(output: Tensor | None, point: Tensor) -> JacobianProduct:
+def pullback(
+    output: Tensor | None, point: Tensor, *, create_graph: bool = False
+) -> JacobianProduct:
     """``v -> J^T v``, zero where ``output`` does not depend on ``point`` or is None."""
 
     def product(v: Tensor) -> Tensor:
-        image = None if output is None else gradients(output, [point], v)[0]
+        if output is None:
+            return torch.zeros_like(v)
+        image = gradients(output, [point], v, create_graph=create_graph)[0]
         return torch.zeros_like(v) if image is None else image
 
     return product

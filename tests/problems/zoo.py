@@ -39,8 +39,6 @@ from problems.collected import BUILDS as SYSTEM_BUILDS
 from problems.collected import MGH, helical_valley, powell_singular
 
 BATCH, DIM = 6, 40
-RADII = (0.5, 0.9, 0.98)
-SCALES = (1e-3, 1.0, 1e3)
 SAAD = "Y. Saad, Iterative Methods for Sparse Linear Systems (2nd ed., 2003), section 4.2"
 WALKER_NI = "H. Walker and P. Ni, SIAM J. Numer. Anal. 49 (2011) 1715, theorem 2.2"
 
@@ -113,12 +111,10 @@ def _matrix(generator: Generator, kind: str, radius: float) -> Tensor:
     return basis @ core @ basis.mT
 
 
-def linear_contraction(
-    generator: Generator, *, kind: str, radius: float, scale: float
-) -> ZooProblem:
-    """Spectral radius ``radius``; the state, its start and the offset in units of ``scale``."""
+def linear_contraction(generator: Generator, *, kind: str, radius: float) -> ZooProblem:
+    """Spectral radius ``radius``."""
     matrix = _matrix(generator, kind, radius)
-    offset, z0 = (scale * normal(generator, BATCH, DIM) for _ in range(2))
+    offset, z0 = normal(generator, BATCH, DIM), normal(generator, BATCH, DIM)
     return affine_problem(matrix, offset, z0, SAAD, symmetric=kind == "symmetric")
 
 
@@ -172,19 +168,12 @@ def singular(generator: Generator) -> ZooProblem:
     return affine_problem(matrix, offset, z0, source, reference=reference, unique=False)
 
 
-def _contractions() -> dict[str, Build]:
-    builds: dict[str, Build] = {}
-    for kind in ("symmetric", "normal", "nonnormal"):
-        for radius in RADII:
-            for scale in SCALES:
-                suffix = "" if scale == 1.0 else f"_scale_{scale:g}"
-                name = f"linear_{kind}_{radius}{suffix}"
-                builds[name] = partial(linear_contraction, kind=kind, radius=radius, scale=scale)
-    return builds
-
-
 LINEAR_BUILDS: dict[str, Build] = {
-    **_contractions(),
+    **{
+        f"linear_{kind}_{radius}": partial(linear_contraction, kind=kind, radius=radius)
+        for kind in ("symmetric", "normal", "nonnormal")
+        for radius in (0.5, 0.9, 0.98)
+    },
     "linear_expanding": partial(expanding, low=-3.0),
     "linear_saddle": partial(expanding, low=-1.5, outlier=1.5),
     "linear_one_hard_sample": one_hard,

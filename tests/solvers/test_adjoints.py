@@ -423,24 +423,6 @@ def test_the_others_iterate_from_the_state(adjoint: Any, number: int, damping: f
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("states_at", "error", "match"), [
-    ([0], ValueError, r"states_at\[0\] must be >= 1"),
-    ([2, 2], ValueError, r"states_at must increase, got \[2, 2\]"),
-    ([2, 31], ValueError, "states_at must be at most max_steps=30"),
-    ([2.0], TypeError, r"states_at\[0\] must be an integer"),
-    (5, TypeError, "states_at must be a sequence of integers, got 5"),
-    ("5", TypeError, "states_at must be a sequence"),
-])  # fmt: skip
-def test_wrong_numbers(states_at: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        solve(states_at=states_at)
-
-
-def test_what_cannot_have_states_says_so() -> None:
-    with pytest.raises(TypeError, match=r"states must be solvers.Phantom.* got Unrolled"):
-        Implicit(states=Unrolled())  # type: ignore[arg-type]
-
-
 ALL: list[Adjoint] = [*EXACT, Unrolled(True), Phantom(3), OneStep()]
 
 

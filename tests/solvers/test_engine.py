@@ -154,24 +154,6 @@ def test_difficult_samples_keep_their_status_and_budget(
         )
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
-def test_samples_do_not_hang_on_their_batch(solver: Any) -> None:
-    matrix, shift = contraction(3, 33, 0.9, F64)
-    shift = torch.cat([shift, 1e3 * shift, torch.full_like(shift, torch.inf).clamp_max(1e200)])
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        """Row by row, each in memory of its own: products of matrices round by size and address."""
-        return torch.stack([matrix @ torch.sin(row.clone()) for row in z]) + x
-
-    options: Any = {"solver": solver, "adjoint": None, "on_failure": "ignore", "max_steps": 40}
-    whole = fixed_point(f, torch.zeros_like(shift), (shift,), **options)
-    for row in range(len(shift)):
-        one = slice(row, row + 1)
-        alone = fixed_point(f, torch.zeros_like(shift[one]), (shift[one],), **options)
-        assert torch.equal(alone.value, whole.value[one])
-        assert torch.equal(alone.evaluations, whole.evaluations[one])
-
-
 def matrix_of(seed: int, size: int, definite: bool, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     m = torch.randn(5, size, size, generator=generator, dtype=F64) / (3 * size**0.5)

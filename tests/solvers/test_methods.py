@@ -744,8 +744,6 @@ def check(problem: ZooProblem, solution: Solution, reason: str | None) -> None:
 
 
 def pairs(table: dict[str, dict[str, str]], names: list[str]) -> list[tuple[str, str]]:
-    """Units are the matter of ``test_accounting``: one scale is enough here."""
-    names = [name for name in names if "_scale_" not in name]
     return [(s, name) for s in table for name in names if table[s].get(name) != SLOW]
 
 

@@ -380,51 +380,39 @@ def test_a_number_is_a_relative_tolerance() -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [solvers.Anderson, solvers.Broyden, solvers.Forward, solvers.GradientDescent, solvers.Newton],
-)
-def test_a_solver_has_a_name_and_a_class(kind: type[solvers.Solver]) -> None:
-    wanted = solve_cosine(solver=kind(), tolerance=0.1)
-    for given in (kind, kind.__name__, kind.__name__.lower()):
-        assert_same(solve_cosine(solver=given, tolerance=0.1), wanted)
+KINDS = [
+    Anderson, Broyden, Forward, GradientDescent, Newton, Implicit, solvers.Unrolled, Phantom, solvers.OneStep,
+    solvers.CG, solvers.MINRES, solvers.GMRES,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind", [solvers.Implicit, solvers.Unrolled, solvers.Phantom, solvers.OneStep]
-)
-def test_an_adjoint_has_a_name_and_a_class(kind: type[solvers.Adjoint]) -> None:
-    """Also in a layer; their gradients differ in this one."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_or_its_name_stands_for_its_defaults(kind: Any) -> None:
+    """Of solvers, of adjoints, in a layer too, and of linear solvers wherever they are taken."""
+    right = torch.ones(2, 3)
 
-    def gradient(given: Any) -> Tensor:
-        x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
-        fixed_point(
-            lambda z, x: 0.9 * z.cos() + x, x.detach(), x, adjoint=given
-        ).value.sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    for given in (kind, kind.__name__, kind.__name__.lower()):
-        assert torch.equal(gradient(given), gradient(kind()))
-        assert DEQ.from_update(lambda z, x: 0.5 * z + x, adjoint=given).adjoint == kind()
-
-
-@pytest.mark.parametrize("kind", [solvers.CG, solvers.MINRES, solvers.GMRES])
-def test_a_linear_solver_has_a_name_and_a_class(kind: type[solvers.CG]) -> None:
     def solution(given: Any) -> solvers.Solution:
-        return solve_linear(
-            lambda v: v * torch.tensor([1.0, 2.0, 4.0]), torch.ones(2, 3), solver=given
-        )
+        if issubclass(kind, solvers.Solver):
+            return solve_cosine(solver=given, tolerance=0.1)
+        if issubclass(kind, solvers.Adjoint):
+            return solve_cosine(adjoint=given)
+        return solve_linear(lambda v: v * torch.tensor([1.0, 2.0, 4.0]), right, solver=given)
 
     for given in (kind, kind.__name__, kind.__name__.lower()):
         assert_same(solution(given), solution(kind()))
-        assert solvers.Implicit(solver=given) == solvers.Implicit(solver=kind())
-        assert solvers.Newton(linear=given) == solvers.Newton(linear=kind())
-    for wrong in (lambda: solution("gmress"), lambda: solvers.Implicit(solver="gmress")):
-        with pytest.raises(
-            ValueError, match=r"solver must be one of cg, gmres, minres .* got 'gmress'"
-        ):
-            wrong()
+        if issubclass(kind, solvers.Adjoint):
+            assert DEQ.from_update(lambda z, x: 0.5 * z + x, adjoint=given).adjoint == kind()
+        elif issubclass(kind, solvers.LinearSolver):
+            assert Implicit(solver=given) == Implicit(solver=kind())
+            assert Newton(linear=given) == Newton(linear=kind())
+
+
+def test_a_linear_solver_that_there_is_not() -> None:
+    wrong = r"solver must be one of cg, gmres, minres .* got 'gmress'"
+    with pytest.raises(ValueError, match=wrong):
+        solve_linear(lambda v: v, torch.ones(2, 3), solver="gmress")
+    with pytest.raises(ValueError, match=wrong):
+        Implicit(solver="gmress")
 
 
 def test_one_tensor_is_all_that_f_takes() -> None:
@@ -550,6 +538,13 @@ CALLS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "minimiser with values only": (ValueError, r"LBFGS minimises an energy and needs its gradient",
                                    {"solver": LBFGS(), "energy": lambda z, *args: z.sum(1)}),
     "callback": (TypeError, r"callback must be callable", {"callback": 3}),
+    "states at 0": (ValueError, r"states_at\[0\] must be >= 1", {"states_at": [0]}),
+    "states twice": (ValueError, r"states_at must increase, got \[2, 2\]", {"states_at": [2, 2]}),
+    "states beyond": (ValueError, "states_at must be at most max_steps=30",
+                      {"states_at": [2, 31], "max_steps": 30}),
+    "states float": (TypeError, r"states_at\[0\] must be an integer", {"states_at": [2.0]}),
+    "states number": (TypeError, "states_at must be a sequence of integers, got 5", {"states_at": 5}),
+    "states text": (TypeError, "states_at must be a sequence", {"states_at": "5"}),
 }  # fmt: skip
 
 
@@ -579,6 +574,7 @@ OPTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (TypeError, r"tolerance must be a number .* or None, got \[0.1\]", lambda: Implicit(tolerance=[0.1])),  # type: ignore[arg-type]
     (ValueError, r"max_steps must be >= 1, got 0", lambda: Implicit(max_steps=0)),
     (ValueError, r"on_failure must be one of .*'loud'", lambda: Implicit(on_failure="loud")),
+    (TypeError, "states must be solvers.Phantom.* got Unr", lambda: Implicit(states=solvers.Unrolled())),  # type: ignore[arg-type]
     (ValueError, r"steps must be >= 1, got 0", lambda: Phantom(steps=0)),
     (ValueError, r"step_size must be finite and > 0, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
     (TypeError, r"energy must be callable, got 3", lambda: Descent(3)),  # type: ignore[arg-type]

@@ -293,15 +293,25 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"start": torch.zeros(2, 3, 2)}, TypeError, "start must be a SpinState"),
     ({"response": 1}, TypeError, "response"),
 ]  # fmt: skip
+K = torch.zeros(3, 3, dtype=F64)
+BAD_SADDLES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"couplings": K[:2]}, ValueError, "couplings must have one of the shapes"),
+    ({"couplings": K + torch.eye(3)}, ValueError, "couplings must have a zero diagonal"),
+    ({"couplings": (K + 1).triu(1)}, ValueError, "couplings must be symmetric"),
+]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), BAD)
+@pytest.mark.parametrize(("change", "error", "words"), [*BAD, *BAD_SADDLES])
 def test_errors_name_the_argument(
     change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
+    call: Any = adaptive_tap
     arguments = {"couplings": GOOD, "field": X, "site": PottsSite()} | change
+    if arguments["couplings"].dim() == 2:
+        call = spherical_saddle
+        del arguments["site"]
     with pytest.raises(error, match=words):
-        adaptive_tap(**arguments)
+        call(**arguments)
 
 
 def test_means_of_potts_sites_sum_to_one_at_any_tolerance() -> None:
@@ -787,20 +797,3 @@ def test_a_budget_is_kept_and_said() -> None:
         spherical_saddle(k, x, max_steps=2, on_failure="raise")
     beyond = spherical_saddle(k, x, tolerance=Tolerance(0.0, 1e-30), on_failure="ignore")
     assert (beyond.status == Status.STALLED).all() and (beyond.residual < 1e-12).all()
-
-
-K, X = torch.zeros(3, 3), torch.zeros(2, 3, 2)
-BAD_SADDLES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"couplings": K[:2]}, ValueError, "couplings must have one of the shapes"),
-    ({"couplings": K + torch.eye(3)}, ValueError, "couplings must have a zero diagonal"),
-    ({"couplings": torch.ones(3, 3).triu(1)}, ValueError, "couplings must be symmetric"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "words"), BAD_SADDLES)
-def test_errors_name_what_is_wrong(
-    change: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    call: Any = spherical_saddle
-    with pytest.raises(error, match=words):
-        call(**({"couplings": K, "field": X} | change))
