@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cases.energies import relative_error as relative_error
 from implicit_attn import DEQ, ActivationStep, Energy
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import (
@@ -152,12 +153,6 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
         assert parameter.grad is not None, f"{name} has no gradient"
         found[name] = parameter.grad.clone()
     return found
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Norm of the difference by the norm of the reference (1 where that is 0)."""
-    scale = reference.double().norm().item() or 1.0
-    return (value.double() - reference.double()).norm().item() / scale
 
 
 # --- classifiers of images -------------------------------------------------------------------------

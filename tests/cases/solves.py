@@ -220,16 +220,3 @@ def true_residual(matrix: Tensor, right: Tensor, solution: solvers.Solution) -> 
     """``|b - A x| / |b|`` in float64, (B,)."""
     matrix, right, value = matrix.double(), right.double(), solution.value.double()
     return (right - multiply(value, matrix)).norm(dim=1) / right.norm(dim=1)
-
-
-class Counting:
-    """``multiply`` with (matrix, number of the sample) as args; counts products per sample."""
-
-    def __init__(self, batch: int) -> None:
-        self.products = torch.zeros(batch, dtype=torch.int64)
-        self.rows: list[int] = []
-
-    def __call__(self, vectors: Tensor, matrix: Tensor, sample: Tensor) -> Tensor:
-        self.products[sample] += 1
-        self.rows.append(vectors.shape[0])
-        return multiply(vectors, matrix)

@@ -364,21 +364,25 @@ def check_fixed_point(draw: Draw) -> None:
 
     words = _words(problem, options["solver"])
     call = valid(draw, solve, inputs, allowed=solvers.SolveError, words=words)
-    solution = call.result
-    if isinstance(call.error, solvers.SolveError):
-        solution = call.error.solution
-        draw.expect(options["on_failure"] == "raise", "policy", "SolveError without being asked")
+    solution = check_policy(draw, call, options["on_failure"])
     if solution is None:
         return
-    failed = not bool(solution.converged.all())
-    raised = call.error is not None
-    draw.expect(raised == (failed and options["on_failure"] == "raise"), "policy", "raise")
-    warns = failed and options["on_failure"] == "warn"
-    draw.expect(len(call.warned) == int(warns), "policy", f"{len(call.warned)} warnings")
     check_solution(draw, problem, solution, options)
     check_counts(draw, problem, solution, options, seen)
-    if not raised and draw.chance(0.2):
+    if call.error is None and draw.chance(0.2):
         compare_alone(draw, problem, solution, options)
+
+
+def check_policy(draw: Draw, call: Call, on_failure: str) -> solvers.Solution | None:
+    """The solution, also where an error brings it; errors and warnings come as they were asked for."""
+    solution = call.error.solution if isinstance(call.error, solvers.SolveError) else call.result
+    if solution is not None:
+        failed = not bool(solution.converged.all())
+        raised = call.error is not None
+        draw.expect(raised == (failed and on_failure == "raise"), "policy", "raise")
+        warns = failed and on_failure == "warn"
+        draw.expect(len(call.warned) == int(warns), "policy", f"{len(call.warned)} warnings")
+    return solution
 
 
 def _words(problem: FixedPoint, solver: Any) -> tuple[str, ...]:
@@ -778,16 +782,9 @@ def check_linear(draw: Draw) -> None:
         draw, lambda: solvers.solve_linear(matvec, right, x0=start, args=(matrix,), **options),
         (right, start, matrix), allowed=solvers.SolveError,
     )  # fmt: skip
-    solution = call.result
-    if isinstance(call.error, solvers.SolveError):
-        solution = call.error.solution
+    solution = check_policy(draw, call, options["on_failure"])
     if solution is None:
         return
-    failed = not bool(solution.converged.all())
-    raised = call.error is not None
-    draw.expect(raised == (failed and options["on_failure"] == "raise"), "policy", "raise")
-    warns = failed and options["on_failure"] == "warn"
-    draw.expect(len(call.warned) == int(warns), "policy", f"{len(call.warned)} warnings")
     _check_linear_solution(draw, solution, matrix, b, options)
 
 

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric"):
-    pytest.importorskip(module, reason="the examples need the extra [examples]")
-
-import solvers.adjoints.implicit as implicit  # noqa: E402
-from fuzz import Call, Draw, run, run_case  # noqa: E402
-from fuzz.run import FAMILIES  # noqa: E402
-from implicit_attn.kernels import reference  # noqa: E402
-from solvers.core.loop import Loop  # noqa: E402
-from solvers.core.solution import Solution, Status  # noqa: E402
-from solvers.linear import LinearLoop  # noqa: E402
+import solvers.adjoints.implicit as implicit
+from fuzz import Call, Draw, run, run_case
+from fuzz.run import FAMILIES
+from implicit_attn.kernels import reference
+from solvers.core.loop import Loop
+from solvers.core.solution import Solution, Status
+from solvers.linear import LinearLoop
 
 # So many that together they take a few seconds.
 CASES = {"fixed_points": 200, "energies": 40, "linear": 150, "adjoints": 60, "kernels": 60}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.solves import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
+from cases.solves import Counter, exact, matrices, mixed, multiply, right_sides, true_residual
 from solvers import (
     CG,
     GMRES,
@@ -340,15 +340,15 @@ def test_finished_samples_leave_the_batch(solver: LinearSolver) -> None:
     easy = matrices("definite", 31, 24, condition=2.0)
     hard = matrices("definite", 1, 24, condition=3e3)
     matrix, right = torch.cat([easy[:7], hard, easy[7:]]), right_sides(32, 24)
-    count = Counting(32)
+    count = Counter(multiply, 32)
     solution = solve_linear(
         count, right, solver=solver, args=(matrix, torch.arange(32)), max_steps=5000, tolerance=1e-6
     )
     assert solution.converged.all()
     assert solution.evaluations[7] > 2 * solution.evaluations[:7].max()
-    assert count.rows[0] == 32
-    assert min(count.rows) == 1
-    assert sum(count.rows) <= 1.06 * solution.evaluations.sum().item() + 32
+    assert count.sizes[0] == 32
+    assert min(count.sizes) == 1
+    assert sum(count.sizes) <= 1.06 * solution.evaluations.sum().item() + 32
     assert (true_residual(matrix, right, solution) <= 1.01e-6).all()
 
 
@@ -375,14 +375,14 @@ def test_the_step_cap_is_kept(
     solver: LinearSolver, max_steps: int, start: bool, dtype: torch.dtype
 ) -> None:
     matrix, right = (t.to(dtype) for t in mixed(10))
-    count = Counting(10)
+    count = Counter(multiply, 10)
     solution = solve_linear(
         count, right, solver=solver, args=(matrix, torch.arange(10)), max_steps=max_steps,
         x0=torch.ones_like(right) if start else None, on_failure="ignore",
     )  # fmt: skip
     assert (solution.evaluations <= max_steps).all()
-    assert (solution.evaluations <= count.products).all()
-    assert (count.products <= max_steps).all()
+    assert (solution.evaluations <= count.seen).all()
+    assert (count.seen <= max_steps).all()
     assert (solution.steps <= solution.evaluations).all()
     true = true_residual(matrix, right, solution)
     rounding = 1e-9 if dtype == torch.float64 else 2e-4
