@@ -38,16 +38,14 @@ class Choice:
 
 def transformed() -> bool:
     """Whether a transform of ``torch.func`` (vmap, grad, jvp) is under way."""
-    if torch.compiler.is_compiling():
-        return False
-    return _FUNCTORCH.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and modes.in_transform()
 
 
 def differentiated() -> bool:
     """Whether ``torch.func`` differentiates: custom operators do not know that, but they know ``vmap``."""
     if not transformed():
         return False
-    return any(each.key() in _DIFFERENTIATING for each in _transforms())
+    return any(each.key() in _DIFFERENTIATING for each in _FUNCTORCH.get_interpreter_stack())
 
 
 def mapped_size() -> int:
@@ -56,13 +54,9 @@ def mapped_size() -> int:
         return 1
     return math.prod(
         _FUNCTORCH.CVmapInterpreterPtr(each).batchSize()
-        for each in _transforms()
+        for each in _FUNCTORCH.get_interpreter_stack()
         if each.key() == _FUNCTORCH.TransformType.Vmap
     )
-
-
-def _transforms() -> list[Any]:
-    return _FUNCTORCH.get_interpreter_stack() or []
 
 
 def has_tangent(tensor: Tensor) -> bool:

@@ -7,7 +7,6 @@ number, ``explain`` or its kin chooses, and the backend computes.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from implicit_attn.kernels import reference, strips
 from implicit_attn.kernels.arguments import (
     Choice,
+    Pairs,
     check_pairs,
     dense_for_transforms,
     has_tangent,
@@ -90,14 +90,11 @@ def bisoftmax(
         RuntimeError: "cpp" on another kind of processor, or where the package was installed without a
             compiler.
     """
-    check_arguments(z, beta, mask)
-    check_backend(backend)
+    given = _checked(z, beta, mask, pairs, bias, backend)
     x, number, root = _at_number(z, beta, 0.5)
-    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, pairs, bias, backend))
+    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, given, backend))
     if choice == "reference":
-        given = check_pairs(pairs, bias, _shape(z, z))
-        options: dict[str, Any] = {"mask": mask, "causal": causal, "limit": limit, "pairs": given}
-        gradient, lse = reference.bisoftmax(x, number, **options)
+        gradient, lse = reference.bisoftmax(x, number, mask, causal, limit, given)
     else:
         gradient, lse = ops.forward(x, number, mask, causal, limit, choice)
     return gradient if root is None else (gradient / root).to(z.dtype), lse
@@ -133,16 +130,13 @@ def bisoftmax_hvp(
     Raises:
         TypeError, ValueError: as ``bisoftmax``; if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
     """
-    check_arguments(z, beta, mask)
-    check_backend(backend)
-    check_vector(z, v, lse)
+    given = _checked(z, beta, mask, pairs, bias, backend)
+    _check_vector(z, v, lse)
     x, number, root = _at_number(z, beta, 0.5)
     v = v if root is None else v.to(x.dtype)
-    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, pairs, bias, backend))
+    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, given, backend))
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
-        given = check_pairs(pairs, bias, _shape(z, z))
-        options: dict[str, Any] = {"mask": mask, "causal": causal, "lse": lse, "pairs": given}
-        return reference.bisoftmax_hvp(x, v, number, **options).to(z.dtype)
+        return reference.bisoftmax_hvp(x, v, number, mask, causal, lse, given).to(z.dtype)
     refuse_forward_mode(v, choice, "bisoftmax_hvp")
     lse = None if lse is None else lse.detach()
     product = ops.hvp(x, v, number, mask, causal, limit, lse, None, choice)
@@ -184,13 +178,11 @@ def frozen_key_attention(
         TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by "flash".
     """
-    check_queries(query, key, beta, mask)
-    check_backend(backend, "frozen keys")
+    given = _checked_queries(query, key, beta, mask, pairs, bias, backend)
     x, number, factor = _at_number(query, beta, 1.0)
     key = key if factor is None else key.to(x.dtype)
-    choice = _log("frozen keys", _explain_frozen_keys(x, key, pairs, bias, backend))
+    choice = _log("frozen keys", _explain_frozen_keys(x, key, given, backend))
     if choice == "reference":
-        given = check_pairs(pairs, bias, _shape(query, key))
         mean, lse = reference.dense(x, key, number, mask, given)
     else:
         for tensor in (x, key):
@@ -217,9 +209,8 @@ def explain(
     "auto" takes Triton on a GPU where it can, and the native engine's kernel on a CPU. What neither
     takes is computed by the dense formula for small problems and by strips beyond.
     """
-    check_arguments(z, beta, mask)
-    check_backend(backend)
-    return _explain_bisoftmax(z, mask, pairs, bias, backend)
+    given = _checked(z, beta, mask, pairs, bias, backend)
+    return _explain_bisoftmax(z, mask, given, backend)
 
 
 def explain_frozen_keys(
@@ -236,9 +227,8 @@ def explain_frozen_keys(
 
     It raises the same errors; nothing is computed.
     """
-    check_queries(query, key, beta, mask)
-    check_backend(backend, "frozen keys")
-    return _explain_frozen_keys(query, key, pairs, bias, backend)
+    given = _checked_queries(query, key, beta, mask, pairs, bias, backend)
+    return _explain_frozen_keys(query, key, given, backend)
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
@@ -249,12 +239,17 @@ def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
 def _at_number(
     x: Tensor, beta: float | Tensor, power: float
 ) -> tuple[Tensor, float, Tensor | None]:
-    """``x`` and ``beta`` as a number; ``beta^power x``, 1 and ``beta^power`` where ``by_rescaling``."""
-    varying = by_rescaling(beta)
-    if varying is None:
-        return x, float(beta), None
-    factor = varying**power
-    return rescaled(x, factor), 1.0, factor
+    """``x``, ``beta`` as a number, None; or ``beta^power x``, 1, ``beta^power`` to differentiate by ``beta``.
+
+    The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
+    ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
+    """
+    if isinstance(beta, Tensor):
+        recorded = torch.is_grad_enabled() and beta.requires_grad
+        if recorded or _traced(beta):
+            factor = beta.reshape(()) ** power
+            return rescaled(x, factor), 1.0, factor
+    return x, float(beta), None
 
 
 def _log(kernel: str, choice: Choice) -> str:
@@ -263,16 +258,9 @@ def _log(kernel: str, choice: Choice) -> str:
     return choice.backend
 
 
-def _shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
-    return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-
-
-def _explain_bisoftmax(
-    z: Tensor, mask: Tensor | None, pairs: Tensor | None, bias: Tensor | None, backend: str
-) -> Choice:
-    paired = _for_pairs(z, z, pairs, bias, backend)
-    if paired is not None:
-        return paired
+def _explain_bisoftmax(z: Tensor, mask: Tensor | None, pairs: Pairs | None, backend: str) -> Choice:
+    if pairs is not None:
+        return _for_pairs(backend)
     if torch.compiler.is_compiling():
         # A compiler cannot trace the checks of the kernels: the operators make them.
         either = backend == "auto" and (z.is_cuda or native.lacks(z) is None)
@@ -305,12 +293,9 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
     return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
 
 
-def _explain_frozen_keys(
-    query: Tensor, key: Tensor, pairs: Tensor | None, bias: Tensor | None, backend: str
-) -> Choice:
-    paired = _for_pairs(query, key, pairs, bias, backend)
-    if paired is not None:
-        return paired
+def _explain_frozen_keys(query: Tensor, key: Tensor, pairs: Pairs | None, backend: str) -> Choice:
+    if pairs is not None:
+        return _for_pairs(backend)
     if backend == "flash" and query.device.type != "cpu":
         raise ValueError(f'backend="flash" needs tensors on the CPU, got {query.device}')
     if query.numel() == 0 or key.numel() == 0:
@@ -332,35 +317,46 @@ def _explain_frozen_keys(
     return Choice("flash", f"{count} pairs: stock attention holds no N x M matrix")
 
 
-def _for_pairs(
-    query: Tensor, key: Tensor, pairs: Tensor | None, bias: Tensor | None, backend: str
-) -> Choice | None:
-    """The dense formula where there are pairs or biases, which it alone takes; else None."""
-    if check_pairs(pairs, bias, _shape(query, key)) is None:
-        return None
+def _for_pairs(backend: str) -> Choice:
+    """The dense formula, which alone takes pairs and biases."""
     if backend not in ("auto", "reference"):
         raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
     return Choice("reference", "only the dense formula takes pairs and biases")
 
 
-def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
-    """``z`` (B, H, N, p) floating, ``beta`` > 0, ``mask`` (B, N) bool, or an error that says so."""
+# --- checks at the door, which raise errors that say what came ------------------------------------
+
+
+def _checked(
+    z: Tensor,
+    beta: float | Tensor,
+    mask: Tensor | None,
+    pairs: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+) -> Pairs | None:
+    """The pairs; ``z`` (B, H, N, p) is floating, ``beta`` > 0, ``mask`` (B, N) bool."""
     if not z.is_floating_point():
         raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
     if z.dim() != 4:
         raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
-    check_beta(beta)
-    if mask is None:
-        return
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
-    expected = (z.shape[0], z.shape[2])
-    if tuple(mask.shape) != expected:
-        raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
+    _check_beta(beta)
+    _check_mask(mask, z, "(B, N)")
+    check_backend(backend)
+    batch, heads, tokens, _ = z.shape
+    return check_pairs(pairs, bias, (batch, heads, tokens, tokens))
 
 
-def check_queries(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
-    """``query`` (B, H, N, p), ``key`` (B, H, M, p), ``mask`` (B, M), or an error that says so."""
+def _checked_queries(
+    query: Tensor,
+    key: Tensor,
+    beta: float | Tensor,
+    mask: Tensor | None,
+    pairs: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+) -> Pairs | None:
+    """The pairs; ``query`` (B, H, N, p) and ``key`` (B, H, M, p) are floating, ``mask`` (B, M) bool."""
     if not query.is_floating_point() or key.dtype != query.dtype:
         raise TypeError(
             f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
@@ -371,16 +367,14 @@ def check_queries(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor
             "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
-    check_beta(beta)
-    expected = (key.shape[0], key.shape[2])
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
-        raise ValueError(
-            f"mask must be a bool tensor (B, M) = {expected}, got {mask.dtype} {tuple(mask.shape)}"
-        )
+    _check_beta(beta)
+    _check_mask(mask, key, "(B, M)")
+    check_backend(backend, "frozen keys")
+    return check_pairs(pairs, bias, (*query.shape[:3], key.shape[2]))
 
 
-def check_beta(beta: float | Tensor) -> None:
-    """An inverse temperature > 0, of one element, or an error that says what came."""
+def _check_beta(beta: float | Tensor) -> None:
+    """An inverse temperature > 0, of one element."""
     if isinstance(beta, Tensor):
         if beta.numel() != 1 or not beta.is_floating_point():
             raise ValueError(
@@ -388,8 +382,7 @@ def check_beta(beta: float | Tensor) -> None:
                 f"{beta.dtype} {tuple(beta.shape)}"
             )
         # Its value is looked at only where that waits for no device.
-        known = beta.device.type == "cpu" and not traced(beta)
-        if not known:
+        if beta.device.type != "cpu" or _traced(beta):
             return
         beta = float(beta.detach())
     if isinstance(beta, (str, bytes, list, tuple)) or beta is None:
@@ -398,8 +391,24 @@ def check_beta(beta: float | Tensor) -> None:
         raise ValueError(f"beta must be > 0, got {beta!r}")
 
 
-def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
-    """``v`` like ``z``, and ``lse`` (B, H, N) where given, or an error that says what came."""
+def _traced(tensor: Tensor) -> bool:
+    """Whether a transform or a compiler stands between us and the number in ``tensor``."""
+    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
+
+
+def _check_mask(mask: Tensor | None, tokens: Tensor, axes: str) -> None:
+    """Bool, one for each of the ``tokens`` (B, H, N, p) of a sample."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
+    expected = (tokens.shape[0], tokens.shape[2])
+    if tuple(mask.shape) != expected:
+        raise ValueError(f"mask must have the shape {axes} = {expected}, got {tuple(mask.shape)}")
+
+
+def _check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
+    """``v`` like ``z``, and ``lse`` (B, H, N) where given."""
     if v.shape != z.shape or v.dtype != z.dtype or v.device != z.device:
         raise ValueError(
             f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
@@ -410,20 +419,3 @@ def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
             f"lse must have the shape (B, H, N) = {tuple(z.shape[:3])} on {z.device}, "
             f"got {tuple(lse.shape)} on {lse.device}"
         )
-
-
-def by_rescaling(beta: float | Tensor) -> Tensor | None:
-    """``beta`` as a tensor without dimensions where a derivative by it may be asked for, else None.
-
-    The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
-    ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
-    """
-    if not isinstance(beta, Tensor):
-        return None
-    recorded = torch.is_grad_enabled() and beta.requires_grad
-    return beta.reshape(()) if recorded or traced(beta) else None
-
-
-def traced(tensor: Tensor) -> bool:
-    """Whether a transform or a compiler stands between us and the number in ``tensor``."""
-    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)

@@ -137,23 +137,18 @@ def wide_mask(z: Tensor, mask: Tensor | None) -> Tensor | None:
     return numbers.expand(batch, heads, tokens).reshape(batch * heads, tokens, 1)
 
 
-class SymmetricStrips:
-    """Strips of the symmetric matrices ``beta Z Z^T``, with the buffers that they share."""
-
-    def __init__(self, z: Tensor, beta: float, buffers: int) -> None:
-        self._z, self._beta = z, beta
-        batch, tokens, _ = z.shape
-        rows = strip_rows(tokens)
-        heads = strip_heads(z, rows)
-        self.groups = [slice(first, first + heads) for first in range(0, batch, heads)]
-        self._rows = [(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
-        size = heads * rows * tokens
-        self._buffers = [buffer(z, number, size) for number in range(buffers)]
-
-    def of(self, heads: slice) -> list[SymmetricStrip]:
-        """All strips of the matrices of a group of heads."""
-        z = self._z[heads]
-        return [SymmetricStrip(z, self._beta, *rows, self._buffers) for rows in self._rows]
+def symmetric_strips(
+    z: Tensor, beta: float, buffers: int
+) -> Iterator[tuple[slice, list[SymmetricStrip]]]:
+    """Groups of heads, each with all strips of its matrices ``beta Z Z^T``, in the same buffers."""
+    batch, tokens, _ = z.shape
+    rows = strip_rows(tokens)
+    heads = strip_heads(z, rows)
+    shared = [buffer(z, number, heads * rows * tokens) for number in range(buffers)]
+    bounds = [(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
+    for head in range(0, batch, heads):
+        group = slice(head, head + heads)
+        yield group, [SymmetricStrip(z[group], beta, *each, shared) for each in bounds]
 
 
 class SymmetricStrip:
@@ -178,9 +173,9 @@ class SymmetricStrip:
         out, rows, columns = self.buffer(0), self.z[:, self._rows], self.z[:, self._columns]
         return torch.baddbmm(out, rows, columns.mT, beta=0.0, alpha=self._beta, out=out)
 
-    def tangents(self, z: Tensor, v: Tensor, number: int = 1) -> Tensor:
-        """``beta (V Z^T + Z V^T)``."""
-        out, rows, columns = self.buffer(number), self._rows, self._columns
+    def tangents(self, v: Tensor) -> Tensor:
+        """``beta (V Z^T + Z V^T)``, in buffer 1."""
+        out, z, rows, columns = self.buffer(1), self.z, self._rows, self._columns
         torch.baddbmm(out, v[:, rows], z[:, columns].mT, beta=0.0, alpha=self._beta, out=out)
         return out.baddbmm_(z[:, rows], v[:, columns].mT, alpha=self._beta)
 
@@ -245,8 +240,7 @@ def bisoftmax_hvp(
     ``H V + beta (diag(a) P + P^T diag(a)) Z``, (B, H, N, p) in the dtype of ``z``.
     """
     tokens, vectors, unmasked = wide_rows(z, mask), wide_rows(v, mask), wide_mask(z, mask)
-    given = (lse, _zero_masked_rows(lse_cotangent, mask))
-    flat = [None if t is None else t.flatten(0, 1).to(tokens) for t in given]
+    flat = [_wide_numbers(each, tokens, mask) for each in (lse, lse_cotangent)]
     if _bounded(tokens, beta, causal, limit):
         result = _symmetric_product(tokens, vectors, beta, unmasked, *flat)
     else:
@@ -265,9 +259,7 @@ def hvp_pullback(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pullback of ``direction`` through ``bisoftmax_hvp``: to z, v (B, H, N, p), a (B, H, N)."""
     tokens, vectors, along = (wide_rows(t, mask) for t in (z, v, direction))
-    unmasked = wide_mask(z, mask)
-    a = _zero_masked_rows(lse_cotangent, mask)
-    a = None if a is None else a.flatten(0, 1).to(tokens)
+    unmasked, a = wide_mask(z, mask), _wide_numbers(lse_cotangent, tokens, mask)
     by_z, by_v, by_a = _row_pullback(tokens, vectors, along, beta, unmasked, causal, a)
     if unmasked is not None:
         by_z, by_v, by_a = by_z * unmasked, by_v * unmasked, by_a * unmasked.squeeze(-1)
@@ -275,9 +267,12 @@ def hvp_pullback(
     return by_z.view(z.shape).to(z.dtype), by_v.view(v.shape).to(v.dtype), by_a
 
 
-def _zero_masked_rows(a: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """A number for each row (B, H, N), zero at masked tokens, whatever was there."""
-    return a if a is None or mask is None else a.masked_fill(~mask[:, None], 0.0)
+def _wide_numbers(a: Tensor | None, like: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A number for each row, (B, H, N), as (B H, N); zero at masked tokens, whatever was there."""
+    if a is None:
+        return None
+    a = a if mask is None else a.masked_fill(~mask[:, None], 0.0)
+    return a.flatten(0, 1).to(like)
 
 
 def _bounded(tokens: Tensor, beta: float, causal: bool, limit: float | None) -> bool:
@@ -295,14 +290,19 @@ def _bounded(tokens: Tensor, beta: float, causal: bool, limit: float | None) -> 
 
 def _symmetric_gradient(z: Tensor, beta: float, unmasked: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(P + P^T) Z`` (G, N, p) and ``L`` (G, N)."""
-    output = torch.zeros_like(z)
-    lse = z.new_empty(z.shape[:2])
-    tiling = SymmetricStrips(z, beta, buffers=2)
-    for heads in tiling.groups:
+    output, lse = torch.zeros_like(z), z.new_empty(z.shape[:2])
+    for heads, strips in symmetric_strips(z, beta, buffers=2):
         part = None if unmasked is None else unmasked[heads]
-        strips = tiling.of(heads)
-        add_gradient = _add_whole_gradient if len(strips) == 1 else _add_gradient
-        add_gradient(strips, z[heads], part, output[heads], lse[heads])
+        exponentials, total = z, torch.zeros_like(lse[heads])
+        for strip in strips:
+            exponentials = strip.scores().exp_()
+            strip.add_sums(exponentials, total, part)
+        reciprocal, lse[heads] = _reciprocals(total, part)
+        for strip in strips:
+            if len(strips) > 1:
+                exponentials = strip.scores().exp_()
+            both = exponentials.mul_(strip.pair_sums(reciprocal, 1))
+            strip.add_products(both, z[heads], output[heads])
     return output if unmasked is None else output.mul_(unmasked), lse
 
 
@@ -314,12 +314,41 @@ def _symmetric_product(
     lse: Tensor | None,
     cotangent: Tensor | None,
 ) -> Tensor:
-    """Hessian times ``v``, plus ``beta (diag(a) P + P^T diag(a)) Z`` for a ``cotangent`` a (G, N)."""
+    """Hessian times ``v``, plus ``beta (diag(a) P + P^T diag(a)) Z`` for a ``cotangent`` a (G, N).
+
+    ``G V + M Z`` with ``G = e (u_i + u_j)``, ``M = G T - e (w_i + w_j)``, ``w = u (r - beta a)``.
+    """
     output = torch.zeros_like(z)
-    tiling = SymmetricStrips(z, beta, buffers=3)
-    for heads in tiling.groups:
+    for heads, strips in symmetric_strips(z, beta, buffers=3):
         part, given, a = (None if t is None else t[heads] for t in (unmasked, lse, cotangent))
-        _add_product(tiling.of(heads), z[heads], v[heads], beta, part, given, a, output[heads])
+        total, mean = torch.zeros_like(z[heads, :, 0]), torch.zeros_like(z[heads, :, 0])
+        exponentials = weighted = z
+        for strip in strips:
+            exponentials = strip.scores().exp_()
+            if given is None:
+                strip.add_sums(exponentials, total, part)
+            weighted = strip.tangents(v[heads]).mul_(exponentials)
+            strip.add_sums(weighted, mean, None)  # zero at masked tokens
+        if given is None:
+            reciprocal, _ = _reciprocals(total, part)
+        else:
+            reciprocal = given.neg().exp_()
+            reciprocal = reciprocal if part is None else reciprocal.mul_(part.squeeze(-1))
+        weight = mean.mul_(reciprocal)  # r
+        if a is not None:
+            weight = weight.sub_(a, alpha=beta)
+        weight.mul_(reciprocal)
+        for strip in strips:
+            if len(strips) > 1:
+                exponentials = strip.scores().exp_()
+                weighted = strip.tangents(v[heads]).mul_(exponentials)
+            both = strip.pair_sums(reciprocal, 2)
+            weighted.mul_(both)
+            both.mul_(exponentials)
+            weighted.addcmul_(exponentials, weight[:, strip.first : strip.end, None], value=-1.0)
+            weighted.addcmul_(exponentials, weight[:, None, strip.first :], value=-1.0)
+            strip.add_products(both, v[heads], output[heads])
+            strip.add_products(weighted, z[heads], output[heads])
     return output if unmasked is None else output.mul_(unmasked)
 
 
@@ -330,73 +359,6 @@ def _reciprocals(total: Tensor, unmasked: Tensor | None) -> tuple[Tensor, Tensor
     masked = unmasked.squeeze(-1) == 0
     total = total.masked_fill(masked, 1.0)
     return total.reciprocal().masked_fill_(masked, 0.0), total.log()
-
-
-def _add_gradient(
-    strips: list[SymmetricStrip], z: Tensor, unmasked: Tensor | None, output: Tensor, lse: Tensor
-) -> None:
-    total = torch.zeros_like(lse)
-    for strip in strips:
-        strip.add_sums(strip.scores().exp_(), total, unmasked)
-    reciprocal, logarithm = _reciprocals(total, unmasked)
-    lse.copy_(logarithm)
-    for strip in strips:
-        exponentials = strip.scores().exp_()
-        both = exponentials.mul_(strip.pair_sums(reciprocal, 1))
-        strip.add_products(both, z, output)
-
-
-def _add_whole_gradient(
-    strips: list[SymmetricStrip], z: Tensor, unmasked: Tensor | None, output: Tensor, lse: Tensor
-) -> None:
-    """One strip is the matrix: it is computed once, and has no other side."""
-    (strip,) = strips
-    exponentials = strip.scores().exp_()
-    total = exponentials.sum(-1) if unmasked is None else (exponentials @ unmasked).squeeze(-1)
-    reciprocal, logarithm = _reciprocals(total, unmasked)
-    lse.copy_(logarithm)
-    torch.bmm(strip.pair_sums(reciprocal, 1).mul_(exponentials), z, out=output)
-
-
-def _add_product(
-    strips: list[SymmetricStrip],
-    z: Tensor,
-    v: Tensor,
-    beta: float,
-    unmasked: Tensor | None,
-    lse: Tensor | None,
-    cotangent: Tensor | None,
-    output: Tensor,
-) -> None:
-    """``G V + M Z`` with ``G = e (u_i + u_j)``, ``M = G T - e (w_i + w_j)``, ``w = u (r - beta a)``."""
-    total, mean = torch.zeros_like(z[:, :, 0]), torch.zeros_like(z[:, :, 0])
-    exponentials = weighted = z
-    for strip in strips:
-        exponentials = strip.scores().exp_()
-        if lse is None:
-            strip.add_sums(exponentials, total, unmasked)
-        weighted = strip.tangents(z, v).mul_(exponentials)
-        strip.add_sums(weighted, mean, None)  # zero at masked tokens
-    if lse is None:
-        reciprocal, _ = _reciprocals(total, unmasked)
-    else:
-        reciprocal = lse.neg().exp_()
-        reciprocal = reciprocal if unmasked is None else reciprocal.mul_(unmasked.squeeze(-1))
-    weight = mean.mul_(reciprocal)  # r
-    if cotangent is not None:
-        weight = weight.sub_(cotangent, alpha=beta)
-    weight.mul_(reciprocal)
-    for strip in strips:
-        if len(strips) > 1:
-            exponentials = strip.scores().exp_()
-            weighted = strip.tangents(z, v).mul_(exponentials)
-        both = strip.pair_sums(reciprocal, 2)
-        weighted.mul_(both)
-        both.mul_(exponentials)
-        weighted.addcmul_(exponentials, weight[:, strip.first : strip.end, None], value=-1.0)
-        weighted.addcmul_(exponentials, weight[:, None, strip.first :], value=-1.0)
-        strip.add_products(both, v, output)
-        strip.add_products(weighted, z, output)
 
 
 def _row_gradient(

@@ -127,7 +127,7 @@ def test_the_triangle_reads_no_masked_cotangent() -> None:
     mask = torch.arange(130, device=DEVICE)[None] != 77
     a = torch.where(mask[:, None], 1.0, torch.nan)
     found = [
-        module.bisoftmax_hvp(z, z, 1.0, mask, False, None, each, limit=60.0, triangular=True)
+        module.bisoftmax_hvp(z, z, 1.0, mask, False, 60.0, None, each, triangular=True)
         for each in (a, a.nan_to_num(3.0))
     ]
     assert torch.equal(*found) and not found[0].isnan().any()

@@ -189,7 +189,7 @@ def test_choice_and_errors() -> None:
         (lambda: frozen_key_attention(query, key, 0.0), "beta must be > 0, got 0.0"),
         (
             lambda: frozen_key_attention(query, key, 1.0, mask=HOLES),
-            r"mask must be a bool tensor \(B, M\) = \(2, 129\)",
+            r"mask must have the shape \(B, M\) = \(2, 129\)",
         ),
         (lambda: SoftmaxAttention(8, 2, backend="flash"), "needs cross=True"),
         (lambda: SoftmaxAttention(8, 2, cross=True, backend="stock"), "backend must be one of"),

@@ -79,7 +79,7 @@ def bisoftmax_forward(
 ) -> tuple[Tensor, Tensor]:
     """Gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32."""
     rows = _rows(z)
-    gradient, lse = _empty(z, z.shape), _empty(z, z.shape[:3])
+    gradient, lse = (z.new_empty(shape, dtype=torch.float32) for shape in (z.shape, z.shape[:3]))
     _solve(rows, None, beta, mask, causal, limit, None, None, gradient, lse)
     return gradient.to(z.dtype), lse
 
@@ -96,7 +96,7 @@ def bisoftmax_hvp(
 ) -> Tensor:
     """Hessian times ``v``, and the pullback of a cotangent of the lse: as by strips."""
     lse, cotangent = _numbers(lse), _numbers(lse_cotangent)
-    product = _empty(z, z.shape)
+    product = z.new_empty(z.shape, dtype=torch.float32)
     _solve(_rows(z), _rows(v), beta, mask, causal, limit, lse, cotangent, product, None)
     return product.to(z.dtype)
 
@@ -138,7 +138,3 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().resolve_neg().contiguous()
-
-
-def _empty(like: Tensor, shape: torch.Size) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)

@@ -97,10 +97,6 @@ class Operator:
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
 
 
-def empty_like_first(first: Tensor, *_: Any) -> Tensor:
-    return first.new_empty(first.shape)
-
-
 def triton_backend() -> ModuleType:
     """The module with the Triton kernels; ImportError where Triton is not installed."""
     return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
@@ -124,14 +120,17 @@ def require_backend(backend: str, z: Tensor, mask: Tensor | None) -> None:
             raise ValueError(f'backend="triton" does not take this input: {missing}')
 
 
-def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> str:
-    """ "blocks", "cpp" or "triton"."""
+def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
+    """The module that computes; all have ``bisoftmax_forward`` and ``bisoftmax_hvp``."""
     if backend != "auto":
         require_backend(backend, z, mask)
-        return backend
-    if native.unavailable(z) is None:
-        return "cpp"
-    return "triton" if triton_lacks(z, mask) is None else "blocks"
+    elif native.unavailable(z) is None:
+        backend = "cpp"
+    elif triton_lacks(z, mask) is None:
+        backend = "triton"
+    if backend == "triton":
+        return triton_backend()
+    return native if backend == "cpp" else strips
 
 
 def _forward(
@@ -143,11 +142,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradient (B, H, N, p) and lse (B, H, N), contiguous."""
-    backend = _chosen(backend, z, mask)
-    if backend == "triton":
-        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit)
-    chosen = native if backend == "cpp" else strips
-    return chosen.bisoftmax_forward(z, beta, mask, causal, limit)
+    return _chosen(backend, z, mask).bisoftmax_forward(z, beta, mask, causal, limit)
 
 
 def _hvp(
@@ -162,12 +157,8 @@ def _hvp(
     backend: str,
 ) -> Tensor:
     """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
-    backend = _chosen(backend, z, mask)
-    if backend == "triton":
-        options = {"lse": lse, "lse_cotangent": lse_cotangent, "limit": limit}
-        return triton_backend().bisoftmax_hvp(z, v, beta, mask, causal, **options)
-    chosen = native if backend == "cpp" else strips
-    return chosen.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
+    rest = (beta, mask, causal, limit, lse, lse_cotangent)
+    return _chosen(backend, z, mask).bisoftmax_hvp(z, v, *rest)
 
 
 def _empty_forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -227,7 +218,7 @@ hvp = Operator(
     f"(Tensor z, Tensor v, float beta, {_SHARED}, Tensor? lse, Tensor? lse_cotangent, "
     "str backend) -> Tensor",
     _hvp,
-    empty_like_first,
+    lambda z, *_: z.new_empty(z.shape),
     _backward_hvp,
     _save_hvp,
 )

@@ -113,18 +113,12 @@ def tables(capability: int) -> tuple[Table, ...]:
     return _LESS_ON_CHIP, _HOPPER
 
 
+@cache
 def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     """The tiles of a kernel of the table, given the padded head width and the bytes of a number.
 
-    ``capability`` is the device's, 10 major + minor; 0: the interpreter.
+    ``capability`` is the device's, 10 major + minor.
     """
-    if capability == 0:
-        return INTERPRETER
-    return _tiles(kernel, width, size, capability)
-
-
-@cache
-def _tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     names = [kernel]
     while names[-1] in _SAME:
         names.append(_SAME[names[-1]])
@@ -172,18 +166,21 @@ class LaunchArguments:
 
     @cached_property
     def capability(self) -> int:
-        """Of the device, 10 major + minor; 0: interpreted."""
-        return 0 if INTERPRETED else capability_of(self.z.device.index)
+        """Of the device, 10 major + minor."""
+        return capability_of(self.z.device.index)
 
-    def unit(self, *others: Tensor) -> int:
-        """What widths and strides are counted in, so that the kernels know what divides them.
+    def read(self, v: Tensor | None) -> tuple[tuple[Tensor, ...], int, list[int]]:
+        """``z``, and ``v`` where given; the unit of widths and strides; the strides in it.
 
+        The strides are those of samples, heads and tokens. The unit tells the kernels what divides them:
         Triton sees by itself where all are multiples of 16, and loads 16 bytes at a time; with this it
         does so for 8 as well (4 for float32).
         """
-        strides = [each for x in (self.z, *others) for each in x.stride()[:3]]
+        tensors = (self.z,) if v is None else (self.z, v)
+        strides = [each for x in tensors for each in x.stride()[:3]]
         common = math.gcd(16, self.z.shape[3], *strides)
-        return 1 if common == 16 else common
+        unit = 1 if common == 16 else common
+        return tensors, unit, [each // unit for each in strides]
 
     def sizes(self, blocks: int, unit: int) -> tuple[int, int, int, int, float]:
         """Heads a sample, tokens, width, blocks a head and scale, as most kernels take them."""
@@ -191,11 +188,18 @@ class LaunchArguments:
         return heads, tokens, width // unit, blocks, self.scale
 
     def tiles(self, kernel: str) -> Tiles:
+        if INTERPRETED:
+            return INTERPRETER
         return tiles(kernel, self.padded_width, self.z.element_size(), self.capability)
 
     def constants(self, shape: Tiles) -> dict[str, Any]:
-        """Options of every tiled kernel, with those of the compiler; not to be changed."""
-        return _constants(shape, self.padded_width, self.bounded)
+        """Options of every kernel with tiles, with those of the compiler."""
+        return {
+            "WIDTH": self.padded_width,
+            "enable_fp_fusion": self.bounded,
+            "num_warps": shape.warps,
+            "num_stages": shape.stages,
+        }
 
     def even(self, shape: Tiles) -> dict[str, bool]:
         """Whether no tile reaches beyond the last token, and none beyond the last feature."""
@@ -212,31 +216,8 @@ class LaunchArguments:
         """Blocks of rows a head, and the options of a kernel that owns rows and goes over columns."""
         shape = self.tiles(kernel)
         options = {"UNIT": unit, "ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": self.boost}
-        return -(-self.tokens // shape.rows), options | self.even(shape) | self.constants(shape)
-
-    def halves(self, kernel: str) -> bool:
-        """Whether sums from half of the tiles, "triangle" or "tangents", fit in the registers."""
-        widest = {"triangle": 128, "tangents": 32}[kernel]
-        return self.z.element_size() == 2 or self.padded_width <= widest
-
-    def fits_one_tile(self, kernel: str) -> bool:
-        """Whether one program holds a whole head: "gradient" or "hvp"; else the registers spill."""
-        tokens, width = self.tokens, self.padded_width
-        if self.z.element_size() == 4:
-            return tokens <= 64 and width <= 64
-        if kernel == "gradient":
-            return tokens <= 64 or (tokens <= LARGEST_SINGLE_TILE and width <= 128)
-        return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
-
-
-@cache
-def _constants(shape: Tiles, padded_width: int, bounded: bool) -> dict[str, Any]:
-    return {
-        "WIDTH": padded_width,
-        "enable_fp_fusion": bounded,
-        "num_warps": shape.warps,
-        "num_stages": shape.stages,
-    }
+        options |= self.even(shape) | self.constants(shape)
+        return triton.cdiv(self.tokens, shape.rows), options
 
 
 @cache
@@ -244,12 +225,6 @@ def capability_of(device: int) -> int:
     """Compute capability of a CUDA device, 10 major + minor."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
-    """Strides of samples, heads and tokens."""
-    strides = x.stride()[:3]
-    return strides if unit == 1 else tuple(each // unit for each in strides)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -271,10 +246,6 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str,
     kernel[(programs,)](*args, **options)
 
 
-def _ceil(total: int, part: int) -> int:
-    return -(-total // part)
-
-
 def parts(tokens: int) -> tuple[int, int]:
     """Rows of the two parts of a single tile; the second may be none."""
     first = max(16, int(triton.next_power_of_2(tokens)))
@@ -285,82 +256,122 @@ def parts(tokens: int) -> tuple[int, int]:
     return first, 0
 
 
-def _single_tile_options(given: LaunchArguments, unit: int) -> dict[str, Any]:
-    first, second = parts(given.tokens)
+def _single_tile(
+    kernel: Any, given: LaunchArguments, v: Tensor | None, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Launch a kernel that holds a whole head; ``tensors`` are those of its own."""
+    read, unit, strides = given.read(v)
+    _, heads, tokens, width = given.z.shape
+    numbers = (heads, tokens, width // unit, given.scale, *(() if v is None else (given.beta,)))
+    first, second = parts(tokens)
     options = {"UNIT": unit, "FIRST": first, "SECOND": second, "CAUSAL": given.causal}
     options |= {"BOUNDED": given.by_reciprocals, "BOOST": given.boost}
-    return options | given.constants(given.tiles("single tile"))
+    options |= given.constants(given.tiles("single tile"))
+    launch(kernel, given.heads, (*read, given.keep, *tensors, *numbers, *strides), options)
 
 
-def single_tile_gradient(given: LaunchArguments, out: Tensor, lse: Tensor) -> None:
-    """``(P + P^T) Z`` and ``L``."""
-    z, unit = given.z, given.unit()
-    args = (
-        z, given.keep, lse, out, z.shape[1], given.tokens, z.shape[3] // unit,
-        given.scale, *in_units(z, unit),
-    )  # fmt: skip
-    launch(small_gradient_kernel, given.heads, args, _single_tile_options(given, unit))
-
-
-def single_tile_hvp(
-    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, out: Tensor
+def _over_columns(
+    kernel: Any,
+    name: str,
+    given: LaunchArguments,
+    v: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    **options: bool,
 ) -> None:
-    """``H V``."""
-    z, unit = given.z, given.unit(v)
-    args = (
-        z, v, given.keep, cotangent, out, z.shape[1], given.tokens,
-        z.shape[3] // unit, given.scale, given.beta, *in_units(z, unit), *in_units(v, unit),
-    )  # fmt: skip
-    launch(small_hvp_kernel, given.heads, args, _single_tile_options(given, unit))
+    """Launch a kernel that owns blocks of rows and goes over columns, with the tiles of ``name``.
+
+    All take their arguments in this order; ``tensors`` are those of their own, ``options`` constants.
+    """
+    read, unit, strides = given.read(v)
+    blocks, constants = given.by_rows(name, unit)
+    numbers = (*given.sizes(blocks, unit), *(() if v is None else (given.beta,)))
+    args = (*read, given.keep, given.extent, *tensors, *numbers, *strides)
+    launch(kernel, given.heads * blocks, args, constants | options)
 
 
 def row_lse(given: LaunchArguments, lse: Tensor, normaliser: Tensor) -> None:
     """``L`` from all tiles; ``normaliser``: ``exp(-L)`` if scores are bounded, else ``L`` in base 2."""
-    unit = given.unit()
-    blocks, options = given.by_rows("lse", unit)
-    args = (
-        given.z, given.keep, given.extent, lse, normaliser, *given.sizes(blocks, unit),
-        *in_units(given.z, unit),
-    )  # fmt: skip
-    launch(kernels.lse_kernel, given.heads * blocks, args, options | {"BOUNDED": given.bounded})
+    tensors = (lse, normaliser)
+    _over_columns(kernels.lse_kernel, "lse", given, None, tensors, BOUNDED=given.bounded)
+
+
+def row_mean(
+    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, mean: Tensor, normaliser: Tensor
+) -> None:
+    """``r`` from all tiles that the mask leaves; ``normaliser`` as from ``row_lse``."""
+    tensors = (cotangent, mean, normaliser)
+    options = {"CAUSAL": given.causal, "BOUNDED": given.by_reciprocals}
+    _over_columns(kernels.mean_kernel, "mean", given, v, tensors, **options)
+
+
+def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
+    """``(P + P^T) Z``; ``normaliser`` as from ``row_lse``."""
+    peaks = normaliser if given.bounded else normaliser.amax(-1)
+    tensors = (normaliser, peaks, out)
+    _over_columns(kernels.gradient_kernel, "gradient", given, None, tensors, BOUNDED=given.bounded)
+
+
+def causal_gradient(given: LaunchArguments, lse: Tensor, normaliser: Tensor, out: Tensor) -> None:
+    """A pass over the rows, which also finds ``L``, then one over the columns."""
+    rows = torch.empty(given.z.shape, dtype=torch.float32, device=given.z.device)
+    for kernel, tensors in (
+        (kernels.causal_rows_kernel, (lse, normaliser, rows)),
+        (kernels.causal_columns_kernel, (normaliser, rows, out)),
+    ):
+        _over_columns(kernel, "causal", given, None, tensors)
+
+
+def curvature(
+    given: LaunchArguments, v: Tensor, normaliser: Tensor, mean: Tensor, out: Tensor
+) -> None:
+    """``H V`` from ``r`` and the normaliser that came with it."""
+    name = "curvature" if given.by_reciprocals else "free curvature"
+    shifted = not given.by_reciprocals and not given.causal
+    peaks = normaliser.amax(-1) if shifted else normaliser
+    tensors = (normaliser, mean, peaks, out)
+    options = {"BOUNDED": given.by_reciprocals, "CAUSAL": given.causal}
+    _over_columns(kernels.curvature_kernel, name, given, v, tensors, **options)
 
 
 def slices_of(heads: int, blocks: int) -> int:
     """Slices of a head: two blocks each at least, as the largest alone takes as long as such a pair."""
-    return min(_ceil(blocks, 2), MOST_SLICES, _ceil(PROGRAMS, heads))
+    return min(triton.cdiv(blocks, 2), MOST_SLICES, triton.cdiv(PROGRAMS, heads))
 
 
 def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, int]:
     """Slots of partial sums, their number a head, and the block."""
     shape = given.tiles("triangle" if v is None else "tangents")
     tangent, v = v is not None, given.z if v is None else v
-    slices = slices_of(given.heads, _ceil(given.tokens, shape.rows))
+    slices = slices_of(given.heads, triton.cdiv(given.tokens, shape.rows))
     slots = torch.empty(
         (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
     )
-    unit = given.unit(v)
-    args = (
-        given.z, v, given.keep, given.extent, slots, *given.sizes(slices, unit),
-        *in_units(given.z, unit), *in_units(v, unit),
-    )  # fmt: skip
+    read, unit, strides = given.read(v)
+    args = (*read, given.keep, given.extent, slots, *given.sizes(slices, unit), *strides)
     options = {"UNIT": unit, "TANGENT": tangent, "BLOCK": shape.rows, **given.even(shape)}
     launch(kernels.triangle_kernel, given.heads * slices, args, options | given.constants(shape))
     return slots, slices, shape.rows
 
 
-def _second_phase(given: LaunchArguments, block: int) -> dict[str, Any]:
-    return {"BLOCK": block, "BOOST": given.boost, "num_warps": 4, "enable_fp_fusion": True}
+def _from_halves(
+    kernel: Any,
+    given: LaunchArguments,
+    v: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    *numbers: float,
+) -> None:
+    """Both phases of sums from half of the tiles; the ``kernel`` of the second has ``tensors`` of its own."""
+    slots, slices, block = _triangle(given, v)
+    blocks = triton.cdiv(given.tokens, block)
+    sizes = (given.z.shape[1], given.tokens, blocks, slices)
+    args = (slots, given.keep, given.extent, *tensors, *sizes, *numbers)
+    options = {"BLOCK": block, "BOOST": given.boost, "num_warps": 4, "enable_fp_fusion": True}
+    launch(kernel, given.heads * blocks, args, options)
 
 
 def triangle_lse(given: LaunchArguments, lse: Tensor, reciprocals: Tensor) -> None:
     """``L`` and ``exp(-L)`` from half of the tiles."""
-    slots, slices, block = _triangle(given, None)
-    blocks = _ceil(given.tokens, block)
-    args = (
-        slots, given.keep, given.extent, lse, reciprocals, given.z.shape[1], given.tokens, blocks,
-        slices,
-    )  # fmt: skip
-    launch(kernels.triangle_lse_kernel, given.heads * blocks, args, _second_phase(given, block))
+    _from_halves(kernels.triangle_lse_kernel, given, None, (lse, reciprocals))
 
 
 def triangle_mean(
@@ -372,75 +383,8 @@ def triangle_mean(
     reciprocals: Tensor,
 ) -> None:
     """``r`` and ``exp(-L)`` from half of the tiles."""
-    slots, slices, block = _triangle(given, v)
-    blocks = _ceil(given.tokens, block)
-    args = (
-        slots, given.keep, given.extent, lse, cotangent, mean, reciprocals, given.z.shape[1],
-        given.tokens, blocks, slices, given.beta,
-    )  # fmt: skip
-    launch(kernels.triangle_mean_kernel, given.heads * blocks, args, _second_phase(given, block))
-
-
-def row_mean(
-    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, mean: Tensor, normaliser: Tensor
-) -> None:
-    """``r`` from all tiles that the mask leaves; ``normaliser`` as from ``row_lse``."""
-    unit = given.unit(v)
-    blocks, options = given.by_rows("mean", unit)
-    args = (
-        given.z, v, given.keep, given.extent, cotangent, mean, normaliser,
-        *given.sizes(blocks, unit), given.beta, *in_units(given.z, unit), *in_units(v, unit),
-    )  # fmt: skip
-    options |= {"CAUSAL": given.causal, "BOUNDED": given.by_reciprocals}
-    launch(kernels.mean_kernel, given.heads * blocks, args, options)
-
-
-def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
-    """``(P + P^T) Z``; ``normaliser`` as from ``row_lse``."""
-    unit = given.unit()
-    blocks, options = given.by_rows("gradient", unit)
-    peaks = normaliser if given.bounded else normaliser.amax(-1)
-    args = (
-        given.z, given.keep, given.extent, normaliser, peaks, out, *given.sizes(blocks, unit),
-        *in_units(given.z, unit),
-    )  # fmt: skip
-    launch(
-        kernels.gradient_kernel, given.heads * blocks, args, options | {"BOUNDED": given.bounded}
-    )
-
-
-def causal_gradient(given: LaunchArguments, lse: Tensor, normaliser: Tensor, out: Tensor) -> None:
-    """A pass over the rows, which also finds ``L``, then one over the columns."""
-    z, unit = given.z, given.unit()
-    blocks, options = given.by_rows("causal", unit)
-    rows = torch.empty(z.shape, dtype=torch.float32, device=z.device)
-    programs, padding = given.heads * blocks, (z, given.keep, given.extent)
-    numbers = (*given.sizes(blocks, unit), *in_units(z, unit))
-    launch(
-        kernels.causal_rows_kernel, programs, (*padding, lse, normaliser, rows, *numbers), options
-    )
-    launch(
-        kernels.causal_columns_kernel,
-        programs,
-        (*padding, normaliser, rows, out, *numbers),
-        options,
-    )
-
-
-def curvature(
-    given: LaunchArguments, v: Tensor, normaliser: Tensor, mean: Tensor, out: Tensor
-) -> None:
-    """``H V`` from ``r`` and the normaliser that came with it."""
-    unit = given.unit(v)
-    blocks, options = given.by_rows("curvature" if given.by_reciprocals else "free curvature", unit)
-    shifted = not given.by_reciprocals and not given.causal
-    peaks = normaliser.amax(-1) if shifted else normaliser
-    args = (
-        given.z, v, given.keep, given.extent, normaliser, mean, peaks, out,
-        *given.sizes(blocks, unit), given.beta, *in_units(given.z, unit), *in_units(v, unit),
-    )  # fmt: skip
-    options |= {"BOUNDED": given.by_reciprocals, "CAUSAL": given.causal}
-    launch(kernels.curvature_kernel, given.heads * blocks, args, options)
+    tensors = (lse, cotangent, mean, reciprocals)
+    _from_halves(kernels.triangle_mean_kernel, given, v, tensors, given.beta)
 
 
 # --- the backend --------------------------------------------------------------------------------------
@@ -503,7 +447,7 @@ def bisoftmax_forward(
     lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
     with device_of(z):
         if _wants_single_tile(given, "gradient", single_tile):
-            single_tile_gradient(given, out, lse)
+            _single_tile(small_gradient_kernel, given, None, (lse, out))
             return out, lse
         given = _zero_masked(given)
         normaliser = torch.empty_like(lse)
@@ -521,10 +465,10 @@ def bisoftmax_hvp(
     beta: float,
     mask: Tensor | None = None,
     causal: bool = False,
+    limit: float | None = None,
     lse: Tensor | None = None,
     lse_cotangent: Tensor | None = None,
     *,
-    limit: float | None = None,
     triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> Tensor:
@@ -542,7 +486,7 @@ def bisoftmax_hvp(
     with device_of(z):
         v = readable(v)
         if _wants_single_tile(given, "hvp", single_tile):
-            single_tile_hvp(given, v, cotangent, out)
+            _single_tile(small_hvp_kernel, given, v, (cotangent, out))
             return out
         given, v = _zero_masked(given), zero_masked(v, mask)
         mean = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
@@ -577,23 +521,29 @@ def _arguments(
 
 
 def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | None) -> bool:
-    if single_tile and given.tokens > LARGEST_SINGLE_TILE:
-        raise ValueError(
-            f"single_tile holds at most {LARGEST_SINGLE_TILE} tokens, got {given.tokens}"
-        )
+    """Whether one program holds a whole head, "gradient" or "hvp": where its registers do not spill."""
+    tokens, width = given.tokens, given.padded_width
+    if single_tile and tokens > LARGEST_SINGLE_TILE:
+        raise ValueError(f"single_tile holds at most {LARGEST_SINGLE_TILE} tokens, got {tokens}")
     if single_tile is not None:
         return single_tile
-    return given.fits_one_tile(kernel)
+    if given.z.element_size() == 4:
+        return tokens <= 64 and width <= 64
+    if kernel == "gradient":
+        return tokens <= 64 or (tokens <= LARGEST_SINGLE_TILE and width <= 128)
+    return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
 
 
 def _wants_triangle(given: LaunchArguments, kernel: str, triangular: bool | None) -> bool:
+    """Whether sums are from half of the tiles, "triangle" or "tangents", which the registers must hold."""
     if triangular and not given.by_reciprocals:
         raise ValueError(
             f"triangular needs a limit of at most {LARGEST_EXPONENT} and no causal mask"
         )
     if triangular is not None or not given.by_reciprocals or given.tokens < _TRIANGULAR_FROM:
         return bool(triangular)
-    return given.halves(kernel)
+    widest = {"triangle": 128, "tangents": 32}[kernel]
+    return given.z.element_size() == 2 or given.padded_width <= widest
 
 
 def _zero_masked(given: LaunchArguments) -> LaunchArguments:
