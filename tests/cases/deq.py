@@ -59,11 +59,7 @@ def energy(dim: int = DIM, *, bound: float | None = 1.0) -> Energy:
     return (attention + memories + Quadratic()).double()
 
 
-def gradient_layer(**options: Any) -> DEQ:
-    return DEQ(energy(), **options)
-
-
-def context_layer(**options: Any) -> DEQ:
+def with_context() -> Energy:
     """Hidden biases and gates from the input, computed once a solve."""
     sees = GELUFeedForward(DIM, 6, context_dim=DIM, gates=True, norm=None, bound=1.0)
     with torch.no_grad():
@@ -71,54 +67,35 @@ def context_layer(**options: Any) -> DEQ:
             if name.startswith("gate."):
                 weight.copy_(0.3 * torch.randn(weight.shape))
     attention = BiSoftmaxAttention(DIM, 2, bound=1.0).weighted(0.2, 1.0)
-    return DEQ((attention + 0.4 * sees + Quadratic()).double(), **options)
+    return attention + 0.4 * sees + Quadratic()
 
 
-def activation_layer(**options: Any) -> DEQ:
+def with_activation() -> ActivationStep:
     attention = 0.3 * SoftmaxAttention(DIM, 2, bound=1.0)
-    interaction = (attention + 0.3 * ReLUFeedForward(DIM, 6, norm=None, bound=1.0)).double()
-    return DEQ(ActivationStep(interaction, RMSNormLagrangian()), **options)
+    interaction = attention + 0.3 * ReLUFeedForward(DIM, 6, norm=None, bound=1.0)
+    return ActivationStep(interaction, RMSNormLagrangian())
 
 
-def update_layer(**options: Any) -> DEQ:
-    return DEQ.from_update(Cell().double(), **options)
-
-
-def mean_field_layer(**options: Any) -> DEQ:
-    return DEQ(
-        MeanFieldAttention(COUNT, DIM, correction=NormedMLP(DIM, 6), scale=0.5).double(), **options
-    )
-
-
-def softmax_couplings_layer(**options: Any) -> DEQ:
-    return DEQ(SoftmaxCouplingAttention(DIM, 2, correction=NormedMLP(DIM, 6)).double(), **options)
-
-
-def kinetic_layer(**options: Any) -> DEQ:
-    return DEQ(KineticAttention(DIM, 2).double(), **options)
-
-
-def spins_layer(**options: Any) -> DEQ:
-    interaction = SpinInteraction(Couplings(COUNT, DIM, scale=0.5)).double()
-    return DEQ(ActivationStep(interaction, IsingLagrangian()), **options)
-
-
-LAYERS: dict[str, Callable[..., DEQ]] = {
-    "gradient": gradient_layer,
-    "context": context_layer,
-    "activation": activation_layer,
-    "update": update_layer,
-    "mean_field": mean_field_layer,
-    "softmax_couplings": softmax_couplings_layer,
-    "kinetic": kinetic_layer,
-    "spins": spins_layer,
+# What each layer solves.
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "gradient": energy,
+    "context": with_context,
+    "activation": with_activation,
+    "update": Cell,
+    "mean_field": lambda: MeanFieldAttention(COUNT, DIM, correction=NormedMLP(DIM, 6), scale=0.5),
+    "softmax_couplings": lambda: SoftmaxCouplingAttention(DIM, 2, correction=NormedMLP(DIM, 6)),
+    "kinetic": lambda: KineticAttention(DIM, 2),
+    "spins": lambda: ActivationStep(
+        SpinInteraction(Couplings(COUNT, DIM, scale=0.5)), IsingLagrangian()
+    ),
 }
 
 
 def make(name: str, seed: int = 0, **options: Any) -> DEQ:
     """The named layer with seeded weights, float64."""
     torch.manual_seed(seed)
-    return LAYERS[name](**options)
+    solved = LAYERS[name]().double()
+    return (DEQ.from_update if isinstance(solved, Cell) else DEQ)(solved, **options)
 
 
 def tokens(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.kernels import TOLERANCE, Case, Problem, dense, problem_of, relative
+from cases.kernels import TOLERANCE, Case, Problem, dense, difference, problem_of
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.kernels.bi_softmax import ops
 
@@ -110,7 +110,7 @@ def product(
 def check(value: Tensor, expected: Tensor, tolerance: float) -> None:
     """In norm, and for the worst row against the largest; a NaN anywhere fails both."""
     assert value.shape == expected.shape
-    assert relative(value, expected) <= tolerance
+    assert difference(value, expected) <= tolerance
     off = (value.cpu().double() - expected).norm(dim=-1).max()
     assert off <= 10 * tolerance * expected.norm(dim=-1).max().clamp(min=1e-30)
 
@@ -146,8 +146,8 @@ def test_any_norm_is_as_good_as_the_dense_formula_in_float32(case: Case) -> None
     value, lse = forward(case, problem)
     curved = product(case, problem, lse)
     for ours, single, exact in zip((value, lse, curved), in_single, expected, strict=True):
-        assert relative(ours, exact) <= max(
-            1e-5, 2 * relative(single, exact), rounding(expected[1])
+        assert difference(ours, exact) <= max(
+            1e-5, 2 * difference(single, exact), rounding(expected[1])
         )
 
 
@@ -166,7 +166,7 @@ def test_heads_of_one_launch_choose_their_own_form() -> None:
         check(value[:, head], gradient[:, head], max(1e-5, rounding(lse[:, head])))
         check(ours[:, head, :, None], lse[:, head, :, None], 1e-5)
     # The tangents of the largest head are about 60 times larger than what is left of them.
-    assert relative(product(case, problem, ours, problem.cotangent)[:, :2], curved[:, :2]) <= 1e-5
+    assert difference(product(case, problem, ours, problem.cotangent)[:, :2], curved[:, :2]) <= 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -367,7 +367,7 @@ def test_on_the_device(case: Case) -> None:
     if case.dtype == torch.float32:
         floor = 1e-5
     for ours, other, exact in ((value, rounded[0], expected[0]), (curved, rounded[2], expected[2])):
-        assert relative(ours, exact) <= max(floor, 2 * relative(other, exact))
+        assert difference(ours, exact) <= max(floor, 2 * difference(other, exact))
 
 
 @pytest.mark.gpu
@@ -421,15 +421,15 @@ def test_values_and_derivatives(case: Case) -> None:
     options, tolerance = options_of(case, problem), TOLERANCE[case.dtype]
     z = problem.z.clone(memory_format=torch.preserve_format).requires_grad_()
     ours = bisoftmax(z, case.beta, **options)
-    assert relative(ours[0].detach(), gradient) <= tolerance
-    assert relative(ours[1].detach(), lse) <= 1e-5
+    assert difference(ours[0].detach(), gradient) <= tolerance
+    assert difference(ours[1].detach(), lse) <= 1e-5
     (pullback,) = torch.autograd.grad(ours, z, (problem.v, problem.cotangent))
-    assert relative(pullback, curved) <= tolerance
+    assert difference(pullback, curved) <= tolerance
     curved = dense(case, problem, cotangent=False)[2]
     for given in (None, ours[1].detach()):
         product = bisoftmax_hvp(problem.z, problem.v, case.beta, lse=given, **options)
         assert product.dtype == case.dtype and product.is_contiguous()
-        assert relative(product, curved) <= tolerance
+        assert difference(product, curved) <= tolerance
 
 
 def laid_out(tokens: int = 20, width: int = 16, **options: Any) -> Tensor:
@@ -447,7 +447,7 @@ def test_the_second_derivative() -> None:
         loss = gradient.pow(3).sum() + lse.square().sum()
         (first,) = torch.autograd.grad(loss, z, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), z)[0])
-    assert relative(found[0], found[1].cpu().double()) <= 1e-4
+    assert difference(found[0], found[1].cpu().double()) <= 1e-4
 
 
 @pytest.mark.defect("E5")
