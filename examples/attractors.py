@@ -4,8 +4,6 @@ The normalised step ``z_i <- R n((1 - gamma) F_i(z) + gamma z_i)``, pixels on th
 digits or from digits with masked patches; and from random states, with random couplings.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any, NamedTuple
@@ -13,10 +11,10 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 from bare_attention import EXACT, SOURCE, Images, decode, noisy, open_images, points, show
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from runner import Table, columns, run
+from runner import Result, Table, columns, quantiles, run
 from torch import Tensor
+from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
 import solvers
@@ -40,15 +38,15 @@ class Run(NamedTuple):
     free: Tensor  # (M, N) bool, the patches that move
 
 
-def step_of(setup: Images, model: BareAttention) -> BareAttentionStep:
-    circles = setup.train.shape[2] // 2
+def step_of(model: BareAttention, tokens: Tensor) -> BareAttentionStep:
+    circles = tokens.shape[2] // 2
     return BareAttentionStep(model, gamma=GAMMA, radius=circles**0.5, circles=circles)
 
 
 @torch.no_grad()
-def move(setup: Images, model: Any, originals: Tensor, masked: int, steps: int) -> Run:
+def move(model: Any, originals: Tensor, masked: int, steps: int, seed: int) -> Run:
     """From ``masked`` patches at random angles, the others right and held; or, of 0, from noisy ones."""
-    generator, step = torch.Generator().manual_seed(setup.seed + 2), step_of(setup, model)
+    generator, step = torch.Generator().manual_seed(seed), step_of(model, originals)
     free = torch.ones(originals.shape[:2], dtype=torch.bool)
     if masked:
         free = torch.rand(free.shape, generator=generator).argsort(1) < masked
@@ -64,16 +62,16 @@ def move(setup: Images, model: Any, originals: Tensor, masked: int, steps: int) 
 
 
 @torch.no_grad()
-def measure(model: Any, found: Run, steps: Any) -> Table:
+def measure(by: Any, found: Run, steps: Any, **known: str) -> Table:
     """Overlap ``z_i.z_i* / p`` with the originals, pixel error, and energy."""
-    free, table = found.free, []
+    free, table = found.free, Table()
     wanted = decode(found.originals)[free]
     for step in steps:
         state = found.states[step]
-        overlap = (state * found.originals).sum(-1)[free].mean().item()
+        overlap = (state * found.originals).sum(-1)[free].mean().item() / (state.shape[2] // 2)
         error = (decode(state)[free] - wanted).square().mean().sqrt().item()
-        row = {"step": step, "overlap": overlap / (state.shape[2] // 2), "error": error}
-        table.append(row | {"energy": model(state).mean().item()})
+        row = {**known, "step": step, "overlap": overlap, "error": error}
+        table.append(row | {"energy": by(state).mean().item()})
     return table
 
 
@@ -87,23 +85,9 @@ def transients(setup: Images, models: dict[str, Any], masked: int, steps: int):
     runs: dict[str, Run] = {}
     for name, model in models.items():
         for part, images in (("train", setup.train), ("test", setup.test)):
-            runs[name] = move(setup, model, images[:RUNS], masked, steps)
-            rows = measure(model, runs[name], shown)
-            table += [{"model": name, "part": part} | row for row in rows]
+            runs[name] = move(model, images[:RUNS], masked, steps, setup.seed + 2)
+            table += measure(model, runs[name], shown, model=name, part=part)
     return table, runs
-
-
-def baselines(setup: Images, runs: Run) -> Table:
-    """Overlaps that need no couplings: angles folded into the half circle of the values, and means."""
-    mean = setup.train.mean(0).unflatten(-1, (-1, 2))
-    mean = (mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-12)).flatten(-2)
-    folded = points(math.pi * decode(runs.states[0]).clamp(0.0, 1.0))
-    guesses = {"noise folded, no model": folded, "mean direction of each pixel": mean}
-    circles = setup.train.shape[2] // 2
-    return [
-        {"predictor": name, "overlap": (z * runs.originals).sum(-1).mean().item() / circles}
-        for name, z in guesses.items()
-    ]
 
 
 class Followed(NamedTuple):
@@ -161,41 +145,18 @@ def random_run(symmetric: bool, gamma: float, steps: int, seed: int) -> Followed
     torch.nn.init.normal_(energy.couplings.free)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(16, 5, 3, generator=generator, dtype=torch.float64)
-    start = start / start.norm(dim=-1, keepdim=True)
-    return follow(BareAttentionStep(energy, gamma=gamma), start, steps)
-
-
-def residuals(runs: list[Followed]) -> Table:
-    """The relative change at some steps: median of the runs, 90 % quantile."""
-    changes = torch.cat([each.changes for each in runs], 1)
-    shares, last = torch.tensor([0.5, 0.9], dtype=changes.dtype), len(changes)
-    table: Table = []
-    for step in sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last}):
-        middle, high = changes[step - 1].quantile(shares).tolist()
-        table.append({"step": step, "residual": middle, "residual_90": high})
-    return table
+    return follow(BareAttentionStep(energy, gamma=gamma), normalize(start, dim=-1), steps)
 
 
 def attractors(
-    images: int = 0,
-    steps: int = 0,
-    moves: int = 100,
-    random_moves: int = 500,
-    models: int = 8,
-    ends: int = 40,
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
-    """Where the step of bare self-attention takes corrupted digits, and random states.
-
-    Args:
-        images: training and test images each; 0: all.
-        steps: of training; 0: the default of the digits.
-        moves: steps from corrupted images.
-        random_moves: steps of the runs whose end is classified.
-        models: random couplings of each kind.
-        ends: images whose end is classified.
-        seed: of images, couplings and batches.
-    """
+    images: int = 0,  # training and test images each; 0: all
+    steps: int = 0,  # of training; 0: the default of the digits
+    moves: int = 100,  # steps from corrupted images
+    random_moves: int = 500,  # steps of the runs whose end is classified
+    models: int = 8,  # random couplings of each kind
+    ends: int = 40,  # images whose end is classified
+    seed: int = 0,  # of images, couplings and batches
+) -> Result:
     setup = open_images("digits", images, steps, "principal", seed)
     trained = {name: setup.fit(name) for name in (EXACT, SOURCE.format(8))}
     denoising, denoised = transients(setup, trained, 0, moves)
@@ -205,54 +166,76 @@ def attractors(
         for _ in range(min(MEAN_STEPS, moves)):
             mean = trained[EXACT].conditionals(states[-1]).mean()
             states.append(torch.where(free, mean, states[-1]))
-    rows = measure(trained[EXACT], filled[EXACT]._replace(states=states), range(len(states)))
-    filling += [{"model": "conditional mean, exact", "part": "test"} | row for row in rows]
+    means = filled[EXACT]._replace(states=states)
+    known = {"model": "conditional mean, exact", "part": "test"}
+    filling += measure(trained[EXACT], means, range(len(states)), **known)
 
-    table, changes = [], []
+    # Overlaps that need no couplings: angles folded into the half circle of the values, and means.
+    start, circles = denoised[EXACT].states[0], setup.train.shape[2] // 2
+    mean = normalize(setup.train.mean(0).unflatten(-1, (-1, 2)), dim=-1).flatten(-2)
+    folded = points(math.pi * decode(start).clamp(0.0, 1.0))
+    guesses = {"noise folded, no model": folded, "mean direction of each pixel": mean}
+    bases: Table = []
+    for name, guess in guesses.items():
+        overlap = (guess * denoised[EXACT].originals).sum(-1).mean().item() / circles
+        bases.append({"predictor": name, "overlap": overlap})
+
+    table, changes = Table(), Table()
+    last = random_moves
+    shown = sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last})
     for symmetric in (True, False):
         for share in (0.0, 0.5):
             name = {"couplings": "symmetric" if symmetric else "free", "gamma": share}
             runs = [random_run(symmetric, share, random_moves, seed + k) for k in range(models)]
             table.append(name | endings(runs))
-            changes += [name | row for row in residuals(runs)]
+            moved = torch.cat([each.changes for each in runs], 1)
+            for step in shown:
+                changes.append(name | {"step": step} | quantiles("residual", moved[step - 1]))
     for name, model in trained.items():
         generator = torch.Generator().manual_seed(seed + 2)
         start = noisy(setup.test[:ends].double(), NOISE, generator)
-        step = step_of(setup, copy.deepcopy(model).double())
+        step = step_of(copy.deepcopy(model).double(), start)
         row = endings([follow(step, start, random_moves)])
         table.append({"couplings": name, "gamma": GAMMA} | row)
-    tables = {"denoising": denoising, "baselines": baselines(setup, denoised[EXACT])}
-    tables |= {"masked": filling, "residuals": changes, "ends": table}
-    return tables, draw(setup, tables, denoised[EXACT], filled[EXACT])
+    tables = {"denoising": denoising, "baselines": bases, "masked": filling}
+    tables |= {"residuals": changes, "ends": table}
 
-
-def draw(setup: Images, tables: dict[str, Table], denoised: Run, filled: Run) -> Figure:
-    """Overlap and error along the steps, residuals and ends, and states on the way."""
     figure = plt.figure(figsize=(13, 10), dpi=90)
     figure.suptitle("Bare self-attention as a network of attractors")
     above, below = figure.subfigures(2, 1, height_ratios=(2.1, 1), squeeze=False).flat
-    panels = above.subplots(2, 3)
-    (overlap, energy, filling), (change, share, radius) = panels
-    draw_lines(overlap, tables["denoising"], "overlap")
-    for row, style in zip(tables["baselines"], (":", "-."), strict=True):
+    (left, middle, right), (change, share, radius) = above.subplots(2, 3)
+    draw_lines(left, denoising, "overlap")
+    for row, style in zip(bases, (":", "-."), strict=True):
         name = f"{row['predictor']} (test)"
-        overlap.axhline(row["overlap"], color="C4", linestyle=style, linewidth=1.3, label=name)
-    low, high = overlap.get_ylim()
-    overlap.set_ylim(low - 0.75 * (high - low), high)
-    overlap.set(title="Denoising: overlap with the original", ylabel="overlap (1: equal)")
-    overlap.legend(fontsize=7, loc="lower right")
-    draw_lines(energy, tables["denoising"], "energy")
-    energy.set(title="Denoising: energy E of an image", ylabel="mean of the images")
-    draw_lines(filling, tables["masked"], "error")
-    middle = decode(setup.train.mean(0))
-    error = (middle - decode(setup.test)).square().mean().sqrt().item()
-    filling.axhline(error, color="C4", linestyle=":", label="mean of the site")
-    filling.set(title="Masked patches, the others held", ylabel="error of their pixels")
-    filling.legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.41))
-    draw_residuals(change, tables["residuals"])
-    draw_ends(share, radius, tables["ends"])
-    draw_states(below, setup, {"denoising": denoised, "masked\npatches": filled})
-    return figure
+        left.axhline(row["overlap"], color="C4", linestyle=style, linewidth=1.3, label=name)
+    low, high = left.get_ylim()
+    left.set_ylim(low - 0.75 * (high - low), high)
+    left.set(title="Denoising: overlap with the original", ylabel="overlap (1: equal)")
+    left.legend(fontsize=7, loc="lower right")
+    draw_lines(middle, denoising, "energy")
+    middle.set(title="Denoising: energy E of an image", ylabel="mean of the images")
+    draw_lines(right, filling, "error")
+    error = (decode(setup.train.mean(0)) - decode(setup.test)).square().mean().sqrt().item()
+    right.axhline(error, color="C4", linestyle=":", label="mean of the site")
+    right.set(title="Masked patches, the others held", ylabel="error of their pixels")
+    right.legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.41))
+    kinds = dict.fromkeys((row["couplings"], row["gamma"]) for row in changes)
+    for (couplings, gamma), colour in zip(kinds, COLOURS, strict=True):
+        known = {"couplings": couplings, "gamma": gamma}
+        numbers, *lines = columns(changes, "step", "residual", "residual_90", **known)
+        middles, high = ([max(value, 1e-17) for value in line] for line in lines)
+        change.plot(numbers, middles, color=colour, label=f"{couplings} J, γ = {gamma:g}")
+        change.plot(numbers, high, ":", color=colour, linewidth=1)
+    change.axhline(1e-13, color="C4", linewidth=0.8)
+    place: dict[str, Any] = {"ha": "right", "transform": change.get_yaxis_transform()}
+    change.text(0.98, 1.6e-13, "1e-13: at rest", color="C4", fontsize=7, **place)
+    change.set(yscale="log", xlabel="step", ylabel="|z(t) - z(t-1)| / |z|")
+    change.set_title("Random couplings, N = 5, d = 3: residual")
+    change.legend(fontsize=7, title="median; dotted: 90 %", title_fontsize=7)
+    draw_ends(share, radius, table)
+    runs = {"denoising": denoised[EXACT], "masked\npatches": filled[EXACT]}
+    draw_states(below, setup.sizes.patch, runs)
+    return tables, figure
 
 
 def draw_lines(axes: Any, table: Table, key: str) -> None:
@@ -264,23 +247,6 @@ def draw_lines(axes: Any, table: Table, key: str) -> None:
                 axes.plot(*line, style, color=colour, label=f"{name} ({part})", linewidth=1.3)
     axes.set_xscale("symlog", linthresh=5)
     axes.set_xlabel("step")
-
-
-def draw_residuals(axes: Any, table: Table) -> None:
-    """The relative change of the state against the step."""
-    kinds = dict.fromkeys((row["couplings"], row["gamma"]) for row in table)
-    for (couplings, gamma), colour in zip(kinds, COLOURS, strict=True):
-        names = ("step", "residual", "residual_90")
-        steps, *lines = columns(table, *names, couplings=couplings, gamma=gamma)
-        middle, high = ([max(value, 1e-17) for value in line] for line in lines)
-        axes.plot(steps, middle, color=colour, label=f"{couplings} J, γ = {gamma:g}")
-        axes.plot(steps, high, ":", color=colour, linewidth=1)
-    axes.axhline(1e-13, color="C4", linewidth=0.8)
-    place: dict[str, Any] = {"ha": "right", "transform": axes.get_yaxis_transform()}
-    axes.text(0.98, 1.6e-13, "1e-13: at rest", color="C4", fontsize=7, **place)
-    axes.set(yscale="log", xlabel="step", ylabel="|z(t) - z(t-1)| / |z|")
-    axes.set_title("Random couplings, N = 5, d = 3: residual")
-    axes.legend(fontsize=7, title="median; dotted: 90 %", title_fontsize=7)
 
 
 def draw_ends(axes: Any, radii: Any, table: Table) -> None:
@@ -305,9 +271,9 @@ def draw_ends(axes: Any, radii: Any, table: Table) -> None:
         each.legend(fontsize=7, loc="lower center", ncols=number)
 
 
-def draw_states(figure: Any, setup: Images, runs: dict[str, Run]) -> None:
+def draw_states(figure: Any, size: int, runs: dict[str, Run]) -> None:
     """For one test image a task: the states along the way, the original last; red: what is masked."""
-    last, size = min(len(each.states) for each in runs.values()) - 1, setup.patch
+    last = min(len(each.states) for each in runs.values()) - 1
     steps = [step for step in (0, 1, 2, 5, 10, 20, 50, 100) if step < last] + [last]
     text = f"States on the way, test images, {EXACT} (red: the masked patches)"
     figure.suptitle(text, fontsize=10)

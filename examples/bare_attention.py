@@ -4,15 +4,14 @@ Pixels are points on circles, patches are tokens, and couplings J_ij between pat
 They are learned by local rules: no graph is recorded.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from runner import run
+from runner import Result, run
+from sklearn.linear_model import Ridge
 from torch import Tensor, nn
 
 from implicit_attn.data import load
@@ -85,20 +84,14 @@ SIZES = {
 }
 
 
-class Recipe(NamedTuple):
-    """How a model is trained: by which rule, at which rate, with which bound on ``|J_ij|``."""
-
-    rule: Literal["exact", "source"]
-    rate: float | None = None  # None: that of the data set
-    cap: float | None = None
-
-
 EXACT, PAIRS, SOURCE = "bare, exact normaliser", "pair sum, exact", "bare, energy alone, |J| ≤ {:g}"
-RECIPES = {
-    SOURCE.format(2): Recipe("source", 0.02, 2.0),
-    SOURCE.format(8): Recipe("source", 0.02, 8.0),
-    EXACT: Recipe("exact"),
-    PAIRS: Recipe("exact", 0.01),
+# The rule of each model, its rate (None: that of the data set), and a bound on ``|J_ij|``, without
+# which the rule "source" has no minimum.
+RECIPES: dict[str, tuple[str, float | None, float | None]] = {
+    SOURCE.format(2): ("source", 0.02, 2.0),
+    SOURCE.format(8): ("source", 0.02, 8.0),
+    EXACT: ("exact", None, None),
+    PAIRS: ("exact", 0.01, None),
 }
 
 
@@ -146,105 +139,72 @@ class PairSum(nn.Module):
         self.couplings.free.grad = chains["weight"][0].right_inverse(gradient)
 
 
-def learn(
-    model: Any, tokens: Tensor, recipe: Recipe, steps: int, batch: int, rate: float, seed: int
-) -> None:
-    """Adam on the gradients that the model itself says, ``local_gradient``; no graph is recorded.
-
-    Each step draws a batch with replacement. Without ``cap`` the rule "source" has no minimum.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=recipe.rate or rate)
-    for _ in range(steps):
-        chosen = torch.randint(len(tokens), (batch,), generator=generator)
-        model.assign_gradient(model.local_gradient(tokens[chosen], recipe.rule))
-        optimizer.step()
-        if recipe.cap is not None:
-            with torch.no_grad():
-                free = model.couplings.free
-                norms = torch.linalg.matrix_norm(free, keepdim=True)
-                free.mul_((recipe.cap / norms).clamp(max=1.0))
-    if not bool(model.couplings.weight.isfinite().all()):
-        raise FloatingPointError("the couplings are not finite: lower the learning rate")
-
-
 @dataclass
 class Images:
-    """Tokens of training and test images, and how models on them are made and trained."""
+    """Tokens of training and test images, and the models that learn them."""
 
-    data: str
+    sizes: Sizes
     train: Tensor  # (M, N, 2p) float32
     test: Tensor
     features: Tensor | None
-    steps: int
     seed: int
 
-    @property
-    def patch(self) -> int:
-        return SIZES[self.data].patch
-
     def fit(self, name: str) -> Any:
-        """The trained model of ``RECIPES``."""
-        recipe, sizes = RECIPES[name], SIZES[self.data]
-        sites, dim = self.train.shape[1:]
-        dim = dim if self.features is None else len(self.features)
+        """The model of ``RECIPES``, by Adam on the gradients that it says itself, ``local_gradient``."""
+        (rule, rate, cap), sites, features = RECIPES[name], self.train.shape[1], self.features
+        dim = self.train.shape[2] if features is None else len(features)
         torch.manual_seed(self.seed)
         if name == PAIRS:
-            model: BareAttention | PairSum = PairSum(sites, dim, self.features)
+            model: Any = PairSum(sites, dim, features)
         else:
-            model = BareAttention(sites, dim, features=self.features, site=TorusSite())
-        learn(model, self.train, recipe, self.steps, sizes.batch, sizes.rate, self.seed + 1)
+            model = BareAttention(sites, dim, features=features, site=TorusSite())
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate or self.sizes.rate)
+        for _ in range(self.sizes.steps):
+            chosen = torch.randint(len(self.train), (self.sizes.batch,), generator=generator)
+            model.assign_gradient(model.local_gradient(self.train[chosen], rule))
+            optimizer.step()
+            if cap is not None:
+                with torch.no_grad():
+                    free = model.couplings.free
+                    norms = torch.linalg.matrix_norm(free, keepdim=True)
+                    free.mul_((cap / norms).clamp(max=1.0))
         return model
 
 
 def open_images(data: Data, images: int, steps: int, kind: Kind, seed: int) -> Images:
     """The data set as tokens; 0 images or steps: the default of the data."""
     sizes, loaded = SIZES[data], load(data)
+    sizes = sizes._replace(steps=steps or sizes.steps)
     generator, parts = torch.Generator().manual_seed(seed), []
     for pictures, most in ((loaded.train_images, sizes.train), (loaded.test_images, sizes.test)):
         chosen = torch.randperm(len(pictures), generator=generator)[: images or most]
         parts.append(encode(pictures[chosen], sizes.patch))
-    train, test = parts
     features = None
     if sizes.features and kind == "principal":
-        features = principal_features(sizes.features, train)
+        features = principal_features(sizes.features, parts[0])
     elif sizes.features:
-        shape = train.shape[2], sizes.features  # orthonormal rows at random
+        shape = parts[0].shape[2], sizes.features  # orthonormal rows at random
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         features = torch.linalg.qr(drawn)[0].mT.float().contiguous()
-    return Images(data, train, test, features, steps or sizes.steps, seed)
-
-
-def show(axes: Any, image: Tensor) -> None:
-    """An image (C, H, W) in [0, 1], without axes."""
-    grey = len(image) == 1
-    look: dict[str, Any] = {"cmap": "gray_r", "vmin": 0, "vmax": 1} if grey else {}
-    axes.imshow((image[0] if grey else image.permute(1, 2, 0)).numpy(), **look)
-    axes.set(xticks=[], yticks=[])
+    return Images(sizes, *parts, features, seed)
 
 
 def ridge(train: Tensor, test: Tensor, strength: float) -> Tensor:
-    """Linear regression of the values of every patch (M, N, p) on those of all others, with intercept.
-
-    Minimises ``|Y - X W|^2 / M + strength |W|^2`` about the means, by its dual problem in M unknowns.
-    """
-    train, test = train.double(), test.double()
-    middle = train.mean(0)
-    x, new = train - middle, test - middle
-    gram, crossed = x.flatten(1) @ x.flatten(1).mT, new.flatten(1) @ x.flatten(1).mT
-    unit = len(x) * strength * torch.eye(len(x), dtype=x.dtype)
-    predicted = []
-    for i in range(x.shape[1]):  # the products without those of the patch itself
-        factor = torch.linalg.cholesky(gram - x[:, i] @ x[:, i].mT + unit)
-        dual = torch.cholesky_solve(x[:, i], factor)
-        predicted.append((crossed - new[:, i] @ x[:, i].mT) @ dual)
-    return (torch.stack(predicted, 1) + middle).clamp(0.0, 1.0).float()
+    """Linear regression of the values of every patch (M, N, p) on those of all others."""
+    found = []
+    for site in range(train.shape[1]):
+        others = torch.arange(train.shape[1]) != site
+        known, asked = (each[:, others].flatten(1).double().numpy() for each in (train, test))
+        fitted = Ridge(len(train) * strength).fit(known, train[:, site].double().numpy())
+        found.append(torch.from_numpy(fitted.predict(asked)))
+    return torch.stack(found, 1).clamp(0.0, 1.0).float()
 
 
 def best_ridge(train: Tensor, test: Tensor) -> Tensor:
     """With the strength that is best on a third of the first 600 training images."""
     values = train[:600]
-    cut = max(1, 2 * len(values) // 3)
+    cut = 2 * len(values) // 3
 
     def error(strength: float) -> float:
         return (ridge(values[:cut], values[cut:], strength) - values[cut:]).square().mean().item()
@@ -253,17 +213,12 @@ def best_ridge(train: Tensor, test: Tensor) -> Tensor:
 
 
 def bare_attention(
-    data: Data = "digits", images: int = 0, steps: int = 0, kind: Kind = "principal", seed: int = 0
-):
-    """Masked patches of images by bare self-attention, with the errors of simpler predictors.
-
-    Args:
-        data: digits (2 x 2 patches) or cifar10 (8 x 8).
-        images: training and test images each; 0: by the data.
-        steps: of training; 0: by the data.
-        kind: of the rows of F, directions of the tokens or random.
-        seed: of images, couplings and batches.
-    """
+    data: Data = "digits",  # digits (2 x 2 patches) or cifar10 (8 x 8)
+    images: int = 0,  # training and test images each; 0: by the data
+    steps: int = 0,  # of training; 0: by the data
+    kind: Kind = "principal",  # of the rows of F, directions of the tokens or random
+    seed: int = 0,  # of images, couplings and batches
+) -> Result:
     setup = open_images(data, images, steps, kind, seed)
     values, truth = decode(setup.train), decode(setup.test)
     guesses = {
@@ -283,32 +238,37 @@ def bare_attention(
     for name, guess in guesses.items():
         row = {"predictor": name, "error": (guess - truth).square().mean().sqrt().item()}
         table.append(row | {"npl": losses.get(name, float("nan"))})
-    return {"errors": table}, draw(setup, models, guesses, table)
 
-
-def draw(setup: Images, models: dict[str, Any], guesses: dict[str, Tensor], table: list):
-    """Errors of all predictors, what they make of a few images, and the learned couplings."""
     figure = plt.figure(figsize=(13, 9), dpi=90)
     figure.suptitle("Bare self-attention: masked patches by couplings between positions alone")
     above, below = figure.subfigures(2, 1, height_ratios=(1.25, 0.8), squeeze=False).flat
     left, right = above.subfigures(1, 2, width_ratios=(1, 1.15), squeeze=False).flat
-    draw_errors(left.subplots(), table[::-1])
-    shown = {name: guess for name, guess in guesses.items() if "≤ 2" not in name}
-    draw_predictions(right, setup.patch, {"original": decode(setup.test)} | shown)
-    left, right = below.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False).flat
-    draw_norms(left, {name: model for name, model in models.items() if name in shown})
-    draw_blocks(right, setup, models[EXACT])
-    return figure
-
-
-def draw_errors(axes: Any, rows: list) -> None:
-    """A bar for each predictor."""
-    names, errors = [row["predictor"] for row in rows], [row["error"] for row in rows]
-    bars = axes.barh(names, errors, color=["C0" if "bare" in name else "C4" for name in names])
+    axes, errors = left.subplots(), [row["error"] for row in table[::-1]]
+    colors = ["C0" if "bare" in row["predictor"] else "C4" for row in table[::-1]]
+    bars = axes.barh([row["predictor"] for row in table[::-1]], errors, color=colors)
     axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=9)
     axes.axvline(errors[-1], color="C3", linestyle="--", linewidth=1)
     axes.set(title="A test patch from all others", xlim=(0, 1.2 * max(errors)))
     axes.set_xlabel("root mean square error of the pixels (dashed: the mean)")
+    shown = {name: guess for name, guess in guesses.items() if "≤ 2" not in name}
+    draw_predictions(right, setup.sizes.patch, {"original": truth} | shown)
+    left, right = below.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False).flat
+    drawn = {name: model for name, model in models.items() if name in shown}
+    title = "Strength of the couplings between patches, |J_ij|, each on a scale of its own"
+    left.suptitle(title, fontsize=10)
+    for axes, (name, model) in zip(left.subplots(1, len(drawn)), drawn.items(), strict=True):
+        image = axes.imshow(model.couplings.site_norms().detach().numpy(), cmap="magma")
+        axes.set_title(name.replace(", ", ",\n"), fontsize=8)
+        axes.set(xlabel="neighbour j", ylabel="patch i")
+        left.colorbar(image, ax=axes, shrink=0.6)
+    draw_blocks(right, setup, models[EXACT])
+    return {"errors": table}, figure
+
+
+def show(axes: Any, image: Tensor) -> None:
+    """An image (C, H, W) in [0, 1], without axes."""
+    axes.imshow(image.permute(1, 2, 0).numpy(), cmap="gray_r", vmin=0, vmax=1)
+    axes.set(xticks=[], yticks=[])
 
 
 def draw_predictions(figure: Any, patch: int, rows: dict[str, Tensor]) -> None:
@@ -323,36 +283,23 @@ def draw_predictions(figure: Any, patch: int, rows: dict[str, Tensor]) -> None:
             show(axes, image)
 
 
-def draw_norms(figure: Any, models: dict[str, Any]) -> None:
-    """The norms of the blocks of J of each model."""
-    title = "Strength of the couplings between patches, |J_ij|, each on a scale of its own"
-    figure.suptitle(title, fontsize=10)
-    for axes, (name, model) in zip(figure.subplots(1, len(models)), models.items(), strict=True):
-        image = axes.imshow(model.couplings.site_norms().detach().numpy(), cmap="magma")
-        axes.set_title(name.replace(", ", ",\n"), fontsize=8)
-        axes.set(xlabel="neighbour j", ylabel="patch i")
-        figure.colorbar(image, ax=axes, shrink=0.6)
-
-
 def draw_blocks(figure: Any, setup: Images, model: Any) -> None:
-    """The strongest blocks of J, and rows of F where there is one."""
-    weight, F = model.couplings.weight.detach(), setup.features
-    count = 6 if F is None else 3
-    rows = "" if F is None else "; below, rows of F"
-    figure.suptitle(f"Strongest blocks J_ij, {EXACT}{rows}", fontsize=10)
-    panels = figure.subplots(2, 3).ravel()
-    order = weight.flatten(2).norm(dim=2).flatten().argsort(descending=True)[:count]
-    for axes, index in zip(panels, order.tolist(), strict=False):
+    """The strongest blocks of J, and rows of F where there is one: six pictures."""
+    weight, rows = model.couplings.weight.detach(), setup.features
+    rows = weight.new_zeros(0, 2) if rows is None else rows[:3]
+    note = "; below, rows of F" if len(rows) else ""
+    figure.suptitle(f"Strongest blocks J_ij, {EXACT}{note}", fontsize=10)
+    order = weight.flatten(2).norm(dim=2).flatten().argsort(descending=True)
+    panels, count = figure.subplots(2, 3).ravel(), 6 - len(rows)
+    for axes, index in zip(panels, order[:count].tolist(), strict=False):
         i, j = divmod(index, len(weight))
         top = weight[i, j].abs().max().item()
-        axes.imshow(weight[i, j].detach().numpy(), cmap="RdBu_r", vmin=-top, vmax=top)
+        axes.imshow(weight[i, j].numpy(), cmap="RdBu_r", vmin=-top, vmax=top)
         axes.set_title(f"J of patches {i}, {j}; ±{top:.1f}", fontsize=8)
         axes.set(xticks=[], yticks=[])
-    for number, axes in enumerate(panels[count:]):
-        assert F is not None
-        row = F[number].unflatten(0, (-1, 2))[:, 0]  # what multiplies the cosines
-        picture = row.view(-1, setup.patch, setup.patch)
-        show(axes, 0.5 + 0.5 * picture / picture.abs().max())
+    for number, (axes, row) in enumerate(zip(panels[count:], rows, strict=True)):
+        cosines = row[::2].view(-1, setup.sizes.patch, setup.sizes.patch)
+        show(axes, 0.5 + 0.5 * cosines / cosines.abs().max())
         axes.set_title(f"F, row {number}, its cosines", fontsize=8)
 
 

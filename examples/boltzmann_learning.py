@@ -1,13 +1,9 @@
 """Rules that learn the couplings of small Potts models, whose likelihood can be summed exactly.
 
-    python examples/boltzmann_learning.py        # half a minute
-
 Exact likelihood, pseudo-likelihood, contrastive divergence (one Gibbs sweep from the data, CD-1) and its
 persistent form (from kept chains, PCD-1). The error of the couplings against the number of samples; of the
 rules that sample also against their steps.
 """
-
-from __future__ import annotations
 
 import math
 from collections import defaultdict
@@ -16,8 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from couplings import coupling_error
-from matplotlib.figure import Figure
-from runner import columns, run
+from runner import Result, columns, draw_band, quantiles, run
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,22 +43,20 @@ def fit_exact_likelihood(model: PottsModel, states: Tensor) -> str:
 
     Returns "converged" (no entry of the gradient is beyond SMALL), "max_steps" or "stalled".
     """
-    evaluations = 0
     optimizer = torch.optim.LBFGS(
         model.parameters(), max_iter=ENOUGH, max_eval=ENOUGH, tolerance_grad=SMALL,
         tolerance_change=0.0, line_search_fn="strong_wolfe",
     )  # fmt: skip
 
     def evaluate() -> float:
-        nonlocal evaluations
-        evaluations += 1
         optimizer.zero_grad()
         loss = 0.5 * L2 * model.couplings.weight.square().sum() - exact_likelihood(model, states)
         loss.backward()
         return loss.item()
 
     optimizer.step(evaluate)
-    made, _ = evaluations, evaluate()
+    made = optimizer.state_dict()["state"][0]["func_evals"]
+    evaluate()
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
     return "converged" if largest <= SMALL else "max_steps" if made >= ENOUGH else "stalled"
 
@@ -117,40 +110,13 @@ def sample_exactly(model: SpinModel, number: int, generator: torch.Generator) ->
     return states[torch.multinomial(weights, number, replacement=True, generator=generator)].float()
 
 
-def fit(rule: str, model: PottsModel, states: Tensor, seed: int, steps: int, watch: Any) -> str:
-    """Change the model; the status of the fit."""
-    if rule == EXACT:
-        return fit_exact_likelihood(model.double(), states)
-    if rule == PSEUDO:
-        return fit_pseudolikelihood(model.double(), states, l2=L2, steps=ENOUGH).status
-    chains, batch = (None, 2000) if rule == CD else (1000, 4000)
-    contrastive_divergence(model, states, chains, batch, steps, seed, watch)
-    return "max_steps"  # an estimated gradient never vanishes
-
-
-def band(errors: list[float]) -> dict[str, float]:
-    """Median, 10 % and 90 % quantile."""
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    low, middle, high = torch.tensor(errors).double().quantile(shares).tolist()
-    return {"error": middle, "error_10": low, "error_90": high}
-
-
 def boltzmann_learning(
-    samples: tuple[int, ...] = (300, 1000, 5000, 20_000),
-    sites: int = 6,
-    colours: int = 3,
-    seeds: int = 3,
-    steps: int = 800,
-) -> tuple[dict[str, list[dict[str, Any]]], Figure]:
-    """Contrastive divergence, PCD and pseudo-likelihood against the exact likelihood.
-
-    Args:
-        samples: numbers of samples; rules that sample see the largest one.
-        sites: N.
-        colours: d; all d^N configurations are summed.
-        seeds: models, each with samples of its own.
-        steps: of the rules that sample.
-    """
+    samples: tuple[int, ...] = (300, 1000, 5000, 20_000),  # rules that sample see the most
+    sites: int = 6,  # N
+    colours: int = 3,  # d; all d^N configurations are summed
+    seeds: int = 3,  # models, each with samples of its own
+    steps: int = 800,  # of the rules that sample
+) -> Result:
     counts = sorted(set(samples))
     errors, statuses, traces = (defaultdict[Any, list[Any]](list) for _ in range(3))
     for seed in range(seeds):
@@ -169,15 +135,27 @@ def boltzmann_learning(
                     if step % max(1, steps // 20) == 0:
                         traces[rule, step].append(error())
 
-                statuses[rule, number].append(fit(rule, model, states[:number], seed, steps, watch))
+                data, status = states[:number], "max_steps"  # an estimated gradient never vanishes
+                if rule == EXACT:
+                    status = fit_exact_likelihood(model.double(), data)
+                elif rule == PSEUDO:
+                    fit = fit_pseudolikelihood(model.double(), data, l2=L2, steps=ENOUGH)
+                    status = fit.status
+                else:
+                    chains, batch = (None, 2000) if rule == CD else (1000, 4000)
+                    contrastive_divergence(model, data, chains, batch, steps, seed, watch)
+                statuses[rule, number].append(status)
                 errors[rule, number].append(error())
     by_samples = [
-        {"rule": rule, "samples": number, **band(found)}
+        {"rule": rule, "samples": number, **quantiles("error", found)}
         | {"gap": max(abs(a - b) for a, b in zip(found, errors[EXACT, number], strict=True))}
         | {"status": " ".join(sorted(set(statuses[rule, number])))}
         for (rule, number), found in errors.items()
     ]
-    by_step = [{"rule": r, "step": step, **band(found)} for (r, step), found in traces.items()]
+    by_step = [
+        {"rule": r, "step": step, **quantiles("error", found)}
+        for (r, step), found in traces.items()
+    ]
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     title = "Rules that learn the couplings of small Potts models"
@@ -187,10 +165,10 @@ def boltzmann_learning(
         look: Any = {"marker": marker, "markersize": 12 - 2 * number, "markerfacecolor": "none"}
         look["linestyle"] = ("-", "--", ":", "-.")[number]  # all seen
         for axes, key, table in ((left, "samples", by_samples), (right, "step", by_step)):
-            x, low, middle, high = columns(table, key, "error_10", "error", "error_90", rule=rule)
-            if x:
-                axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-                axes.plot(x, middle, color=color, label=rule, **(look if axes is left else {}))
+            rows = [row for row in table if row["rule"] == rule]
+            if rows:
+                line: Any = {"color": color, "label": rule} | (look if axes is left else {})
+                draw_band(axes, rows, key, "error", alpha=0.12, **line)
             else:
                 last = columns(by_samples, "error", rule=rule)[0][-1]
                 axes.axhline(last, color=color, linestyle="--", label=rule)

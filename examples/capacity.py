@@ -3,15 +3,13 @@
 P patterns of N independent spins are stored; copies with flipped spins are retrieved by asynchronous sweeps.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Table, columns, run
+from runner import Result, Table, draw_band, run
 from torch import Tensor
 
 from implicit_attn.models import BinaryMemory
@@ -59,25 +57,14 @@ def theoretical_load(rule: str | int, sites: int) -> float:
 
 
 def capacity(
-    sites: int = 100,
-    loads: tuple[float, ...] = PAIR_LOADS,
-    dense_sites: int = 40,
-    dense_loads: tuple[float, ...] = DENSE_LOADS,
-    seeds: int = 5,
-    probes: int = 40,
-    seed: int = 0,
-):
-    """How many random patterns binary memories retrieve: seven learning rules against the load.
-
-    Args:
-        sites: spins of the pair rules.
-        loads: patterns by spins, pair rules.
-        dense_sites: spins of the dense rules.
-        dense_loads: of the dense rules.
-        seeds: independent sets of patterns.
-        probes: patterns retrieved at most, of each set.
-        seed: of the first set.
-    """
+    sites: int = 100,  # spins of the pair rules
+    loads: tuple[float, ...] = PAIR_LOADS,  # patterns by spins, pair rules
+    dense_sites: int = 40,  # spins of the dense rules
+    dense_loads: tuple[float, ...] = DENSE_LOADS,  # of the dense rules
+    seeds: int = 5,  # independent sets of patterns
+    probes: int = 40,  # patterns retrieved at most, of each set
+    seed: int = 0,  # of the first set
+) -> Result:
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex="row", sharey=True)
     title = f"Capacity of binary memories; {FLIPS:.0%} of the spins flipped"
     figure.suptitle(f"{title}, mean and range of {seeds} seeds")
@@ -103,40 +90,34 @@ def capacity(
             halves.append({"rule": rule, "sites": size, "half load": half_load(rows)})
             for axes, key in zip(row, ("overlap", "exact"), strict=True):
                 draw_rule(axes, rows, key, f"C{color}")
-        finish(row, tables[name], size)
+        row[0].set(title=f"N = {size} spins: mean overlap with the pattern", ylabel="overlap")
+        row[1].set(title=f"N = {size} spins: share of exact retrievals", ylabel="share")
+        row[1].axhline(0.5, color="black", linewidth=0.6, linestyle=":")
+        row[0].legend(fontsize=8, loc="lower left")
+        for each in tables[name]:  # why the overlap of the pseudo-inverse rises again
+            if each["rule"] == "pseudo-inverse" and each["patterns"] == size:
+                text, place = "P = N:\nJ = 0, no\nspin moves", (each["load"], each["overlap"])
+                note = row[0].annotate(text, place, (-5, 8), textcoords="offset points")
+                note.set(fontsize=7, ha="right")
+        for axes in row:
+            axes.set(xlabel="load P / N", ylim=(-0.03, 1.05), xscale="log")
     return tables | {"half": halves}, figure
 
 
 def draw_rule(axes, rows: Table, key: str, color: str) -> None:
     """Mean and range of the seeds against the load, with the load of theory."""
-    rule = rows[0]["rule"]
-    loads, low, middle, high = columns(rows, "load", f"{key}_low", key, f"{key}_high")
-    axes.fill_between(loads, low, high, color=color, alpha=0.2, linewidth=0)
+    rule, most = rows[0]["rule"], rows[-1]["load"]
     name = f"power {rule}" if isinstance(rule, int) else rule
     theory = theoretical_load(rule, rows[0]["sites"])
-    if theory <= loads[-1]:
+    if theory <= most:
         axes.axvline(theory, color=color, linewidth=1, linestyle="--")
-        place = theory, 0.62 if theory < loads[-1] else 0.2  # the right edge is full above
+        place = theory, 0.62 if theory < most else 0.2  # the right edge is full above
         note = axes.annotate("theory", place, (-4, 0), textcoords="offset points")
         note.set(fontsize=7, color=color, rotation=90, ha="right", va="center")
     if not math.isnan(theory):
-        name += f" (theory: {theory:.{3 if theory <= loads[-1] else 2}g})"
-    axes.plot(loads, middle, color=color, marker="o", ms=3.5, label=name)
-
-
-def finish(row, table: Table, sites: int) -> None:
-    """Titles and limits; why the overlap of the pseudo-inverse rises again at P = N."""
-    row[0].set(title=f"N = {sites} spins: mean overlap with the pattern", ylabel="overlap")
-    row[1].set(title=f"N = {sites} spins: share of exact retrievals", ylabel="share")
-    row[1].axhline(0.5, color="black", linewidth=0.6, linestyle=":")
-    row[0].legend(fontsize=8, loc="lower left")
-    for each in table:
-        if each["rule"] == "pseudo-inverse" and each["patterns"] == sites:
-            text, place = "P = N:\nJ = 0, no\nspin moves", (each["load"], each["overlap"])
-            note = row[0].annotate(text, place, (-5, 8), textcoords="offset points")
-            note.set(fontsize=7, ha="right")
-    for axes in row:
-        axes.set(xlabel="load P / N", ylim=(-0.03, 1.05), xscale="log")
+        name += f" (theory: {theory:.{3 if theory <= most else 2}g})"
+    look: Any = {"color": color, "marker": "o", "ms": 3.5, "label": name}
+    draw_band(axes, rows, "load", key, "_low", "_high", **look)
 
 
 if __name__ == "__main__":

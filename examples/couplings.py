@@ -1,7 +1,5 @@
 """Potts models on sparse graphs, whose couplings are to be found, and measures of what is found."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -134,7 +132,7 @@ def categorical_jacobian(
         # (j, b, M, N): every other site set to every colour in every sequence
         changed = sequences.expand(sites, colours, number, sites).clone()
         for j in range(sites):
-            changed[j, :, :, j] = torch.arange(colours, device=sequences.device)[:, None]
+            changed[j, :, :, j] = torch.arange(colours)[:, None]
         if mask is not None:
             changed[..., i] = mask
         parts = [model(part)[:, i] for part in changed.flatten(0, 2).split(batch)]

@@ -1,7 +1,5 @@
 """Attention forms as optimisers of one query's energy: steps until its gradient vanishes.
 
-    python examples/descent.py        # half a minute
-
 A query among keys that stay has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
 is ``q - m``, the distance to the mean m of the keys under the attention weights; its Hessian is
 ``I - C/T`` with their covariance C. A plain step of length 1 is softmax attention with the keys for
@@ -9,15 +7,12 @@ values; momentum, Nesterov's and Newton's method give other attention forms. All
 same energies here.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, legend_below, run
 from torch import Tensor
 
 from implicit_attn.kernels import covariance_product
@@ -98,15 +93,6 @@ def tuned_constants(family: str, low: Tensor, high: Tensor) -> tuple[Tensor, Ten
     return 1 / high, ratio
 
 
-def curvatures(energy: Energy, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest curvature at the minima that the queries run to, (B, 1, 1, 1) each."""
-    for _ in range(500):  # mean shift, which always descends
-        query = query - energy.direction(query)
-    found = torch.linalg.eigvalsh(energy.hessian(query))
-    # Where mean shift is still on its way the least one may lie below zero, which has no root.
-    return found.amin((-2, -1), keepdim=True).clamp_min(1e-6), found.amax((-2, -1), keepdim=True)
-
-
 def descend(
     energy: Energy, query: Tensor, method: Method, steps: int, eta: Any, beta: Any
 ) -> tuple[Tensor, Tensor]:
@@ -121,31 +107,30 @@ def descend(
     return torch.stack(norms), query
 
 
-def first_below(norms: Tensor) -> Tensor:
-    """The first step (B, N) from which on all norms (steps + 1, B, N) are <= BOUND, else inf."""
-    # Up to the last norm above it: heavy-ball oscillates, and may pass below only for a moment.
-    last = (torch.arange(1, len(norms) + 1).view(-1, 1, 1) * ~(norms <= BOUND)).amax(0).double()
-    return last.masked_fill(last == len(norms), math.inf)
-
-
-def descent(draws: int = 20, steps: int = 600, seed: int = 0) -> tuple[dict[str, Table], Figure]:
-    """Twelve methods on one query's energy.
-
-    Args:
-        draws: sets of keys and starts; the first is drawn as curves.
-        steps: at most.
-        seed: of keys and starts.
-    """
+def descent(
+    draws: int = 20,  # sets of keys and starts; the first is drawn as curves
+    steps: int = 600,  # at most
+    seed: int = 0,  # of keys and starts
+) -> Result:
     g = torch.Generator().manual_seed(seed)
     held = torch.randn(draws, 1, KEYS, DIM, generator=g, dtype=torch.float64)
     first = torch.randn(draws, 1, STARTS, DIM, generator=g, dtype=torch.float64)
     energy = Energy(held)
-    low, high = curvatures(energy, first)
-    methods, curves = [], []
+    minima = first
+    for _ in range(500):  # mean shift, which always descends
+        minima = minima - energy.direction(minima)
+    found = torch.linalg.eigvalsh(energy.hessian(minima))
+    # Where mean shift is still on its way the least one may lie below zero, which has no root.
+    low, high = found.amin((-2, -1), True).clamp_min(1e-6), found.amax((-2, -1), True)
+    methods, curves = Table(), Table()
     for method in METHODS:
         tuned = tuned_constants(method.family, low, high) if method.tuned else (1.0, method.beta)
         norms, end = descend(energy, first, method, steps, *tuned)
-        taken = first_below(norms)
+        # The first step from which on all norms are at most BOUND, else inf: up to the last norm above it,
+        # since heavy-ball oscillates, and may pass below only for a moment.
+        above = torch.arange(1, steps + 2).view(-1, 1, 1) * ~(norms <= BOUND)
+        taken = above.amax(0).double()
+        taken[taken == steps + 1] = math.inf
         reached = taken.isfinite()
         least = torch.linalg.eigvalsh(energy.hessian(end))[..., 0].squeeze(1)
         methods.append({
@@ -157,10 +142,7 @@ def descent(draws: int = 20, steps: int = 600, seed: int = 0) -> tuple[dict[str,
         })  # fmt: skip
         for step, norm in enumerate(norms[:, 0].median(dim=-1).values.tolist()):
             curves.append({"method": method.name, "step": step, "norm": norm})
-    return {"methods": methods, "curves": curves}, draw(methods, curves)
 
-
-def draw(methods: Table, curves: Table) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 5.6), dpi=90, width_ratios=[1.35, 1])
     figure.suptitle("Attention forms as optimisers of one query's free energy")
     for place, (method, row) in enumerate(zip(METHODS, methods, strict=True)):
@@ -186,9 +168,8 @@ def draw(methods: Table, curves: Table) -> Figure:
     right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
     right.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
     right.grid(axis="x", alpha=0.3)
-    lines, labels = left.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    return figure
+    legend_below(figure, left, 6, fontsize=9)
+    return {"methods": methods, "curves": curves}, figure
 
 
 if __name__ == "__main__":

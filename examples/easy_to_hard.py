@@ -1,18 +1,14 @@
 """Easy to hard: parity along a ring, trained on small rings, solved on larger ones by more iterations.
 
-    python examples/easy_to_hard.py        # a quarter of an hour
-
 The answer at a position is the parity of the bits since the last mark, which takes as many local steps as
 a run is long. A local block is trained with random numbers of iterations, so that its answer is a fixed
 point; larger rings then take more iterations and nothing else. Beside it: transformers of equal parameters
 and of equal evaluations, the same block with a number of iterations that is not random, one iteration, and
-the majority class.
+the majority class. It takes a quarter of an hour.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +16,7 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, draw_band, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,6 +32,13 @@ FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)  # sizes of the test, as multiples of the la
 FOLLOWED = (1.0, 2.0, 4.0)  # of which solved shares are followed over iterations
 LONG = 4  # times the iterations of training: what the equilibrium is given on any size
 RTOLS = (0.1, 0.03, 0.01, 1e-3, 1e-4)
+WAYS: dict[str, dict[str, float]] = {
+    FORWARD: {},
+    DAMPED: {"step": 0.5},
+    ANDERSON: {},
+    ANNEALED: {"noise": 0.5},
+}
+SOLVERS = {FORWARD: solvers.Forward(), ANDERSON: solvers.Anderson()}
 DIM, HEADS, LAYERS = 32, 4, 4  # LAYERS: of the transformer of equal parameters
 FORBIDDEN = -1e4  # a score whose exponential is zero; infinity would be refused as a layer's input
 TEST_SEED = 1_000_000_007  # apart from those of training
@@ -177,13 +180,36 @@ class EquilibriumRing(nn.Module):
         """Logits (B, N, 2) of a state (B, N, d)."""
         return self.readout(self.norm(state))
 
-    def forward(self, inputs: Tensor, *, iterations: int | None = None) -> Tensor:
-        """Logits after ``iterations`` evaluations from zero."""
-        x = self.encode(inputs)
+    def states(
+        self, inputs: Tensor, count: int, step: float = 1.0, noise: float = 0.0
+    ) -> Iterator[Tensor]:
+        """After each of ``count`` iterations ``z <- z + step (f(z, x) - z)`` from zero.
+
+        With ``noise`` they come in four equal parts; after the first evaluation of part s the state moves
+        by ``noise (1 - s / 3)`` times its root mean square times N(0, 1), if others follow to mend it.
+        """
+        x, generator = self.encode(inputs), torch.Generator().manual_seed(0)
+        parts = enumerate(pairwise(round(count * part / 4) for part in range(5)))
+        levels = {first: noise * (1 - s / 3) for s, (first, end) in parts if end - first > 1}
         z = self.layer.update.initial(x)
-        for _ in range(self.iterations if iterations is None else iterations):
-            z = self.layer.update(z, x)
-        return self.decode(z)
+        for made in range(count):
+            new = self.layer.update(z, x)
+            z = new if step == 1 else torch.lerp(z, new, step)
+            if levels.get(made, 0.0) > 0:
+                size = z.square().flatten(1).mean(1).sqrt().view(-1, 1, 1)
+                z = z + levels[made] * size * torch.randn(z.shape, generator=generator)
+            yield z
+
+    def forward(self, inputs: Tensor, *, iterations: int | None = None, **way: float) -> Tensor:
+        """Logits after ``iterations`` evaluations from zero."""
+        (end,) = deque(self.states(inputs, iterations or self.iterations, **way), maxlen=1)
+        return self.decode(end)
+
+    def solve(self, inputs: Tensor, solver: Any, most: int, rtol: float = 1e-6) -> Any:
+        """A solve in which a ring stops at the tolerance; the best iterate answers."""
+        options: Any = {"max_steps": most, "adjoint": None, "on_failure": "ignore"}
+        tolerance = solvers.Tolerance(rtol=rtol)
+        return self.layer.solve(self.encode(inputs), solver=solver, tolerance=tolerance, **options)
 
 
 class LayeredRing(nn.Module):
@@ -207,122 +233,88 @@ class LayeredRing(nn.Module):
         return self.readout(self.norm(z))
 
 
-def train(model: nn.Module, draw: Callable[..., Rings], recipe: Recipe) -> list[float]:
-    """The losses of ``recipe.epochs`` steps, each on one batch of ``draw(number, generator)``."""
+def train(model: nn.Module, sizes: tuple[int, int], recipe: Recipe) -> None:
+    """``recipe.epochs`` steps, each on rings of one size."""
     generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer, losses = recipe.build_optimizer(model), list[float]()
+    optimizer = recipe.build_optimizer(model)
     for step in range(recipe.epochs):
         optimizer.param_groups[0]["lr"] = recipe.rate_at(step / recipe.epochs)
-        batch = draw(recipe.batch, generator)
+        batch = draw_some_size(recipe.batch, sizes, generator)
         iterations = recipe.draw_iterations(generator)
         options: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
         loss = F.cross_entropy(model(batch.inputs, **options).mT, batch.targets)
-        losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.eval()
-    return losses
 
 
-class Answer(NamedTuple):
-    """Classes (B, N), evaluations (B,), and which rings reached the tolerance, (B,)."""
-
-    predicted: Tensor
-    evaluations: Tensor
-    converged: Tensor
+def draw_some_size(number: int, sizes: tuple[int, int], generator: torch.Generator) -> Rings:
+    least, most = sizes
+    positions = int(torch.randint(least, most + 1, (), generator=generator))
+    return draw_rings(number, positions, generator)
 
 
-Method = Callable[[Any, Tensor, int], Answer]  # (model, inputs, evaluations at most)
+def shares(logits: Tensor, rings: Rings) -> dict[str, float]:
+    """Of solved rings and of right positions."""
+    right = logits.argmax(2) == rings.targets
+    return {"solved": mean(right.all(1)), "accuracy": mean(right)}
 
 
-def spent(logits: Tensor, evaluations: int) -> Answer:
-    number = torch.full(logits.shape[:1], evaluations)
-    return Answer(logits.argmax(2), number, torch.zeros_like(number, dtype=torch.bool))
+def mean(numbers: Tensor) -> float:
+    return numbers.double().mean().item()
 
 
-def layered(model: LayeredRing, inputs: Tensor, budget: int) -> Answer:
-    return spent(model(inputs), budget)
-
-
-def states(model: EquilibriumRing, inputs: Tensor, count: int, step: float = 1) -> Iterator[Tensor]:
-    """After each of ``count`` iterations ``z <- z + step (f(z, x) - z)``."""
-    x = model.encode(inputs)
-    z = model.layer.update.initial(x)
-    for _ in range(count):
-        new = model.layer.update(z, x)
-        z = new if step == 1 else torch.lerp(z, new, step)
-        yield z
-
-
-def iterated(model: EquilibriumRing, inputs: Tensor, budget: int, step: float = 1) -> Answer:
-    (end,) = deque(states(model, inputs, budget, step), maxlen=1)
-    return spent(model.decode(end), budget)
-
-
-def annealed(
-    model: EquilibriumRing, inputs: Tensor, budget: int, noise: float = 0.5, parts: int = 4
-) -> Answer:
-    """Iterations in S equal parts; after the first evaluation of part s the state moves by
-    ``noise (1 - s / (S - 1))`` times its root mean square times N(0, 1), if evaluations follow to mend it."""
-    generator = torch.Generator().manual_seed(0)
-    x = model.encode(inputs)
-    z = model.layer.update.initial(x)
-    ends = pairwise(round(budget * part / parts) for part in range(parts + 1))
-    for part, (start, end) in enumerate(ends):
-        level = noise * (1 - part / (parts - 1))
-        for made in range(start, end):
-            z = model.layer.update(z, x)
-            if made == start and level > 0 and end - start > 1:
-                size = z.square().flatten(1).mean(1).sqrt().view(-1, 1, 1)
-                z = z + level * size * torch.randn(z.shape, generator=generator)
-    return spent(model.decode(z), budget)
-
-
-def solved_by(
-    model: EquilibriumRing, inputs: Tensor, budget: int, solver: Any, rtol: float = 1e-6
-) -> Answer:
-    """A solve in which a ring stops at the tolerance; the best iterate answers."""
-    end = model.layer.solve(
-        model.encode(inputs), solver=solver, tolerance=solvers.Tolerance(rtol=rtol),
-        max_steps=budget, adjoint=None, on_failure="ignore",
-    )  # fmt: skip
-    return Answer(model.decode(end.value).argmax(2), end.evaluations, end.converged)
-
-
-WAYS: dict[str, Method] = {
-    FORWARD: iterated, DAMPED: partial(iterated, step=0.5),
-    ANDERSON: partial(solved_by, solver=solvers.Anderson()), ANNEALED: annealed,
-}  # fmt: skip
-SOLVERS = {FORWARD: solvers.Forward(), ANDERSON: solvers.Anderson()}
-
-
-def shares(right: Tensor) -> dict[str, float]:
-    """Of solved rings and of right positions, from ``right`` (B, N)."""
-    solved, accuracy = right.all(1).double().mean().item(), right.double().mean().item()
-    return {"solved": solved, "accuracy": accuracy}
-
-
-def kinds(rings: Rings) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """The difficulties, and which rings have each."""
-    for difficulty in rings.difficulty.unique().tolist():
-        some = rings.difficulty == difficulty
-        yield {"difficulty": difficulty, "samples": int(some.sum())}, some
-
-
-def lasting(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
-    """(B,): iterations after which a ring is solved for good, 0 where it is not."""
-    ends = states(model, rings.inputs, most)
-    solved = torch.stack([(model.decode(z).argmax(2) == rings.targets).all(1) for z in ends])
+def follow(
+    model: EquilibriumRing, rings: Rings, ways: list[str], known: dict[str, Any], tables: dict[str, Table]
+) -> None:  # fmt: skip
+    """The equilibrium against iterations, to tolerances, and by difficulty: rows for the tables."""
+    trained = model.iterations
+    for name in ways:
+        for budget in multiples(trained):
+            if name == ANDERSON:
+                end = model.solve(rings.inputs, SOLVERS[name], budget)
+                logits, spent = model.decode(end.value), mean(end.evaluations)
+            else:
+                logits, spent = model(rings.inputs, iterations=budget, **WAYS[name]), float(budget)
+            row = {"method": name, **known, "iterations": budget, "evaluations": spent}
+            tables["curves"].append(row | shares(logits, rings))
+    # Iterations after which each ring is solved for good, 0 where it is not.
+    ends = (model.decode(z).argmax(2) for z in model.states(rings.inputs, LONG * trained))
+    solved = torch.stack([(end == rings.targets).all(1) for end in ends])
     ever_after = solved.flip(0).long().cumprod(0).flip(0)
-    return torch.where(ever_after[-1] > 0, ever_after.argmax(0) + 1, 0)
+    first = torch.where(ever_after[-1] > 0, ever_after.argmax(0) + 1, 0)
+    of_kind = {d: rings.difficulty == d for d in rings.difficulty.unique().tolist()}
+    for difficulty, some in of_kind.items():
+        reached, samples = first[some & (first > 0)], int(some.sum())
+        row = known | {"difficulty": difficulty, "samples": samples}
+        row |= {"solved": len(reached) / samples, "iterations": None, "iterations_most": None}
+        if len(reached):
+            row |= {"iterations": mean(reached), "iterations_most": int(reached.max())}
+        tables["needed"].append(row)
+    for name, solver in SOLVERS.items():
+        for rtol in RTOLS:
+            end = model.solve(rings.inputs, solver, LONG * LONG * trained, rtol)
+            numbers, most = end.evaluations.double(), end.evaluations.double().quantile(0.9).item()
+            row = {"method": name, **known, "rtol": rtol, "evaluations": mean(numbers)}
+            row |= {"evaluations_90": most, "converged": mean(end.converged)}
+            tables["adaptive"].append(row | shares(model.decode(end.value), rings))
+            for difficulty, some in of_kind.items():
+                row = {"method": name, **known, "difficulty": difficulty}
+                row |= {"samples": int(some.sum()), "rtol": rtol}
+                tables["stops"].append(row | {"evaluations": mean(numbers[some])})
 
 
-def unfolding(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
-    """(most, N) bool: where the hardest ring is right after each iteration, from its longest run on."""
+def multiples(trained: int) -> list[int]:
+    """From a quarter to 16 times the iterations of training, each twice the one before."""
+    return sorted({max(1, round(trained * 2.0**power)) for power in range(-2, 5)})
+
+
+def unfolding(model: EquilibriumRing, rings: Rings) -> Tensor:
+    """(T, N) bool: where the hardest ring is right after each iteration, from its longest run on."""
     hardest = Rings(*(each[rings.difficulty.argmax()[None]] for each in rings))
-    ends = states(model, hardest.inputs, most)
+    ends = model.states(hardest.inputs, LONG * model.iterations)
     right = torch.cat([model.decode(z).argmax(2) == hardest.targets for z in ends])
     places = (hardest.inputs[0, :, 1] > 0).nonzero().flatten()
     gaps = (places.roll(-1) - places - 1) % right.shape[1]
@@ -346,46 +338,27 @@ def over_seeds(table: Table, same: Sequence[str], measures: Sequence[str]) -> Ta
 
 
 def easy_to_hard(
-    size: int = 16, steps: int = 200, tests: int = 100, seeds: int = 3, seed: int = 0
-) -> tuple[dict[str, Table], Figure]:
-    """Prefix parity on rings: trained on small ones, solved on larger ones by more iterations.
-
-    Args:
-        size: positions of the largest rings in training.
-        steps: batches of the equilibrium's training; transformers get twice its evaluations.
-        tests: rings of each size in the test.
-        seeds: trainings of each model.
-        seed: the first of them.
-    """
-    least, trained, depth = max(2, size // 2 - 2), 2 * size, 3 * size // 2
-    long = LONG * trained
-
-    def draw(number: int, generator: torch.Generator) -> Rings:
-        positions = int(torch.randint(least, size + 1, (), generator=generator))
-        return draw_rings(number, positions, generator)
-
-    ring = partial(EquilibriumRing, DIM, HEADS)
-    stop = partial(solved_by, solver=solvers.Forward(), rtol=1e-3)
-    # model, steps, learning rate, iterations in training; how it answers, in how many evaluations
-    contenders: dict[str, tuple[Any, int, float, Any, dict[str, tuple[Method, int]]]] = {
+    size: int = 16,  # positions of the largest rings in training
+    steps: int = 200,  # batches of the equilibrium's training; transformers get twice its evaluations
+    tests: int = 100,  # rings of each size in the test
+    seeds: int = 3,  # trainings of each model
+    seed: int = 0,  # the first of them
+) -> Result:
+    sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
+    long, wide = LONG * trained, 2 * steps
+    ring, layers = partial(EquilibriumRing, DIM, HEADS), partial(LayeredRing, heads=HEADS)
+    # model, steps, learning rate, iterations in training; in how many evaluations it answers (None: stops)
+    contenders: dict[str, tuple[Any, int, float, Any, dict[str, int | None]]] = {
         EQUILIBRIUM: (partial(ring, iterations=trained), steps, 3e-3, (size, trained), {
-            f"{EQUILIBRIUM}, {trained} iterations as in training": (iterated, trained),
-            f"{EQUILIBRIUM}, {long} iterations": (iterated, long),
-            f"{EQUILIBRIUM}, stops by itself": (stop, LONG * long),
+            f"{EQUILIBRIUM}, {trained} iterations as in training": trained,
+            f"{EQUILIBRIUM}, {long} iterations": long, f"{EQUILIBRIUM}, stops by itself": None,
         }),
-        SAME_DEPTH: (
-            partial(LayeredRing, DIM, HEADS, depth, local=True), 2 * steps, 2e-3, None,
-            {SAME_DEPTH: (layered, depth)},
-        ),
-        SAME_PARAMETERS: (
-            partial(LayeredRing, DIM // 2, HEADS, LAYERS), 2 * steps * depth // LAYERS, 3e-3, None,
-            {SAME_PARAMETERS: (layered, LAYERS)},
-        ),
-        ALWAYS: (
-            partial(ring, iterations=depth), steps, 3e-3, depth,
-            {f"{ALWAYS}, {number} iterations": (iterated, number) for number in (depth, long)},
-        ),
-        ONCE: (partial(ring, iterations=1), 2 * steps, 3e-3, 1, {ONCE: (layered, 1)}),
+        SAME_DEPTH: (partial(layers, DIM, layers=depth, local=True), wide, 2e-3, None, {SAME_DEPTH: depth}),
+        SAME_PARAMETERS: (partial(layers, DIM // 2, layers=LAYERS), wide * depth // LAYERS, 3e-3, None,
+                          {SAME_PARAMETERS: LAYERS}),
+        ALWAYS: (partial(ring, iterations=depth), steps, 3e-3, depth,
+                 {f"{ALWAYS}, {number} iterations": number for number in (depth, long)}),
+        ONCE: (partial(ring, iterations=1), wide, 3e-3, 1, {ONCE: 1}),
     }  # fmt: skip
     rings = {
         factor: draw_rings(tests, number, torch.Generator().manual_seed(TEST_SEED + number))
@@ -399,104 +372,58 @@ def easy_to_hard(
             print(f"seed {now}: {name}", flush=True)
             torch.manual_seed(now)
             model = build()
-            train(model, draw, Recipe(batches, 64, rate, warmup=0.1, seed=now, iterations=times))
-            parameters = sum(each.numel() for each in model.parameters())
+            train(model, sizes, Recipe(batches, 64, rate, warmup=0.1, seed=now, iterations=times))
             with torch.no_grad():
-                for label, (method, budget) in ways.items():
+                for label, budget in ways.items():
                     for test in rings.values():
-                        found = method(model, test.inputs, budget)
+                        evaluations = float(budget or 0)
+                        if budget is None:
+                            end = model.solve(test.inputs, SOLVERS[FORWARD], LONG * long, rtol=1e-3)
+                            logits, evaluations = model.decode(end.value), mean(end.evaluations)
+                        elif isinstance(model, EquilibriumRing):
+                            logits = model(test.inputs, iterations=budget)
+                        else:
+                            logits = model(test.inputs)
                         row = {"model": label, "seed": now, "size": test.targets.shape[1]}
-                        row |= {"parameters": parameters, "evaluations": mean(found.evaluations)}
-                        tables["sizes"].append(row | shares(found.predicted == test.targets))
+                        row["parameters"] = sum(each.numel() for each in model.parameters())
+                        row |= {"evaluations": evaluations, **shares(logits, test)}
+                        tables["sizes"].append(row)
                 if name == EQUILIBRIUM:
                     for factor in FOLLOWED:
                         known = {"size": rings[factor].targets.shape[1], "seed": now}
-                        ways_of = list(WAYS) if factor == FOLLOWED[1] else [FORWARD]
-                        follow(model, rings[factor], ways_of, trained, known, tables)
-                    if picture is None:
-                        picture = unfolding(model, rings[FOLLOWED[-1]], long)
-    common = draw(1000, torch.Generator().manual_seed(0)).targets.flatten().mode().values
+                        ways_of = [*WAYS] if factor == FOLLOWED[1] else [FORWARD]
+                        follow(model, rings[factor], ways_of, known, tables)
+                    picture = unfolding(model, rings[FOLLOWED[-1]]) if now == seed else picture
+    drawn = draw_some_size(1000, sizes, torch.Generator().manual_seed(0)).targets
+    common = F.one_hot(drawn.flatten().mode().values, 2)
     for test in rings.values():
         row = {"model": MAJORITY, "seed": 0, "size": test.targets.shape[1], "parameters": 0}
-        tables["sizes"].append({**row, "evaluations": 0.0, **shares(test.targets == common)})
+        tables["sizes"].append({**row, "evaluations": 0.0, **shares(common[None, None], test)})
+    summary: dict[str, dict[str, Any]] = {}  # a row for each model, means over seeds
+    named = ["model", "parameters", "size"]
+    for row in over_seeds(tables["sizes"], named, ["solved", "accuracy"]):
+        known = {name: row[name] for name in named[:2]}
+        for measure in ("solved", "accuracy"):
+            summary.setdefault(row["model"], known)[f"{measure}_{row['size']}"] = row[measure]
     measures = ["evaluations", "evaluations_90", "converged", "solved", "accuracy"]
-    first = {
-        "summary": summary(tables["sizes"]),
-        "stopping": over_seeds(tables["adaptive"], ["method", "size", "rtol"], measures),
-    }
+    stopping = over_seeds(tables["adaptive"], ["method", "size", "rtol"], measures)
     note = f"; {seeds} seeds, mean and range" if seeds > 1 else ""
     title = f"Easy to hard: parity along a ring, trained on small rings{note}"
-    return first | tables, draw_all(title, tables, picture, size, least)
+    figure = draw(title, tables, picture, sizes)
+    return {"summary": [*summary.values()], "stopping": stopping, **tables}, figure
 
 
-def mean(numbers: Tensor) -> float:
-    return numbers.double().mean().item()
-
-
-def follow(
-    model: EquilibriumRing, rings: Rings, ways: list[str], trained: int, known: dict[str, Any],
-    tables: dict[str, Table],
-) -> None:  # fmt: skip
-    """The equilibrium against iterations, to tolerances, and by difficulty: rows for the tables."""
-    for name in ways:
-        for budget in multiples(trained):
-            found = WAYS[name](model, rings.inputs, budget)
-            row = {"method": name, **known, "iterations": budget}
-            row |= {
-                "evaluations": mean(found.evaluations),
-                **shares(found.predicted == rings.targets),
-            }
-            tables["curves"].append(row)
-    first = lasting(model, rings, LONG * trained)
-    for kind, some in kinds(rings):
-        reached = first[some & (first > 0)]
-        row = known | kind | {"solved": len(reached) / kind["samples"]}
-        row["iterations"] = mean(reached) if len(reached) else None
-        row["iterations_most"] = int(reached.max()) if len(reached) else None
-        tables["needed"].append(row)
-    for name, solver in SOLVERS.items():
-        for rtol in RTOLS:
-            found = solved_by(model, rings.inputs, LONG * LONG * trained, solver, rtol)
-            numbers = found.evaluations.double()
-            row = {"method": name, **known, "rtol": rtol, "evaluations": mean(numbers)}
-            row["evaluations_90"] = numbers.quantile(0.9).item()
-            row["converged"] = mean(found.converged)
-            tables["adaptive"].append(row | shares(found.predicted == rings.targets))
-            for kind, some in kinds(rings):
-                row = {"method": name, **known, **kind, "rtol": rtol}
-                tables["stops"].append(row | {"evaluations": mean(numbers[some])})
-
-
-def multiples(trained: int) -> list[int]:
-    """From a quarter to 16 times the iterations of training, each twice the one before."""
-    return sorted({max(1, round(trained * 2.0**power)) for power in range(-2, 5)})
-
-
-def summary(sizes: Table) -> Table:
-    """A row for each model: solved shares and accuracies of all sizes, means over seeds."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in over_seeds(sizes, ["model", "parameters", "size"], ["solved", "accuracy"]):
-        known = {"model": row["model"], "parameters": row["parameters"]}
-        for measure in ("solved", "accuracy"):
-            rows.setdefault(row["model"], known)[f"{measure}_{row['size']}"] = row[measure]
-    return list(rows.values())
-
-
-def draw_seeds(
-    axes: Any, rows: Table, against: str, color: str, label: str, style: str = "-"
-) -> None:
+def draw_seeds(axes: Any, rows: Table, against: str, **look: Any) -> None:
     """The solved share, mean over seeds and range."""
     merged = sorted(over_seeds(rows, [against], ["solved"]), key=lambda row: row[against])
-    places, low, high, mean = columns(merged, against, "solved_least", "solved_most", "solved")
-    axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
-    axes.plot(places, mean, color=color, label=label, marker="o", linestyle=style)
+    draw_band(axes, merged, against, "solved", "_least", "_most", 0.18, marker="o", **look)
 
 
-def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, least: int) -> Figure:
+def draw(title: str, tables: dict[str, Table], picture: Any, sizes: tuple[int, int]) -> Figure:
     figure, axes = plt.subplots(2, 3, figsize=(15, 8.6), dpi=80)
     figure.suptitle(title)
     (larger, iterations, methods), (need, stop, unfold) = axes
-    trained, curves = 2 * size, tables["curves"]
+    size, trained, curves = sizes[1], 2 * sizes[1], tables["curves"]
     labels = {
         f"{EQUILIBRIUM}, {LONG * trained} iterations": ("C0", "-"),
         f"{EQUILIBRIUM}, {trained} iterations as in training": ("C0", ":"),
@@ -505,8 +432,8 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
     }  # fmt: skip
     for label, (color, style) in labels.items():
         rows = [row for row in tables["sizes"] if row["model"] == label]
-        draw_seeds(larger, rows, "size", color, label, style)
-    larger.axvspan(least, size, color="C4", alpha=0.15, linewidth=0)
+        draw_seeds(larger, rows, "size", color=color, label=label, linestyle=style)
+    larger.axvspan(*sizes, color="C4", alpha=0.15, linewidth=0)
     larger.set_xticks(sorted({row["size"] for row in tables["sizes"]}))
     larger.set_xlabel("positions of the ring (grey: in training)")
     larger.set_title("larger rings than in training")
@@ -514,28 +441,27 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
     larger.legend(fontsize=8, loc="upper right")
 
     followed = sorted({row["size"] for row in tables["needed"]})
-    sizes = dict(zip(followed, ("C2", "C0", "C3"), strict=False))
-    for number, color in sizes.items():
+    colors_of = dict(zip(followed, ("C2", "C0", "C3"), strict=False))
+    for number, color in colors_of.items():
         rows = [row for row in curves if (row["method"], row["size"]) == (FORWARD, number)]
         label = f"{number} positions ({number / size:g}x)"
-        draw_seeds(iterations, rows, "iterations", color, label)
+        draw_seeds(iterations, rows, "iterations", color=color, label=label)
     iterations.set_xlabel("iterations; multiples of training's most")
     iterations.set_title("equilibrium: more iterations, larger rings")
     iterations.legend(fontsize=9, loc="lower right")
 
     middle = next(row["size"] for row in curves if row["method"] == ANDERSON)
-    colors = {FORWARD: "C0", DAMPED: "C2", ANDERSON: "C1", ANNEALED: "C3"}
+    colors = dict(zip(WAYS, ("C0", "C2", "C1", "C3"), strict=True))
     for name, color in colors.items():
-        rows = [row for row in curves if row["method"] == name and row["size"] == middle]
+        rows = [row for row in curves if (row["method"], row["size"]) == (name, middle)]
         style = "--" if name == ANNEALED else "-"  # it often lies on the first
-        draw_seeds(methods, rows, "iterations", color, name, style)
+        draw_seeds(methods, rows, "iterations", color=color, label=name, linestyle=style)
     for name in SOLVERS:
-        mine = [r for r in tables["adaptive"] if r["method"] == name and r["size"] == middle]
-        means = columns(
-            over_seeds(mine, ["rtol"], ["evaluations", "solved"]), "evaluations", "solved"
-        )
-        label = f"{name}, each ring stops by itself"
-        methods.plot(*means, "s--", color=colors[name], markerfacecolor="white", label=label)
+        mine = [r for r in tables["adaptive"] if (r["method"], r["size"]) == (name, middle)]
+        keys = ["evaluations", "solved"]
+        points = columns(over_seeds(mine, ["rtol"], keys), *keys)
+        look: Any = {"color": colors[name], "markerfacecolor": "white"}
+        methods.plot(*points, "s--", label=f"{name}, each ring stops by itself", **look)
     methods.set_xlabel("evaluations at most; squares: mean, tolerances 0.1 to 1e-4")
     methods.set_title(f"equilibrium: ways of solving, {middle} positions")
     methods.legend(fontsize=8, loc="lower right")
@@ -551,10 +477,10 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
 
     stops = [row for row in tables["stops"] if row["rtol"] == 1e-3 and row["method"] == FORWARD]
     for panel, rows, key in ((need, tables["needed"], "iterations"), (stop, stops, "evaluations")):
-        for number, color in sizes.items():
+        for number, color in colors_of.items():
             solved = [row for row in rows if row[key] is not None]
             points = columns(solved, "difficulty", key, size=number)
-            look: Any = {"color": color, "markersize": 4, "alpha": 0.5}
+            look = {"color": color, "markersize": 4, "alpha": 0.5}
             panel.plot(*points, "o", label=f"{number} positions", **look)
         ends = [1, max(row["difficulty"] for row in rows)]
         panel.plot(ends, ends, color="black", linewidth=1, label="one position an iteration")

@@ -1,14 +1,12 @@
 """RBMs without their hidden units: cumulant functions of the laws, and Gibbs sampling against exact laws."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Table, columns, rows_of, run
+from runner import Result, Table, columns, rows_of, run
 
 from implicit_attn.energies.memories import PRIORS, EffectiveRBM, ScalarPrior
 
@@ -17,25 +15,19 @@ UNITS = 4  # hidden units
 MACHINES = {"normal": 0.35, "poisson": 0.25, "one-hot": 0.6}  # hidden law, strength of W
 
 
-def cumulants(prior: ScalarPrior, count: int) -> list[float]:
-    """The derivatives of K at 0, of the orders 1 to ``count``."""
-    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    derivative, found = prior.cumulant_function(t), list[float]()
-    for _ in range(count):
-        if derivative.requires_grad:
-            (derivative,) = torch.autograd.grad(derivative, t, create_graph=True)
-        else:
-            derivative = torch.zeros(())
-        found.append(derivative.item())
-    return found
-
-
 def taylor_sums(name: str, prior: ScalarPrior) -> Table:
-    """``K(t)`` and its Taylor sums on an interval around 0."""
+    """``K(t)`` and its Taylor sums on an interval around 0, of the derivatives of K there."""
     low, high = max(-3.0, prior.lower), min(3.0, prior.upper)
     inset = 2e-3 * (high - low)
     t = torch.linspace(low + inset, high - inset, 121, dtype=torch.float64)
-    terms = [k * t**n / math.factorial(n) for n, k in enumerate(cumulants(prior, max(ORDERS)), 1)]
+    zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    derivative, terms = prior.cumulant_function(zero), []
+    for n in range(1, max(ORDERS) + 1):
+        if derivative.requires_grad:
+            (derivative,) = torch.autograd.grad(derivative, zero, create_graph=True)
+        else:
+            derivative = torch.zeros(())
+        terms.append(derivative.item() * t**n / math.factorial(n))
     sums = {f"order {order}": torch.stack(terms[:order]).sum(0) for order in ORDERS}
     return rows_of({"t": t, "K": prior.cumulant_function(t)} | sums, hidden=name)
 
@@ -70,15 +62,12 @@ def deviations(table: Table) -> dict[str, Any]:
     return found | {"total variation": variation}
 
 
-def effective_rbm(spins: int = 6, chains: int = 20_000, sweeps: int = 50, seed: int = 0):
-    """Hidden units summed out: cumulant functions of their laws, and Gibbs sampling checked.
-
-    Args:
-        spins: visible units, at most 10.
-        chains: independent chains.
-        sweeps: of each chain.
-        seed: of weights and chains.
-    """
+def effective_rbm(
+    spins: int = 6,  # visible units, at most 10
+    chains: int = 20_000,  # independent chains
+    sweeps: int = 50,  # of each chain
+    seed: int = 0,  # of weights and chains
+) -> Result:
     laws = {name: prior for name, prior in PRIORS.items() if isinstance(prior, ScalarPrior)}
     curves = {name: taylor_sums(name, prior) for name, prior in laws.items()}
     histograms = [gibbs_histogram(name, spins, chains, sweeps, seed) for name in MACHINES]
@@ -88,39 +77,30 @@ def effective_rbm(spins: int = 6, chains: int = 20_000, sweeps: int = 50, seed: 
     upper, lower = figure.subfigures(2, 1, height_ratios=[3, 2], squeeze=False).flat
     panels = upper.subplots(2, -(-len(curves) // 2))
     for axes, (name, rows) in zip(panels.flat, curves.items(), strict=False):
-        draw_cumulants(axes, name, rows)
+        t, exact, *sums = columns(rows, "t", "K", *(f"order {order}" for order in ORDERS))
+        for (order, color), taylor in zip(ORDERS.items(), sums, strict=True):
+            axes.plot(t, taylor, color=color, linewidth=1, label=f"Taylor sum, order {order}")
+        axes.plot(t, exact, color="C0", linewidth=2.2, label="K(t), exact", zorder=0)
+        low, high = min(exact), max(exact)
+        margin = 0.15 * (high - low)
+        axes.set(title=f"{name} units", xlabel="field t", ylim=(low - margin, high + margin))
     for axes in panels.flat[len(curves) :]:
         axes.set_axis_off()
     panels.flat[-1].legend(*panels.flat[0].get_legend_handles_labels(), fontsize=9, loc="center")
     shared = lower.subplots(1, len(histograms), sharey=True)
-    for axes, table in zip(shared, histograms, strict=True):
-        draw_histogram(axes, table)
+    look: Any = {"fmt": ".", "color": "black", "ms": 4, "elinewidth": 0.8}
+    for axes, hidden, table in zip(shared, MACHINES, histograms, strict=True):
+        exact, found, error = columns(table, "exact", "found", "error")
+        axes.bar(range(len(table)), exact, color="C0", alpha=0.4, label="exact, exp(-E) / Z")
+        bars = [2 * each for each in error]
+        label = "Gibbs, 2 standard errors"
+        axes.errorbar(range(len(table)), found, yerr=bars, label=label, **look)
+        axes.set(title=f"{hidden} hidden units", xlabel="state, by falling probability")
+        axes.set_yscale("log")
     shared[0].set_ylabel("probability of a state")
     shared[0].legend(fontsize=8)
     tables = {"cumulants": sum(curves.values(), Table()), "gibbs": sum(histograms, Table())}
     return tables | {"errors": [deviations(table) for table in histograms]}, figure
-
-
-def draw_cumulants(axes, name: str, rows: Table) -> None:
-    """``K(t)`` with its Taylor sums."""
-    t, exact, *sums = columns(rows, "t", "K", *(f"order {order}" for order in ORDERS))
-    for (order, color), taylor in zip(ORDERS.items(), sums, strict=True):
-        axes.plot(t, taylor, color=color, linewidth=1, label=f"Taylor sum, order {order}")
-    axes.plot(t, exact, color="C0", linewidth=2.2, label="K(t), exact", zorder=0)
-    low, high = min(exact), max(exact)
-    margin = 0.15 * (high - low)
-    axes.set(title=f"{name} units", xlabel="field t", ylim=(low - margin, high + margin))
-
-
-def draw_histogram(axes, table: Table) -> None:
-    """Gibbs frequencies against exact probabilities."""
-    places, (exact, found, error) = range(len(table)), columns(table, "exact", "found", "error")
-    axes.bar(places, exact, color="C0", alpha=0.4, label="exact, exp(-E) / Z")
-    look: Any = {"fmt": ".", "color": "black", "ms": 4, "elinewidth": 0.8}
-    look |= {"yerr": [2 * each for each in error], "label": "Gibbs, 2 standard errors"}
-    axes.errorbar(places, found, **look)
-    axes.set(title=f"{table[0]['hidden']} hidden units", xlabel="state, by falling probability")
-    axes.set_yscale("log")
 
 
 if __name__ == "__main__":

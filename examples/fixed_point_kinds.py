@@ -4,15 +4,13 @@ Each pattern starts ``z <- X^T softmax(beta X z)``. Its effective number of patt
 entropy of the softmax at the end: 1, the size of a cluster, or M.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Table, run
+from runner import Result, Table, run
 from torch import Tensor
 
 import solvers
@@ -22,6 +20,7 @@ BETAS = (
     *(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 15.0, 20.0, 25.0, 30.0),
     *(40.0, 50.0, 60.0, 80.0, 100.0, 150.0),
 )
+BINS = 46  # of the histograms
 
 
 def clustered_patterns(
@@ -64,55 +63,48 @@ def summary(rows: Table, sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def fixed_point_kinds(
-    clusters: int = 10,
-    members: int = 20,
-    dim: int = 64,
-    betas: tuple[float, ...] = BETAS,
-    seed: int = 0,
-):
-    """What attention over patterns settles on: one pattern, the average of a cluster, or of all.
-
-    Args:
-        clusters: groups of patterns.
-        members: patterns of a group.
-        dim: features of a pattern.
-        betas: inverse temperatures.
-        seed: of the patterns.
-    """
+    clusters: int = 10,  # groups of patterns
+    members: int = 20,  # patterns of a group
+    dim: int = 64,  # features of a pattern
+    betas: tuple[float, ...] = BETAS,  # inverse temperatures
+    seed: int = 0,  # of the patterns
+) -> Result:
     count, ordered = clusters * members, sorted(betas)
-    heading = f"{clusters} clusters of {members} patterns"
     draws = {
         "random": (count, 1, 0.0, (1, count), f"{count} random patterns"),
-        "clusters": (clusters, members, 0.3, (1, members, count), heading),
-    }
+        "clusters": (clusters, members, 0.3, (1, members, count),
+                     f"{clusters} clusters of {members} patterns"),
+    }  # fmt: skip
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     figure.suptitle("What attention over stored patterns settles on")
-    tables, meshes = {}, []
-    for axes, (name, draw_of) in zip(panels, draws.items(), strict=True):
-        groups, each, apart, sizes, heading = draw_of
+    tables, mesh = {}, None
+    for axes, (name, (groups, each, apart, sizes, heading)) in zip(
+        panels, draws.items(), strict=True
+    ):
         generator = torch.Generator().manual_seed(seed)
         patterns = clustered_patterns(groups, each, dim, apart, generator)
         found = [settle(patterns, beta) for beta in ordered]
         tables[name] = list(itertools.chain(*found))
         tables[f"{name}-summary"] = [summary(rows, sizes) for rows in found]
-        meshes.append(draw(axes, found, ordered, sizes))
+        mesh = draw(axes, found, ordered, sizes)
         axes.set_title(heading, fontsize=10)
     panels[0].set_ylabel("effective number of patterns at the fixed point")
-    figure.colorbar(meshes[-1], ax=list(panels), label="share of the starts, %")
+    figure.colorbar(mesh, ax=list(panels), label="share of the starts, %")
     return tables, figure
 
 
 def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
     """A histogram of the effective numbers for each beta, with the sizes marked."""
-    most, edges, columns = max(sizes), centred_edges(sizes), []
-    for rows in found:
-        numbers = torch.tensor([row["effective"] for row in rows])
-        counts = torch.histogram(numbers.float(), edges.float()).hist
-        columns.append(100 * counts / len(numbers))
-    image = torch.stack(columns, dim=1)
-    shown = image.masked_fill(image == 0, torch.nan).numpy()
+    # Equal bins on a logarithmic scale: 1, 20 and 200, the sizes of the picture, are in their middle.
+    most, half = max(*sizes, 2), 0.5 / BINS
+    edges = most ** torch.linspace(-half, 1 + half, BINS + 2)
+    numbers = [torch.tensor([row["effective"] for row in rows]) for rows in found]
+    counts = [100 * torch.histogram(each, edges).hist / len(each) for each in numbers]
+    image = torch.stack(counts, dim=1)
+    middles = [(before * after) ** 0.5 for before, after in itertools.pairwise(betas)]
+    borders = [betas[0] ** 2 / middles[0], *middles, betas[-1] ** 2 / middles[-1]]
     look: dict[str, Any] = {"vmin": 0, "vmax": 100, "cmap": "viridis_r"}
-    mesh = axes.pcolormesh(borders(betas), edges.numpy(), shown, **look)
+    mesh = axes.pcolormesh(borders, edges, image.masked_fill(image == 0, torch.nan), **look)
     meanings = (*("one pattern", "a whole cluster")[: len(sizes) - 1], "all patterns")
     for size, meaning in zip(sizes, meanings, strict=True):
         axes.axhline(size, color="black", linewidth=0.7, linestyle=":")
@@ -127,27 +119,6 @@ def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
     axes.set_yticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     return mesh
-
-
-def centred_edges(sizes: tuple[int, ...]) -> Tensor:
-    """Edges of bins, equal on a logarithmic scale, so that the sizes lie in the middle of bins: the
-    first is 1, the last the largest; of 40 to 60 steps the number that fits the others best."""
-    most = max(*sizes, 2)
-
-    def misfit(steps: int) -> float:
-        places = [steps * math.log(size) / math.log(most) for size in sizes]
-        return max(abs(place - round(place)) for place in places)
-
-    steps = min(range(40, 61), key=misfit)
-    half = 0.5 / steps
-    return torch.tensor(most, dtype=torch.float64) ** torch.linspace(-half, 1 + half, steps + 2)
-
-
-def borders(values: list[float]) -> list[float]:
-    """Edges between values in geometric order."""
-    ratios = [after / before for before, after in itertools.pairwise(values)] or [2.0]
-    middles = [(before * after) ** 0.5 for before, after in itertools.pairwise(values)]
-    return [values[0] / ratios[0] ** 0.5, *middles, values[-1] * ratios[-1] ** 0.5]
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ on a model counts as infinitely wrong there, so that all quantiles are over the 
 Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Table, columns, run
+from runner import Result, Table, draw_band, legend_below, run
 
 import solvers
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
@@ -68,23 +66,13 @@ def over_strengths(
 
 
 def free_energy(
-    models: int = 16,
-    ising: int = 8,
-    potts: int = 5,
-    states: int = 3,
-    strengths: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5, 2.0),
-    seed: int = 0,
-):
-    """Errors of log Z and of the means by three mean-field theories, against enumeration.
-
-    Args:
-        models: random models at every strength.
-        ising: sites of the Ising models.
-        potts: sites of the Potts models.
-        states: colours of a Potts site.
-        strengths: of the couplings.
-        seed: of the models.
-    """
+    models: int = 16,  # random models at every strength
+    ising: int = 8,  # sites of the Ising models
+    potts: int = 5,  # sites of the Potts models
+    states: int = 3,  # colours of a Potts site
+    strengths: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5, 2.0),  # of the couplings
+    seed: int = 0,  # of the models
+) -> Result:
     families = {
         f"Ising, N = {ising}": partial(random_ising, ising),
         f"Potts, {states} colours, N = {potts}": partial(random_potts, potts, states),
@@ -103,8 +91,7 @@ def free_energy(
         row[1].set(ylabel="relative error", title="Means $\\langle S_i\\rangle$")
     for axes in panels[-1]:
         axes.set_xlabel("strength s of the couplings")
-    handles = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    legend_below(figure, panels[0, 0], 3)
     return {"ising": tables[0], "potts": tables[1]}, figure
 
 
@@ -112,10 +99,10 @@ def draw_bands(axes, table: Table, bands) -> list[float]:
     """Median and band where the median is finite; an infinite quantile leaves the panel."""
     for name, color, label in bands:
         rows = [row for row in table if math.isfinite(row[name])]
-        steps, low, middle, high = columns(rows, "strength", f"{name}_10", name, f"{name}_90")
-        top = [min(each, 1e9) for each in high]
-        axes.fill_between(steps, low, top, color=color, alpha=0.15, linewidth=0)
-        axes.plot(steps, middle, "o-", color=color, ms=3, label=label)
+        rows = [row | {f"{name}_90": min(row[f"{name}_90"], 1e9)} for row in rows]
+        draw_band(
+            axes, rows, "strength", name, alpha=0.15, color=color, label=label, marker="o", ms=3
+        )
     return [row[name + end] for row in table for name, _, _ in bands for end in ("", "_10", "_90")]
 
 

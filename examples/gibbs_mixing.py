@@ -4,12 +4,10 @@ All chains start from independent uniform colours; the energy ``-1/2 sum_ij S_i^
 until they have mixed: until it stays within 3 standard errors of that of the longest run.
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from couplings import graph_potts
-from runner import run
+from runner import Result, run
 
 import solvers
 
@@ -46,17 +44,12 @@ def energies(
 
 
 def gibbs_mixing(
-    sites: int = 20, colours: int = 10, chains: int = 4000, sweeps: int = 512, seed: int = 0
-):
-    """How many sweeps of Gibbs sampling the Potts models on graphs need.
-
-    Args:
-        sites: of the models.
-        colours: of a site.
-        chains: independent chains.
-        sweeps: the last number of sweeps.
-        seed: of models and chains.
-    """
+    sites: int = 20,  # of the models
+    colours: int = 10,  # of a site
+    chains: int = 4000,  # independent chains
+    sweeps: int = 512,  # the last number of sweeps
+    seed: int = 0,  # of models and chains
+) -> Result:
     figure, axes = plt.subplots(figsize=(7.5, 4.8))
     figure.suptitle("Gibbs sampling of Potts models on graphs: energy against sweeps")
     table = []

@@ -6,15 +6,13 @@ memories take the noise off held-out images: one stores the clean training image
 maximum likelihood to noisy ones and never sees a clean one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Table, columns, run
+from runner import Result, columns, run
 from torch import Tensor
 
 from implicit_attn.data import load_digits
@@ -65,17 +63,10 @@ def methods(train: Tensor, noise: float, memory: Hopfield, fitted: Hopfield) -> 
 
 
 def hopfield_digits(
-    noises: tuple[float, ...] = (0.05, 0.08, 0.12, 0.2),
-    counts: tuple[int, ...] = (5, 10, 20, 40, 80),
-    seed: int = 0,
-):
-    """Held-out digits denoised by one attention step, and their likelihood, beside baselines.
-
-    Args:
-        noises: of a pixel, standard deviations.
-        counts: numbers of fitted patterns, of which held-out likelihood chooses.
-        seed: of the noise and the first patterns.
-    """
+    noises: tuple[float, ...] = (0.05, 0.08, 0.12, 0.2),  # of a pixel, standard deviations
+    counts: tuple[int, ...] = (5, 10, 20, 40, 80),  # fitted patterns; held-out likelihood chooses
+    seed: int = 0,  # of the noise and the first patterns
+) -> Result:
     data = load_digits()
     train, test = unit_images(data.train_images), unit_images(data.test_images)
     generator, ordered = torch.Generator().manual_seed(seed), sorted(set(noises))
@@ -101,11 +92,8 @@ def hopfield_digits(
             rows = {"clean": test[picks]} | {name: each[picks] for name, each in made.items()}
             rows |= {"patterns": fitted.patterns[:12], "samples": samples}
             rows["after one step"] = samples - fitted.grad(samples)
-    return {"digits": table}, draw(rows, table, shown, data.test_images.shape[-1])
 
-
-def draw(rows: dict[str, Tensor], table: Table, shown: float, side: int):
-    """Images and what methods make of them, samples, and errors and likelihood against the noise."""
+    side = data.test_images.shape[-1]
     figure = plt.figure(figsize=(13, 7.5))
     title = "Hopfield memories of digits: denoising by one attention step, samples, likelihood"
     figure.suptitle(title)
@@ -118,22 +106,20 @@ def draw(rows: dict[str, Tensor], table: Table, shown: float, side: int):
     text = f"held-out digits, noise {shown:g}; last three rows: the fitted memory"
     left.suptitle(text, fontsize=10)
     above, below = right.subplots(2, 1, sharex=True)
-    linear = dict(
-        zip(*columns(table, "noise", "log_likelihood", method="best linear"), strict=True)
-    )
+    linear = columns(table, "log_likelihood", method="best linear")[0]
     for name, (color, line) in STYLES.items():
-        noises, errors, nats = columns(table, "noise", "error", "log_likelihood", method=name)
-        gains = [each - linear[noise] for noise, each in zip(noises, nats, strict=True)]
+        errors, nats = columns(table, "error", "log_likelihood", method=name)
+        gains = [each - base for each, base in zip(nats, linear, strict=True)]
         style: Any = {"color": color, "linestyle": line, "marker": "o", "ms": 3.5}
-        above.plot(noises, errors, label=name, **style)
-        below.plot(noises, gains, **style)
+        above.plot(ordered, errors, label=name, **style)
+        below.plot(ordered, gains, **style)
     above.set(ylabel="rms error of a pixel / noise", ylim=(0, 1.6), xscale="log")
     above.legend(fontsize=8)
-    below.set_xticks([*linear], [f"{noise:g}" for noise in linear])
+    below.set_xticks(ordered, [f"{noise:g}" for noise in ordered])
     below.minorticks_off()
     below.set(xlabel="noise, standard deviation of a pixel (images of norm 1)", ylim=(-12, 4))
     below.set_ylabel("log-likelihood above best linear,\nnats an image")
-    return figure
+    return {"digits": table}, figure
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 Random asymmetric couplings J_ij ~ N(1/N, 0.01/N) and fields x_i ~ U(-1/2, 1/2), all spins up at first.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import columns, run
+from runner import Result, Table, draw_band, quantiles, run
 from scipy.optimize import root_scalar
 from torch import Tensor
 
@@ -45,27 +43,15 @@ def critical_beta() -> float:
 
 
 def kinetic_ising(
-    spins: int = 512,
-    steps: int = 128,
-    chains: int = 1500,
-    starts: int = 24,
-    betas: int = 20,
-    draws: int = 12,
-    sweep_spins: int = 256,
-    seed: int = 1,
-):
-    """Kinetic Ising spins: closures of the means beside simulation, and the transition at beta_c.
-
-    Args:
-        spins: spins N.
-        steps: time steps.
-        chains: simulated at each of three temperatures.
-        starts: starts at each of them.
-        betas: temperatures between 0.25 and 2 beta_c.
-        draws: random models at each of them.
-        sweep_spins: spins of these models.
-        seed: of models and simulations.
-    """
+    spins: int = 512,  # spins N
+    steps: int = 128,  # time steps
+    chains: int = 1500,  # simulated at each of three temperatures
+    starts: int = 24,  # starts at each of them
+    betas: int = 20,  # temperatures between 0.25 and 2 beta_c
+    draws: int = 12,  # random models at each of them
+    sweep_spins: int = 256,  # spins of these models
+    seed: int = 1,  # of models and simulations
+) -> Result:
     generator, critical = torch.Generator().manual_seed(seed), critical_beta()
     field, couplings = draw_model(spins, generator)
     up, shown, errors, fans = torch.ones_like(field), {}, [], {}
@@ -90,19 +76,18 @@ def kinetic_ising(
 
     generator.manual_seed(seed)  # the same models whatever was simulated
     beta = critical * torch.linspace(0.25, 2, betas)
-    scale, sweep, turns = beta.view(-1, 1, 1), [], []
+    scale, sweep, turns = beta.view(-1, 1, 1), Table(), Table()
     models = [draw_model(sweep_spins, generator) for _ in range(draws)]
     for name in ("naive", "gaussian"):
         ends = []
         for x, J in models:
             x, J = scale * x, scale * J
-            start, options = torch.ones_like(x), {"steps": steps - 1, "closure": name}
-            last = kinetic_trajectory(start, x, J, site=SITE, **options)[-1]
+            options: Any = {"site": SITE, "steps": steps - 1, "closure": name}
+            last = kinetic_trajectory(torch.ones_like(x), x, J, **options)[-1]
             ends.append(last.mean((1, 2)).abs())
-        quantiles = torch.stack(ends).quantile(torch.tensor([0.1, 0.5, 0.9]), 0).T.tolist()
         rows = [
-            {"closure": name, "beta": b, "mean": middle, "mean_10": low, "mean_90": high}
-            for b, (low, middle, high) in zip(beta.tolist(), quantiles, strict=True)
+            {"closure": name, "beta": b} | quantiles("mean", each)
+            for b, each in zip(beta.tolist(), torch.stack(ends, 1), strict=True)
         ]
         sweep += rows
         steepest = max(
@@ -111,14 +96,7 @@ def kinetic_ising(
         )[1]
         row = {"closure": name, "turns_at": steepest["beta"] / critical}
         turns.append(row | {"critical_beta": critical})
-    figure = draw(shown, errors, fans, sweep, critical)
-    title = f"the transition: closures only,\n{draws} other models of {sweep_spins} spins"
-    figure.axes[3].set_title(title)
-    return {"errors": errors, "turns": turns, "sweep": sweep}, figure
 
-
-def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critical: float):
-    """Every spin in time, the mean of each closure, many starts, and the mean against beta."""
     figure, panels = plt.subplots(2, 2, figsize=(11, 8.2))
     figure.suptitle("Kinetic Ising spins with random asymmetric couplings")
     (every, mean, fan, transition), last = panels.flat, shown["gaussian"]
@@ -137,26 +115,24 @@ def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critic
     rows = [row for row in errors if row["factor"] == 1]
     notes = [f"{CLOSURES[row['closure']]}: {row['error']:.3f}" for row in rows]
     notes = ["r.m.s. error of the sites at the end", *notes, f"noise: {rows[0]['noise']:.3f}"]
-    note = "\n".join(notes)
-    mean.text(0.97, 0.62, note, transform=mean.transAxes, fontsize=9, ha="right", va="top")
+    look: dict[str, Any] = {"transform": mean.transAxes, "fontsize": 9, "ha": "right", "va": "top"}
+    mean.text(0.97, 0.62, "\n".join(notes), **look)
+    mean.legend(fontsize=9, loc="upper right")
     for (factor, means), color in zip(fans.items(), ("C4", "C1", "C0"), strict=True):
         lines = fan.plot(means, color=color, linewidth=0.7, alpha=0.8)
         lines[0].set_label(f"β = {factor:g} $β_c$")
     fan.set(title="many starts, Gaussian closure", xlabel="time step", ylabel="mean over all spins")
-    for name in ("naive", "gaussian"):
-        names = ("beta", "mean_10", "mean", "mean_90")
-        betas, low, middle, high = columns(sweep, *names, closure=name)
-        t = [beta / critical for beta in betas]
-        transition.fill_between(t, low, high, color=STYLES[name]["color"], alpha=0.2, linewidth=0)
-        transition.plot(t, middle, label=CLOSURES[name], **STYLES[name])
-    transition.axvline(1, color="C3", linewidth=1, label=f"formula: $β_c$ = {critical:.4f}")
-    transition.set(xlabel="β / $β_c$")
-    transition.set_ylabel("|mean| at the end, median and middle 80 %")
-    mean.legend(fontsize=9, loc="upper right")
-    transition.legend(fontsize=9, loc="lower right")
     for line in fan.legend(fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.12)).get_lines():
         line.set_linewidth(2)
-    return figure
+    for name in ("naive", "gaussian"):
+        rows = [row | {"t": row["beta"] / critical} for row in sweep if row["closure"] == name]
+        draw_band(transition, rows, "t", "mean", label=CLOSURES[name], **STYLES[name])
+    transition.axvline(1, color="C3", linewidth=1, label=f"formula: $β_c$ = {critical:.4f}")
+    title = f"the transition: closures only,\n{draws} other models of {sweep_spins} spins"
+    transition.set(xlabel="β / $β_c$", title=title)
+    transition.set_ylabel("|mean| at the end, median and middle 80 %")
+    transition.legend(fontsize=9, loc="lower right")
+    return {"errors": errors, "turns": turns, "sweep": sweep}, figure
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 Uniform directions of the fields, J_ij ~ N(0, 1/N) without symmetry, spins of the length R = sqrt(d / 2).
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import columns, run
+from runner import Result, Table, columns, draw_band, legend_below, run
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -27,50 +25,42 @@ SETTINGS = {
 }
 
 
-class Network(NamedTuple):
-    """Fields (1, N, d) and couplings (N, N), beta in both, and the radius of the spins."""
-
-    beta: float
-    field: Tensor
-    couplings: Tensor
-    radius: float
-
-    @classmethod
-    def drawn(cls, spins: int, dim: int, setting: str, generator: torch.Generator) -> Network:
-        beta, length, strength = SETTINGS[setting]
-        radius = math.sqrt(dim / 2)
-        noise = torch.randn(spins, spins, generator=generator)
-        field = torch.randn(1, spins, dim, generator=generator)
-        field = beta * (length or radius) * field / field.norm(dim=-1, keepdim=True)
-        return cls(beta, field, beta * strength / math.sqrt(spins) * noise, radius)
-
-    def follow(self, start: Tensor, closure: str, steps: int, site: Site | None = None):
-        """Means (steps + 1, N, d), by default of many dimensions, and the steps that were not solved.
-
-        An equation without solution goes on from the best point that was found."""
-        site = site or SphericalSite(self.radius, large_dimension=True)
-        means, unsolved = [start], []
-        for step in range(1, steps + 1):
-            args = (means[-1], self.field, self.couplings)
-            try:
-                mean = kinetic_step(*args, site=site, closure=closure, on_failure="raise")
-            except SolveError as error:
-                mean = error.solution.value
-                unsolved.append(step)
-            means.append(mean)
-        return torch.cat(means), unsolved
+def draw_network(
+    spins: int, dim: int, setting: str, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Fields (1, N, d) and couplings (N, N), beta in both."""
+    beta, length, strength = SETTINGS[setting]
+    noise = torch.randn(spins, spins, generator=generator)
+    field = torch.randn(1, spins, dim, generator=generator)
+    field = beta * (length or math.sqrt(dim / 2)) * field / field.norm(dim=-1, keepdim=True)
+    return field, beta * strength / math.sqrt(spins) * noise
 
 
-def histories(network: Network, setting: str, steps: int) -> list[dict[str, Any]]:
+def follow(start: Tensor, field: Tensor, couplings: Tensor, closure: str, steps: int, site: Site):
+    """Means (steps + 1, N, d), and the steps that were not solved: they go on from the best point found."""
+    means, unsolved = [start], []
+    for step in range(1, steps + 1):
+        args = (means[-1], field, couplings)
+        try:
+            mean = kinetic_step(*args, site=site, closure=closure, on_failure="raise")
+        except SolveError as error:
+            mean = error.solution.value
+            unsolved.append(step)
+        means.append(mean)
+    return torch.cat(means), unsolved
+
+
+def histories(field: Tensor, couplings: Tensor, setting: str, steps: int) -> Table:
     """Cosines and lengths of the means over time: means over the spins, with the middle 80 %."""
-    table = []
-    start = torch.full_like(network.field, 1 / math.sqrt(network.field.shape[-1]))
+    dim, table = field.shape[-1], []
+    start, radius = torch.full_like(field, 1 / math.sqrt(dim)), math.sqrt(dim / 2)
+    site = SphericalSite(radius, large_dimension=True)
     for closure in CLOSURES:
-        means, unsolved = network.follow(start, closure, steps)
+        means, unsolved = follow(start, field, couplings, closure, steps, site)
         for step, mean in enumerate(means):
             values = {
-                "length": mean.norm(dim=-1) / network.radius,
-                "to_field": cosine_similarity(mean, network.field[0], dim=-1),
+                "length": mean.norm(dim=-1) / radius,
+                "to_field": cosine_similarity(mean, field[0], dim=-1),
                 "to_previous": cosine_similarity(mean, means[max(step - 1, 0)], dim=-1),
             }
             row: dict[str, Any] = {"setting": setting, "closure": closure, "step": step}
@@ -82,61 +72,59 @@ def histories(network: Network, setting: str, steps: int) -> list[dict[str, Any]
     return table
 
 
-def errors(chains: int, seed: int, steps: int) -> list[dict[str, Any]]:
+def errors(chains: int, seed: int, steps: int) -> Table:
     """Each closure against simulated chains on the exact sphere: ``|m - exact| / |exact|`` at the end.
 
     Of 6 steps the closures are those of many dimensions; of one step, from independent random spins,
     those of the exact sphere but for "plefka". The error contains the ``noise`` of the simulation.
     """
-    table = []
+    table: Table = []
     spins, dim = (64, 32) if steps == 6 else (48, 16)
+    radius = math.sqrt(dim / 2)
+    site, many_dimensions = SphericalSite(radius), SphericalSite(radius, large_dimension=True)
     for setting in ("beta = 1", "beta = 2"):
-        generator = torch.Generator().manual_seed(seed)
-        network = Network.drawn(spins, dim, setting, generator)
-        _, field, couplings, radius = network
-        site = SphericalSite(radius)
+        generator, beta = torch.Generator().manual_seed(seed), SETTINGS[setting][0]
+        field, couplings = draw_network(spins, dim, setting, generator)
         if steps == 6:
             start = torch.full_like(field, 1 / math.sqrt(dim))
-            many, closures = start.expand(chains, -1, -1), CLOSURES
+            many, sites = start.expand(chains, -1, -1), dict.fromkeys(CLOSURES, many_dimensions)
         else:
             before = torch.randn(1, spins, dim, generator=generator)
-            before = network.beta * radius * before / before.norm(dim=-1, keepdim=True)
+            before = beta * radius * before / before.norm(dim=-1, keepdim=True)
             start = site.mean(before, before.new_zeros(1, spins, dim, dim))
             many = site.sample(before.expand(chains, -1, -1), generator)
-            closures = ("naive", "tap", "plefka", "gaussian")
+            sites = {"naive": site, "tap": site, "plefka": many_dimensions, "gaussian": site}
         run = glauber(many, field[0], couplings, steps=steps, site=site, generator=generator)
         exact = run.means[-1]
         noise = (run.spins.var(0).sum().sqrt() / math.sqrt(chains) / exact.norm()).item()
-        for closure in closures:
-            own = None if steps == 6 or closure == "plefka" else site
-            means, unsolved = network.follow(start, closure, steps, own)
+        for closure, own in sites.items():
+            means, unsolved = follow(start, field, couplings, closure, steps, own)
             found = ((means[-1] - exact).norm() / exact.norm()).item()
-            row = {"steps": steps, "beta": network.beta, "closure": closure, "error": found}
+            row = {"steps": steps, "beta": beta, "closure": closure, "error": found}
             table.append(row | {"noise": noise, "unsolved": len(unsolved)})
     return table
 
 
 def kinetic_vectors(
-    spins: int = 256, dim: int = 128, steps: int = 20, chains: int = 3000, seed: int = 0
-):
-    """Kinetic vector spins: directions and lengths of the means in time, and errors of the closures.
-
-    Args:
-        spins: spins N (in the source 1024).
-        dim: dimensions d, at least 3 (in the source 512).
-        steps: time steps.
-        chains: simulated for the errors.
-        seed: of models and simulations.
-    """
+    spins: int = 256,  # spins N (in the source 1024)
+    dim: int = 128,  # dimensions d, at least 3 (in the source 512)
+    steps: int = 20,  # time steps
+    chains: int = 3000,  # simulated for the errors
+    seed: int = 0,  # of models and simulations
+) -> Result:
     figure, panels = plt.subplots(2, len(SETTINGS) + 1, figsize=(14, 7))
     figure.suptitle("Kinetic vector spins: closures of their means")
-    table = []
+    table: Table = []
     for setting, (above, below) in zip(SETTINGS, panels.T, strict=False):
-        network = Network.drawn(spins, dim, setting, torch.Generator().manual_seed(seed))
-        rows = histories(network, setting, steps)
+        network = draw_network(spins, dim, setting, torch.Generator().manual_seed(seed))
+        rows = histories(*network, setting, steps)
         table += rows
         for closure in CLOSURES:
-            draw_history(above, below, [r for r in rows if r["closure"] == closure], closure)
+            mine = [row for row in rows if row["closure"] == closure]
+            look: Any = {"color": COLOURS[closure], "label": NAMES[closure]}
+            for axes, key in ((above, "to_field"), (below, "length")):
+                draw_band(axes, mine, "step", key, alpha=0.15, **look)
+            above.plot(*columns(mine[1:], "step", "to_previous"), ":", color=COLOURS[closure])
         above.set(title=setting.replace("beta", "β"), ylim=(-0.2, 1.05))
         below.set(xlabel="time step", ylim=(0, 0.75))
     panels[0, 0].set_ylabel("cosine with the field (solid),\nwith the step before (dotted)")
@@ -144,22 +132,11 @@ def kinetic_vectors(
     six, one = errors(chains, seed, 6), errors(chains, seed, 1)
     draw_errors(panels[0, -1], one, "one step\nexact sphere; Plefka: many dimensions")
     draw_errors(panels[1, -1], six, "6 steps\nclosures of many dimensions")
-    handles = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    legend_below(figure, panels[0, 0], 3)
     return {"histories": table, "errors": six + one}, figure
 
 
-def draw_history(above, below, rows: list[dict[str, Any]], closure: str) -> None:
-    """The cosine with the field above, the length below, each with its band."""
-    color = COLOURS[closure]
-    for axes, key in ((above, "to_field"), (below, "length")):
-        steps, low, middle, high = columns(rows, "step", f"{key}_10", key, f"{key}_90")
-        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.plot(steps, middle, color=color, label=NAMES[closure])
-    above.plot(*columns(rows[1:], "step", "to_previous"), color=color, linestyle=":")
-
-
-def draw_errors(axes, rows: list[dict[str, Any]], what: str) -> None:
+def draw_errors(axes, rows: Table, what: str) -> None:
     """A bar for each beta and closure, over a line at the noise of the simulation."""
     closures = list(dict.fromkeys(row["closure"] for row in rows))
     width = 0.8 / len(closures)

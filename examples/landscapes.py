@@ -5,15 +5,13 @@ softmax attention. With maps, q = W_q x, k = W_k c, v = W_v c for random 2 x 2 m
 https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from runner import run
+from runner import Result, run
 from torch import Tensor
 
 from implicit_attn.updates import QueryDescent
@@ -51,15 +49,12 @@ def spread(states: Tensor) -> float:
     return (states - states.mean(0)).square().sum(1).mean().sqrt().item()
 
 
-def landscapes(states: int = 16, patterns: int = 32, points: int = 81, seed: int = 2):
-    """Attention steps as descent of queries on seven landscapes of their energy, in two dimensions.
-
-    Args:
-        states: queries, drawn from N(0, I).
-        patterns: stored patterns, drawn from N(0, I).
-        points: of the grid of the background, on each axis.
-        seed: of the draws.
-    """
+def landscapes(
+    states: int = 16,  # queries, drawn from N(0, I)
+    patterns: int = 32,  # stored patterns, drawn from N(0, I)
+    points: int = 81,  # of the grid of the background, on each axis
+    seed: int = 2,  # of the draws
+) -> Result:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(states, 2, generator=generator, dtype=torch.float64)
     stored = torch.randn(patterns, 2, generator=generator, dtype=torch.float64)
@@ -89,23 +84,19 @@ def landscapes(states: int = 16, patterns: int = 32, points: int = 81, seed: int
             for i, ((a, b), energy) in enumerate(zip(places, heights, strict=True)):
                 row = {"picture": picture.name, "state": i, "step": t, "x": a, "y": b}
                 moved.append(row | {"energy": energy})
-        draw_background(axes, descent, key, [query, key, path[-1], values], points)
+        # The energy of a query as filled contours, over twice the range of what is shown.
+        every = torch.cat([each for each in (query, key, path[-1], values) if each is not None])
+        low, high = every.amin(0), every.amax(0)
+        places = torch.linspace(-1, 1, points, dtype=torch.float64)
+        grid = (low + high)[:, None] / 2 + (high - low).max() * places
+        plane = torch.stack(torch.meshgrid(grid[0], grid[1], indexing="xy"), -1).view(1, -1, 2)
+        surface = descent.energy.each(plane, key[None]).view(points, points)
+        height = surface - surface.min()
+        shade = (height / height.max()).sqrt()  # brings out the bottom
+        axes.contourf(*grid, shade, levels=22, cmap="Greys_r", vmin=-0.8, vmax=1, zorder=0)
         draw_moves(axes, picture, path, None if picture.keys == "states" else key, values)
     draw_legend(panels.flat[-1])
     return {"pictures": summary, "states": moved}, figure
-
-
-def draw_background(axes, descent: QueryDescent, key: Tensor, shown: list, points: int) -> None:
-    """The energy of a query as filled contours, over twice the range of what is shown."""
-    every = torch.cat([each for each in shown if each is not None])
-    low, high = every.amin(0), every.amax(0)
-    steps = torch.linspace(-1, 1, points, dtype=torch.float64)
-    grid = (low + high)[:, None] / 2 + (high - low).max() * steps
-    plane = torch.stack(torch.meshgrid(grid[0], grid[1], indexing="xy"), -1).view(1, -1, 2)
-    surface = descent.energy.each(plane, key[None]).view(points, points)
-    height = surface - surface.min()
-    shade = (height / height.max()).sqrt()  # brings out the bottom
-    axes.contourf(*grid, shade, levels=22, cmap="Greys_r", vmin=-0.8, vmax=1, zorder=0)
 
 
 def draw_moves(axes, picture: Picture, path: Tensor, key: Tensor | None, values) -> None:

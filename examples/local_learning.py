@@ -1,7 +1,5 @@
 """Attention that learns by a local rule, beside fixed random weights and back-propagation.
 
-    python examples/local_learning.py        # half a minute
-
 The weights W of an attention layer descend the free energy that its states descend, without any signal
 from the task; only a linear readout sees answers. Digits: one state a sample runs down its energy among
 the patches. Text: all tokens of a window step at once, each among those before it.
@@ -10,15 +8,12 @@ Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers", https://
 algorithms 1 to 3.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, legend_below, run
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,7 +24,6 @@ DIM, TEMPERATURE, STEP = 32, 4.0, 0.5  # d of tokens and states, T, eta
 RECORDS = 20  # measurements on the way
 DEPTH, TEST_STEPS = 5, 50  # of digits: steps of back-propagation; most steps of a measurement
 LENGTH, LOOPS = 32, 4  # of text: tokens of a window; steps of all of them
-Weight = Tensor | None
 
 
 class Energy(NamedTuple):
@@ -43,15 +37,15 @@ class Energy(NamedTuple):
         elastic:  dF/dz = W1^T (q - m),   dF/dW1 = (q - m) z^T,   dF/dW2 = -sum_j P_j (q - k_j) h_j^T
         inner:    dF/dz = -W1^T m,        dF/dW1 = -m z^T,        dF/dW2 = -sum_j P_j q h_j^T
 
-    ``query`` None: W1 is the identity. ``causal``: token i sees ``j <= i`` only.
+    ``causal``: token i sees ``j <= i`` only.
     """
 
     elastic: bool = True
     causal: bool = False
 
-    def scores(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> tuple[Tensor, ...]:
+    def scores(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
         """q, k and the scores (B, N, M), of the elastic energy without what is constant in a row."""
-        q, k = z if query is None else z @ query.mT, h @ key.mT
+        q, k = z @ query.mT, h @ key.mT
         scores = q @ k.mT
         if self.elastic:
             scores = scores - 0.5 * k.square().sum(-1).unsqueeze(-2)
@@ -60,21 +54,20 @@ class Energy(NamedTuple):
             scores = scores.masked_fill(~earlier, -torch.inf)
         return q, k, scores / TEMPERATURE
 
-    def value(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> Tensor:
+    def value(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """The mean of F_i."""
         q, _, scores = self.scores(z, h, query, key)
         energy = -TEMPERATURE * torch.logsumexp(scores, dim=-1)
         return (energy + 0.5 * q.square().sum(-1) if self.elastic else energy).mean()
 
-    def by_state(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> Tensor:
+    def by_state(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """dF_i/dz_i, differentiable."""
         q, k, scores = self.scores(z, h, query, key)
-        force = -(torch.softmax(scores, dim=-1) @ k)
-        force = q + force if self.elastic else force
-        return force if query is None else force @ query
+        pull = torch.softmax(scores, dim=-1) @ k
+        return (q - pull if self.elastic else -pull) @ query
 
     @torch.no_grad()
-    def by_weights(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> tuple[Tensor, Tensor]:
+    def by_weights(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the sum of F_i by W1 and W2."""
         q, k, scores = self.scores(z, h, query, key)
         weights = torch.softmax(scores, dim=-1)
@@ -98,22 +91,18 @@ def spread(z: Tensor) -> float:
     return (flat - flat.mean(0)).square().sum(1).mean().sqrt().item()
 
 
-class Learner:
-    """Adam on the readout, and on the weights where there are some; the rates fall linearly to zero."""
+def learner(readout: Tensor, rate: float, steps: int, *weights: Tensor, by: float) -> Any:
+    """Adam on the readout, and on the weights that are learned, and rates that fall linearly to zero."""
+    groups: list[Any] = [{"params": [readout.requires_grad_()], "lr": rate}]
+    groups += [{"params": [each.requires_grad_()], "lr": by} for each in weights]
+    adam = torch.optim.Adam(groups)
+    return adam, torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, steps)
 
-    def __init__(
-        self, readout: Tensor, rate: float, steps: int, *weights: Tensor, by: float
-    ) -> None:
-        groups: list[Any] = [{"params": [readout.requires_grad_()], "lr": rate}]
-        if weights:
-            groups.append({"params": [each.requires_grad_() for each in weights], "lr": by})
-        self.adam = torch.optim.Adam(groups)
-        self.decay = torch.optim.lr_scheduler.LinearLR(self.adam, 1.0, 0.0, steps)
 
-    def descend(self, outputs: Tensor, targets: Tensor) -> None:
-        self.adam.zero_grad()
-        F.cross_entropy(outputs, targets).backward()
-        self.adam.step()
+def descend(adam: torch.optim.Adam, outputs: Tensor, targets: Tensor) -> None:
+    adam.zero_grad()
+    F.cross_entropy(outputs, targets).backward()
+    adam.step()
 
 
 def learn_digits(
@@ -123,7 +112,7 @@ def learn_digits(
 
     Back-propagation runs DEPTH steps from zero instead, in batches.
     """
-    energy = Energy(elastic)
+    energy, unit = Energy(elastic), torch.eye(DIM)  # W1
     g = torch.Generator().manual_seed(seed)
     patches = [F.unfold(images, 2, stride=2).mT for images in (data.train_images, data.test_images)]
     embed, place = torch.randn(4, DIM, generator=g) / 2, torch.randn(16, DIM, generator=g)
@@ -131,12 +120,13 @@ def learn_digits(
     g = torch.Generator().manual_seed(seed + 1)
     key = torch.randn(DIM, DIM, generator=g) / DIM**0.5
     readout = 0.1 * torch.randn(DIM, data.classes, generator=g)
-    learner = Learner(readout, 0.02, epochs, *([key] if rule == BACKWARD else []), by=0.02)
+    learned = [key] if rule == BACKWARD else []
+    adam, decay = learner(readout, 0.02, epochs, *learned, by=0.02)
 
     def states(tokens: Tensor, steps: int, z: Tensor | None = None) -> Tensor:
         z = tokens.new_zeros(len(tokens), 1, DIM) if z is None else z
         for _ in range(steps):
-            z = z - STEP * energy.by_state(z, tokens, None, key)
+            z = z - STEP * energy.by_state(z, tokens, unit, key)
         return z
 
     z, table = states(tokens, 0), []
@@ -144,20 +134,20 @@ def learn_digits(
         if rule == BACKWARD:
             for rows in torch.randperm(len(tokens), generator=g).split(128):
                 found = states(tokens[rows], DEPTH)
-                learner.descend(found[:, 0] @ readout, data.train_labels[rows])
+                descend(adam, found[:, 0] @ readout, data.train_labels[rows])
         else:
             z = states(tokens, 1, z)
             if rule == LOCAL:
-                key = key - 0.1 / len(z) * energy.by_weights(z, tokens, None, key)[1]
-            learner.descend(z[:, 0] @ readout, data.train_labels)
-        learner.decay.step()
+                key = key - 0.1 / len(z) * energy.by_weights(z, tokens, unit, key)[1]
+            descend(adam, z[:, 0] @ readout, data.train_labels)
+        decay.step()
         if epoch % math.ceil(epochs / records) == 0 or epoch in (1, epochs):
             with torch.no_grad():
                 steps = DEPTH if rule == BACKWARD else min(epoch, TEST_STEPS)
                 z = states(tokens, steps) if rule == BACKWARD else z
                 logits, tests = z[:, 0] @ readout, states(test_tokens, steps)[:, 0] @ readout
                 table.append({
-                    "rule": rule, "epoch": epoch, "free_energy": energy.value(z, tokens, None, key).item(),
+                    "rule": rule, "epoch": epoch, "free_energy": energy.value(z, tokens, unit, key).item(),
                     "spread": spread(z), "loss": F.cross_entropy(logits, data.train_labels).item(),
                     "accuracy": (logits.argmax(1) == data.train_labels).float().mean().item(),
                     "test_accuracy": (tests.argmax(1) == data.test_labels).float().mean().item(),
@@ -172,11 +162,11 @@ def learn_text(
     energy, symbols = Energy(causal=True), len(data.alphabet)
     g = torch.Generator().manual_seed(seed)
     embedding = torch.randn(symbols, DIM, generator=g)
-    key, query = torch.randn(2, 1, DIM, DIM, generator=g)[:, 0] / DIM**0.5
+    key, query = (w.clone() for w in torch.randn(2, DIM, DIM, generator=g) / DIM**0.5)
     readout = 0.1 * torch.randn(DIM, symbols, generator=g)
-    key, query = key.clone(), query.clone() if learn_query else None
-    learned = [each for each in (query, key) if each is not None] if rule == BACKWARD else []
-    learner = Learner(readout, 0.1, steps, *learned, by=0.01)
+    query = query if learn_query else torch.eye(DIM)
+    learned = [query, key] if rule == BACKWARD else []
+    adam, decay = learner(readout, 0.1, steps, *learned, by=0.01)
 
     def windows(ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         held = ids[starts[:, None] + torch.arange(LENGTH + 1)]
@@ -196,12 +186,12 @@ def learn_text(
             starts = torch.randint(len(data.train) - LENGTH, (32,), generator=g)
             inputs, targets = windows(data.train, starts)
             z = loop(inputs)
-            learner.descend((z @ readout).flatten(0, 1), targets)
+            descend(adam, (z @ readout).flatten(0, 1), targets)
             if rule == LOCAL:
                 by_query, by_key = energy.by_weights(z, z, query, key)
                 key = key - 0.3 / inputs.numel() * by_key
-                query = None if query is None else query - 0.3 / inputs.numel() * by_query
-            learner.decay.step()
+                query = query - learn_query * 0.3 / inputs.numel() * by_query
+            decay.step()
         if step % math.ceil(steps / RECORDS) == 0 or step == steps:
             with torch.no_grad():
                 z = loop(tested)
@@ -213,19 +203,13 @@ def learn_text(
 
 
 def local_learning(
-    epochs: int = 200, passes: int = 60, steps: int = 400, inner: int = 12, text: str = HELP,
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:  # fmt: skip
-    """Learning by a local rule.
-
-    Args:
-        epochs: of digits by the local rule and by fixed weights.
-        passes: through the digits by back-propagation.
-        steps: on the text.
-        inner: epochs of the inner energy, which has no lower bound and diverges.
-        text: python-help, austen, or the path of a text in UTF-8.
-        seed: of embeddings, weights and batches.
-    """
+    epochs: int = 200,  # of digits by the local rule and by fixed weights
+    passes: int = 60,  # through the digits by back-propagation
+    steps: int = 400,  # on the text
+    inner: int = 12,  # epochs of the inner energy, which has no lower bound and diverges
+    text: str = HELP,  # python-help, austen, or the path of a text in UTF-8
+    seed: int = 0,  # of embeddings, weights and batches
+) -> Result:
     images, words = load_digits(), load_text(text)
     tables: dict[str, Table] = {"digits": [], "text": [], "text-keys": []}
     for rule in RULES:
@@ -237,26 +221,25 @@ def local_learning(
             tables["text-keys"] += learn_text(words, rule, steps, seed, learn_query=False)
     tables["text-token"] = learn_text(words, FIXED, steps, seed, loops=0)
     tables["inner"] = learn_digits(images, LOCAL, inner, seed, elastic=False, records=inner)
-    tasks = (
-        ("digits", "digits"), ("text", "text"), ("text, W1 = I", "text-keys"),
-        ("text, no attention", "text-token"), ("digits, inner energy", "inner"),
-    )  # fmt: skip
     ends: Table = []
-    for task, name in tasks:
+    for task, name in {
+        "digits": "digits", "text": "text", "text, W1 = I": "text-keys",
+        "text, no attention": "text-token", "digits, inner energy": "inner",
+    }.items():  # fmt: skip
         measure = "loss" if "text" in name else "test_accuracy"
         for row in {row["rule"]: row for row in tables[name]}.values():  # the last of each rule
             new = {"task": task} | {key: row[key] for key in ("rule", "free_energy", "spread")}
             ends.append(new | {"measure": measure.replace("_", " "), "value": row[measure]})
     bars = {"without attention": ends[-2]["value"], "counts of pairs": ngram_loss(words, 2)}
-    return {"ends": ends, **tables}, draw(tables, bars, words.name)
+    digits, text_rows = tables["digits"], tables["text"]
 
-
-def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
-    digits, text = tables["digits"], tables["text"]
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.4), dpi=90)
     title = "Attention that learns by a local rule"
     figure.suptitle(f"{title}: free energy, spread of the states, what is learned")
-    rows = ((digits, "epoch", "test_accuracy", "digits"), (text, "step", "loss", name))
+    rows = (
+        (digits, "epoch", "test_accuracy", "digits"),
+        (text_rows, "step", "loss", words.name),
+    )
     for panels, (table, unit, measure, data) in zip(axes, rows, strict=True):
         for panel, key in zip(panels, ("free_energy", "spread", measure), strict=True):
             for rule, color in zip(RULES, ("C4", "C3", "C0"), strict=True):
@@ -267,8 +250,7 @@ def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
         panels[0].axhline(bound, color="C4", linestyle=":", label="lower bound")
         panels[0].set_title(f"{data}: mean free energy")
         panels[1].set_title("spread of the states")
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False)
+    legend_below(figure, axes[0, 0], 4)
     axes[0, 1].set_yscale("log")
     axes[0, 2].axhline(0.1, color="C4", linestyle=":")
     axes[0, 2].set(title="test accuracy (dotted: chance)", ylim=(0, 1))
@@ -277,10 +259,10 @@ def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
     bounds = [losses.axhline(value, color="C1", linestyle=style) for value, style in styles]
     losses.legend(bounds, list(bars), fontsize=9, loc="upper right")
     # The untrained start would hide the differences at the end.
-    heights = [*(row["loss"] for row in text if row["step"] > 0), *bars.values()]
+    heights = [*(row["loss"] for row in text_rows if row["step"] > 0), *bars.values()]
     losses.set_title("validation loss, nats a symbol")
     losses.set_ylim(min(heights) - 0.1, max(heights) + 0.3)
-    return figure
+    return {"ends": ends, **tables}, figure
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ Runs must be of the same data and hidden patches; those of one model may differ 
 of hidden pixels with 1/4 to 4 times the iterations of training, and images of the first run that fill in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, run
+from sklearn.metrics.pairwise import nan_euclidean_distances
 from torch import Tensor
 
 from implicit_attn.data import load
@@ -46,12 +44,8 @@ def fill_nearest_visible(train: Tensor, images: Tensor) -> Tensor:
 
 def fill_nearest_image(train: Tensor, images: Tensor) -> Tensor:
     """Hidden pixels are those of the training image whose visible pixels are nearest."""
-    known, guesses = train.flatten(1), []
-    for part in images.flatten(1).split(256):
-        visible, seen = (~part.isnan()).to(part.dtype), part.nan_to_num(0.0)
-        apart = visible @ known.square().T - 2 * seen @ known.T
-        guesses.append(known[apart.argmin(1)])
-    return torch.cat(guesses).view_as(images)
+    apart = nan_euclidean_distances(images.flatten(1).numpy(), train.flatten(1).numpy())
+    return train[torch.from_numpy(apart).argmin(1)]
 
 
 def fill_gaussian(train: Tensor, images: Tensor, ridge: float = 0.01) -> Tensor:
@@ -94,13 +88,10 @@ def means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
     return {name: total / number for name, (total, number) in sums.items()}
 
 
-def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Table], Figure]:
-    """Errors of hidden patches against iterations, and images that fill in.
-
-    Args:
-        runs: folders of ``implicit-attn train masked-images``.
-        images: drawn.
-    """
+def masked_images(
+    runs: tuple[Path, ...],  # folders of ``implicit-attn train masked-images``
+    images: int = 8,  # drawn
+) -> Result:
     found = [load_model(folder / "weights.safetensors") for folder in runs]
     settings = [progress["settings"] for _, progress in found]
     kept = [{name: each[name] for name in KEPT} for each in settings]
@@ -110,13 +101,12 @@ def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Ta
     task = MaskedImages(data, patch, masked=known["masked"], test=known["test"])
     errors: Table = []
     for (model, _), each in zip(found, settings, strict=True):
-        trained = each["model"]["backbone"]["iterations"]
-        shared = {"model": each["model"]["backbone"]["name"], "seed": each["seed"]}
-        shared["parameters"] = sum(p.numel() for p in model.parameters())
+        backbone, size = each["model"]["backbone"], sum(p.numel() for p in model.parameters())
         for multiple in MULTIPLES:
-            number = max(1, round(multiple * trained))
-            row = means(task.evaluate(model, iterations=number))
-            errors.append({**shared, "multiple": multiple, "iterations": number, **row})
+            number = max(1, round(multiple * backbone["iterations"]))
+            row = {"model": backbone["name"], "seed": each["seed"], "parameters": size}
+            row |= {"multiple": multiple, "iterations": number}
+            errors.append(row | means(task.evaluate(model, iterations=number)))
     inputs, targets = task.test_images()
     train = task.data.train_images
     fillings: Table = [
@@ -135,20 +125,14 @@ def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Ta
     figure.suptitle(f"{task.data.name}: {task.most} of {task.patches} patches hidden")
     parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.2))
     draw_filling(parts[0].subplots(), rows)
-    draw_errors(parts[1].subplots(), errors, fillings)
-    return {"errors": errors, "fillings": fillings}, figure
-
-
-def draw_errors(axes: Any, errors: Table, fillings: Table) -> None:
-    """Mean and range over the runs of a model, and the fillings that are in reach."""
-    top = 0.0
-    for name in dict.fromkeys(row["model"] for row in errors):
+    axes, top = parts[1].subplots(), 0.0
+    for name in dict.fromkeys(row["model"] for row in errors):  # mean and range over its runs
         every = [columns(errors, "test_loss", model=name, multiple=m)[0] for m in MULTIPLES]
         axes.plot(MULTIPLES, [sum(each) / len(each) for each in every], "o-", label=name)
         axes.fill_between(MULTIPLES, [*map(min, every)], [*map(max, every)], alpha=0.2)
         top = max(top, *(max(each) for each in every[1:]))
     for row, style in zip(fillings, (":", "-.", "--", (0, (1, 3)), (0, (5, 1))), strict=True):
-        if row["test_loss"] < 1.6 * top:
+        if row["test_loss"] < 1.6 * top:  # in reach
             axes.axhline(row["test_loss"], color="C4", linestyle=style, label=row["filling"])
     axes.set_xscale("log", base=2)
     axes.set_xticks(MULTIPLES, [f"{each:g}" for each in MULTIPLES])
@@ -156,6 +140,7 @@ def draw_errors(axes: Any, errors: Table, fillings: Table) -> None:
     axes.set(xlabel="iterations at test time, as a multiple of those in training")
     axes.set(ylabel="mean squared error of hidden pixels", ylim=(None, 1.7 * top))
     axes.legend(frameon=False)
+    return {"errors": errors, "fillings": fillings}, figure
 
 
 def draw_filling(axes: Any, rows: dict[str, Tensor]) -> None:

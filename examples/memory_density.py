@@ -4,13 +4,11 @@ At temperature 1 / beta the energy of a Hopfield memory is a mixture of Gaussian
 five patterns in two dimensions. At 1 / (k beta) its integral is summed by the trapezoidal rule.
 """
 
-from __future__ import annotations
-
 import math
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Table, run
+from runner import Result, Table, run
 from torch import Tensor
 
 from implicit_attn.energies import Hopfield
@@ -59,28 +57,12 @@ def gradient_ascent(data: Tensor, patterns: Tensor, steps: int) -> list[float]:
     return values
 
 
-def summary(curves: dict[str, list[list[float]]], best: float) -> Table:
-    """Least and largest end of each method, and the most steps until one is within 1e-4 of its end."""
-    table: Table = []
-    for method, found in curves.items():
-        ends = [values[-1] for values in found]
-        apart = [[abs(value - values[-1]) for value in values] for values in found]
-        near = [next(n for n, gap in enumerate(each) if gap <= 1e-4) for each in apart]
-        row = {"method": method, "starts": len(found), "lowest": min(ends)}
-        table.append(row | {"highest": max(ends), "steps": max(near)})
-    true = {"method": "true patterns", "starts": 0, "lowest": best, "highest": best, "steps": 0}
-    return [*table, true]
-
-
-def memory_density(samples: int = 600, starts: int = 5, steps: int = 200, seed: int = 0):
-    """The continuous memory as a density: normaliser, samples, denoising, maximum likelihood.
-
-    Args:
-        samples: of each density.
-        starts: of the fits.
-        steps: of a fit.
-        seed: of patterns and samples.
-    """
+def memory_density(
+    samples: int = 600,  # of each density
+    starts: int = 5,  # of the fits
+    steps: int = 200,  # of a fit
+    seed: int = 0,  # of patterns and samples
+) -> Result:
     generator = torch.Generator().manual_seed(seed)
     memory = ring_memory(generator)
     figure, panels = plt.subplots(2, 2, figsize=(9.5, 8))
@@ -100,20 +82,38 @@ def memory_density(samples: int = 600, starts: int = 5, steps: int = 200, seed: 
         curves["fit_patterns"].append(fit.log_likelihood)
         curves["gradient"].append(gradient_ascent(data, first, steps))
     noisy = memory.sample(60, generator)
-    best = memory.log_prob(data).mean().item()
     axes, look = panels[1, 0], {"width": 0.004, "headwidth": 5, "color": "white", "angles": "xy"}
     draw_density(axes, memory, 1)
     axes.quiver(*noisy.T, *-memory.grad(noisy).T, scale_units="xy", scale=1, **look)
     axes.set_title("attention step = mean of the pattern behind a noisy state", fontsize=10)
-    draw_fits(panels[1, 1], curves, best)
-    fits = [
-        {"method": method, "start": start, "step": step, "log_likelihood": value}
-        for start in range(starts)
-        for method, found in curves.items()
-        for step, value in enumerate(found[start])
-    ]
+
+    axes, fits, ends = panels[1, 1], Table(), Table()
+    for method, color, name in (
+        ("gradient", "C1", f"gradient ascent, step {RATE:g}"),
+        ("fit_patterns", "C0", "fit_patterns"),
+    ):
+        for start, values in enumerate(curves[method]):
+            label = None if start else name
+            axes.plot(range(1, len(values) + 1), values, color=color, label=label, linewidth=1.2)
+    best = memory.log_prob(data).mean().item()
+    axes.axhline(best, color="black", linewidth=0.8, linestyle="--", label="true patterns")
+    axes.set(xscale="log", xlabel="step", ylabel="mean log-likelihood of the samples, nats")
+    axes.set_title("maximum likelihood from random starts: no step lowers it", fontsize=10)
+    axes.legend(fontsize=8)
+    for start in range(starts):
+        for method, found in curves.items():
+            for step, value in enumerate(found[start]):
+                row = {"method": method, "start": start, "step": step}
+                fits.append(row | {"log_likelihood": value})
+    for method, found in curves.items():
+        last = [values[-1] for values in found]
+        # The most steps until one is within 1e-4 of its end.
+        near = [next(n for n, v in enumerate(each) if abs(v - each[-1]) <= 1e-4) for each in found]
+        row = {"method": method, "starts": starts, "lowest": min(last), "highest": max(last)}
+        ends.append(row | {"steps": max(near)})
+    true = {"method": "true patterns", "starts": 0, "lowest": best, "highest": best, "steps": 0}
     table = [temperature(memory, k) for k in (1, 2, COOLING)]
-    return {"temperatures": table, "fits": fits, "ends": summary(curves, best)}, figure
+    return {"temperatures": table, "fits": fits, "ends": [*ends, true]}, figure
 
 
 def draw_density(axes, memory: Hopfield, cooling: int) -> None:
@@ -126,21 +126,6 @@ def draw_density(axes, memory: Hopfield, cooling: int) -> None:
     axes.contourf(line, line, log_prob.clamp_min(top - 8), levels=levels, cmap="viridis")
     axes.plot(*memory.patterns.T, "x", color="C3", markersize=8, mew=2, label="patterns")
     axes.set(aspect="equal", xlim=(-REACH, REACH), ylim=(-REACH, REACH), xlabel="z1", ylabel="z2")
-
-
-def draw_fits(axes, curves: dict[str, list[list[float]]], best: float) -> None:
-    """The likelihood during both fits."""
-    for method, color, name in (
-        ("gradient", "C1", f"gradient ascent, step {RATE:g}"),
-        ("fit_patterns", "C0", "fit_patterns"),
-    ):
-        for start, values in enumerate(curves[method]):
-            label = None if start else name
-            axes.plot(range(1, len(values) + 1), values, color=color, label=label, linewidth=1.2)
-    axes.axhline(best, color="black", linewidth=0.8, linestyle="--", label="true patterns")
-    axes.set(xscale="log", xlabel="step", ylabel="mean log-likelihood of the samples, nats")
-    axes.set_title("maximum likelihood from random starts: no step lowers it", fontsize=10)
-    axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,21 @@
 attends to itself alone.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import torch
-from runner import columns, run
+from runner import Result, Table, columns, run
 
 USUAL = [2, 16, 64, 128, 256, 512, 1024]  # dimensions of the table at the usual scale c = 1
 
 
 def step_norms(
     dimensions: list[int], scales: list[float], tokens: int, draws: int, seed: int
-) -> list[dict[str, float]]:
+) -> Table:
     """Median, least and largest norm of the draws, the same x for every scale."""
-    generator, table = torch.Generator().manual_seed(seed), []
+    generator, table = torch.Generator().manual_seed(seed), Table()
     for dim in dimensions:
         x = torch.randn(draws, tokens, dim, generator=generator, dtype=torch.float64)
         overlaps = x @ x.mT
@@ -63,17 +61,12 @@ def spaced_dimensions(count: int) -> list[int]:
 
 
 def norm_map(
-    dimensions: int = 40, scales: int = 19, tokens: int = 32, draws: int = 50, seed: int = 0
-):
-    """How far one step of bare self-attention moves random tokens: dimension x scale.
-
-    Args:
-        dimensions: values of d between 2 and 1024.
-        scales: values of c between 0.2 and 2.
-        tokens: tokens of a draw.
-        draws: independent draws at each point.
-        seed: of the draws.
-    """
+    dimensions: int = 40,  # values of d between 2 and 1024
+    scales: int = 19,  # values of c between 0.2 and 2
+    tokens: int = 32,  # tokens of a draw
+    draws: int = 50,  # independent draws at each point
+    seed: int = 0,  # of the draws
+) -> Result:
     values = torch.linspace(0.2, 2, scales, dtype=torch.float64).tolist()
     table = step_norms(spaced_dimensions(dimensions), values, tokens, draws, seed)
     usual = step_norms(USUAL, [1.0], tokens, draws, seed)
@@ -94,11 +87,12 @@ def norm_map(
 
     chosen = {min(values, key=lambda c: abs(c - wanted)): None for wanted in (0.2, 1.0, 2.0)}
     for scale, color in zip(chosen, ("C2", "C0", "C1"), strict=False):
-        low, high, middle = columns(table, "smallest", "largest", "norm", scale=scale)
-        right.fill_between(every, low, high, color=color, alpha=0.2, linewidth=0)
-        right.plot(every, middle, color=color, label=f"c = {scale:.2g}")
-        large = [row for row in table if scale * row["dimension"] ** 0.5 >= max(3, 4 * scale**2)]
-        places, expected = columns(large, "dimension", "expected", scale=scale)
+        rows = [row for row in table if row["scale"] == scale]
+        places, low, high, middle = columns(rows, "dimension", "smallest", "largest", "norm")
+        right.fill_between(places, low, high, color=color, alpha=0.2, linewidth=0)
+        right.plot(places, middle, color=color, label=f"c = {scale:.2g}")
+        large = [row for row in rows if scale * row["dimension"] ** 0.5 >= max(3, 4 * scale**2)]
+        places, expected = columns(large, "dimension", "expected")
         right.plot(places, expected, color=color, linestyle="--", linewidth=1)
     right.plot([], [], color="black", linestyle="--", linewidth=1, label="r.m.s. for large d")
     right.set_xscale("log", base=2)

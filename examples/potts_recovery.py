@@ -1,6 +1,5 @@
 """Which models find the couplings of a sparse Potts model in its samples?
 
-    python examples/potts_recovery.py                                       # half a minute
     python examples/potts_recovery.py --data tree --methods linear sink sink-long softmax-4 potts
     python examples/potts_recovery.py --sites 20 --colours 10 --samples 20000 --test 5000 --masked 800 \
         --batch 512 --dim 48 --tested 1000 --few                                  # full size, minutes
@@ -11,8 +10,6 @@ vanilla-3, fixed (one layer, 3 times) and recycled (one layer, 2 to 4 times at r
 couplings are its categorical Jacobian, what setting site j does to the logits of site i.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any, Literal, NamedTuple
@@ -21,7 +18,7 @@ import couplings as potts
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, rows_of, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,6 +37,7 @@ TRANSFORMERS = {  # layers, recycles, their label
 }
 METHODS = ("linear", "softmax", "potts", *TRANSFORMERS)
 RECYCLES = (1, 2, 3, 4, 6, 8)
+ADAM: dict[str, Any] = {"weight_decay": 0.0, "optimizer": "adam"}
 COLORS = ("C0", "C1", "C2", "C3", "#7b4fa3", "#8c6d46", "C4")
 
 
@@ -67,24 +65,6 @@ class MaskedTransformer(nn.Module):
         return self.readout(self.norm(self.backbone(x, iterations=iterations)))
 
 
-class Data(NamedTuple):
-    """Samples (M, N) for training and the test, and the model that made them."""
-
-    model: SpinModel
-    train: Tensor
-    test: Tensor
-
-
-class Effort(NamedTuple):
-    steps: int
-    masked: int
-    batch: int
-    dim: int
-    tested: int
-    seed: int
-    l2: float = 2e-5  # penalty of the Potts model
-
-
 class Found(NamedTuple):
     label: str
     couplings: Tensor  # (N, N, d, d)
@@ -93,30 +73,21 @@ class Found(NamedTuple):
     test: Tensor  # sequences that the loss is measured on
 
 
-def draw_data(kind: str, samples: int, test: int, sites: int, colours: int, seed: int) -> Data:
-    """Independent samples, each the end of a Gibbs chain of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    model = potts.graph_potts(kind, generator, sites=sites, colours=colours)
-    sweeps = 200 if kind == "er-kron" else 60  # that model mixes slowest
-    states = solvers.gibbs(
-        model.couplings.float(), model.field.float(), site=model.site, sweeps=sweeps,
-        chains=samples + test, generator=generator,
-    )  # fmt: skip
-    drawn = states.argmax(-1)
-    return Data(model, drawn[:samples], drawn[samples:])
-
-
-def recover(method: str, data: Data, effort: Effort) -> Found:
-    """Fit a method to the training samples."""
-    sites, colours = data.train.shape[1], data.model.couplings.shape[-1]
-    match, test = FACTORED.fullmatch(method), data.test
-    torch.manual_seed(effort.seed)
+def recover(
+    method: str, truth: SpinModel, train: Tensor, test: Tensor, *, steps: int, masked: int, batch: int,
+    dim: int, tested: int, seed: int, l2: float = 2e-5,
+) -> Found:  # fmt: skip
+    """Fit a method to the training samples (M, N); ``l2`` is the penalty of the Potts model."""
+    sites, colours = train.shape[1], truth.couplings.shape[-1]
+    match = FACTORED.fullmatch(method)
+    torch.manual_seed(seed)
     if method in TRANSFORMERS:
-        test = data.test[: effort.tested]
         layers, times, label = TRANSFORMERS[method]
-        model: Any = MaskedTransformer(sites, colours, effort.dim, layers=layers, iterations=times)
-        train_masked(model, data.train, colours, effort, (2, 4) if method == "recycled" else None)
-        couplings = potts.categorical_jacobian(model, data.test[:12], colours, mask=colours)
+        model: Any = MaskedTransformer(sites, colours, dim, layers=layers, iterations=times)
+        drawn = (2, 4) if method == "recycled" else None
+        train_masked(model, train, Recipe(masked, batch, 3e-3, seed=seed, iterations=drawn, **ADAM))
+        couplings = potts.categorical_jacobian(model, test[:12], colours, mask=colours)
+        test = test[:tested]
         loss = masked_loss(model, test, colours)
         status = "max_steps" if math.isfinite(loss) else "nonfinite"
     else:
@@ -124,47 +95,42 @@ def recover(method: str, data: Data, effort: Effort) -> Found:
             heads, rows = int(match[3] or 1), match[1]
             label = f"factored, {heads} {rows} head{'s' * (heads > 1)}{', long' * bool(match[4])}"
             model = FactoredAttention(sites, colours, heads, rows)
-            options: Any = {"rate": 0.1, "steps": effort.steps}
+            options: Any = {"rate": 0.1, "steps": steps}
             if match[4]:  # heads with a sink converge slowly
-                options = {"rate": 0.2, "batch": 1000, "steps": 5 * effort.steps // 2}
-            status = fit(model, data.train, solver="adam", seed=effort.seed, **options).status
+                options = {"rate": 0.2, "batch": 1000, "steps": 5 * steps // 2}
+            status = fit(model, train, solver="adam", seed=seed, **options).status
             couplings = model.couplings().detach()
         elif method == "potts":
             label, model = "Potts, pseudo-likelihood", PottsModel(sites, colours)
-            status = fit(model, data.train, effort.l2, steps=40).status
+            status = fit(model, train, l2, steps=40).status
             couplings = model.couplings.weight.detach()
         else:
             raise ValueError(f"methods: {method!r} is unknown, see the first lines of the file")
         with torch.no_grad():
             loss = model.pseudo_likelihood(test).item()
-    edges, scores = potts.neighbours(data.model), potts.contact_scores(couplings)
+    edges, scores = potts.neighbours(truth), potts.contact_scores(couplings)
     row = {
         "method": label, "parameters": sum(p.numel() for p in model.parameters()),
-        "coupling_error": potts.coupling_error(couplings, data.model.couplings),
+        "coupling_error": potts.coupling_error(couplings, truth.couplings),
         "precision": potts.contact_precision(scores, edges),
-        "excess": loss - potts.bayes_npl(data.model, test), "status": status,
+        "excess": loss - potts.bayes_npl(truth, test), "status": status,
     }  # fmt: skip
     return Found(label, couplings, model, row, test)
 
 
-def train_masked(
-    model: nn.Module, train: Tensor, colours: int, effort: Effort, times: tuple[int, int] | None
-) -> None:
-    """Steps of Adam; batches are drawn with repetition, and one token d a sequence hides its site.
+def train_masked(model: MaskedTransformer, train: Tensor, recipe: Recipe) -> None:
+    """``recipe.epochs`` steps; batches are drawn with repetition, and one token d a sequence hides its site.
 
     The expected loss is the negative log pseudo-likelihood per site.
     """
-    options: Any = {"weight_decay": 0.0, "optimizer": "adam", "iterations": times}
-    recipe = Recipe(1, effort.batch, 3e-3, seed=effort.seed, **options)
-    adam, generator = recipe.build_optimizer(model), torch.Generator().manual_seed(effort.seed)
-    for step in range(effort.masked):
-        adam.param_groups[0]["lr"] = recipe.rate_at(step / effort.masked)
+    adam, generator = recipe.build_optimizer(model), torch.Generator().manual_seed(recipe.seed)
+    for step in range(recipe.epochs):
+        adam.param_groups[0]["lr"] = recipe.rate_at(step / recipe.epochs)
         drawn = recipe.draw_iterations(generator)
-        answers = train[torch.randint(len(train), (effort.batch,), generator=generator)]
+        answers = train[torch.randint(len(train), (recipe.batch,), generator=generator)]
         place = torch.rand(answers.shape, generator=generator).topk(1, dim=1).indices
-        tokens = answers.scatter(1, place, colours)
-        outputs = model(tokens) if drawn is None else model(tokens, iterations=drawn)
-        hidden = tokens == colours
+        tokens = answers.scatter(1, place, model.readout.out_features)
+        outputs, hidden = model(tokens, iterations=drawn), tokens != answers
         loss = F.cross_entropy(outputs[hidden], answers[hidden])
         adam.zero_grad()
         loss.backward()
@@ -189,65 +155,54 @@ def masked_loss(
 
 
 def potts_recovery(
-    data: Literal["er-kron", "er-general", "tree", "ring4"] = "er-kron",
-    samples: int = 5000,
-    test: int = 1000,
-    methods: tuple[str, ...] = METHODS,
-    few: tuple[int, ...] = (200, 1000),
-    steps: int = 500,
-    masked: int = 400,
-    batch: int = 128,
-    dim: int = 32,
-    tested: int = 300,
-    sites: int = 12,
-    colours: int = 5,
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
-    """Couplings of a sparse Potts model from samples: factored attention, Potts, transformers.
-
-    Args:
-        data: the model.
-        samples: for training.
-        test: samples of the test, at most as many as for training.
-        methods: such as linear, sink-long, softmax-16, potts, vanilla, vanilla-3, fixed, recycled.
-        few: numbers of samples of further fits, of a linear head and the Potts model.
-        steps: of factored attention.
-        masked: steps of transformers.
-        batch: sequences of a step of transformers.
-        dim: features of their tokens.
-        tested: test sequences of transformers.
-        sites: N.
-        colours: d.
-        seed: of the model, its samples and the fits.
-    """
-    drawn = draw_data(data, samples, min(test, samples), sites, colours, seed)
-    effort = Effort(steps, masked, batch, dim, tested, seed)
-    found = [recover(method, drawn, effort) for method in methods]
-    fewer: Table = []
+    data: Literal["er-kron", "er-general", "tree", "ring4"] = "er-kron",  # the model
+    samples: int = 5000,  # for training
+    test: int = 1000,  # samples of the test, at most as many as for training
+    methods: tuple[str, ...] = METHODS,  # see the first lines of the file
+    few: tuple[int, ...] = (200, 1000),  # samples of further fits, linear head and Potts model
+    steps: int = 500,  # of factored attention
+    masked: int = 400,  # steps of transformers
+    batch: int = 128,  # sequences of a step of transformers
+    dim: int = 32,  # features of their tokens
+    tested: int = 300,  # test sequences of transformers
+    sites: int = 12,  # N
+    colours: int = 5,  # d
+    seed: int = 0,  # of the model, its samples and the fits
+) -> Result:
+    generator = torch.Generator().manual_seed(seed)
+    truth = potts.graph_potts(data, generator, sites=sites, colours=colours)
+    states = solvers.gibbs(  # independent samples, each the end of a chain of its own
+        truth.couplings.float(), truth.field.float(), site=truth.site, generator=generator,
+        sweeps=200 if data == "er-kron" else 60, chains=samples + min(test, samples),
+    ).argmax(-1)  # fmt: skip
+    train, asked = states[:samples], states[samples:]
+    effort: Any = {"steps": steps, "masked": masked, "batch": batch, "dim": dim, "tested": tested}
+    effort["seed"] = seed
+    found = [recover(method, truth, train, asked, **effort) for method in methods]
+    fewer, recycles, curves = Table(), Table(), Table()
     numbers = sorted({*(number for number in few if number < samples), samples}) if few else []
     for method in ("linear", "potts"):
         for number in numbers:
             # Few samples need a stronger penalty of the many couplings of a Potts model.
-            strong = effort._replace(l2=2e-5 * max(1.0, math.sqrt(20_000 / number)))
-            row = recover(method, drawn._replace(train=drawn.train[:number]), strong).row
+            l2 = 2e-5 * max(1.0, math.sqrt(20_000 / number))
+            row = recover(method, truth, train[:number], asked, l2=l2, **effort).row
             kept = {key: row[key] for key in ("method", "coupling_error", "precision", "status")}
             fewer.append({"samples": number, **kept})
-    edges, recycles, curves = potts.neighbours(drawn.model), Table(), Table()
     for method, each in zip(methods, found, strict=True):
         if method in ("fixed", "recycled"):
-            bayes = potts.bayes_npl(drawn.model, each.test)
+            bayes = potts.bayes_npl(truth, each.test)
             for number in RECYCLES:
                 excess = masked_loss(each.model, each.test, colours, number) - bayes
                 recycles.append({"method": each.label, "recycles": number, "excess": excess})
-        shares = potts.roc_curve(potts.contact_scores(each.couplings), edges)
-        for wrong, right in zip(*(share.tolist() for share in shares), strict=True):
-            curves.append({"method": each.label, "false_share": wrong, "true_share": right})
+        shares = potts.roc_curve(potts.contact_scores(each.couplings), potts.neighbours(truth))
+        curve = dict(zip(("false_share", "true_share"), shares, strict=True))
+        curves += rows_of(curve, method=each.label)
     tables = {"methods": [{"data": data, **each.row} for each in found], "few": fewer}
     tables |= {"recycles": recycles, "roc": curves}
     title = f"Couplings of a Potts model from samples: {sites} sites, {colours} colours, {data}, "
-    bayes = potts.bayes_npl(drawn.model, drawn.test)
+    bayes = potts.bayes_npl(truth, asked)
     title += f"{samples} samples, loss of the truth {bayes:.3f} nats a site"
-    figure = draw(title, drawn.model.couplings, found, tables)
+    figure = draw(title, truth.couplings, found, tables)
     return {name: table for name, table in tables.items() if table}, figure
 
 

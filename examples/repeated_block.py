@@ -1,17 +1,17 @@
 """One transformer block read images, once and at its fixed point, beside stacks of usual layers.
 
-python examples/repeated_block.py [--data digits] [--epochs 5] [--seeds 2]
-"""
+    python examples/repeated_block.py [--data digits] [--epochs 5] [--seeds 2]
 
-from __future__ import annotations
+The block is DEQTransformer, whose number of iterations is drawn from 4 to 12 for each batch in training.
+Images are normalised by channel, without augmentation; the readout is a class token.
+"""
 
 import time
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,12 +87,7 @@ def repeated_block(
     patch: int = 4,
     epochs: int = 5,
     seeds: int = 2,
-) -> tuple[dict[str, Table], Figure]:
-    """A vision transformer of one block at its fixed point, beside one pass and three layers.
-
-    The block is DEQTransformer, whose number of iterations is drawn from 4 to 12 for each batch in training.
-    Images are normalised by channel, without augmentation; the readout is a class token.
-    """
+) -> Result:
     loaded = load(data)
     chosen = torch.Generator().manual_seed(0)
     first = torch.randperm(len(loaded.train_images), generator=chosen)[:train_images]

@@ -1,9 +1,10 @@
 """What the gallery's examples share: options from a function's signature, tables as CSV, one picture."""
 
-from __future__ import annotations
-
 import argparse
 import csv
+import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cycler import cycler
 from matplotlib.figure import Figure
 
 Table = list[dict[str, Any]]  # the rows have the same keys
+Result = tuple[dict[str, Table], Figure]
 COLOURS = ["#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"]  # C0 to C4: blue to grey
 
 mpl.use("Agg")
@@ -27,13 +29,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def run(
-    main: Callable[..., tuple[dict[str, Table], Figure]], words: Sequence[str] | None = None
-) -> dict[str, Table]:
+def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict[str, Table]:
     """Call ``main`` with options of the command line; write its tables and its figure to OUT/NAME/.
 
-    Each parameter of ``main`` is an option of its type; the docstring is the help. OUT is "runs", or
-    what ``--out`` says.
+    Each parameter of ``main`` is an option of its type, the comment beside it its help. OUT is "runs",
+    or what ``--out`` says.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path, default=Path("runs"))
@@ -42,7 +42,9 @@ def run(
     torch.manual_seed(0)
     folder = known.out / main.__name__.replace("_", "-")
     with mpl.rc_context(STYLE):
-        note = f"{(main.__doc__ or '').splitlines()[0]} Files go to runs/, or to --out FOLDER."
+        note = f"{sys.modules[main.__module__].__doc__}\nFiles go to runs/, or to --out FOLDER."
+        comments = re.findall(r"^    (\w+): .*,  # (.+)$", inspect.getsource(main), re.MULTILINE)
+        main.__doc__ = "\n    ".join(["Args:", *(f"{name}: {text}" for name, text in comments)])
         tables, figure = tyro.cli(main, args=others, description=note)
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / f"{folder.name}.png")
@@ -71,3 +73,26 @@ def rows_of(values: Mapping[str, torch.Tensor], **same: Any) -> Table:
     """A row for each entry of the tensors (n,), after what is the ``same`` in all."""
     lines = zip(*(each.tolist() for each in values.values()), strict=True)
     return [same | dict(zip(values, line, strict=True)) for line in lines]
+
+
+def draw_band(
+    axes: Any, table: Table, x: str, key: str, low: str = "_10", high: str = "_90", alpha: float = 0.2,
+    **line: Any,
+) -> None:  # fmt: skip
+    """Column ``key`` against column ``x``, and the band between ``key + low`` and ``key + high``."""
+    places, middle, *ends = columns(table, x, key, key + low, key + high)
+    axes.fill_between(places, *ends, color=line["color"], alpha=alpha, linewidth=0)
+    axes.plot(places, middle, **line)
+
+
+def quantiles(key: str, values: Any) -> dict[str, float]:
+    """The median ``key`` of numbers, and ``key_10`` and ``key_90``, 10 % and 90 % of them."""
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    low, middle, high = torch.as_tensor(values).double().quantile(shares).tolist()
+    return {key: middle, f"{key}_10": low, f"{key}_90": high}
+
+
+def legend_below(figure: Figure, axes: Any, ncols: int, **look: Any) -> None:
+    """The legend of one panel below all panels."""
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=ncols, frameon=False, **look)

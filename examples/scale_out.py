@@ -7,8 +7,6 @@ Each process solves for its own samples; how many evaluations they take may diff
 communicated within a solve. Losses and weights are those of one process that has the whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from datetime import timedelta
@@ -63,24 +61,21 @@ def wrap(model: nn.Module, engine: str) -> nn.Module:
     return model
 
 
-@contextlib.contextmanager
-def accumulating(model: nn.Module, more: bool) -> Any:
-    """Within, gradients are summed over processes only if no ``more`` parts of the batch follow."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(not more)
-        yield
-    else:
-        local = isinstance(model, DistributedDataParallel) and more
-        with model.no_sync() if local else contextlib.nullcontext():  # type: ignore[operator]
-            yield
-
-
 def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], parts: int = 1) -> Tensor:
-    """The mean loss of a batch in ``parts``, one after the other; gradients are left in ``.grad``."""
+    """The mean loss of a batch in ``parts``, one after the other; gradients are left in ``.grad``.
+
+    They are summed over the processes after the last part alone.
+    """
     pairs = list(zip(*(each.chunk(parts) for each in batch), strict=True))
     total = batch[0].new_zeros(())
     for number, (pictures, labels) in enumerate(pairs):
-        with accumulating(model, more=number + 1 < len(pairs)):
+        last = number + 1 == len(pairs)
+        local: Any = contextlib.nullcontext()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        elif isinstance(model, DistributedDataParallel) and not last:
+            local = model.no_sync()
+        with local:
             loss = F.cross_entropy(model(pictures), labels, reduction="sum") / len(batch[1])
             loss.backward()
         total += loss.detach()

@@ -5,39 +5,37 @@ Couplings J ~ N(0, 1/(N d)) and unit fields h_i. In the units ``K = 2 beta J``, 
 at the minimum of ``phi(t) = beta sum_i t_i - 1/2 log det(t - J) + beta/4 h^T (t - J)^-1 h``.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
-from runner import columns, rows_of, run
+from runner import Result, Table, columns, rows_of, run
 from torch import Tensor
 from torch.nn import functional as F
 
 import solvers
 
 
-@dataclass
-class Model:
+class Model(NamedTuple):
     couplings: Tensor  # (N, N), float64
     field: Tensor  # (N, d), unit vectors
 
-    @classmethod
-    def drawn(cls, sites: int, dim: int, generator: torch.Generator) -> Model:
-        upper = torch.randn(sites, sites, generator=generator, dtype=torch.float64).triu(1)
-        field = torch.randn(sites, dim, generator=generator, dtype=torch.float64)
-        couplings = (upper + upper.mT) / math.sqrt(sites * dim)
-        return cls(couplings, F.layer_norm(field, (dim,), eps=0.0) / math.sqrt(dim))
 
-    def solve(self, beta: float, per_site: bool) -> solvers.SaddleSolution:
-        field = beta * math.sqrt(self.field.shape[1]) * self.field[None]
-        return solvers.spherical_saddle(2 * beta * self.couplings, field, per_site=per_site)
+def draw_model(sites: int, dim: int, generator: torch.Generator) -> Model:
+    upper = torch.randn(sites, sites, generator=generator, dtype=torch.float64).triu(1)
+    field = torch.randn(sites, dim, generator=generator, dtype=torch.float64)
+    couplings = (upper + upper.mT) / math.sqrt(sites * dim)
+    return Model(couplings, F.layer_norm(field, (dim,), eps=0.0) / math.sqrt(dim))
+
+
+def solve(model: Model, beta: float, per_site: bool) -> solvers.SaddleSolution:
+    field = beta * math.sqrt(model.field.shape[1]) * model.field[None]
+    return solvers.spherical_saddle(2 * beta * model.couplings, field, per_site=per_site)
 
 
 def curves(model: Model, beta: float, t: Tensor) -> dict[str, Tensor]:
@@ -64,25 +62,21 @@ def plane(model: Model, beta: float, values: Tensor) -> Tensor:
 
 
 def spherical_saddle(
-    sites: int = 32, dim: int = 128, beta: float = 1.0, frames: int = 100, seed: int = 0
-):
-    """The function whose minimum solves O(d) spins, over multipliers and temperature.
-
-    Args:
-        sites: spins of the first five panels.
-        dim: their components.
-        beta: inverse temperature, but for the sweep.
-        frames: inverse temperatures of the sweep, 0.25 to 10.
-        seed: of couplings and fields.
-    """
+    sites: int = 32,  # spins of the first five panels
+    dim: int = 128,  # their components
+    beta: float = 1.0,  # inverse temperature, but for the sweep
+    frames: int = 100,  # inverse temperatures of the sweep, 0.25 to 10
+    seed: int = 0,  # of couplings and fields
+) -> Result:
     generator = torch.Generator().manual_seed(seed)
-    model = Model.drawn(sites, dim, generator)
-    pair = Model.drawn(2, 64, generator)
+    model = draw_model(sites, dim, generator)
+    pair = draw_model(2, 64, generator)
     levels = torch.linalg.eigvalsh(model.couplings)
+    border = levels[-1].item()
     betas = torch.logspace(-0.6, 1, frames, dtype=torch.float64).tolist()
-    table = []
+    table: Table = []
     for b in betas:
-        shared, own = model.solve(b, per_site=False), model.solve(b, per_site=True)
+        shared, own = solve(model, b, per_site=False), solve(model, b, per_site=True)
         t = own.multiplier / (2 * b)
         row = {"beta": b, "root": shared.multiplier.item() / (2 * b)}
         row |= {"smallest": t.min().item(), "largest": t.max().item()}
@@ -90,15 +84,43 @@ def spherical_saddle(
         table.append(row | {"length": own.mean.norm(dim=-1).mean().item() / math.sqrt(dim)})
     grid = torch.linspace(-1, 3, 1001, dtype=torch.float64)
     curve = curves(model, beta, grid)
-    root = model.solve(beta, per_site=False).multiplier.item() / (2 * beta)
+    root = solve(model, beta, per_site=False).multiplier.item() / (2 * beta)
 
-    figure, (upper, lower) = plt.subplots(2, 3, figsize=(13, 8), dpi=85)
+    figure, (upper, (frame, sweep, contours)) = plt.subplots(2, 3, figsize=(13, 8), dpi=85)
     figure.suptitle(f"O(d) spins: the saddle point of their multipliers: N = {sites}, d = {dim}")
     draw_curves(upper, curve, root, beta, levels)
     shown = {b: curves(model, b, grid) for b in betas[:: max(1, len(betas) // 10)]}
-    draw_frames(figure, lower[0], shown, levels[-1].item())
-    draw_sweep(lower[1], table, levels[-1].item())
-    draw_plane(lower[2], pair, beta)
+    draw_frames(figure, frame, shown, border)
+
+    low, high = columns(table, "smallest", "largest")
+    sweep.fill_between(betas, low, high, color="C0", alpha=0.3, label="t of each spin: range")
+    labels = {"root": "one t for all", "length": "$|\\langle S_i\\rangle| / \\sqrt{d}$"}
+    labels["free_energy"] = "free energy per site and component"
+    for color, (name, label) in enumerate(labels.items(), start=1):
+        sweep.plot(betas, *columns(table, name), color=f"C{color}", label=label)
+    sweep.axhline(border, color="C4", linestyle=":", label="border of the domain of t")
+    sweep.set(xscale="log", xlabel="inverse temperature", title="Over the temperature")
+    sweep.legend(frameon=False, fontsize=8)
+
+    values = torch.linspace(0.02, 3, 150, dtype=torch.float64)
+    image = plane(pair, beta, values)
+    lowest = image[~image.isnan()].min().item()
+    heights = [lowest + 0.02 * 1.5**k for k in range(14)]
+    contours.contourf(
+        values, values, image, levels=[lowest, *heights], cmap="viridis", extend="max"
+    )
+    contours.contour(values, values, image, levels=heights, colors="white", linewidths=0.4)
+    at_border = pair.couplings[0, 1] ** 2 / values
+    contours.fill_between(
+        values, 0, at_border, color="C3", linewidth=0, label="outside of the domain"
+    )
+    own = solve(pair, beta, per_site=True).multiplier[0] / (2 * beta)
+    first, second = own.tolist()
+    label = f"root ({first:.2f}, {second:.2f})"
+    contours.plot([first], [second], "o", color="C1", markeredgecolor="black", label=label)
+    contours.set(xlim=(0, 3), ylim=(0, 3), xlabel="$t_1$", ylabel="$t_2$")
+    contours.set_title("$\\phi(t_1, t_2)$ of two spins: dark is low")
+    contours.legend(loc="upper right", fontsize=8)
     return {"temperature": table, "curve": rows_of(curve)}, figure
 
 
@@ -153,37 +175,6 @@ def draw_frames(figure, axes, frames, border: float) -> None:
     bar.set_ticks([0.3, 1, 3], labels=["0.3", "1", "3"], minor=False)
     bar.minorticks_off()
     scale.set_title("inverse temperature $\\beta$", fontsize=8)
-
-
-def draw_sweep(axes, table: list[dict[str, float]], border: float) -> None:
-    """Roots, free energy and magnetisation over the temperature."""
-    betas, low, high = columns(table, "beta", "smallest", "largest")
-    axes.fill_between(betas, low, high, color="C0", alpha=0.3, label="t of each spin: range")
-    labels = {"root": "one t for all", "length": "$|\\langle S_i\\rangle| / \\sqrt{d}$"}
-    labels["free_energy"] = "free energy per site and component"
-    for color, (name, label) in enumerate(labels.items(), start=1):
-        axes.plot(betas, *columns(table, name), color=f"C{color}", label=label)
-    axes.axhline(border, color="C4", linestyle=":", label="border of the domain of t")
-    axes.set(xscale="log", xlabel="inverse temperature", title="Over the temperature")
-    axes.legend(frameon=False, fontsize=8)
-
-
-def draw_plane(axes, pair: Model, beta: float) -> None:
-    """phi of two multipliers as contours, with the root and the border."""
-    values = torch.linspace(0.02, 3, 150, dtype=torch.float64)
-    image = plane(pair, beta, values)
-    lowest = image[~image.isnan()].min().item()
-    levels = [lowest + 0.02 * 1.5**k for k in range(14)]
-    axes.contourf(values, values, image, levels=[lowest, *levels], cmap="viridis", extend="max")
-    axes.contour(values, values, image, levels=levels, colors="white", linewidths=0.4)
-    at_border = pair.couplings[0, 1] ** 2 / values
-    axes.fill_between(values, 0, at_border, color="C3", linewidth=0, label="outside of the domain")
-    first, second = (pair.solve(beta, per_site=True).multiplier[0] / (2 * beta)).tolist()
-    label = f"root ({first:.2f}, {second:.2f})"
-    axes.plot([first], [second], "o", color="C1", markeredgecolor="black", label=label)
-    axes.set(xlim=(0, 3), ylim=(0, 3), xlabel="$t_1$", ylabel="$t_2$")
-    axes.set_title("$\\phi(t_1, t_2)$ of two spins: dark is low")
-    axes.legend(loc="upper right", fontsize=8)
 
 
 if __name__ == "__main__":

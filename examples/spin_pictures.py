@@ -1,7 +1,5 @@
 """Spins of fixed length: Bessel ratios, lengths of means, a graph of couplings, a few planar spins."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,8 +7,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.collections import LineCollection
-from runner import Table, columns, rows_of, run
+from runner import Result, Table, columns, rows_of, run
 from torch import Tensor
+
+import solvers
 
 ORDERS = [2**power for power in range(10)]
 BETAS = {0.1: "C4", 0.5: "C0", 1.0: "C2", 2.0: "C1", 10.0: "C3"}
@@ -36,44 +36,18 @@ def large_order_ratio(order: float, x: Tensor) -> Tensor:
     return u / (1 + (1 + u.square()).sqrt())
 
 
-def bessel_table() -> Table:
-    """The ratio, its limit and the relative error, at ``x = sqrt(nu), nu, nu^2`` for each order nu."""
-    table: Table = []
-    for order in ORDERS:
-        x = torch.tensor([order**0.5, order, order**2], dtype=torch.float64)
-        exact, limit = bessel_ratio(order, x), large_order_ratio(order, x)
-        for at, *row in zip(("sqrt(nu)", "nu", "nu^2"), x, exact, limit, strict=True):
-            place, ratio, near = (value.item() for value in row)
-            found = {"order": order, "at": at, "x": place, "ratio": ratio, "limit": near}
-            table.append(found | {"relative_error": near / ratio - 1})
-    return table
-
-
-def norm_curves(dim: int) -> Table:
-    """``|<S>|`` of a spin of radius ``R = sqrt(d/2 - 1)`` in a field ``beta h``, and its limit."""
-    order, radius = dim / 2 - 1, math.sqrt(dim / 2 - 1)
-    fields = torch.linspace(0, 40, 81, dtype=torch.float64)
-    table: Table = []
-    for beta in BETAS:
-        x = radius * beta * fields
-        curves = {"field": fields, "norm": radius * large_order_ratio(order, x)}
-        table += rows_of(curves | {"exact": radius * bessel_ratio(order, x)}, beta=beta)
-    return table
-
-
 def planar_spins(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Couplings (N, N) ~ N(0, 4 / N), fields (N, 2) ~ N(0, I / 4), and naive mean-field means (N, 2)."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randn(count, count, generator=generator, dtype=torch.float64).triu(1)
     couplings = 2 / math.sqrt(count) * (raw + raw.T)
     fields = 0.5 * torch.randn(count, 2, generator=generator, dtype=torch.float64)
-    means = torch.zeros_like(fields)
-    for _ in range(500):
-        local = fields + couplings @ means
-        size = local.norm(dim=1, keepdim=True)
-        ratio = torch.special.i1e(size) / torch.special.i0e(size)
-        means = torch.lerp(means, ratio * local / size, 0.5)
-    return couplings, fields, means
+    blocks = couplings[..., None, None] * torch.eye(2, dtype=torch.float64)
+    solution = solvers.adaptive_tap(
+        blocks, fields[None], site=solvers.SphericalSite(1.0), order="naive", damping=0.5,
+        tolerance=1e-14, max_steps=500, adjoint=None,
+    )  # fmt: skip
+    return couplings, fields, solution.value.mean[0]
 
 
 def strongest(couplings: Tensor, share: float) -> Table:
@@ -85,65 +59,64 @@ def strongest(couplings: Tensor, share: float) -> Table:
     return rows_of({"to": to, "from": start, "coupling": couplings[to, start]})
 
 
-def spin_pictures(dim: int = 512, sites: int = 64, share: float = 0.03, seed: int = 0):
-    """Small pictures of spins: Bessel ratios, lengths of means, a coupling graph, a few spins.
-
-    Args:
-        dim: dimension d >= 3 of the spins whose mean is drawn.
-        sites: sites of the directed graph, at least 2.
-        share: of its couplings that are drawn, the strongest; above 0.
-        seed: of the couplings and fields.
-    """
-    ratios, norms = bessel_table(), norm_curves(dim)
+def spin_pictures(
+    dim: int = 512,  # dimension d >= 3 of the spins whose mean is drawn
+    sites: int = 64,  # sites of the directed graph, at least 2
+    share: float = 0.03,  # of its couplings that are drawn, the strongest; above 0
+    seed: int = 0,  # of the couplings and fields
+) -> Result:
+    ratios, norms = Table(), Table()
+    for nu in ORDERS:
+        for at, x in (("sqrt(nu)", nu**0.5), ("nu", nu), ("nu^2", nu**2)):
+            place = torch.tensor(x, dtype=torch.float64)
+            exact, limit = bessel_ratio(nu, place).item(), large_order_ratio(nu, place).item()
+            row = {"order": nu, "at": at, "x": float(x), "ratio": exact, "limit": limit}
+            ratios.append(row | {"relative_error": limit / exact - 1})
+    # |<S>| of a spin of radius R = sqrt(d/2 - 1) in a field beta h, and its limit.
+    order, radius = dim / 2 - 1, math.sqrt(dim / 2 - 1)
+    strengths = torch.linspace(0, 40, 81, dtype=torch.float64)
+    for beta in BETAS:
+        x = radius * beta * strengths
+        curves = {"field": strengths, "norm": radius * large_order_ratio(order, x)}
+        norms += rows_of(curves | {"exact": radius * bessel_ratio(order, x)}, beta=beta)
     generator = torch.Generator().manual_seed(seed)
     directed = torch.randn(sites, sites, generator=generator, dtype=torch.float64) / sites**0.5
     edges = strongest(directed.fill_diagonal_(0.0), share)
     couplings, fields, means = planar_spins(7, seed)
 
-    figure, panels = plt.subplots(2, 2, figsize=(12, 10.5), dpi=90)
+    figure, ((left, right), (graph, arrows)) = plt.subplots(2, 2, figsize=(12, 10.5), dpi=90)
     figure.suptitle("Spins of fixed length: their mean in a field, and their couplings")
-    draw_ratios(panels[0, 0], ratios)
-    draw_norms(panels[0, 1], norms, dim)
-    draw_directed_graph(panels[1, 0], edges, sites)
-    text = f"the strongest {share:.0%}; an edge bends to the left of its way"
-    panels[1, 0].text(0, -1.22, text, ha="center")
-    draw_spins(panels[1, 1], fields, means, strongest(couplings.triu(), 0.5))
-    rows = rows_of({"spin": torch.arange(len(means)), "x": means[:, 0], "y": means[:, 1]})
-    return {"ratios": ratios, "norms": norms, "edges": edges, "spins": rows}, figure
-
-
-def draw_ratios(axes, table: Table) -> None:
-    """The exact ratio as dots on the lines of its limit, against the order."""
     for at, color, label in (("sqrt(nu)", "C0", "√ν"), ("nu", "C1", "ν"), ("nu^2", "C2", "ν²")):
-        limits, ratios = columns(table, "limit", "ratio", at=at)
-        axes.plot(ORDERS, limits, color=color, label=f"limit, x = {label}")
-        axes.plot(ORDERS, ratios, "o", color=color, ms=5, label="exact")
-    for row in table:
+        limits, exact = columns(ratios, "limit", "ratio", at=at)
+        left.plot(ORDERS, limits, color=color, label=f"limit, x = {label}")
+        left.plot(ORDERS, exact, "o", color=color, ms=5, label="exact")
+    for row in ratios:
         if row["at"] == "nu" and row["order"] in (1, 8, 64, 512):
             first = row["order"] == 1
             note = f"{row['relative_error']:.2g}" + "\n(all three, x = 1)" * first
             place, away = (row["order"], row["ratio"]), (0, -20 if first else -14)
-            axes.annotate(note, place, away, textcoords="offset points", fontsize=8, ha="center")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ORDERS[::2])
-    axes.set(xlabel="order ν", ylabel="ratio", xlim=(0.45, 900), ylim=(0, 1.05))
+            left.annotate(note, place, away, textcoords="offset points", fontsize=8, ha="center")
+    left.set_xscale("log", base=2)
+    left.set_xticks(ORDERS[::2])
+    left.set(xlabel="order ν", ylabel="ratio", xlim=(0.45, 900), ylim=(0, 1.05))
     title = "Bessel ratio $I_{ν+1}(x) / I_ν(x)$ and its limit for large ν\n"
-    axes.set_title(title + "(numbers: relative error of the limit at x = ν)", fontsize=11)
-    axes.legend(fontsize=8, ncols=3, loc="center right", bbox_to_anchor=(1, 0.66))
-
-
-def draw_norms(axes, table: Table, dim: int) -> None:
-    """The length of a spin's mean against the field for each inverse temperature."""
+    left.set_title(title + "(numbers: relative error of the limit at x = ν)", fontsize=11)
+    left.legend(fontsize=8, ncols=3, loc="center right", bbox_to_anchor=(1, 0.66))
     for beta, color in BETAS.items():
-        fields, norms, exact = columns(table, "field", "norm", "exact", beta=beta)
-        axes.plot(fields, norms, color=color, label=f"β = {beta:g}")
-        axes.plot(fields[::8], exact[::8], "o", color=color, markersize=3.5)
-    radius = math.sqrt(dim / 2 - 1)
-    axes.axhline(radius, color="black", linestyle="--", linewidth=1, label=f"R = {radius:.1f}")
-    axes.set(xlabel="length of the field |h|", ylabel="length of the mean |⟨S⟩|")
+        places, limits, exact = columns(norms, "field", "norm", "exact", beta=beta)
+        right.plot(places, limits, color=color, label=f"β = {beta:g}")
+        right.plot(places[::8], exact[::8], "o", color=color, markersize=3.5)
+    right.axhline(radius, color="black", linestyle="--", linewidth=1, label=f"R = {radius:.1f}")
+    right.set(xlabel="length of the field |h|", ylabel="length of the mean |⟨S⟩|")
     title = f"A spin of length R in {dim} dimensions turns into its field\n"
-    axes.set_title(title + "(lines: limit for large d, dots: exact)", fontsize=11)
-    axes.legend(fontsize=8, ncols=2, loc="center right", bbox_to_anchor=(1, 0.28))
+    right.set_title(title + "(lines: limit for large d, dots: exact)", fontsize=11)
+    right.legend(fontsize=8, ncols=2, loc="center right", bbox_to_anchor=(1, 0.28))
+    draw_directed_graph(graph, edges, sites)
+    text = f"the strongest {share:.0%}; an edge bends to the left of its way"
+    graph.text(0, -1.22, text, ha="center")
+    draw_spins(arrows, fields, means, strongest(couplings.triu(), 0.5))
+    rows = rows_of({"spin": torch.arange(len(means)), "x": means[:, 0], "y": means[:, 1]})
+    return {"ratios": ratios, "norms": norms, "edges": edges, "spins": rows}, figure
 
 
 def draw_directed_graph(axes, table: Table, sites: int) -> None:

@@ -1,22 +1,17 @@
 """Sudoku by belief propagation, alone and with decimation, on the rules and on learned couplings.
 
-    python examples/sudoku_belief.py        # half a minute
-
 Messages between the cells of 810 pairs give every cell's digit probabilities. Alone they leave most
 boards unsolved. With decimation the surest cell is fixed and the messages go on, until the board is
 full or a rule is broken.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
-from runner import run
+from runner import Result, run
 from sudoku_graph import HEAD, fitted
-from sudoku_potts import MIXED, SINGLES, Solve, Table, compare, draw_shares, load_boards
+from sudoku_potts import MIXED, SINGLES, Solve, compare, draw_shares, load_boards
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,25 +34,6 @@ class Pairs(NamedTuple):
     edges: Tensor
     couplings: Tensor
 
-    @classmethod
-    def of_rules(cls) -> Pairs:
-        """Equal digits are forbidden in rows, columns and boxes."""
-        edges = torch.nonzero(sudoku_pairs().triu(1))
-        repel = torch.zeros(9, 9).fill_diagonal_(-torch.inf)
-        return cls(edges, repel.expand(len(edges), 9, 9).contiguous())
-
-    @classmethod
-    def of_couplings(cls, couplings: Tensor, beta: float | None) -> Pairs:
-        """The 810 strongest pairs of couplings (81, 81, 9, 9), times beta; None: as hard constraints."""
-        rows, columns = torch.triu_indices(81, 81, 1)
-        scores = torch.linalg.matrix_norm(zero_sum(couplings))[rows, columns]
-        strongest = scores.topk(810).indices.sort().values
-        edges = torch.stack([rows[strongest], columns[strongest]], 1)
-        found = couplings[edges[:, 0], edges[:, 1]].detach()
-        if beta is None:
-            return cls(edges, torch.where(found < FORBIDDEN, -torch.inf, torch.zeros_like(found)))
-        return cls(edges, beta * found)
-
     def solve(
         self, puzzles: Tensor, steps: int, rows: Any = slice(None), given: Any = None, start: Any = None
     ) -> Solution:  # fmt: skip
@@ -68,6 +44,22 @@ class Pairs(NamedTuple):
             given=(digits, known) if given is None else given, max_steps=steps, bound=BOUND,
             tolerance=Tolerance(1e-3), adjoint=None, on_failure="ignore",
         )  # fmt: skip
+
+
+def pairs_of_rules() -> Pairs:
+    """Equal digits are forbidden in rows, columns and boxes."""
+    edges = torch.nonzero(sudoku_pairs().triu(1))
+    repel = torch.zeros(9, 9).fill_diagonal_(-torch.inf)
+    return Pairs(edges, repel.expand(len(edges), 9, 9).contiguous())
+
+
+def strongest_pairs(couplings: Tensor) -> Pairs:
+    """The 810 strongest of couplings (81, 81, 9, 9)."""
+    rows, columns = torch.triu_indices(81, 81, 1)
+    scores = torch.linalg.matrix_norm(zero_sum(couplings))[rows, columns]
+    strongest = scores.topk(810).indices.sort().values
+    edges = torch.stack([rows[strongest], columns[strongest]], 1)
+    return Pairs(edges, couplings[edges[:, 0], edges[:, 1]])
 
 
 def known_digits(puzzles: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,42 +82,32 @@ def decimated(pairs: Pairs, puzzles: Tensor) -> Tensor:
     return torch.where(puzzles > 0, puzzles, found.states + 1)
 
 
-def belief_methods(models: dict[str, Pairs]) -> dict[str, Solve]:
-    """Each alone and with decimation, and simple logic, by name."""
+def sudoku_belief(
+    clues: tuple[int, ...] = (17, 25, 30, 36),  # numbers of clues
+    boards: int = 25,  # puzzles of each; fewer may have so few clues
+    fit_steps: int = 300,  # of training
+    train: int = 5000,  # solved boards to learn from
+    source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
+    seed: int = 0,  # of the boards, the fits and the symmetries
+) -> Result:
+    data = load_boards(train, boards, clues, source, seed)
+    test = {number: each for number, each in data.test.items() if number != MIXED}
+    model = fitted(HEAD, data.train, fit_steps, seed, 1e-4)
+    learned = strongest_pairs(SudokuPotts.from_model(model).couplings.detach())
+    forbidden = torch.zeros_like(learned.couplings)
+    forbidden[learned.couplings < FORBIDDEN] = -torch.inf
+    hard, rules = learned._replace(couplings=forbidden), pairs_of_rules()
+    models = {"the rules": rules}
+    models[f"learned couplings, beta {BETA:g}"] = learned._replace(
+        couplings=BETA * learned.couplings
+    )
+    if not all(torch.equal(one, other) for one, other in zip(hard, rules, strict=True)):
+        models["learned couplings made hard"] = hard  # else the same constraints
     ways: dict[str, Solve] = {}
     for name, pairs in models.items():
         ways[f"{name}: belief propagation"] = partial(propagated, pairs)
         ways[f"{name}: with decimation"] = partial(decimated, pairs)
-    return ways | {SINGLES: solve_by_singles}
-
-
-def sudoku_belief(
-    clues: tuple[int, ...] = (17, 25, 30, 36),
-    boards: int = 25,
-    fit_steps: int = 300,
-    train: int = 5000,
-    source: str = "auto",
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
-    """Sudoku by messages.
-
-    Args:
-        clues: numbers of clues.
-        boards: puzzles of each; fewer may have so few clues.
-        fit_steps: of training.
-        train: solved boards to learn from.
-        source: list (sudoku17.npz), generated, or auto: the list where it is found.
-        seed: of the boards, the fits and the symmetries.
-    """
-    data = load_boards(train, boards, clues, source, seed)
-    test = {number: each for number, each in data.test.items() if number != MIXED}
-    learned = SudokuPotts.from_model(fitted(HEAD, data.train, fit_steps, seed, 1e-4)).couplings
-    hard, rules = Pairs.of_couplings(learned, None), Pairs.of_rules()
-    models = {"the rules": rules}
-    models[f"learned couplings, beta {BETA:g}"] = Pairs.of_couplings(learned, BETA)
-    if not all(torch.equal(one, other) for one, other in zip(hard, rules, strict=True)):
-        models["learned couplings made hard"] = hard  # else the same constraints
-    table = compare(test, belief_methods(models))
+    table = compare(test, ways | {SINGLES: solve_by_singles})
     title = f"Sudoku by belief propagation and decimation ({data.name})"
     return {"table": table}, draw_shares(title, table, panels=2, size=(10, 5.2), legend=2)[0]
 

@@ -1,22 +1,18 @@
 """Which cells of Sudoku constrain each other, learned from solved boards alone.
 
-    python examples/sudoku_graph.py        # half a minute
-
 Factored attention and a Potts model predict every cell of a board from the other 80. The precision of
 their 810 strongest pairs is drawn against the steps of training (boards under random symmetries) and
 against the number of boards (without symmetries). The baseline counts how often two cells hold the
 same digit.
 """
 
-from __future__ import annotations
-
 import random
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, run
 from torch import Tensor
 
 from implicit_attn.data import load_sudoku, resolve_source, solve_sudoku
@@ -29,21 +25,14 @@ from implicit_attn.models import (
     sudoku_pairs,
 )
 
-
-class Recipe(NamedTuple):
-    """Rows of the factored head, or None for the Potts model; learning rate; are fields learned?"""
-
-    rows: str | None
-    rate: float
-    fields: bool = False  # all digits are alike everywhere: fields learn the chance of the boards
-
-
 HEAD, POTTS, COUNTING = "factored, softmax head", "Potts", "counting equal pairs"
-RECIPES = {
-    HEAD: Recipe("softmax", 0.1),
-    f"{HEAD}, with fields": Recipe("softmax", 0.1, fields=True),
-    "factored, linear head": Recipe("linear", 0.1),
-    POTTS: Recipe(None, 0.01),
+# Rows of the factored head, or None for the Potts model; learning rate; are fields learned? All digits
+# are alike everywhere: fields learn the chance of the boards.
+RECIPES: dict[str, tuple[str | None, float, bool]] = {
+    HEAD: ("softmax", 0.1, False),
+    f"{HEAD}, with fields": ("softmax", 0.1, True),
+    "factored, linear head": ("linear", 0.1, False),
+    POTTS: (None, 0.01, False),
 }
 
 
@@ -66,12 +55,12 @@ def fitted(
     torch.manual_seed(seed)
     model = PottsModel(81, 9) if rows is None else FactoredAttention(81, 9, rows=rows)
     model.field.requires_grad_(fields)
-    options = {"batch": 128, "augment": random_symmetries} | options
-    seen = None if watch is None else lambda step, loss: watch(model, step, loss)
+    options = {"batch": 128, "augment": random_symmetries, "schedule": "constant"} | options
+    if watch is not None:
+        options["watch"] = partial(watch, model)
     fit_pseudolikelihood(
-        model, boards - 1, l2, "adam", steps=steps, rate=rate, schedule="constant", seed=seed,
-        watch=seen, **options,
-    )  # fmt: skip
+        model, boards - 1, l2, "adam", steps=steps, rate=rate, seed=seed, **options
+    )
     return model
 
 
@@ -93,25 +82,15 @@ def precision_of(scores: Tensor) -> float:
 
 
 def sudoku_graph(
-    steps: int = 100,
-    train: int = 5000,
-    boards: tuple[int, ...] = (5, 10, 20, 40, 80, 160, 1000),
-    few_steps: int = 150,
-    source: str = "auto",
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
-    """The graph of Sudoku from solved boards.
-
-    Args:
-        steps: of the fits to boards under symmetries.
-        train: boards for them.
-        boards: numbers of boards of the fits without symmetries.
-        few_steps: of these fits.
-        source: list (sudoku17.npz), generated, or auto: the list where it is found.
-        seed: of the boards, the fits and the symmetries.
-    """
+    steps: int = 100,  # of the fits to boards under symmetries
+    train: int = 5000,  # boards for them
+    boards: tuple[int, ...] = (5, 10, 20, 40, 80, 160, 1000),  # of the fits without symmetries
+    few_steps: int = 150,  # of these fits
+    source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
+    seed: int = 0,  # of the boards, the fits and the symmetries
+) -> Result:
     name, every = solved_boards(max(train, *boards), source, seed)
-    by_steps, ends = [], {}
+    by_steps, by_boards, ends = Table(), Table(), {}
     watched = {1, *(round(steps ** (k / 12)) for k in range(13))}
     for recipe in (HEAD, POTTS):
 
@@ -121,7 +100,6 @@ def sudoku_graph(
                 by_steps.append({"model": recipe, "steps": step} | row)
 
         ends[recipe] = strengths(fitted(recipe, every, steps, seed, watch=watch))
-    by_boards = []
     for number in sorted(set(boards)):
         few = every[:number]
         digits = torch.nn.functional.one_hot(few - 1, 9).double()
@@ -132,23 +110,20 @@ def sudoku_graph(
                 scores = strengths(fitted(recipe, few, few_steps, seed, batch=32, augment=None))
             row = {"model": recipe, "boards": number, "precision": precision_of(scores)}
             by_boards.append(row)
-    title = f"The graph of Sudoku, learned from solved boards by pseudo-likelihood ({name})"
-    figure = draw(title, by_steps, by_boards, ends)
-    return {"steps": by_steps, "boards": by_boards}, figure
 
-
-def draw(title: str, by_steps: Table, by_boards: Table, ends: dict[str, Tensor]) -> Figure:
     figure = plt.figure(figsize=(12.5, 7.2))
-    figure.suptitle(title)
+    figure.suptitle(
+        f"The graph of Sudoku, learned from solved boards by pseudo-likelihood ({name})"
+    )
     top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=(1.15, 1)))
     left, right = top.subplots(1, 2, width_ratios=(1, 1.5))
     looks = zip(("C0", "C3", "C2", "C1", "C4"), "os^Dv", strict=True)
     looks = dict(zip((COUNTING, *RECIPES), looks, strict=True))
     for axes, table, key in ((left, by_steps, "steps"), (right, by_boards, "boards")):
-        for name, (color, marker) in looks.items():
-            points = columns(table, key, "precision", model=name)
+        for recipe, (color, marker) in looks.items():
+            points = columns(table, key, "precision", model=recipe)
             if points[0]:
-                axes.plot(*points, label=name, c=color, marker=marker, ms=5)
+                axes.plot(*points, label=recipe, c=color, marker=marker, ms=5)
         axes.set(xscale="log", ylim=(0, 1.05), ylabel="precision of the 810 strongest pairs")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
@@ -158,18 +133,18 @@ def draw(title: str, by_steps: Table, by_boards: Table, ends: dict[str, Tensor])
     right.text(0.99, 0.265, "chance", ha="right", transform=right.get_yaxis_transform(), size=8)
     right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     panels = bottom.subplots(1, 2 * len(ends))
-    for (name, scores), one, every in zip(ends.items(), panels[::2], panels[1::2], strict=True):
+    for (recipe, scores), one, pairs in zip(ends.items(), panels[::2], panels[1::2], strict=True):
         one.imshow(scores[40].view(9, 9).numpy(), cmap="Blues", vmin=0)  # of the cell in the middle
         one.plot(4, 4, marker="x", color="C3", markersize=8)
         for line in (2.5, 5.5):
             one.axhline(line, color="black", lw=0.8)
             one.axvline(line, color="black", lw=0.8)
         one.set(xticks=[], yticks=[])
-        one.set_title(f"{name}:\nthe pairs of the cell ×", fontsize=9)
-        every.imshow(scores.numpy(), cmap="Blues", vmin=0)
-        every.set(xticks=[0, 27, 54, 80], yticks=[0, 27, 54, 80])
-        every.set_title("strength of all pairs\n(cell against cell)", fontsize=9)
-    return figure
+        one.set_title(f"{recipe}:\nthe pairs of the cell ×", fontsize=9)
+        pairs.imshow(scores.numpy(), cmap="Blues", vmin=0)
+        pairs.set(xticks=[0, 27, 54, 80], yticks=[0, 27, 54, 80])
+        pairs.set_title("strength of all pairs\n(cell against cell)", fontsize=9)
+    return {"steps": by_steps, "boards": by_boards}, figure
 
 
 if __name__ == "__main__":

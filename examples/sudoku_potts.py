@@ -1,6 +1,5 @@
 """Sudoku solved by the couplings of a Potts model, learned from solved boards alone.
 
-    python examples/sudoku_potts.py                    # half a minute
     python examples/sudoku_potts.py --boards 500       # the table of the gallery
 
 Clues are held fixed; the probabilities of the other cells follow the mean field of the couplings while
@@ -10,15 +9,13 @@ learned couplings: those of the rules, and two rules of logic. Puzzles are those
 are generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from runner import Table, columns, run
+from runner import Result, Table, columns, legend_below, run
 from sudoku_graph import HEAD, POTTS, fitted, solved_boards
 from torch import Tensor
 
@@ -71,8 +68,10 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
         if test > 200:
             index, symmetric = torch.arange(200, test) % 200, torch.Generator().manual_seed(seed)
             further = SudokuSymmetries()(minimal[index], solutions[index], symmetric)
-            minimal = torch.cat([minimal, further[0]])
-            solutions = torch.cat([solutions, further[1]])
+            minimal, solutions = (
+                torch.cat([minimal, further[0]]),
+                torch.cat([solutions, further[1]]),
+            )
     sets = {}
     for number in sorted(set(clues)):
         few = (minimal != 0).sum(1) <= number
@@ -81,21 +80,6 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
             sets[str(number)] = puzzles, solutions[few]
     sets[MIXED] = reveal(minimal, solutions, more, generator), solutions
     return Boards(name, learned, sets)
-
-
-def learned_couplings(
-    boards: Boards, steps: int, l2: float, seed: int
-) -> tuple[dict[str, SudokuPotts], Table]:
-    """Solvers by the name of their couplings; rows of the loss (nats a cell) on boards of the test."""
-    solvers, fits, held_out = {RULES: SudokuPotts.from_rules()}, [], boards.test[MIXED][1]
-    recipes = ((LEARNED, HEAD, l2), (BARE, HEAD, 0.0), (f"learned, {POTTS}", POTTS, 0.0))
-    for name, recipe, weight in recipes:
-        model = fitted(recipe, boards.train, steps, seed, weight)
-        solvers[name] = SudokuPotts.from_model(model)
-        with torch.no_grad():
-            loss = model.pseudo_likelihood(held_out - 1).item()
-        fits.append({"model": name, "l2": weight, "held_out": loss})
-    return solvers, fits
 
 
 def compare(sets: dict[str, tuple[Tensor, Tensor]], ways: dict[str, Solve]) -> Table:
@@ -111,29 +95,24 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], ways: dict[str, Solve]) -> T
 
 
 def sudoku_potts(
-    clues: tuple[int, ...] = (17, 25, 30, 36),
-    boards: int = 100,
-    steps: int = 300,
-    train: int = 5000,
-    l2: float = 1e-4,
-    anneal: int = 600,
-    source: str = "auto",
-    seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
-    """Sudoku by learned couplings.
-
-    Args:
-        clues: numbers of clues.
-        boards: puzzles of each; fewer may have so few clues.
-        steps: of training.
-        train: solved boards to learn from.
-        l2: penalty of the factored head; it is fitted without one too, the Potts model only so.
-        anneal: steps of an annealing at most.
-        source: list (sudoku17.npz), generated, or auto: the list where it is found.
-        seed: of the boards, the fits and the symmetries.
-    """
+    clues: tuple[int, ...] = (17, 25, 30, 36),  # numbers of clues
+    boards: int = 100,  # puzzles of each; fewer may have so few clues
+    steps: int = 300,  # of training
+    train: int = 5000,  # solved boards to learn from
+    l2: float = 1e-4,  # penalty of the factored head; it is fitted without one too, the Potts model only so
+    anneal: int = 600,  # steps of an annealing at most
+    source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
+    seed: int = 0,  # of the boards, the fits and the symmetries
+) -> Result:
     data = load_boards(train, boards, clues, source, seed)
-    solvers, fits = learned_couplings(data, steps, l2, seed)
+    solvers, fits, held_out = {RULES: SudokuPotts.from_rules()}, Table(), data.test[MIXED][1]
+    recipes = ((LEARNED, HEAD, l2), (BARE, HEAD, 0.0), (f"learned, {POTTS}", POTTS, 0.0))
+    for name, recipe, weight in recipes:
+        model = fitted(recipe, data.train, steps, seed, weight)
+        solvers[name] = SudokuPotts.from_model(model)
+        with torch.no_grad():  # nats a cell
+            loss = model.pseudo_likelihood(held_out - 1).item()
+        fits.append({"model": name, "l2": weight, "held_out": loss})
     ways: dict[str, Solve] = {}
     for name in (LEARNED, BARE, RULES, f"learned, {POTTS}"):
         ways[f"{name}, annealed"] = lambda p, by=solvers[name]: by.solve(p, steps=anneal).boards
@@ -175,8 +154,7 @@ def draw_shares(
         panel.set_xticks(sorted({int(row["clues"]) for row in table}))
         panel.set(xlabel="clues of the puzzle", ylabel=label, ylim=(-3, 103))
         panel.grid(alpha=0.3)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=legend, frameon=False)
+    legend_below(figure, axes[0], legend)
     return figure, axes[-1]
 
 

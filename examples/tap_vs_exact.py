@@ -7,16 +7,14 @@ correlations, is positive definite. A theory without a consistent solution of a 
 wrong there. Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from free_energy import ORDERS, Row, Table, draw_bands, draw_errors, over_strengths
-from runner import columns, run
+from free_energy import ORDERS, Row, draw_bands, draw_errors, over_strengths
+from runner import Result, columns, run
 from torch import Tensor
 
 import solvers
@@ -128,73 +126,54 @@ def errors(model: SpinModel) -> Row:
 
 
 def tap_vs_exact(
-    models: int = 50,
-    ising: int = 10,
-    potts: int = 7,
-    states: int = 3,
-    strengths: tuple[float, ...] = STRENGTHS,
-    seed: int = 0,
-):
-    """Errors and consistency of naive mean field and adaptive TAP, against enumeration.
-
-    Args:
-        models: random models at every strength.
-        ising: sites of the Ising models.
-        potts: sites of the Potts models.
-        states: states of a Potts site.
-        strengths: of the couplings.
-        seed: of the models.
-    """
+    models: int = 50,  # random models at every strength
+    ising: int = 10,  # sites of the Ising models
+    potts: int = 7,  # sites of the Potts models
+    states: int = 3,  # states of a Potts site
+    strengths: tuple[float, ...] = STRENGTHS,  # of the couplings
+    seed: int = 0,  # of the models
+) -> Result:
     families = {
         f"Ising, N = {ising}": partial(random_ising, ising),
         f"Potts, {states} states, N = {potts}": partial(random_potts, potts, states),
     }
+    tables = [over_strengths(errors, draw, strengths, models, seed) for draw in families.values()]
+
     figure, panels = plt.subplots(2, 5, figsize=(20, 9.3), sharex="col", dpi=120)
     figure.suptitle(
         f"Mean-field theories against enumeration: {models} random models at each strength, "
         "couplings N(0, s²/N), fields N(0, 1/4)"
     )
-    tables = [over_strengths(errors, draw, strengths, models, seed) for draw in families.values()]
+    of_pairs = "$\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$"
     for row, name, table in zip(panels, families, tables, strict=True):
-        draw_row(row, name, table)
+        means, pairs, logs, criterion, shares = row
+        pairs.axhline(1.0, color="C4", linestyle="--", label='"nothing is correlated"')
+        for axes, bands in ((means, MEANS), (pairs, PAIRS), (logs, LOGS)):
+            draw_errors(axes, table, bands)
+            axes.legend(frameon=False, loc="lower right")
+        means.set(title="Means $\\langle S_i\\rangle$", ylabel=f"{name}\n\nrelative error")
+        pairs.set(title=f"Correlations {of_pairs}", ylabel="relative error")
+        logs.set(title="Free energy of the model", ylabel="$|\\log Z - $ exact$|$")
+        draw_bands(criterion, table, EIGENVALUES)
+        criterion.axhline(0.0, color="C4", linestyle="--")
+        bottom = min(-0.5, *(each["truth_eigenvalue"] for each in table))
+        criterion.axhspan(2 * bottom, 0.0, color="C4", alpha=0.12, linewidth=0)
+        criterion.text(0.03, 0.03, "inconsistent", transform=criterion.transAxes, color="C4")
+        criterion.set(title="Consistency: $\\Lambda - J$ positive definite")
+        criterion.set(ylim=(1.3 * bottom, 1.3 - 0.4 * bottom))  # room for the legend
+        criterion.set_ylabel("smallest eigenvalue (1: no couplings)")
+        for column, color, style, label in SHARES:
+            steps, values = columns(table, "strength", column)
+            percent, look = [100 * each for each in values], {"color": color, "markersize": 3}
+            shares.plot(steps, percent, "o", linestyle=style, label=label, **look)
+        shares.set(title="Models with a consistent theory", ylabel="% of the models")
+        shares.set(ylim=(-3, 152), yticks=range(0, 101, 20))
+        for axes in (criterion, shares):
+            axes.legend(frameon=False, loc="upper right")
     for axes in panels[-1]:
         axes.set_xlabel("strength s of the couplings")
     figure.supxlabel(NOTE, fontsize=10)
     return {"ising": tables[0], "potts": tables[1]}, figure
-
-
-def draw_row(row: Any, name: str, table: Table) -> None:
-    """Errors of means, correlations and log Z, the criterion, and how many models meet it."""
-    of_pairs = "$\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$"
-    titles = (
-        "Means $\\langle S_i\\rangle$",
-        f"Correlations {of_pairs}",
-        "Free energy of the model",
-    )
-    row[1].axhline(1.0, color="C4", linestyle="--", label='"nothing is correlated"')
-    for axes, bands, title in zip(row, (MEANS, PAIRS, LOGS), titles, strict=False):
-        draw_errors(axes, table, bands)
-        axes.set(title=title, ylabel="relative error")
-        axes.legend(frameon=False, loc="lower right")
-    row[0].set_ylabel(f"{name}\n\nrelative error")
-    row[2].set_ylabel("$|\\log Z - $ exact$|$")
-    criterion, shares = row[3:]
-    draw_bands(criterion, table, EIGENVALUES)
-    criterion.axhline(0.0, color="C4", linestyle="--")
-    bottom = min(-0.5, *(each["truth_eigenvalue"] for each in table))
-    criterion.axhspan(2 * bottom, 0.0, color="C4", alpha=0.12, linewidth=0)
-    criterion.text(0.03, 0.03, "inconsistent", transform=criterion.transAxes, color="C4")
-    criterion.set(title="Consistency: $\\Lambda - J$ positive definite")
-    criterion.set(ylim=(1.3 * bottom, 1.3 - 0.4 * bottom))  # room for the legend
-    criterion.set_ylabel("smallest eigenvalue (1: no couplings)")
-    for column, color, style, label in SHARES:
-        steps, values = columns(table, "strength", column)
-        percent = [100 * each for each in values]
-        shares.plot(steps, percent, "o", color=color, linestyle=style, markersize=3, label=label)
-    shares.set(title="Models with a consistent theory", ylabel="% of the models")
-    shares.set(ylim=(-3, 152), yticks=range(0, 101, 20))
-    for axes in (criterion, shares):
-        axes.legend(frameon=False, loc="upper right")
 
 
 if __name__ == "__main__":

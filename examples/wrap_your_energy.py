@@ -1,15 +1,11 @@
 """Your own energy, a plain function, as a trained layer: a denoiser learns what edges look like.
 
-    python examples/wrap_your_energy.py
-
 Piecewise constant signals come with noise. The layer returns the z that minimises ``energy``:
 close to the noisy x, and with small responses to filters that nobody designed. Training through the
 minimiser by implicit differentiation shapes the filters, and the error falls to half of the noise.
 In the end each filter sums to nearly zero, and one of them is (1, -1) times a number: the layer has
 found out by itself that differences of neighbours are what to penalise (total variation).
 """
-
-from __future__ import annotations
 
 import torch
 import tyro

@@ -9,8 +9,6 @@ what bfloat16 can meet, without a setting. Baseline: the same training of an exp
 many layers, heads and parameters of the blocks.
 """
 
-from __future__ import annotations
-
 import torch
 import tyro
 from accelerate import Accelerator  # pyright: ignore[reportMissingImports]

@@ -9,8 +9,6 @@ With PyTorch Geometric, ``edge_index`` (2, E) becomes the mask of a graph of n n
     excluded[edge_index[1], edge_index[0]] = False  # row: who attends; column: to whom
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@
 model.safetensors. Nothing is trained here. ``--push-to USER/NAME`` uploads (after ``hf auth login``).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -6,8 +6,6 @@
 ``model.push_to_hub(name)`` uploads it. ``hub_mixin.py`` is the shorter way without ``transformers``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@
 ``block.last`` has a block's latest solve. ``--resume`` goes on from the last checkpoint to more epochs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ trained on the embedded digits first and stands for weights that you would load 
 Baseline: fresh blocks of timm in the same places, trained in the same way.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

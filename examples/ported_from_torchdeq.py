@@ -1,0 +1,398 @@
+"""Two models of torchdeq's zoo, small, solved by torchdeq and by this package: the same losses, step by step.
+
+    python examples/ported_from_torchdeq.py            # three seeds: the table of docs/migrating/torchdeq.md
+    python examples/ported_from_torchdeq.py --example digits --engine ours --seeds 1 --report 10
+
+language: a DEQ-Transformer on characters of Python's help topics. Its block is a post-norm transformer block
+whose weights serve all iterations; the embedded characters enter each of them through queries, keys and
+values. Training has what the zoo's has: an implicit gradient, weight norm, variational dropout, and a
+penalty on the Jacobian.
+
+digits: a multiscale model of scikit-learn's digits. The state is a pair of feature maps; every evaluation
+applies a residual block at each resolution and then fuses them, so that all reach their equilibrium together.
+
+An engine finds the fixed point of such a cell ``z = cell(z, x)``: "torchdeq" as its users write it, "ours" by
+a layer of this package, "bridge" by our layer around torchdeq's own solver. All engines take the same cell,
+the same weights and the same random numbers. A row of the table is the median over seeds. "evaluations" and
+"products" (with the transposed Jacobian) are medians over the steps of a run, per sample, all calls of the
+cell counted; "residual" is the median over the steps of the largest in the batch, at the state that the loss
+is taken of. "differs" is the largest relative difference of a loss from the first engine's at the same step,
+over all steps and seeds. The last row asks our layer for the residual that torchdeq has reached.
+
+Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377 and
+"Multiscale Deep Equilibrium Models" (2020), https://arxiv.org/abs/2006.08656; Geng, Kolter, "TorchDEQ"
+(2023), https://arxiv.org/abs/2310.18605.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchdeq import get_deq, reset_deq
+from torchdeq.dropout import VariationalDropout1d
+from torchdeq.loss import jac_reg
+from torchdeq.norm import apply_norm as their_apply_norm
+
+from implicit_attn import DEQ
+from implicit_attn.data import HELP, load_digits, load_text
+from implicit_attn.regularization import VariationalDropout, apply_norm, dropout_seeds
+from solvers import Implicit, Tolerance
+from solvers.torchdeq_bridge import TorchDEQ
+
+Engine = Literal["torchdeq", "bridge", "ours"]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+
+
+@dataclass
+class Options:
+    """Of the solves and of the training."""
+
+    backward: Literal["anderson", "broyden", "fixed_point_iter"] = "broyden"  # torchdeq's b_solver
+    tol: float = 1e-3  # relative residual that a solve is asked for
+    max_steps: int = 60  # evaluations of a solve, forward and backward
+    steps: int = 50  # of training
+    rate: float = 1e-3
+    report: int = 0  # a line after so many steps; 0: none
+    text: str = HELP  # of the language model: its name, or a path
+
+
+# The cells.
+
+
+class Block(nn.Module):
+    """``z <- f(z, u)``: causal attention with u added to queries, keys and values, then an MLP.
+
+    Shapes: z (B, T, d), u (B, T, 3 d).
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.dropout = VariationalDropout(0.1, shared=1)  # the same features of all tokens
+        for part in (self.qkv, self.out, self.up, self.down):
+            nn.init.normal_(part.weight, std=0.02)  # small, so that the untrained block contracts
+
+    def forward(self, z: Tensor, u: Tensor) -> Tensor:
+        parts = (self.qkv(z) + u).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind()
+        # Dense: the penalty needs second derivatives, which the fused attention does not have.
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        later = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        attended = self.out((weights @ value).transpose(1, 2).flatten(2))
+        z = self.norm_attention(z + self.dropout(attended))
+        return self.norm_mlp(z + self.dropout(self.down(F.relu(self.up(z)))))
+
+
+def normed(channels: int) -> nn.GroupNorm:
+    """Batch norm would couple the samples of a batch; group norm does not."""
+    return nn.GroupNorm(2, channels)
+
+
+class Residual(nn.Module):
+    """``relu(norm(z + norm(W2 relu(W1 z) + u)))`` at one resolution, W 3 x 3 convolutions."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(normed(channels) for _ in range(2))
+
+    def forward(self, z: Tensor, u: Tensor) -> Tensor:
+        branch = self.norms[0](self.second(F.relu(self.first(z))) + u)
+        return F.relu(self.norms[1](z + branch))
+
+
+class TwoScales(nn.Module):
+    """``(fine, coarse) <- f((fine, coarse), u)``: a block at each resolution, then both fused.
+
+    Shapes: fine (B, C, 8, 8), coarse (B, 2 C, 4, 4), and u is such a pair too.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fine, self.coarse = Residual(channels), Residual(2 * channels)
+        self.up = nn.Conv2d(2 * channels, channels, 1, bias=False)
+        self.down = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False)
+        self.norm_fine, self.norm_coarse = normed(channels), normed(2 * channels)
+        for part in self.modules():
+            if isinstance(part, nn.Conv2d):
+                nn.init.normal_(part.weight, std=0.05)
+        for norm in (self.norm_fine, self.norm_coarse):
+            nn.init.constant_(norm.weight, 0.2)  # small beside u: the untrained map contracts
+
+    def forward(self, z: Sequence[Tensor], u: Batch) -> Batch:
+        fine, coarse = self.fine(z[0], u[0]), self.coarse(z[1], u[1])
+        up = F.interpolate(self.up(coarse), scale_factor=2.0, mode="nearest")
+        down = self.down(fine)
+        return F.relu(self.norm_fine(fine + up)), F.relu(self.norm_coarse(coarse + down))
+
+
+class Metered(nn.Module):
+    """A cell that counts for how many samples it is evaluated, and its derivative multiplied.
+
+    All calls are counted, whatever made them, so the counts mean the same for every library.
+    """
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+        self.forward_rows = self.backward_rows = 0
+
+    def forward(self, z: Any, x: Any) -> Any:
+        image = self.cell(z, x)
+        first = image if isinstance(image, Tensor) else image[0]
+        self.forward_rows += len(first)
+        if first.requires_grad:
+            first.register_hook(self._multiplied)
+        return image
+
+    def _multiplied(self, cotangent: Tensor) -> None:
+        self.backward_rows += len(cotangent)
+
+
+# The engines: each is called with x, and tells the penalty ``|J|_F^2 / D``, estimated at the solution held
+# fixed, and the largest ``|f(z) - z| / |f(z)|`` of the batch.
+
+
+class ByTorchDEQ(nn.Module):
+    """The cell solved by torchdeq: weight norm, one dropout mask a solve, implicit gradient."""
+
+    def __init__(self, options: Options, cell: Metered, start: Callable[[Any], Any]) -> None:
+        super().__init__()
+        tol, most = options.tol, options.max_steps
+        their_apply_norm(cell, "weight_norm")
+        for name, part in list(cell.named_modules()):
+            if isinstance(part, VariationalDropout):
+                cell.set_submodule(name, SameMasks(part))
+        self.cell, self.start = cell, start
+        self.deq = get_deq(
+            core="indexing", ift=True, f_solver="anderson", b_solver=options.backward,
+            f_tol=tol, b_tol=tol, f_stop_mode="rel", b_stop_mode="rel",
+            f_max_iter=most, b_max_iter=most,
+        )  # fmt: skip
+
+    def forward(self, x: Any) -> Any:
+        reset_deq(self.cell)  # weights computed anew, another dropout mask
+        several = not isinstance(start := self.start(x), Tensor)
+        states, _ = self.deq(lambda *z: self.cell(z if several else z[0], x), start)
+        return states[-1]
+
+    def penalty(self, z: Tensor, x: Tensor) -> Tensor:
+        z = z.detach().requires_grad_()
+        return jac_reg(self.cell(z, x), z)
+
+    @torch.no_grad()
+    def residual(self, z: Any, x: Any) -> float:
+        image = self.cell.cell(
+            z, x
+        )  # not counted; torchdeq's own residual is that of another point
+        return float((_rows(image) - _rows(z)).norm(dim=1).div(_rows(image).norm(dim=1)).max())
+
+
+def _rows(z: Any) -> Tensor:
+    """A state as a matrix, a row for each sample."""
+    return torch.cat([leaf.flatten(1) for leaf in ([z] if isinstance(z, Tensor) else z)], dim=1)
+
+
+class SameMasks(VariationalDropout1d):
+    """torchdeq's dropout, with masks drawn as ours are, so that both libraries drop the same."""
+
+    def __init__(self, ours: VariationalDropout) -> None:
+        super().__init__(ours.p)
+        self.ours = ours
+
+    def reset_mask(self, x: Tensor) -> None:
+        self.mask = self.ours.mask(x, dropout_seeds(len(x)), 0)
+
+
+class ByOurs(nn.Module):
+    """The cell as a layer of this package; nothing has to be reset."""
+
+    def __init__(
+        self, options: Options, cell: Metered, start: Callable[[Any], Any], solver: Any = None
+    ) -> None:
+        super().__init__()
+        apply_norm(cell)
+        most = options.max_steps
+        self.layer = DEQ.from_update(
+            cell, init=start, solver=solver, tolerance=Tolerance(options.tol), max_steps=most,
+            adjoint=Implicit(max_steps=most),
+        )  # fmt: skip
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def penalty(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.layer.jacobian_penalty(z.detach(), x).mean()
+
+    def residual(self, z: Any, x: Any) -> float:
+        assert self.layer.last is not None
+        return float(self.layer.last.residual.max())
+
+
+ENGINES: dict[str, Any] = {
+    "torchdeq": ByTorchDEQ,
+    "bridge": partial(ByOurs, solver=TorchDEQ("anderson")),
+    "ours": ByOurs,
+}
+
+# The models around the cells.
+
+
+class LanguageModel(nn.Module):
+    """Embedding, equilibrium block, head: characters (B, T) -> logits (B, T, V)."""
+
+    def __init__(
+        self, engine: str, options: Options, *, dim: int = 64, heads: int = 4, length: int = 48,
+        batch: int = 16,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        data = load_text(options.text)
+        self.text, self.size, self.length = data.train, batch, length
+        self.embedding = nn.Embedding(len(data.alphabet), dim)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, dim))
+        self.inject, self.head = nn.Linear(dim, 3 * dim), nn.Linear(dim, len(data.alphabet))
+        self.meter = Metered(Block(dim, heads))
+        self.solved = ENGINES[engine](options, self.meter, lambda u: u.new_zeros(*u.shape[:2], dim))
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        last = len(self.text) - self.length
+        begins = torch.randint(last, (self.size,), generator=generator)
+        windows = self.text[begins[:, None] + torch.arange(self.length + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+    def losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Mean cross entropy of the next characters in nats, the weighted penalty, and the residual."""
+        u = self.inject(self.embedding(inputs) + self.positions)
+        z = self.solved(u)
+        loss = F.cross_entropy(self.head(z).flatten(0, 1), targets.flatten())
+        residual = self.solved.residual(z, u)
+        return loss, 0.1 * self.solved.penalty(z, u.detach()), residual
+
+
+class Classifier(nn.Module):
+    """Stem, two resolutions in equilibrium, a linear head: images (B, 1, 8, 8) -> logits (B, 10)."""
+
+    def __init__(
+        self, engine: str, options: Options, *, channels: int = 12, batch: int = 32
+    ) -> None:
+        super().__init__()
+        self.data, self.size = load_digits(), batch
+        self.stem = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), normed(channels))
+        self.halve = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
+        self.head = nn.Linear(channels + 16 * 2 * channels, 10)
+        self.meter = Metered(TwoScales(channels))
+        self.solved = ENGINES[engine](
+            options, self.meter, lambda u: tuple(map(torch.zeros_like, u))
+        )
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        number = len(self.data.train_labels)
+        chosen = torch.randint(number, (self.size,), generator=generator)
+        return self.data.train_images[chosen], self.data.train_labels[chosen]
+
+    def losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float, float]:
+        """Mean cross entropy in nats, no penalty, and the residual."""
+        fine = self.stem(inputs)
+        u = fine, self.halve(fine)
+        z = self.solved(u)
+        features = torch.cat([z[0].mean((2, 3)), z[1].flatten(1)], dim=1)
+        return F.cross_entropy(self.head(features), targets), 0.0, self.solved.residual(z, u)
+
+
+EXAMPLES = {"language": LanguageModel, "digits": Classifier}
+
+
+@dataclass
+class Record:
+    """What the steps of a training took, a number a step."""
+
+    losses: list[float] = field(default_factory=list)  # without the penalty
+    forward: list[float] = field(default_factory=list)  # evaluations of the cell, per sample
+    backward: list[float] = field(default_factory=list)  # products with its derivative
+    residuals: list[float] = field(default_factory=list)  # largest of the batch
+
+
+def train(example: str, engine: str, options: Options, seed: int = 0, **sizes: int) -> Record:
+    """Steps of Adam; the weights and the batches are those of the seed."""
+    torch.manual_seed(seed)
+    model: Any = EXAMPLES[example](engine, options, **sizes)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
+    record, meter = Record(), model.meter
+    for step in range(options.steps):
+        inputs, targets = model.batch(generator)
+        torch.manual_seed(step)  # the same masks and random vectors for every engine
+        meter.forward_rows = meter.backward_rows = 0
+        loss, penalty, residual = model.losses(inputs, targets)
+        optimizer.zero_grad()
+        (loss + penalty).backward()
+        record.losses.append(loss.item())
+        record.forward.append(meter.forward_rows / len(inputs))
+        record.backward.append(meter.backward_rows / len(inputs))
+        record.residuals.append(residual)
+        optimizer.step()
+        if options.report and (step + 1) % options.report == 0:
+            made = f"{record.forward[-1]:.1f} + {record.backward[-1]:.1f}"
+            text = f"step {step + 1:3d}  loss {loss.item():.4f}  evaluations {made}"
+            print(f"{text}  residual {residual:.1e}", flush=True)
+    return record
+
+
+def residual(records: Sequence[Record]) -> float:
+    return median(median(each.residuals) for each in records)
+
+
+def row(name: str, records: Sequence[Record], reference: Sequence[Record]) -> str:
+    """A line of the table."""
+    differs = max(
+        abs(mine - other) / abs(other)
+        for one, another in zip(records, reference, strict=True)
+        for mine, other in zip(one.losses, another.losses, strict=True)
+    )
+    first, tenth, last = (
+        median(each.losses[min(step, len(each.losses)) - 1] for each in records)
+        for step in (1, 10, len(records[0].losses))
+    )
+    forward = median(median(each.forward) for each in records)
+    backward = median(median(each.backward) for each in records)
+    return (
+        f"{name:14s} {first:10.4f} {tenth:8.4f} {last:8.4f} "
+        f"{100 * differs:6.2f} % {forward:11.1f} {backward:9.1f}   {residual(records):.1e}"
+    )
+
+
+def main(
+    options: tyro.conf.OmitArgPrefixes[Options],
+    example: tuple[Literal["language", "digits"], ...] = ("language", "digits"),
+    engine: tuple[Engine, ...] = ("torchdeq", "bridge", "ours"),
+    seeds: int = 3,
+) -> None:
+    """Both ported models by every engine: losses, evaluations, residuals."""
+    torch.set_num_threads(1)
+    for title in example:
+        print(title)
+        print(
+            "engine          loss at 1    at 10    last  differs  evaluations  products  residual"
+        )
+        reference: list[Record] = []
+        exact = ["ours, as exact"] if engine[0] == "torchdeq" else []
+        for name in (*engine, *exact):
+            asked = options if name in engine else replace(options, tol=residual(reference))
+            found = [train(title, name.split(",")[0], asked, seed) for seed in range(seeds)]
+            reference = reference or found
+            print(row(name, found, reference), flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
