@@ -184,9 +184,9 @@ def attractors(
     last = random_moves
     shown = sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last})
     for symmetric in (True, False):
-        for share in (0.0, 0.5):
-            name = {"couplings": "symmetric" if symmetric else "free", "gamma": share}
-            runs = [random_run(symmetric, share, random_moves, seed + k) for k in range(models)]
+        for gamma in (0.0, 0.5):
+            name = {"couplings": "symmetric" if symmetric else "free", "gamma": gamma}
+            runs = [random_run(symmetric, gamma, random_moves, seed + k) for k in range(models)]
             table.append(name | endings(runs))
             moved = torch.cat([each.changes for each in runs], 1)
             for step in shown:
@@ -232,7 +232,24 @@ def attractors(
     change.set(yscale="log", xlabel="step", ylabel="|z(t) - z(t-1)| / |z|")
     change.set_title("Random couplings, N = 5, d = 3: residual")
     change.legend(fontsize=7, title="median; dotted: 90 %", title_fontsize=7)
-    draw_ends(share, radius, table)
+    names = [f"{row['couplings']},\nγ = {row['gamma']:g}" for row in table]
+    lefts, places = len(table) * [0.0], range(len(table))
+    for key, colour in (("fixed point", "C0"), ("cycle", "C1"), ("not settled", "C3")):
+        (values,) = columns(table, key)
+        share.barh(names, values, left=lefts, color=colour, label=key)
+        lefts = [start + value for start, value in zip(lefts, values, strict=True)]
+    share.tick_params(axis="y", labelsize=7)
+    text = f"share of the runs (not settled: no return within {LONGEST_CYCLE} steps)"
+    share.set(title="How the runs end", xlabel=text, xlim=(0, 1))
+    medians, largest = columns(table, "radius", "largest_radius")
+    radius.barh(places, medians, color="C0", label="median")
+    radius.plot(largest, places, "k|", markersize=12, label="largest")
+    radius.axvline(1, color="C3", linestyle="--", linewidth=1)
+    radius.set(title="Spectral radius at the fixed points", xlabel="below 1: stable")
+    radius.set(yticks=[], xlim=(0, 1.05))
+    for each, number in ((share, 3), (radius, 2)):
+        each.set_ylim(len(table) + 0.2, -0.6)  # from top to bottom, the legend below
+        each.legend(fontsize=7, loc="lower center", ncols=number)
     runs = {"denoising": denoised[EXACT], "masked\npatches": filled[EXACT]}
     draw_states(below, setup.sizes.patch, runs)
     return tables, figure
@@ -247,28 +264,6 @@ def draw_lines(axes: Any, table: Table, key: str) -> None:
                 axes.plot(*line, style, color=colour, label=f"{name} ({part})", linewidth=1.3)
     axes.set_xscale("symlog", linthresh=5)
     axes.set_xlabel("step")
-
-
-def draw_ends(axes: Any, radii: Any, table: Table) -> None:
-    """How the runs end, and the spectral radius at the fixed points; a row for each kind."""
-    names = [f"{row['couplings']},\nγ = {row['gamma']:g}" for row in table]
-    left, places = len(table) * [0.0], range(len(table))
-    for key, colour in (("fixed point", "C0"), ("cycle", "C1"), ("not settled", "C3")):
-        (values,) = columns(table, key)
-        axes.barh(names, values, left=left, color=colour, label=key)
-        left = [start + value for start, value in zip(left, values, strict=True)]
-    axes.tick_params(axis="y", labelsize=7)
-    text = f"share of the runs (not settled: no return within {LONGEST_CYCLE} steps)"
-    axes.set(title="How the runs end", xlabel=text, xlim=(0, 1))
-    middle, largest = columns(table, "radius", "largest_radius")
-    radii.barh(places, middle, color="C0", label="median")
-    radii.plot(largest, places, "k|", markersize=12, label="largest")
-    radii.axvline(1, color="C3", linestyle="--", linewidth=1)
-    radii.set(title="Spectral radius at the fixed points", xlabel="below 1: stable")
-    radii.set(yticks=[], xlim=(0, 1.05))
-    for each, number in ((axes, 3), (radii, 2)):
-        each.set_ylim(len(table) + 0.2, -0.6)  # from top to bottom, the legend below
-        each.legend(fontsize=7, loc="lower center", ncols=number)
 
 
 def draw_states(figure: Any, size: int, runs: dict[str, Run]) -> None:

@@ -251,7 +251,15 @@ def bare_attention(
     axes.set(title="A test patch from all others", xlim=(0, 1.2 * max(errors)))
     axes.set_xlabel("root mean square error of the pixels (dashed: the mean)")
     shown = {name: guess for name, guess in guesses.items() if "≤ 2" not in name}
-    draw_predictions(right, setup.sizes.patch, {"original": truth} | shown)
+    rows = {"original": truth} | shown
+    right.suptitle("Test images, each patch predicted from the true others", fontsize=10)
+    panels = right.subplots(len(rows), 7, width_ratios=[2.6] + [1] * 6, squeeze=False)
+    for axes in panels.flat:
+        axes.axis("off")
+    for line, (name, pixels) in zip(panels, rows.items(), strict=True):
+        line[0].text(1, 0.5, name.replace(", ", ",\n"), ha="right", va="center", fontsize=8)
+        for axes, image in zip(line[1:], join_patches(pixels[:6], setup.sizes.patch), strict=False):
+            show(axes, image)
     left, right = below.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False).flat
     drawn = {name: model for name, model in models.items() if name in shown}
     title = "Strength of the couplings between patches, |J_ij|, each on a scale of its own"
@@ -269,18 +277,6 @@ def show(axes: Any, image: Tensor) -> None:
     """An image (C, H, W) in [0, 1], without axes."""
     axes.imshow(image.permute(1, 2, 0).numpy(), cmap="gray_r", vmin=0, vmax=1)
     axes.set(xticks=[], yticks=[])
-
-
-def draw_predictions(figure: Any, patch: int, rows: dict[str, Tensor]) -> None:
-    """Six images composed of their patches, every one predicted from the original others."""
-    figure.suptitle("Test images, each patch predicted from the true others", fontsize=10)
-    panels = figure.subplots(len(rows), 7, width_ratios=[2.6] + [1] * 6, squeeze=False)
-    for axes in panels.flat:
-        axes.axis("off")
-    for line, (name, values) in zip(panels, rows.items(), strict=True):
-        line[0].text(1, 0.5, name.replace(", ", ",\n"), ha="right", va="center", fontsize=8)
-        for axes, image in zip(line[1:], join_patches(values[:6], patch), strict=False):
-            show(axes, image)
 
 
 def draw_blocks(figure: Any, setup: Images, model: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Result, run
+from runner import Result, Table, rows_of, run
 from torch import Tensor
 
 from implicit_attn.updates import QueryDescent
@@ -20,6 +20,8 @@ RED, YELLOW = "C3", "#f2c230"
 PATTERNS: dict[str, Any] = {"color": "C0", "fillstyle": "none", "ms": 6, "mew": 1.3, "zorder": 3}
 STATES: dict[str, Any] = {"color": RED, "markersize": 4.5, "zorder": 4}
 UPDATED: dict[str, Any] = {"color": "black", "ms": 6, "mew": 1.8, "zorder": 6}
+ARROWS: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "alpha": 0.8}
+ARROWS |= {"width": 0.004, "headwidth": 4, "zorder": 2}
 
 
 class Picture(NamedTuple):
@@ -61,7 +63,7 @@ def landscapes(
     maps = torch.randn(3, 2, 2, generator=generator, dtype=torch.float64)
     figure, panels = plt.subplots(2, 4, figsize=(16.4, 8.4), dpi=80)
     figure.suptitle("Attention as descent: queries on the landscape of their energy")
-    summary, moved = [], []
+    summary, moved = Table(), Table()
     for picture, axes in zip(PICTURES, panels.flat, strict=False):
         beta, query, key, values = picture.scale / math.sqrt(2), x, stored, None
         if picture.keys == "maps":
@@ -80,10 +82,9 @@ def landscapes(
             "distance_moved": moves.mean().item(), "spread_before": spread(path[0]),
             "spread_after": spread(path[-1]),
         })  # fmt: skip
-        for t, (places, heights) in enumerate(zip(path.tolist(), energies.tolist(), strict=True)):
-            for i, ((a, b), energy) in enumerate(zip(places, heights, strict=True)):
-                row = {"picture": picture.name, "state": i, "step": t, "x": a, "y": b}
-                moved.append(row | {"energy": energy})
+        for step, (places, heights) in enumerate(zip(path, energies, strict=True)):
+            found = {"state": torch.arange(states), "x": places[:, 0], "y": places[:, 1]}
+            moved += rows_of(found | {"energy": heights}, picture=picture.name, step=step)
         # The energy of a query as filled contours, over twice the range of what is shown.
         every = torch.cat([each for each in (query, key, path[-1], values) if each is not None])
         low, high = every.amin(0), every.amax(0)
@@ -94,33 +95,21 @@ def landscapes(
         height = surface - surface.min()
         shade = (height / height.max()).sqrt()  # brings out the bottom
         axes.contourf(*grid, shade, levels=22, cmap="Greys_r", vmin=-0.8, vmax=1, zorder=0)
-        draw_moves(axes, picture, path, None if picture.keys == "states" else key, values)
-    draw_legend(panels.flat[-1])
-    return {"pictures": summary, "states": moved}, figure
-
-
-def draw_moves(axes, picture: Picture, path: Tensor, key: Tensor | None, values) -> None:
-    """States before, between and after the steps, what they attend to, and what values give."""
-    look: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "alpha": 0.8}
-    look |= {"width": 0.004, "headwidth": 4, "zorder": 2}
-    for before, after in pairwise(path):
-        axes.quiver(*before.T, *(after - before).T, color=RED, **look)
-    if values is not None:
-        axes.quiver(*path[-1].T, *(values - path[-1]).T, color=YELLOW, **look)
-        axes.plot(*values.T, ".", color=YELLOW, markersize=5, zorder=5)
-    if key is not None:
-        axes.plot(*key.T, "o", **PATTERNS)
-    axes.plot(*path[0].T, "o", **STATES)
-    axes.plot(*path[-1].T, "x", **UPDATED)
-    steps = f"{picture.steps} step" + "s" * (picture.steps > 1)
-    settings = f"β√2 = {picture.scale:g}, η = {picture.step_size:g}, {steps}"
-    axes.set_title(picture.name, fontsize=12)
-    axes.set_xlabel(f"{settings}:\n{picture.meaning}", fontsize=10)
-    axes.set(aspect="equal", xticks=[], yticks=[])
-
-
-def draw_legend(axes) -> None:
-    """What is drawn in every panel, in words."""
+        for before, after in pairwise(path):
+            axes.quiver(*before.T, *(after - before).T, color=RED, **ARROWS)
+        if values is not None:
+            axes.quiver(*path[-1].T, *(values - path[-1]).T, color=YELLOW, **ARROWS)
+            axes.plot(*values.T, ".", color=YELLOW, markersize=5, zorder=5)
+        if picture.keys != "states":
+            axes.plot(*key.T, "o", **PATTERNS)
+        axes.plot(*path[0].T, "o", **STATES)
+        axes.plot(*path[-1].T, "x", **UPDATED)
+        steps = f"{picture.steps} step" + "s" * (picture.steps > 1)
+        text = f"β√2 = {picture.scale:g}, η = {picture.step_size:g}, {steps}"
+        axes.set_title(picture.name, fontsize=12)
+        axes.set_xlabel(f"{text}:\n{picture.meaning}", fontsize=10)
+        axes.set(aspect="equal", xticks=[], yticks=[])
+    axes = panels.flat[-1]
     axes.set_axis_off()
     axes.plot([], [], "o", label="stored patterns, the keys", **PATTERNS)
     axes.plot([], [], "o", label="states before, the queries", **STATES)
@@ -134,6 +123,7 @@ def draw_legend(axes) -> None:
         "$q ← q - η\\, ∇E(q)$; with η = 1 this is\nsoftmax attention."
     )
     axes.text(0.03, 0.3, text, fontsize=11, va="center", transform=axes.transAxes)
+    return {"pictures": summary, "states": moved}, figure
 
 
 if __name__ == "__main__":

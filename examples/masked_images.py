@@ -124,7 +124,19 @@ def masked_images(
     figure = plt.figure(figsize=(14, 0.8 * len(rows) + 0.6))
     figure.suptitle(f"{task.data.name}: {task.most} of {task.patches} patches hidden")
     parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.2))
-    draw_filling(parts[0].subplots(), rows)
+    axes, side, lines = parts[0].subplots(), inputs.shape[-1], []
+    gap = max(1, side // 8)
+    for shown in rows.values():
+        colours = shown.expand(-1, 3, -1, -1).clamp(0, 1)
+        hidden = shown.isnan().any(1, keepdim=True)
+        painted = torch.where(hidden, torch.tensor(HIDDEN).view(3, 1, 1), colours)
+        lines.append(torch.nn.functional.pad(painted, (0, gap, 0, gap), value=1.0))
+    sheet = torch.cat([torch.cat([*line], 2) for line in lines], 1)
+    axes.imshow(sheet.permute(1, 2, 0).numpy(), interpolation="nearest")
+    axes.set_yticks([k * (side + gap) + side / 2 for k in range(len(rows))], list(rows))
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
     axes, top = parts[1].subplots(), 0.0
     for name in dict.fromkeys(row["model"] for row in errors):  # mean and range over its runs
         every = [columns(errors, "test_loss", model=name, multiple=m)[0] for m in MULTIPLES]
@@ -141,24 +153,6 @@ def masked_images(
     axes.set(ylabel="mean squared error of hidden pixels", ylim=(None, 1.7 * top))
     axes.legend(frameon=False)
     return {"errors": errors, "fillings": fillings}, figure
-
-
-def draw_filling(axes: Any, rows: dict[str, Tensor]) -> None:
-    """Images (n, C, S, S) in [0, 1] in rows, hidden patches blue."""
-    side = next(iter(rows.values())).shape[-1]
-    gap = max(1, side // 8)
-    lines = []
-    for images in rows.values():
-        colours = images.expand(-1, 3, -1, -1).clamp(0, 1)
-        hidden = images.isnan().any(1, keepdim=True)
-        painted = torch.where(hidden, torch.tensor(HIDDEN).view(3, 1, 1), colours)
-        lines.append(torch.nn.functional.pad(painted, (0, gap, 0, gap), value=1.0))
-    sheet = torch.cat([torch.cat([*line], 2) for line in lines], 1)
-    axes.imshow(sheet.permute(1, 2, 0).numpy(), interpolation="nearest")
-    axes.set_yticks([k * (side + gap) + side / 2 for k in range(len(rows))], list(rows))
-    axes.set_xticks([])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import couplings as potts
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
 from runner import Result, Table, columns, rows_of, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -202,20 +201,15 @@ def potts_recovery(
     title = f"Couplings of a Potts model from samples: {sites} sites, {colours} colours, {data}, "
     bayes = potts.bayes_npl(truth, asked)
     title += f"{samples} samples, loss of the truth {bayes:.3f} nats a site"
-    figure = draw(title, truth.couplings, found, tables)
-    return {name: table for name, table in tables.items() if table}, figure
 
-
-def draw(title: str, truth: Tensor, found: list[Found], tables: dict[str, Table]) -> Figure:
-    fewer = tables["few"]
     labels = dict.fromkeys([each.label for each in found] + [row["method"] for row in fewer])
     looks = {
         name: {"color": COLORS[n % len(COLORS)], "linestyle": ("-", "--", ":", "-.")[n % 4]}
         for n, name in enumerate(labels)
     }
-    figure, (top, (few, roc, recycles)) = plt.subplots(2, 3, figsize=(13, 8))
+    figure, (top, (left, middle, right)) = plt.subplots(2, 3, figsize=(13, 8))
     figure.suptitle(title)
-    true = potts.contact_scores(truth)
+    true = potts.contact_scores(truth.couplings)
     pictures = [("true couplings", true)]
     order = sorted(found, key=lambda each: each.row["coupling_error"])
     for each in {order[0].label: order[0], order[-1].label: order[-1]}.values():
@@ -231,37 +225,37 @@ def draw(title: str, truth: Tensor, found: list[Found], tables: dict[str, Table]
         axes.set_axis_off()
     for method in dict.fromkeys(row["method"] for row in fewer):
         color, names = looks[method]["color"], ("samples", "coupling_error", "precision")
-        samples, errors, shares = columns(fewer, *names, method=method)
-        few.plot(samples, errors, color=color, marker="o", label=method)
-        few.plot(samples, shares, color=color, marker="s", linestyle=":")
-        few.set(xscale="log", xlabel="training samples")
-        few.set_xticks(samples, [str(number) for number in samples])
-    few.minorticks_off()
-    few.set_ylim(0, 1.3 * max([1.0, *(row["coupling_error"] for row in fewer)]))
-    few.set_title("error of the couplings ●, precision of the pairs ■", fontsize=10)
+        counts, errors, shares = columns(fewer, *names, method=method)
+        left.plot(counts, errors, color=color, marker="o", label=method)
+        left.plot(counts, shares, color=color, marker="s", linestyle=":")
+        left.set(xscale="log", xlabel="training samples")
+        left.set_xticks(counts, [str(number) for number in counts])
+    left.minorticks_off()
+    left.set_ylim(0, 1.3 * max([1.0, *(row["coupling_error"] for row in fewer)]))
+    left.set_title("error of the couplings ●, precision of the pairs ■", fontsize=10)
     for each in found:
-        points = columns(tables["roc"], "false_share", "true_share", method=each.label)
-        roc.plot(*points, label=each.label, linewidth=2, **looks[each.label])
-    roc.plot([0, 1], [0, 1], color="C4", linewidth=0.8)
-    roc.set(xlabel="share of false pairs found", ylabel="share of true pairs found")
-    roc.set_title("ROC of the pairs, ranked by strength", fontsize=10)
+        points = columns(curves, "false_share", "true_share", method=each.label)
+        middle.plot(*points, label=each.label, linewidth=2, **looks[each.label])
+    middle.plot([0, 1], [0, 1], color="C4", linewidth=0.8)
+    middle.set(xlabel="share of false pairs found", ylabel="share of true pairs found")
+    middle.set_title("ROC of the pairs, ranked by strength", fontsize=10)
     for each in sorted(found, key=lambda each: "recycled" not in each.label):
-        numbers, excess = columns(tables["recycles"], "recycles", "excess", method=each.label)
+        numbers, excess = columns(recycles, "recycles", "excess", method=each.label)
         if numbers:
             least, color = [max(value, 1e-4) for value in excess], looks[each.label]["color"]
-            recycles.plot(numbers, least, marker="o", color=color, label=each.label)
+            right.plot(numbers, least, marker="o", color=color, label=each.label)
         else:
             height = max(each.row["excess"], 1e-4)
-            recycles.axhline(height, label=each.label, **looks[each.label])
-    recycles.set(xlabel="recycles T of the layer", yscale="log")
-    recycles.set_ylabel("loss above that of the truth (nats a site)")
-    recycles.set_title("loss of masked sites against recycles", fontsize=10)
-    recycles.set_ylim(bottom=recycles.get_ylim()[0] / 20)  # room for the legend below all lines
-    roc.legend(fontsize=8, loc="lower right")
-    recycles.legend(fontsize=7, loc="lower center", ncols=2)
+            right.axhline(height, label=each.label, **looks[each.label])
+    right.set(xlabel="recycles T of the layer", yscale="log")
+    right.set_ylabel("loss above that of the truth (nats a site)")
+    right.set_title("loss of masked sites against recycles", fontsize=10)
+    right.set_ylim(bottom=right.get_ylim()[0] / 20)  # room for the legend below all lines
+    middle.legend(fontsize=8, loc="lower right")
+    right.legend(fontsize=7, loc="lower center", ncols=2)
     if fewer:
-        few.legend(fontsize=8, loc="upper center")
-    return figure
+        left.legend(fontsize=8, loc="upper center")
+    return {name: table for name, table in tables.items() if table}, figure
 
 
 if __name__ == "__main__":

@@ -50,17 +50,6 @@ def curves(model: Model, beta: float, t: Tensor) -> dict[str, Tensor]:
     }
 
 
-def plane(model: Model, beta: float, values: Tensor) -> Tensor:
-    """``phi(t_1, t_2)`` of two spins on a grid, by t_2 and t_1; NaN outside of the domain."""
-    t = torch.stack(torch.meshgrid(values, values, indexing="xy"), -1).view(-1, 2)
-    factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(t) - model.couplings)
-    fields = model.field.expand(len(factor), -1, -1)
-    half = torch.linalg.solve_triangular(factor, fields, upper=False)
-    log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-    phi = beta * t.sum(1) - log_det / 2 + beta / 4 * half.square().sum((1, 2))
-    return torch.where(failed == 0, phi, torch.nan).view(len(values), len(values))
-
-
 def spherical_saddle(
     sites: int = 32,  # spins of the first five panels
     dim: int = 128,  # their components
@@ -86,11 +75,24 @@ def spherical_saddle(
     curve = curves(model, beta, grid)
     root = solve(model, beta, per_site=False).multiplier.item() / (2 * beta)
 
-    figure, (upper, (frame, sweep, contours)) = plt.subplots(2, 3, figsize=(13, 8), dpi=85)
+    figure, (upper, (frame, sweep, plane)) = plt.subplots(2, 3, figsize=(13, 8), dpi=85)
     figure.suptitle(f"O(d) spins: the saddle point of their multipliers: N = {sites}, d = {dim}")
     draw_curves(upper, curve, root, beta, levels)
     shown = {b: curves(model, b, grid) for b in betas[:: max(1, len(betas) // 10)]}
-    draw_frames(figure, frame, shown, border)
+    norm, colors = LogNorm(min(shown), max(shown)), colormaps["viridis"]
+    for b, each in shown.items():
+        inside = each["t"] > border
+        t, slope, color = each["t"][inside], each["slope"][inside] / b, colors(norm(b))
+        frame.plot(t, slope, color=color, linewidth=1)
+        frame.plot(t[slope > 0][:1], [0] * bool((slope > 0).any()), "o", color=color, markersize=4)
+    frame.axhline(0, color="C4", linewidth=0.8)
+    frame.axvspan(0, border, color="C3", alpha=0.1, linewidth=0)
+    frame.set(xlim=(0, 3), ylim=(-3, 1), xlabel="multiplier t", title="$\\phi' / \\beta$ per site")
+    scale = frame.inset_axes((0.42, 0.16, 0.5, 0.05))
+    bar = figure.colorbar(ScalarMappable(norm, colors), cax=scale, orientation="horizontal")
+    bar.set_ticks([0.3, 1, 3], labels=["0.3", "1", "3"], minor=False)
+    bar.minorticks_off()
+    scale.set_title("inverse temperature $\\beta$", fontsize=8)
 
     low, high = columns(table, "smallest", "largest")
     sweep.fill_between(betas, low, high, color="C0", alpha=0.3, label="t of each spin: range")
@@ -103,24 +105,27 @@ def spherical_saddle(
     sweep.legend(frameon=False, fontsize=8)
 
     values = torch.linspace(0.02, 3, 150, dtype=torch.float64)
-    image = plane(pair, beta, values)
+    # phi(t_1, t_2) of two spins, by t_2 and t_1; NaN outside of the domain.
+    t = torch.stack(torch.meshgrid(values, values, indexing="xy"), -1).view(-1, 2)
+    factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(t) - pair.couplings)
+    fields = pair.field.expand(len(factor), -1, -1)
+    half = torch.linalg.solve_triangular(factor, fields, upper=False)
+    log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    phi = beta * t.sum(1) - log_det / 2 + beta / 4 * half.square().sum((1, 2))
+    image = torch.where(failed == 0, phi, torch.nan).view(len(values), len(values))
     lowest = image[~image.isnan()].min().item()
     heights = [lowest + 0.02 * 1.5**k for k in range(14)]
-    contours.contourf(
-        values, values, image, levels=[lowest, *heights], cmap="viridis", extend="max"
-    )
-    contours.contour(values, values, image, levels=heights, colors="white", linewidths=0.4)
+    plane.contourf(values, values, image, levels=[lowest, *heights], cmap="viridis", extend="max")
+    plane.contour(values, values, image, levels=heights, colors="white", linewidths=0.4)
     at_border = pair.couplings[0, 1] ** 2 / values
-    contours.fill_between(
-        values, 0, at_border, color="C3", linewidth=0, label="outside of the domain"
-    )
+    plane.fill_between(values, 0, at_border, color="C3", linewidth=0, label="outside of the domain")
     own = solve(pair, beta, per_site=True).multiplier[0] / (2 * beta)
     first, second = own.tolist()
     label = f"root ({first:.2f}, {second:.2f})"
-    contours.plot([first], [second], "o", color="C1", markeredgecolor="black", label=label)
-    contours.set(xlim=(0, 3), ylim=(0, 3), xlabel="$t_1$", ylabel="$t_2$")
-    contours.set_title("$\\phi(t_1, t_2)$ of two spins: dark is low")
-    contours.legend(loc="upper right", fontsize=8)
+    plane.plot([first], [second], "o", color="C1", markeredgecolor="black", label=label)
+    plane.set(xlim=(0, 3), ylim=(0, 3), xlabel="$t_1$", ylabel="$t_2$")
+    plane.set_title("$\\phi(t_1, t_2)$ of two spins: dark is low")
+    plane.legend(loc="upper right", fontsize=8)
     return {"temperature": table, "curve": rows_of(curve)}, figure
 
 
@@ -157,24 +162,6 @@ def draw_curves(panels, curve, root: float, beta: float, levels: Tensor) -> None
     zoom.axvline((1 + (1 + 4 * beta**2) ** 0.5) / (4 * beta), color="C2", linestyle=":")
     zoom.set_title("near the root; green: without J", fontsize=8)
     zoom.tick_params(labelsize=7)
-
-
-def draw_frames(figure, axes, frames, border: float) -> None:
-    """phi' at several temperatures, with their roots on the axis."""
-    norm, colors = LogNorm(min(frames), max(frames)), colormaps["viridis"]
-    for beta, curve in frames.items():
-        inside = curve["t"] > border
-        t, slope, color = curve["t"][inside], curve["slope"][inside] / beta, colors(norm(beta))
-        axes.plot(t, slope, color=color, linewidth=1)
-        axes.plot(t[slope > 0][:1], [0] * bool((slope > 0).any()), "o", color=color, markersize=4)
-    axes.axhline(0, color="C4", linewidth=0.8)
-    axes.axvspan(0, border, color="C3", alpha=0.1, linewidth=0)
-    axes.set(xlim=(0, 3), ylim=(-3, 1), xlabel="multiplier t", title="$\\phi' / \\beta$ per site")
-    scale = axes.inset_axes((0.42, 0.16, 0.5, 0.05))
-    bar = figure.colorbar(ScalarMappable(norm, colors), cax=scale, orientation="horizontal")
-    bar.set_ticks([0.3, 1, 3], labels=["0.3", "1", "3"], minor=False)
-    bar.minorticks_off()
-    scale.set_title("inverse temperature $\\beta$", fontsize=8)
 
 
 if __name__ == "__main__":
