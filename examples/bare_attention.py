@@ -54,18 +54,6 @@ def points(angles: Tensor) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
 
 
-def principal_features(dim: int, tokens: Tensor) -> Tensor:
-    """The ``dim`` orthonormal directions (dim, D) that hold most of the tokens (B, N, D), float32.
-
-    Of the second moments about 0, so the mean direction is among them. The largest entry of each row
-    is positive.
-    """
-    flat = tokens.flatten(0, -2).double()
-    rows = torch.linalg.eigh(flat.mT @ flat)[1].mT.flip(0)[:dim]
-    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
-    return (rows * largest.sign()).float().contiguous()
-
-
 class Sizes(NamedTuple):
     """What an experiment does by default with a data set, within a minute on one core."""
 
@@ -180,11 +168,15 @@ def open_images(data: Data, images: int, steps: int, kind: Kind, seed: int) -> I
     for pictures, most in ((loaded.train_images, sizes.train), (loaded.test_images, sizes.test)):
         chosen = torch.randperm(len(pictures), generator=generator)[: images or most]
         parts.append(encode(pictures[chosen], sizes.patch))
-    features = None
+    features, flat = None, parts[0].flatten(0, 1).double()
     if sizes.features and kind == "principal":
-        features = principal_features(sizes.features, parts[0])
-    elif sizes.features:
-        shape = parts[0].shape[2], sizes.features  # orthonormal rows at random
+        # Orthonormal directions that hold most of the tokens, by their second moments about 0, so that the
+        # mean direction is among them; the largest entry of each row is positive.
+        rows = torch.linalg.eigh(flat.mT @ flat)[1].mT.flip(0)[: sizes.features]
+        signs = rows.gather(1, rows.abs().argmax(1, keepdim=True)).sign()
+        features = (rows * signs).float().contiguous()
+    elif sizes.features:  # orthonormal directions at random
+        shape = flat.shape[1], sizes.features
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         features = torch.linalg.qr(drawn)[0].mT.float().contiguous()
     return Images(sizes, *parts, features, seed)

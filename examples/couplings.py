@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from sklearn import metrics
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 import solvers
@@ -15,9 +15,7 @@ from implicit_attn.studies import SpinModel
 GRAPHS = {"er-kron": 1.0, "er-general": 1.0, "tree": 3.0, "ring4": -2.0}  # strengths of the edges
 
 
-def graph_potts(
-    kind: str, generator: torch.Generator, *, sites: int = 20, colours: int = 10
-) -> SpinModel:
+def graph_potts(kind: str, generator: Generator, sites: int = 20, colours: int = 10) -> SpinModel:
     """A Potts model without fields on a sparse graph, float64.
 
     =============  ===============================================  ==================================

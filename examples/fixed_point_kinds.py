@@ -78,9 +78,8 @@ def fixed_point_kinds(
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     figure.suptitle("What attention over stored patterns settles on")
     tables, mesh = {}, None
-    for axes, (name, (groups, each, apart, sizes, heading)) in zip(
-        panels, draws.items(), strict=True
-    ):
+    for axes, (name, draw_of) in zip(panels, draws.items(), strict=True):
+        groups, each, apart, sizes, heading = draw_of
         generator = torch.Generator().manual_seed(seed)
         patterns = clustered_patterns(groups, each, dim, apart, generator)
         found = [settle(patterns, beta) for beta in ordered]
@@ -108,9 +107,8 @@ def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
     meanings = (*("one pattern", "a whole cluster")[: len(sizes) - 1], "all patterns")
     for size, meaning in zip(sizes, meanings, strict=True):
         axes.axhline(size, color="black", linewidth=0.7, linestyle=":")
-        x, offset, ha, va = (
-            (0.02, 3, "left", "bottom") if size < most else (0.98, -3, "right", "top")
-        )
+        low = size < most
+        x, offset, ha, va = (0.02, 3, "left", "bottom") if low else (0.98, -3, "right", "top")
         axes.annotate(
             meaning, (x, size), (0, offset), xycoords=("axes fraction", "data"),
             textcoords="offset points", ha=ha, va=va, fontsize=8,

@@ -100,9 +100,8 @@ def draw_bands(axes, table: Table, bands) -> list[float]:
     for name, color, label in bands:
         rows = [row for row in table if math.isfinite(row[name])]
         rows = [row | {f"{name}_90": min(row[f"{name}_90"], 1e9)} for row in rows]
-        draw_band(
-            axes, rows, "strength", name, alpha=0.15, color=color, label=label, marker="o", ms=3
-        )
+        line = {"color": color, "label": label, "marker": "o", "ms": 3}
+        draw_band(axes, rows, "strength", name, alpha=0.15, **line)
     return [row[name + end] for row in table for name, _, _ in bands for end in ("", "_10", "_90")]
 
 

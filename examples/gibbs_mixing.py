@@ -7,7 +7,7 @@ until they have mixed: until it stays within 3 standard errors of that of the lo
 import matplotlib.pyplot as plt
 import torch
 from couplings import graph_potts
-from runner import Result, run
+from runner import Result, Table, run
 
 import solvers
 
@@ -15,9 +15,7 @@ GRAPHS = {"er-kron": "C3", "er-general": "C1", "tree": "C2", "ring4": "C0"}
 ALLOWED, FLOOR = 3.0, 0.1  # standard errors: between mixed chains, and drawn in place of less
 
 
-def energies(
-    kind: str, sites: int, colours: int, chains: int, sweeps: int, seed: int
-) -> list[dict]:
+def energies(kind: str, sites: int, colours: int, chains: int, sweeps: int, seed: int) -> Table:
     """A row for 1, 2, 4, ... sweeps: the mean energy per site with its standard error."""
     generator = torch.Generator().manual_seed(seed)
     model = graph_potts(kind, generator, sites=sites, colours=colours)

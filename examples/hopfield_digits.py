@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from runner import Result, columns, run
-from torch import Tensor
+from torch import Generator, Tensor
 
 from implicit_attn.data import load_digits
 from implicit_attn.energies import Hopfield
@@ -33,9 +33,7 @@ def unit_images(images: Tensor) -> Tensor:
     return flat / flat.norm(dim=1, keepdim=True)
 
 
-def fit(
-    noisy: Tensor, beta: float, counts: tuple[int, ...], generator: torch.Generator
-) -> Hopfield:
+def fit(noisy: Tensor, beta: float, counts: tuple[int, ...], generator: Generator) -> Hopfield:
     """Of ``counts`` the number of patterns with the highest likelihood of the last fifth."""
     kept = len(noisy) - len(noisy) // 5
     options: Any = {"steps": 100, "tolerance": 1e-4, "generator": generator}

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from runner import Result, Table, columns, draw_band, legend_below, run
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import cosine_similarity
 
 from solvers import Site, SolveError, SphericalSite, glauber, kinetic_step
@@ -25,9 +25,7 @@ SETTINGS = {
 }
 
 
-def draw_network(
-    spins: int, dim: int, setting: str, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def draw_network(spins: int, dim: int, setting: str, generator: Generator) -> tuple[Tensor, Tensor]:
     """Fields (1, N, d) and couplings (N, N), beta in both."""
     beta, length, strength = SETTINGS[setting]
     noise = torch.randn(spins, spins, generator=generator)

@@ -14,12 +14,10 @@ from runner import Result, Table, columns, run
 USUAL = [2, 16, 64, 128, 256, 512, 1024]  # dimensions of the table at the usual scale c = 1
 
 
-def step_norms(
-    dimensions: list[int], scales: list[float], tokens: int, draws: int, seed: int
-) -> Table:
+def step_norms(dims: list[int], scales: list[float], tokens: int, draws: int, seed: int) -> Table:
     """Median, least and largest norm of the draws, the same x for every scale."""
     generator, table = torch.Generator().manual_seed(seed), Table()
-    for dim in dimensions:
+    for dim in dims:
         x = torch.randn(draws, tokens, dim, generator=generator, dtype=torch.float64)
         overlaps = x @ x.mT
         for scale in scales:

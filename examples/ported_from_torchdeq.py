@@ -47,6 +47,7 @@ from solvers.torchdeq_bridge import TorchDEQ
 
 Engine = Literal["torchdeq", "bridge", "ours"]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
+HEADER = "engine          loss at 1    at 10    last  differs  evaluations  products  residual"
 
 
 @dataclass
@@ -193,9 +194,7 @@ class ByTorchDEQ(nn.Module):
 
     @torch.no_grad()
     def residual(self, z: Any, x: Any) -> float:
-        image = self.cell.cell(
-            z, x
-        )  # not counted; torchdeq's own residual is that of another point
+        image = self.cell.cell(z, x)  # not counted; torchdeq's own is that of another point
         return float((_rows(image) - _rows(z)).norm(dim=1).div(_rows(image).norm(dim=1)).max())
 
 
@@ -292,9 +291,8 @@ class Classifier(nn.Module):
         self.halve = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
         self.head = nn.Linear(channels + 16 * 2 * channels, 10)
         self.meter = Metered(TwoScales(channels))
-        self.solved = ENGINES[engine](
-            options, self.meter, lambda u: tuple(map(torch.zeros_like, u))
-        )
+        solver = ENGINES[engine]
+        self.solved = solver(options, self.meter, lambda u: tuple(map(torch.zeros_like, u)))
 
     def batch(self, generator: torch.Generator) -> Batch:
         number = len(self.data.train_labels)
@@ -382,9 +380,7 @@ def main(
     torch.set_num_threads(1)
     for title in example:
         print(title)
-        print(
-            "engine          loss at 1    at 10    last  differs  evaluations  products  residual"
-        )
+        print(HEADER)
         reference: list[Record] = []
         exact = ["ours, as exact"] if engine[0] == "torchdeq" else []
         for name in (*engine, *exact):

@@ -81,12 +81,12 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, **iterations: int
 
 
 def repeated_block(
-    data: Literal["cifar10", "mnist", "digits"] = "cifar10",
-    train_images: int = 10_000,
-    test_images: int = 2_000,
-    patch: int = 4,
-    epochs: int = 5,
-    seeds: int = 2,
+    data: Literal["cifar10", "mnist", "digits"] = "cifar10",  # its name
+    train_images: int = 10_000,  # at most
+    test_images: int = 2_000,  # at most
+    patch: int = 4,  # pixels of a side
+    epochs: int = 5,  # of training
+    seeds: int = 2,  # trainings of each model
 ) -> Result:
     loaded = load(data)
     chosen = torch.Generator().manual_seed(0)

@@ -94,13 +94,11 @@ def sudoku_belief(
     test = {number: each for number, each in data.test.items() if number != MIXED}
     model = fitted(HEAD, data.train, fit_steps, seed, 1e-4)
     learned = strongest_pairs(SudokuPotts.from_model(model).couplings.detach())
-    forbidden = torch.zeros_like(learned.couplings)
-    forbidden[learned.couplings < FORBIDDEN] = -torch.inf
+    J = learned.couplings
+    forbidden = torch.where(J < FORBIDDEN, -torch.inf, torch.zeros_like(J))
     hard, rules = learned._replace(couplings=forbidden), pairs_of_rules()
     models = {"the rules": rules}
-    models[f"learned couplings, beta {BETA:g}"] = learned._replace(
-        couplings=BETA * learned.couplings
-    )
+    models[f"learned couplings, beta {BETA:g}"] = learned._replace(couplings=BETA * J)
     if not all(torch.equal(one, other) for one, other in zip(hard, rules, strict=True)):
         models["learned couplings made hard"] = hard  # else the same constraints
     ways: dict[str, Solve] = {}

@@ -56,11 +56,10 @@ def fitted(
     model = PottsModel(81, 9) if rows is None else FactoredAttention(81, 9, rows=rows)
     model.field.requires_grad_(fields)
     options = {"batch": 128, "augment": random_symmetries, "schedule": "constant"} | options
+    options |= {"steps": steps, "rate": rate, "seed": seed}
     if watch is not None:
         options["watch"] = partial(watch, model)
-    fit_pseudolikelihood(
-        model, boards - 1, l2, "adam", steps=steps, rate=rate, seed=seed, **options
-    )
+    fit_pseudolikelihood(model, boards - 1, l2, "adam", **options)
     return model
 
 
@@ -112,9 +111,8 @@ def sudoku_graph(
             by_boards.append(row)
 
     figure = plt.figure(figsize=(12.5, 7.2))
-    figure.suptitle(
-        f"The graph of Sudoku, learned from solved boards by pseudo-likelihood ({name})"
-    )
+    title = "The graph of Sudoku, learned from solved boards by pseudo-likelihood"
+    figure.suptitle(f"{title} ({name})")
     top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=(1.15, 1)))
     left, right = top.subplots(1, 2, width_ratios=(1, 1.5))
     looks = zip(("C0", "C3", "C2", "C1", "C4"), "os^Dv", strict=True)
