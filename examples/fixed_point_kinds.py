@@ -103,7 +103,8 @@ def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
     middles = [(before * after) ** 0.5 for before, after in itertools.pairwise(betas)]
     borders = [betas[0] ** 2 / middles[0], *middles, betas[-1] ** 2 / middles[-1]]
     look: dict[str, Any] = {"vmin": 0, "vmax": 100, "cmap": "viridis_r"}
-    mesh = axes.pcolormesh(borders, edges, image.masked_fill(image == 0, torch.nan), **look)
+    shown = image.masked_fill(image == 0, torch.nan).numpy()
+    mesh = axes.pcolormesh(borders, edges.numpy(), shown, **look)
     meanings = (*("one pattern", "a whole cluster")[: len(sizes) - 1], "all patterns")
     for size, meaning in zip(sizes, meanings, strict=True):
         axes.axhline(size, color="black", linewidth=0.7, linestyle=":")

@@ -94,9 +94,7 @@ class Block(nn.Module):
         return self.norm_mlp(z + self.dropout(self.down(F.relu(self.up(z)))))
 
 
-def normed(channels: int) -> nn.GroupNorm:
-    """Batch norm would couple the samples of a batch; group norm does not."""
-    return nn.GroupNorm(2, channels)
+normed = partial(nn.GroupNorm, 2)  # batch norm would couple the samples of a batch
 
 
 class Residual(nn.Module):

@@ -45,7 +45,7 @@ def planar_spins(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = couplings[..., None, None] * torch.eye(2, dtype=torch.float64)
     solution = solvers.adaptive_tap(
         blocks, fields[None], site=solvers.SphericalSite(1.0), order="naive", damping=0.5,
-        tolerance=1e-14, max_steps=500, adjoint=None,
+        tolerance=1e-10, max_steps=500, adjoint=None,
     )  # fmt: skip
     return couplings, fields, solution.value.mean[0]
 
