@@ -179,7 +179,7 @@ def open_images(data: Data, images: int, steps: int, kind: Kind, seed: int) -> I
         shape = flat.shape[1], sizes.features
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         features = torch.linalg.qr(drawn)[0].mT.float().contiguous()
-    return Images(sizes, *parts, features, seed)
+    return Images(sizes, parts[0], parts[1], features, seed)
 
 
 def ridge(train: Tensor, test: Tensor, strength: float) -> Tensor:

@@ -77,7 +77,8 @@ def fixed_point_kinds(
     }  # fmt: skip
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     figure.suptitle("What attention over stored patterns settles on")
-    tables, mesh = {}, None
+    tables: dict[str, Table] = {}
+    mesh: Any = None
     for axes, (name, draw_of) in zip(panels, draws.items(), strict=True):
         groups, each, apart, sizes, heading = draw_of
         generator = torch.Generator().manual_seed(seed)

@@ -194,7 +194,7 @@ def potts_recovery(
                 excess = masked_loss(each.model, each.test, colours, number) - bayes
                 recycles.append({"method": each.label, "recycles": number, "excess": excess})
         shares = potts.roc_curve(potts.contact_scores(each.couplings), potts.neighbours(truth))
-        curve = dict(zip(("false_share", "true_share"), shares, strict=True))
+        curve = {"false_share": shares[0], "true_share": shares[1]}
         curves += rows_of(curve, method=each.label)
     tables = {"methods": [{"data": data, **each.row} for each in found], "few": fewer}
     tables |= {"recycles": recycles, "roc": curves}
