@@ -19,16 +19,7 @@ from runner import Result, Table, columns, legend_below, run
 from sudoku_graph import HEAD, POTTS, fitted, solved_boards
 from torch import Tensor
 
-from implicit_attn.data import (
-    SudokuSymmetries,
-    board_counts,
-    load_sudoku,
-    resolve_source,
-    reveal,
-    reveal_up_to,
-    solve_by_singles,
-    unique_puzzles,
-)
+from implicit_attn.data import sudoku
 from implicit_attn.models import SudokuPotts
 from implicit_attn.programs.boards import draw_board
 
@@ -57,28 +48,27 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
     to begin with are left out: generated ones have about 24.
     """
     generator = torch.Generator().manual_seed(seed)
-    if resolve_source(source) == "list":
-        data = load_sudoku(train, test, source="list", more=0, seed=seed)
+    if sudoku.resolve_source(source) == "list":
+        data = sudoku.load_sudoku(train, test, source="list", more=0, seed=seed)
         name, learned, more = data.name, data.train_solutions, 17
         minimal, solutions = data.test_puzzles, data.test_solutions
     else:
         name, more = "generated Sudoku", 11
         learned = solved_boards(train, source, seed)[1]
-        minimal, solutions = unique_puzzles(min(test, 200), seed)  # 25 ms each, then symmetries
+        # A puzzle takes 25 ms to find: 200 at most, then symmetries of them.
+        minimal, solutions = sudoku.unique_puzzles(min(test, 200), seed)
         if test > 200:
             index, symmetric = torch.arange(200, test) % 200, torch.Generator().manual_seed(seed)
-            further = SudokuSymmetries()(minimal[index], solutions[index], symmetric)
-            minimal, solutions = (
-                torch.cat([minimal, further[0]]),
-                torch.cat([solutions, further[1]]),
-            )
+            further = sudoku.SudokuSymmetries()(minimal[index], solutions[index], symmetric)
+            minimal = torch.cat([minimal, further[0]])
+            solutions = torch.cat([solutions, further[1]])
     sets = {}
     for number in sorted(set(clues)):
         few = (minimal != 0).sum(1) <= number
         if few.any():
-            puzzles = reveal_up_to(minimal[few], solutions[few], number, generator)
+            puzzles = sudoku.reveal_up_to(minimal[few], solutions[few], number, generator)
             sets[str(number)] = puzzles, solutions[few]
-    sets[MIXED] = reveal(minimal, solutions, more, generator), solutions
+    sets[MIXED] = sudoku.reveal(minimal, solutions, more, generator), solutions
     return Boards(name, learned, sets)
 
 
@@ -87,7 +77,7 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], ways: dict[str, Solve]) -> T
     table = []
     for clues, (puzzles, solutions) in sets.items():
         for name, solve in ways.items():
-            right, unknown = board_counts(solve(puzzles), puzzles, solutions)
+            right, unknown = sudoku.board_counts(solve(puzzles), puzzles, solutions)
             solved = (right == unknown).double().mean().item()
             row = {"clues": clues, "method": name, "boards": len(puzzles), "solved": solved}
             table.append(row | {"cells": (right.sum() / unknown.sum()).item()})
@@ -118,7 +108,7 @@ def sudoku_potts(
         ways[f"{name}, annealed"] = lambda p, by=solvers[name]: by.solve(p, steps=anneal).boards
         if name == BARE:
             ways[f"{LEARNED}, decimated"] = lambda p: solvers[LEARNED].decimate(p).boards
-    ways[SINGLES] = solve_by_singles
+    ways[SINGLES] = sudoku.solve_by_singles
     table = compare(data.test, ways)
     there = [number for number in sorted(set(clues)) if str(number) in data.test]
     counts = {number: len(data.test[str(number)][0]) for number in there}
