@@ -70,13 +70,10 @@ class Counter:
     batch: int
 
     def __post_init__(self) -> None:
-        self.seen = torch.zeros(self.batch, dtype=torch.int64)
+        self.index = torch.arange(self.batch)
+        self.seen = torch.zeros_like(self.index)
         self.sizes: list[int] = []
         self.symmetric = bool(getattr(self.f, "symmetric", False))
-
-    @property
-    def index(self) -> Tensor:
-        return torch.arange(self.batch)
 
     def __call__(self, z: Any, *args: Any) -> Any:
         self.note(args[-1])
@@ -91,20 +88,9 @@ class EnergyCounter(EnergyUpdate):
     """The same for an :class:`EnergyUpdate`."""
 
     def __init__(self, update: EnergyUpdate, batch: int) -> None:
-        self.counter = Counter(update, batch)
+        self.counter = counter = Counter(update, batch)
         self.update, self.symmetric = update, update.symmetric
-
-    @property
-    def index(self) -> Tensor:
-        return self.counter.index
-
-    @property
-    def seen(self) -> Tensor:
-        return self.counter.seen
-
-    @property
-    def sizes(self) -> list[int]:
-        return self.counter.sizes
+        self.index, self.seen, self.sizes = counter.index, counter.seen, counter.sizes
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
         self.counter.note(args[-1])
