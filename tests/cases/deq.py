@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cases.energies import relative_error as relative_error
-from implicit_attn import DEQ, ActivationStep, Energy
+from implicit_attn import DEQ, ActivationStep, Energy, Update
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import (
     BiSoftmaxAttention,
@@ -77,7 +77,7 @@ def with_activation() -> ActivationStep:
 
 
 # What each layer solves.
-LAYERS: dict[str, Callable[[], nn.Module]] = {
+LAYERS: dict[str, Callable[[], Energy | Update | Cell]] = {
     "gradient": energy,
     "context": with_context,
     "activation": with_activation,
@@ -95,7 +95,9 @@ def make(name: str, seed: int = 0, **options: Any) -> DEQ:
     """The named layer with seeded weights, float64."""
     torch.manual_seed(seed)
     solved = LAYERS[name]().double()
-    return (DEQ.from_update if isinstance(solved, Cell) else DEQ)(solved, **options)
+    if isinstance(solved, Cell):
+        return DEQ.from_update(solved, **options)
+    return DEQ(solved, **options)
 
 
 def tokens(
