@@ -100,9 +100,8 @@ class Product:
         self.tiny = max(torch.finfo(dtype).tiny for dtype in layout.dtypes)
         self.largest = min(torch.finfo(dtype).max for dtype in layout.dtypes)
         self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
-        self._single = layout.spec.is_leaf()
         # A matrix (B, D) of float32 or float64 is handed over as it is.
-        self._direct = self._single and len(layout.shapes[0]) == 1 and not self._narrow
+        self._direct = layout.spec.is_leaf() and len(layout.shapes[0]) == 1 and not self._narrow
 
     def select(self, rows: Tensor) -> None:
         """Multiply the samples ``rows`` (indices into the whole batch) from now on."""
@@ -133,10 +132,7 @@ class Product:
         if not self._direct:
             sent = self._layout.tree(vectors.to(self._layout.dtype))
         received = self._call(sent)
-        if self._single:
-            _check_single(received, sent)
-        else:
-            check_like(received, sent, "matvec(v)", "v")
+        check_like(received, sent, "matvec(v)", "v")
         if self._direct:
             return received.detach().resolve_neg()
         return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
@@ -155,19 +151,14 @@ class Product:
             raise
 
 
-def _check_single(received: Any, sent: Tensor) -> None:
-    if not (isinstance(received, Tensor) and _properties(received) == _properties(sent)):
-        check_like(received, sent, "matvec(v)", "v")
-
-
-def _properties(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
 def check_like(
     tree: Any, like: Any, name: str, of: str, device_error: type[Exception] = TypeError
 ) -> None:
     """Raise unless ``tree`` has the structure, shapes, dtypes and device of ``like``, called ``of``."""
+    if isinstance(tree, Tensor) and isinstance(like, Tensor):  # at once where nothing is wrong
+        properties = [(each.shape, each.dtype, each.device) for each in (tree, like)]
+        if properties[0] == properties[1]:
+            return
     leaves, spec = pytree.tree_flatten(tree)
     expected, expected_spec = pytree.tree_flatten(like)
     if spec != expected_spec:

@@ -29,6 +29,7 @@ PLACES = (
     "implicit_attn/regularization.py", "implicit_attn/models", "implicit_attn/training",
     "implicit_attn/data", "implicit_attn/checkpoint.py",
 )  # fmt: skip
+TOGETHER = {"solvers/linear": "solvers/krylov"}  # tested in one file
 # Tests of other rooms that look at these, too.
 MORE = {"krylov": "solvers/adjoints", "adjoints": "deq", "core": "solvers", "deq": "block",
         "kernels": "energies", "regularization": "block"}  # fmt: skip
@@ -110,7 +111,8 @@ def candidates(seed: int, count: int) -> list[tuple[str, int, str]]:
 def survives(name: str, changed: str, seconds: int) -> bool:
     path = ROOT / name
     place = Path(next(place for place in PLACES if name.startswith(place))).with_suffix("")
-    room = "solvers" / place.relative_to("solvers") if place.parts[0] == "solvers" else place.name
+    place = Path(TOGETHER.get(place.as_posix(), place))
+    room = place if place.parts[0] == "solvers" else place.name
     folders = [ROOT / "tests" / each for each in (room, MORE.get(place.name, room))]
     tests = {_nearest(folder) for folder in folders}
     original = path.read_text()

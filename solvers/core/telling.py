@@ -113,13 +113,11 @@ def _origin(f: object) -> nn.Module | CodeType | None:
 def _user_frame() -> FrameType:
     """The innermost frame of other code; the outermost one where there is none (torch's threads)."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame):
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OURS:
+            break
         frame = frame.f_back
     return frame
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS
 
 
 def reduce_error(error: Exception, record: Any) -> tuple[Any, ...]:

@@ -183,28 +183,6 @@ def _newton_row(f: Map, z: Tensor, args: tuple[Tensor, ...], steps: int) -> Tens
     return flat.view_as(z)
 
 
-def root(f: Map, z0: Tensor, args: tuple[Tensor, ...]) -> Tensor:
-    """Powell's hybrid method (scipy, MINPACK hybrj) from z0, then Newton steps."""
-    found = []
-    for i in range(z0.shape[0]):
-        mine = row(i, args)
-
-        def residual(flat: Tensor, mine: tuple[Tensor, ...] = mine) -> Tensor:
-            return f(flat.view_as(z0[:1]), *mine).reshape(-1) - flat
-
-        def fun(flat: np.ndarray, residual: Map = residual) -> np.ndarray:
-            return residual(torch.from_numpy(flat)).numpy()
-
-        def jac(flat: np.ndarray, residual: Map = residual) -> np.ndarray:
-            matrix: Any = torch.autograd.functional.jacobian(residual, torch.from_numpy(flat))
-            return matrix.numpy()
-
-        start = z0[i].reshape(-1).numpy()
-        result = optimize.root(fun, start, jac=jac, method="hybr", options={"xtol": 1e-13})
-        found.append(torch.from_numpy(result.x).view_as(z0[:1]))
-    return newton(f, torch.cat(found), args)
-
-
 def contraction(f: Map, z: Tensor, args: tuple[Tensor, ...], steps: int) -> Tensor:
     """``steps`` plain iterations, then Newton steps (semi-smooth ones where f has kinks)."""
     for _ in range(steps):

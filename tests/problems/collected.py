@@ -19,7 +19,7 @@ from scipy.special import lambertw
 from torch import Generator, Tensor
 
 import solvers
-from problems import Build, ZooProblem, newton, normal, root
+from problems import Build, ZooProblem, contraction, newton, normal
 
 SCIPY = "scipy, optimize/tests/test_nonlin.py, problem {}"
 MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
@@ -208,7 +208,7 @@ BATCH = 4
 def posed(
     source: str, system: Callable[[Tensor], Tensor], start: Sequence[float], factor: float, *,
     origin: float = 0.0, potential: Callable[[Tensor], Tensor] | None = None,
-    solve: Callable[..., Tensor] | None = root, **other: Any,
+    solve: Callable[..., Tensor] | None = newton, **other: Any,
 ) -> Build:  # fmt: skip
     """``f(z, origin) = z - factor F(z - origin)``, with ``factor V(z - origin)`` for V' = F.
 
@@ -240,16 +240,9 @@ def posed(
     return build
 
 
-def from_plain(f: Callable[..., Tensor], z: Tensor, args: tuple[Tensor, ...]) -> Tensor:
-    """Newton's method from a point that 100 plain iterations found.
-
-    From the published start MINPACK's hybrid method ends in another root, or for the trigonometric
-    system in a minimum of |F| that is no root.
-    """
-    for _ in range(100):
-        z = f(z, *args)
-    return newton(f, z, args)
-
+# From the published start Newton's method ends in another root, or for the trigonometric system in a minimum
+# of |F| that is no root.
+from_plain = partial(contraction, steps=100)
 
 BUILDS: dict[str, Build] = {
     "scipy_F_cubic": posed(SCIPY.format("F"), cubic, 5 * [1.0], 0.4,
