@@ -13,7 +13,7 @@ from scipy import optimize
 from scipy.sparse.linalg import LinearOperator, minres
 from torch import Generator, Tensor
 
-Expect = Literal["converges", "diverges", "nonfinite", "mixed"]
+Expect = Literal["converges", "diverges", "mixed"]
 PLAIN_LIMIT = 4000
 Build = Callable[[Generator], "ZooProblem"]
 
@@ -33,9 +33,8 @@ class ZooProblem:
         converges_plain: whether ``z <- f(z)`` reaches a relative residual of 1e-6 from every row of
             z0 within ``PLAIN_LIMIT`` evaluations.
         expect: ``converges`` (there is a fixed point and a plain or accelerated iteration finds
-            it), ``diverges`` (there is none, the iterates run away),
-            ``nonfinite`` (there is none, f leaves its domain or overflows), ``mixed`` (some rows
-            converge, the others are ``nonfinite``: their rows of ``solution`` are NaN).
+            it), ``diverges`` (there is none, the iterates run away), ``mixed`` (some rows converge, the
+            others leave the domain of f: their rows of ``solution`` are NaN).
         unique: whether no other fixed point is in reach, so an answer must agree with ``solution``.
         name: in the zoo, which sets it.
     """

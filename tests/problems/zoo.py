@@ -10,7 +10,6 @@ pathological ones, and the systems beside this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -39,6 +38,8 @@ from problems.collected import BUILDS as SYSTEM_BUILDS
 from problems.collected import MGH, helical_valley, powell_singular
 
 BATCH, DIM = 6, 40
+RADII = (0.5, 0.9, 0.98)
+SCALES = (1e-3, 1.0, 1e3)
 SAAD = "Y. Saad, Iterative Methods for Sparse Linear Systems (2nd ed., 2003), section 4.2"
 WALKER_NI = "H. Walker and P. Ni, SIAM J. Numer. Anal. 49 (2011) 1715, theorem 2.2"
 
@@ -111,10 +112,12 @@ def _matrix(generator: Generator, kind: str, radius: float) -> Tensor:
     return basis @ core @ basis.mT
 
 
-def linear_contraction(generator: Generator, *, kind: str, radius: float) -> ZooProblem:
-    """Spectral radius ``radius``."""
+def linear_contraction(
+    generator: Generator, *, kind: str, radius: float, scale: float
+) -> ZooProblem:
+    """Spectral radius ``radius``; the state, its start and the offset in units of ``scale``."""
     matrix = _matrix(generator, kind, radius)
-    offset, z0 = normal(generator, BATCH, DIM), normal(generator, BATCH, DIM)
+    offset, z0 = (scale * normal(generator, BATCH, DIM) for _ in range(2))
     return affine_problem(matrix, offset, z0, SAAD, symmetric=kind == "symmetric")
 
 
@@ -170,9 +173,12 @@ def singular(generator: Generator) -> ZooProblem:
 
 LINEAR_BUILDS: dict[str, Build] = {
     **{
-        f"linear_{kind}_{radius}": partial(linear_contraction, kind=kind, radius=radius)
+        f"linear_{kind}_{radius}" + (f"_scale_{scale:g}" if scale != 1 else ""): partial(
+            linear_contraction, kind=kind, radius=radius, scale=scale
+        )
         for kind in ("symmetric", "normal", "nonnormal")
-        for radius in (0.5, 0.9, 0.98)
+        for radius in RADII
+        for scale in SCALES
     },
     "linear_expanding": partial(expanding, low=-3.0),
     "linear_saddle": partial(expanding, low=-1.5, outlier=1.5),
@@ -668,15 +674,6 @@ ENERGY_BUILDS: dict[str, Build] = {
 RUDIN = "W. Rudin, Principles of Mathematical Analysis (3rd ed., 1976), chapter 5, exercise 22"
 
 
-def translation(generator: Generator) -> ZooProblem:
-    """``z + b``: no fixed point; the absolute residual is ``|b|`` everywhere.
-
-    The relative residual falls as 1 / |z|, so a solver that leaps far enough meets any relative
-    tolerance; :func:`runaway` is the map for which it cannot.
-    """
-    return _hopeless(torch.add, normal(generator, 4, 5), (normal(generator, 4, 5),), "diverges")
-
-
 def outward(z: Tensor, direction: Tensor) -> Tensor:
     """``z + sqrt(|z|^2 + 1) u / 2``, u of length 1."""
     return z + 0.5 * (z.square().sum(1, keepdim=True) + 1).sqrt() * direction
@@ -684,26 +681,10 @@ def outward(z: Tensor, direction: Tensor) -> Tensor:
 
 def runaway(generator: Generator) -> ZooProblem:
     """No fixed point, relative residual at least 1/3 everywhere; plain iterates grow by 3/2."""
-    direction = torch.nn.functional.normalize(normal(generator, 4, 5), dim=1)
-    return _hopeless(outward, normal(generator, 4, 5), (direction,), "diverges")
-
-
-def exponential(generator: Generator) -> ZooProblem:
-    """``exp z``: no real fixed point, overflows within a few steps."""
-    return _hopeless(torch.exp, normal(generator, 4, 3), (), "nonfinite")
-
-
-def logarithm(generator: Generator) -> ZooProblem:
-    """``log z``: no real fixed point; from positive starts NaN within a few steps."""
-    return _hopeless(torch.log, uniform(generator, 2.0, 50.0, 4, 3), (), "nonfinite")
-
-
-def _hopeless(
-    f: Callable[..., Tensor], z0: Tensor, args: tuple[Tensor, ...], expect: Expect
-) -> ZooProblem:
+    direction = normalize(normal(generator, 4, 5), dim=1)
     return ZooProblem(
-        f=f, z0=z0, args=args, symmetric=f is not outward, converges_plain=False, expect=expect,
-        source=RUDIN,
+        f=outward, z0=normal(generator, 4, 5), args=(direction,), symmetric=False,
+        converges_plain=False, expect="diverges", source=RUDIN,
     )  # fmt: skip
 
 
@@ -758,10 +739,7 @@ def start_at_solution(generator: Generator) -> ZooProblem:
 
 
 PATHOLOGICAL_BUILDS: dict[str, Build] = {
-    "translation": translation,
     "runaway": runaway,
-    "exponential": exponential,
-    "logarithm": logarithm,
     "transient_nan": transient_nan,
     "nan_from_start": nan_from_start,
     "constant": constant,
@@ -769,11 +747,7 @@ PATHOLOGICAL_BUILDS: dict[str, Build] = {
 }
 
 
-LINEAR, PATHOLOGICAL = list(LINEAR_BUILDS), list(PATHOLOGICAL_BUILDS)
 ENERGY = [name for name in ENERGY_BUILDS if name.startswith("energy_")]
-NONLINEAR = [
-    name for name in (MAP_BUILDS | SYSTEM_BUILDS | ENERGY_BUILDS) if not name.startswith("energy_")
-]
 BUILDS = LINEAR_BUILDS | MAP_BUILDS | SYSTEM_BUILDS | ENERGY_BUILDS | PATHOLOGICAL_BUILDS
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -444,20 +443,6 @@ def test_no_sample_is_in_more_calls_than_allowed(
         assert len(counter.sizes) <= max_steps
 
 
-class Passes(torch.autograd.Function):
-    """Identity that counts backward passes per row; ``note(rows)`` is told the sample numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, note: Callable[[], None]) -> Tensor:
-        ctx.note = note
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        ctx.note()
-        return grad_outputs[0].clone(), None
-
-
 @pytest.mark.parametrize("max_steps", [1, 3, 20, 60])
 def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
     """One sample alone: evaluations of f and pullbacks, each counted inside f."""
@@ -465,7 +450,7 @@ def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
     matrix, offset = problem.args[0][:1], problem.args[1][:1]
     calls, products = 0, 0
 
-    def note() -> None:
+    def note(cotangent: Tensor) -> None:
         nonlocal products
         products += 1
 
@@ -475,7 +460,10 @@ def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
         def __call__(self, z: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            return Passes.apply(torch.einsum("bmd,bd->bm", matrix, z) + offset, note)
+            image = torch.einsum("bmd,bd->bm", matrix, z) + offset
+            if image.requires_grad:
+                image.register_hook(note)
+            return image
 
     solution = fixed_point(
         Affine(), problem.z0[:1], (matrix, offset), solver=Newton(), max_steps=max_steps,
@@ -485,7 +473,7 @@ def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
     # f is called once more per direction to record its graph, never beyond the budget
     assert calls <= max_steps
     assert int(solution.evaluations) >= products + int(solution.steps)
-    assert products <= max_steps
+    assert products <= max_steps and (products > 0 or max_steps < 20)
 
 
 @pytest.mark.parametrize("name", MIXTURE)

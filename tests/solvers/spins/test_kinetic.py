@@ -277,18 +277,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG)
-def test_mistakes(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {
-        "mean": torch.zeros(2, 4, 3),
-        "field": torch.zeros(2, 4, 3),
-        "couplings": torch.zeros(4, 4),
-        "site": LARGE,
-    } | changes
-    with pytest.raises(error, match=message):
-        kinetic_step(given.pop("mean"), given.pop("field"), given.pop("couplings"), **given)
-
-
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_steps": 200}
 
 
@@ -390,14 +378,18 @@ WRONG_DYNAMICS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG_DYNAMICS)
-def test_mistakes_dynamics(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {
-        "spins": torch.ones(5, 3, 1),
-        "field": torch.zeros(3, 1),
-        "couplings": torch.zeros(3, 3),
-        "steps": 1,
-        "site": IsingSite(),
-    } | changes
+@pytest.mark.parametrize(
+    ("call", "changes", "error", "message"),
+    [*((kinetic_step, *row) for row in WRONG), *((glauber, *row) for row in WRONG_DYNAMICS)],
+)
+def test_mistakes(call: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    step: dict[str, Any] = {
+        "mean": torch.zeros(2, 4, 3), "field": torch.zeros(2, 4, 3), "couplings": torch.zeros(4, 4),
+        "site": LARGE,
+    }  # fmt: skip
+    run: dict[str, Any] = {
+        "spins": torch.ones(5, 3, 1), "field": torch.zeros(3, 1), "couplings": torch.zeros(3, 3),
+        "steps": 1, "site": IsingSite(),
+    }  # fmt: skip
     with pytest.raises(error, match=message):
-        glauber(given.pop("spins"), given.pop("field"), given.pop("couplings"), **given)
+        call(**((step if call is kinetic_step else run) | changes))

@@ -241,7 +241,11 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Scalar().mean(*tilt(2)), ValueError, "one number per site"),
     (lambda: Constant().mean(*tilt(2)), ValueError, "does not depend on the field"),
     (lambda: Site().mean(*tilt(2)), NotImplementedError, "log_partition"),
-]
+    (lambda: TorusSite().mean(*tilt(5, scale=0)), ValueError, "an even number of components, got d = 5"),
+    (lambda: TorusSite(2).mean(*tilt(6, scale=0)), ValueError, "4 components, got d = 6"),
+    (lambda: TorusSite().mean(*tilt(6)), ValueError, "variance must be zero"),
+    (lambda: TorusSite(0), ValueError, "circles"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "words"), BAD)
@@ -329,18 +333,6 @@ def test_fields_whose_square_overflows() -> None:
     torch.testing.assert_close(site.mean(field, nothing(field)), torch.tensor([[[0.6, 0.8]]]))
     torch.testing.assert_close(site.log_partition(field, nothing(field)), torch.tensor([[5e25]]))
     assert site.covariance(field, nothing(field)).abs().max() < 1e-18
-
-
-def test_errors_name_what_is_wrong_torus() -> None:
-    field = circle_fields(1.0)
-    with pytest.raises(ValueError, match="an even number of components, got d = 5"):
-        TorusSite().mean(field[..., :5], nothing(field[..., :5]))
-    with pytest.raises(ValueError, match="4 components, got d = 6"):
-        TorusSite(2).mean(field, nothing(field))
-    with pytest.raises(ValueError, match="variance must be zero"):
-        TorusSite().mean(field, torch.ones(2, 3, 6, 6, dtype=F64))
-    with pytest.raises(ValueError, match="circles"):
-        TorusSite(0)
 
 
 CHAINS = 4_000
