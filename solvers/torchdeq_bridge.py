@@ -94,8 +94,10 @@ class TorchDEQ(ExternalSolver):
             except _Finished:
                 break
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                best = monitored.best
-                monitored.stop(~(best.relative < before))
+                # Samples that a singular system keeps from going on.
+                best, status = monitored.best, monitored.status
+                stalled = (status == RUNNING) & ~(best.relative < before)
+                monitored.status = torch.where(stalled, int(Status.STALLED), status)
                 begin, before = best.value, best.relative
             else:
                 break
@@ -147,11 +149,6 @@ class _MonitoredMap:
         self.status = torch.where(converged, int(Status.CONVERGED), self.status)
         self.snapshots.keep(self.best, self.count)
         return z + tau * point.residual.to(z.dtype)
-
-    def stop(self, rows: Tensor) -> None:
-        """Samples that a singular system keeps from going on."""
-        stalled = rows & (self.status == RUNNING)
-        self.status = torch.where(stalled, int(Status.STALLED), self.status)
 
     def solution(self) -> Solution:
         best, steps = self.best, self.evaluations

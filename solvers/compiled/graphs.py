@@ -196,20 +196,18 @@ class Bound:
 
 @dataclass(frozen=True)
 class Stages:
-    """The compiled parts of a function; the numbers are of its inputs."""
+    """The compiled parts of a function, each with the numbers of the inputs that it takes."""
 
     first: Run | None  # None: nothing is saved
     first_inputs: tuple[int, ...]
-    then: tuple[Run, ...]
-    then_inputs: tuple[tuple[int, ...], ...]  # beside the varying ones
+    then: list[tuple[Run, tuple[int, ...]]]  # beside the varying ones
 
     def at(self, inputs: Sequence[Tensor]) -> list[Bound]:
         """The functions of the varying inputs alone."""
         saved: Sequence[Any] = ()
         if self.first is not None:
             saved = self.first(*[inputs[n] for n in self.first_inputs])
-        pairs = zip(self.then, self.then_inputs, strict=True)
-        return [Bound(run, [*(inputs[n] for n in numbers), *saved]) for run, numbers in pairs]
+        return [Bound(run, [*(inputs[n] for n in numbers), *saved]) for run, numbers in self.then]
 
 
 def made(
@@ -226,8 +224,7 @@ def made(
     return Stages(
         compiled(first.graph, first.examples) if first.graph.graph.output_node().args[0] else None,
         first.inputs,
-        tuple(compiled(part.graph, part.examples) for part in then),
-        tuple(part.inputs for part in then),
+        [(compiled(part.graph, part.examples), part.inputs) for part in then],
     )
 
 

@@ -100,7 +100,10 @@ def gibbs(
         x = as_wide(field)
         state = site.sample(x.expand(shape), generator)
         if start is not None:
-            state = _read_start(start, x, shape, site)
+            one = (1, *shape[1:])
+            state = read_start("start", start, one if tuple(start.shape) == one else shape, x)
+            check_values("start", state, site)
+            state = state.expand(shape)
         if given is not None:
             values, clamped = read_given(given, x.expand(shape))
             check_values("given", values[clamped], site)
@@ -188,14 +191,6 @@ def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | N
             "couplings are too strong: the inverse covariance of the free sites minus the couplings must "
             "be positive definite"
         )
-
-
-def _read_start(start: Tensor, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:
-    """States that broadcast to (chains, N, d), values of the sites."""
-    one = (1, *shape[1:])
-    states = read_start("start", start, one if tuple(start.shape) == one else shape, field)
-    check_values("start", states, site)
-    return states.expand(shape)
 
 
 def check_values(name: str, states: Tensor, site: Site) -> None:
