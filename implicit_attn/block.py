@@ -258,6 +258,7 @@ class EquilibriumBlock(EncoderLayer):
         *,
         memory: Tensor | None = None,
         memory_key_padding_mask: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         """The block's output, as ``nn.TransformerEncoderLayer`` is called.
 
@@ -270,12 +271,14 @@ class EquilibriumBlock(EncoderLayer):
             is_causal: as the option ``causal``, for this call.
             memory: (B, M, memory_dim), for ``attention="cross"``, laid out as ``src``.
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
+            options: those of :meth:`implicit_attn.DEQ.solve`, for this call.
         """
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        fixed = isinstance(self.deq, UnrolledLayer)  # put here by unroll()
-        z = self.deq(given, mask, **({} if fixed else {"tolerance": self._tolerance(x)}))
+        if not isinstance(self.deq, UnrolledLayer):  # put here by unroll()
+            options = {"tolerance": self._tolerance(x), **options}
+        z = self.deq(given, mask, **options)
         z = self.dropout(z if self.output is None else self.output(z))
         return self._like(src, x + z)
 

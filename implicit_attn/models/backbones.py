@@ -442,9 +442,8 @@ class HyperSETEquilibrium(nn.Module):
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """The equilibrium, or the best state found in ``iterations`` evaluations per sample."""
-        if iterations is None:
-            return self.layer(x, mask)
-        return self.layer.solve(x, mask, max_steps=iterations).value
+        limit = {} if iterations is None else {"max_steps": iterations}
+        return self.layer(x, mask, **limit)
 
 
 class EquilibriumTransformer(nn.Module):
@@ -497,13 +496,9 @@ class EquilibriumTransformer(nn.Module):
         check_state(x, type(self).__name__, dim=self.dim, tokens=True)
         check_mask(mask, x, type(self).__name__, features=1)
         padding = None if mask is None else ~mask
+        limit = {} if iterations is None else {"max_steps": iterations}
         for block in self.blocks:
-            if iterations is None:
-                x = block(x, src_key_padding_mask=padding)
-            else:
-                limit: dict[str, Any] = {"max_steps": iterations}
-                z = block.solve(x, src_key_padding_mask=padding, **limit).value
-                x = x + block.dropout(z if block.output is None else block.output(z))
+            x = block(x, src_key_padding_mask=padding, **limit)
         return x
 
     def extra_repr(self) -> str:

@@ -39,7 +39,7 @@ def learn_groups(
     What was learned is checked: the gap is clear, and a group has each colour at most once in a board.
 
     Args:
-        boards: (M, N) int64, colours in 0 .. q - 1.
+        boards: (M, N) integers, colours in 0 .. q - 1.
         colours: q.
         steps: of Adam.
         seed: of the batches.
@@ -48,19 +48,17 @@ def learn_groups(
         Groups of at least two cells each, sorted.
 
     Raises:
-        TypeError, ValueError: boards of another dtype or shape, with other colours, or too few; a gap
+        ValueError: boards of another dtype or shape, with other colours, or too few; a gap
             of less than a third of the strength above it, a graph of more than 10,000 groups, or a
             group with a colour twice in a board.
 
     Source: Rende, Gerace, Laio, Goldt, "Mapping of attention mechanisms to a generalized Potts model"
     (2024), https://arxiv.org/abs/2304.07235, for the head.
     """
-    if not isinstance(boards, Tensor) or boards.dtype != torch.int64:
-        kind = getattr(boards, "dtype", type(boards).__name__)
-        raise TypeError(f"boards must be an int64 tensor, got {kind}")
-    if boards.dim() != 2 or boards.shape[0] == 0 or boards.shape[1] < 3:
+    high = require_count("colours", colours, low=2) - 1
+    if require_integers("boards", boards, (None,), high=high).shape[1] < 3:
         raise ValueError(f"boards must be (M, N) with N >= 3, got {tuple(boards.shape)}")
-    agree = -math.log1p(-1 / require_count("colours", colours, low=2))
+    agree = -math.log1p(-1 / colours)
     least = math.ceil(math.log(math.comb(boards.shape[1], 2) / CHANCE) / agree)
     if len(boards) < least:
         raise ValueError(

@@ -720,10 +720,10 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         "model must have a parameter",
     ),
     *[(lambda boards=boards: learn_groups(boards, 3, steps=1), message) for boards, message in (
-        (torch.zeros(2, 4), "boards must be an int64 tensor, got torch.float32"),
-        ([[0, 1]], "boards must be an int64 tensor, got list"),
-        (torch.zeros(4, dtype=torch.int64), r"boards must be \(M, N\)"),
-        (torch.full((20, 4), 5), r"s must lie in \[0, 2\], got 5 to 5"),
+        (torch.zeros(2, 4), r"boards must be integers \(B, N\), got torch.float32"),
+        ([[0, 1]], "boards must be integers"),
+        (torch.zeros(4, 2, dtype=torch.int64), r"boards must be \(M, N\) with N >= 3"),
+        (torch.full((20, 4), 5), r"boards must lie in \[0, 2\], got 5 to 5"),
     )],
     *[(lambda changes=changes: solver(**changes), message) for changes, message in (
         ({"groups": []}, "groups must hold at least one group"),
