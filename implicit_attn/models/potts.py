@@ -531,59 +531,52 @@ class SudokuAnswer:
 
 
 class BoardRun:
-    """The boards that are still being solved, and the places of all for their results."""
+    """Boards that a mean field solves side by side; one that is finished rests."""
 
-    def __init__(self, puzzles: Tensor, start: Tensor) -> None:
+    def __init__(self, model: SudokuPotts, puzzles: Tensor, start: Tensor) -> None:
+        self.model = model
         self.puzzles = require_integers("puzzles", puzzles, (CELLS,), high=SIDE)
-        digits = torch.arange(1, SIDE + 1, device=puzzles.device)
-        clues = puzzles.unsqueeze(2) == digits
-        self.known = clues.any(2, keepdim=True)  # (B, 81, 1): clues, and fixed cells
-        self.means = torch.where(self.known, clues.to(start), start)
-        self.active = torch.arange(len(puzzles), device=puzzles.device)
-        self.step = 0
-        self.kept = torch.empty_like(self.means)
-        self.residual = start.new_empty(len(puzzles))
-        self.steps = torch.zeros_like(self.active)
+        clues = puzzles.unsqueeze(2) == torch.arange(1, SIDE + 1, device=puzzles.device)
+        self.known = clues.any(2)  # (B, 81): clues, and fixed cells
+        self.means = torch.where(self.known.unsqueeze(2), clues.to(start), start)
+        self.finished = torch.zeros_like(self.known[:, 0])
+        self.steps = torch.zeros_like(self.finished, dtype=torch.int64)
+        self.beta = start.new_zeros(len(puzzles), 1, 1)  # at the last step of each
 
-    def advance(self, model: SudokuPotts, beta: float, damping: float) -> None:
+    def response(self) -> Tensor:
+        return torch.softmax(self.beta * self.model.field(self.means), -1)
+
+    def advance(self, beta: float, damping: float) -> None:
         """One damped step of the mean field in the cells that are not known."""
-        response = torch.softmax(beta * model.field(self.means), -1)
-        self.means = torch.where(self.known, self.means, self.means.lerp(response, damping))
-        self.step += 1
+        self.steps += ~self.finished
+        self.beta[~self.finished] = beta
+        rests = (self.known | self.finished.unsqueeze(1)).unsqueeze(2)
+        self.means = torch.where(rests, self.means, self.means.lerp(self.response(), damping))
 
-    def ended(self) -> Tensor:
-        """(active,) bool: solved, or with a mean that is not finite, from which there is no way back."""
-        return solved(self.means.argmax(2) + 1) | ~self.means.flatten(1).isfinite().all(1)
-
-    def take_out(self, done: Tensor, model: SudokuPotts, beta: float) -> None:
-        """Write the results of the boards that are done, and go on with the others."""
-        which = self.active[done]
-        if len(which) == 0:
-            return
-        means, known = self.means[done], self.known[done]
-        response = torch.softmax(beta * model.field(means), -1)
-        self.residual[which] = (response - means).masked_fill(known, 0.0).abs().amax((1, 2))
-        self.kept[which], self.steps[which] = means, self.step
-        left = ~done
-        self.active, self.means, self.known = self.active[left], self.means[left], self.known[left]
+    def finish(self) -> bool:
+        """Note which boards are solved, known whole, or not finite for ever; whether all are finished."""
+        lost = ~self.means.flatten(1).isfinite().all(1)
+        self.finished |= solved(self.means.argmax(2) + 1) | self.known.all(1) | lost
+        return bool(self.finished.all())
 
     def fix_surest(self) -> None:
-        """In each board, make the most certain of the cells that are not known one-hot."""
-        rows = torch.arange(len(self.active), device=self.active.device)
-        cells = self.means.amax(2).masked_fill(self.known.squeeze(2), -1.0).argmax(1)
+        """In each board that goes on, make the most certain of the cells that are not known one-hot."""
+        rows = (~self.finished).nonzero().squeeze(1)
+        cells = self.means.amax(2).masked_fill(self.known, -1.0).argmax(1)[rows]
         digits = self.means[rows, cells].argmax(1)
-        self.means[rows, cells] = torch.nn.functional.one_hot(digits, SIDE).to(self.means)
-        self.known = self.known.index_put((rows, cells), torch.tensor(True).to(rows.device))
+        self.means[rows, cells] = nn.functional.one_hot(digits, SIDE).to(self.means)
+        self.known[rows, cells] = True
 
     def answer(self) -> SudokuAnswer:
-        means = self.kept
+        means = self.means
         boards = torch.where(self.puzzles == 0, means.argmax(2) + 1, self.puzzles)
         undecided = (means.amax(2) < DECIDED).any(1)
         status = torch.where(undecided, int(BoardStatus.UNDECIDED), int(BoardStatus.BROKEN))
         status = torch.where(solved(boards), int(BoardStatus.SOLVED), status)
         finite = means.flatten(1).isfinite().all(1)
         status = torch.where(finite, status, int(BoardStatus.NONFINITE))
-        return SudokuAnswer(boards, means, status, self.residual, self.steps)
+        moves = (self.response() - means).masked_fill(self.known.unsqueeze(2), 0.0)
+        return SudokuAnswer(boards, means, status, moves.abs().amax((1, 2)), self.steps)
 
 
 class SudokuPotts(nn.Module):
@@ -670,14 +663,11 @@ class SudokuPotts(nn.Module):
         if first > last:
             raise ValueError(f"beta must be two rising numbers, got {beta!r}")
         require_number("damping", damping, low=0.0, high=1.0, closed=False)
-        run = BoardRun(puzzles, self._uniform())
+        run = BoardRun(self, puzzles, self._uniform())
         for step in range(1, steps + 1):
-            now = first * (last / first) ** ((step - 1) / max(steps - 1, 1))
-            run.advance(self, now, damping)
-            if step == steps or step % CHECKED_EVERY == 0:
-                run.take_out(run.ended() | (step == steps), self, now)
-                if len(run.active) == 0:
-                    break
+            run.advance(first * (last / first) ** ((step - 1) / max(steps - 1, 1)), damping)
+            if step % CHECKED_EVERY == 0 and run.finish():
+                break
         return run.answer()
 
     @torch.no_grad()
@@ -698,15 +688,14 @@ class SudokuPotts(nn.Module):
         require_positive("beta", beta)
         require_count("steps", steps)
         require_number("damping", damping, low=0.0, high=1.0, closed=False)
-        run = BoardRun(puzzles, self._uniform())
-        for index in range(CELLS):
-            for _ in range(10 * steps if index == 0 else steps):
-                run.advance(self, beta, damping)
-            last = index == CELLS - 1  # of a puzzle without clues one cell is then left
-            run.take_out(run.ended() | run.known.all(2).all(1) | last, self, beta)
-            if len(run.active) == 0:
+        run = BoardRun(self, puzzles, self._uniform())
+        for index in range(CELLS):  # of a puzzle without clues one cell is left at the end
+            if index:
+                run.fix_surest()
+            for _ in range(steps if index else 10 * steps):
+                run.advance(beta, damping)
+            if run.finish():
                 break
-            run.fix_surest()
         return run.answer()
 
     def field(self, means: Tensor) -> Tensor:
