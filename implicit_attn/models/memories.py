@@ -58,18 +58,15 @@ def pseudo_likelihood(patterns: Tensor, steps: int = STEPS, rate: float = RATE) 
     Source: Besag (1975), https://doi.org/10.2307/2987782; D'Amico and Negri (2024),
     https://arxiv.org/abs/2409.16112, for memories.
     """
-    couplings = torch.zeros_like(patterns[0]).diag()
-    first, second = torch.zeros_like(couplings), torch.zeros_like(couplings)
-    for step in range(1, steps + 1):
-        # By hand: the gradient is a product of matrices, and no graph is recorded.
-        doubt = torch.sigmoid(-2 * patterns * (patterns @ couplings)) * patterns
-        slope = doubt.mT @ patterns
-        slope = _without_diagonal((slope + slope.mT) / len(patterns))
-        first = torch.lerp(slope, first, 0.9)
-        second = torch.lerp(slope.square(), second, 0.999)
-        root = (second / (1 - 0.999**step)).sqrt() + 1e-8
-        couplings = couplings + rate / (1 - 0.9**step) * first / root
-    return couplings
+    couplings = nn.Parameter(torch.zeros_like(patterns[0]).diag())
+    optimizer = torch.optim.Adam([couplings], rate, maximize=True)
+    with torch.no_grad():  # the gradient is a product of matrices
+        for _ in range(steps):
+            doubt = torch.sigmoid(-2 * patterns * (patterns @ couplings)) * patterns
+            slope = doubt.mT @ patterns
+            couplings.grad = _without_diagonal((slope + slope.mT) / len(patterns))
+            optimizer.step()
+    return couplings.detach()
 
 
 def _without_diagonal(matrix: Tensor) -> Tensor:
