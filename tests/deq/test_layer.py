@@ -151,10 +151,10 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     option("eval_max_steps must be >= 1", eval_max_steps=0),
     option("eval_tolerance must be a number", eval_tolerance="1e-3"),
     *[
-        (lambda update=update: DEQ(update), r"update must be an Update or an Energy.*from_update")
+        (lambda update=update: DEQ(update), r"update must be an Update or an Energy.*from_update")  # type: ignore[arg-type]
         for update in (well, nn.Linear(2, 2), None, GradientStep)
     ],
-    *[(lambda init=init: DEQ(Quadratic(), init=init), "init must be") for init in ("ones", None, 0)],
+    *[(lambda init=init: DEQ(Quadratic(), init=init), "init must be") for init in ("ones", None, 0)],  # type: ignore[arg-type]
     given(r"NaN or infinity in samples \[1\]", nan_in_sample_one),
     given(r"NaN or infinity in samples \[0, 1\]", lambda: tokens() / 0),
     given("at least one sample, got shape", lambda: tokens(batch=0)),
@@ -166,7 +166,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     given("x must be a tensor", lambda: None),
     given("x must be a tensor.*give init a function", lambda: {"x": tokens()}),
     *[
-        (lambda energy=energy: DEQ.from_energy(energy)(tokens()), message)
+        (lambda energy=energy: DEQ.from_energy(energy)(tokens()), message)  # type: ignore[arg-type]
         for energy, message in (
             (lambda z, x: (z - x).square().sum(), r"\(2,\), got a scalar"),
             (lambda z, x: (z - x).square().sum(-1), r"\(2,\).*got shape \(2, 3\)"),

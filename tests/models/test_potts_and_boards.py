@@ -690,7 +690,7 @@ def fill(board: Any = BLANK, **options: Any) -> object:
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
-    *[(lambda s=s: PottsModel(SITES, COLOURS).logits(s), message) for s, message in (
+    *[(lambda s=s: PottsModel(SITES, COLOURS).logits(s), message) for s, message in (  # type: ignore[arg-type]
         (torch.zeros(2, 5, dtype=torch.long), r"s must be integers \(B, 4\)"),
         (torch.zeros(2, 4, 2), r"\(B, N, d\), N = 4, d = 3, got"),
         (torch.full((2, 4), 3), r"\[0, 2\], got 3 to 3"),
@@ -719,13 +719,13 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         lambda: fit_pseudolikelihood(PottsModel(4, 3).requires_grad_(False), data()),
         "model must have a parameter",
     ),
-    *[(lambda boards=boards: learn_groups(boards, 3, steps=1), message) for boards, message in (
+    *[(lambda boards=boards: learn_groups(boards, 3, steps=1), message) for boards, message in (  # type: ignore[arg-type]
         (torch.zeros(2, 4), r"boards must be integers \(B, N\), got torch.float32"),
         ([[0, 1]], "boards must be integers"),
         (torch.zeros(4, 2, dtype=torch.int64), r"boards must be \(M, N\) with N >= 3"),
         (torch.full((20, 4), 5), r"boards must lie in \[0, 2\], got 5 to 5"),
     )],
-    *[(lambda changes=changes: solver(**changes), message) for changes, message in (
+    *[(lambda changes=changes: solver(**changes), message) for changes, message in (  # type: ignore[arg-type]
         ({"groups": []}, "groups must hold at least one group"),
         ({"groups": [[0, 9]]}, r"groups must hold different cells in 0 .. 8 each, got \[0, 9\]"),
         ({"groups": [[0, 0]]}, "groups must hold different cells"),
