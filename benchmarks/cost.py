@@ -26,7 +26,7 @@ import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
-from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, drawing
+from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, new_figure
 
 Row = dict[str, Any]
 
@@ -97,33 +97,30 @@ def _counts(last: solvers.Solution | None) -> Row:
 
 def draw_curves(path: Path, rows: list[Row]) -> None:
     sizes = ", ".join(f"{name} {value}" for name, value in BASE.items())
-    with drawing(
-        path, f"One training step of a layer, around {sizes}", (10.0, 7.6), dpi=90
-    ) as figure:
-        axes_of = list(dict.fromkeys(row["axis"] for row in rows))
-        panels = figure.subplots(3, len(axes_of), squeeze=False, sharey="row")
-        for column, axis in enumerate(axes_of):
-            given = list(dict.fromkeys(row["value"] for row in rows if row["axis"] == axis))
-            for place_, key in enumerate(("ms", "peak MB", "evaluations")):
-                axes = panels[place_][column]
-                for name, color in COLORS.items():
-                    own = [r for r in rows if r["axis"] == axis and r["layer"] == name]
-                    axes.plot(
-                        given, [r[key] for r in own], "o-", color=color, label=name, markersize=4
-                    )
-                    if key == "evaluations" and name != "transformer layer":
-                        axes.plot(given, [r["backward"] for r in own], ":", color=color)
-                axes.set_xscale("log", base=2)
-                if key != "evaluations":
-                    axes.set_yscale("log")
-                axes.set_xticks(given, [str(value) for value in given])
-                axes.grid(alpha=0.3)
-                if column == 0:
-                    axes.set_ylabel({"ms": "CPU ms", "evaluations": "evaluations\n(dotted: backward)"}
-                                    .get(key, key))  # fmt: skip
-            panels[2][column].set_xlabel(f"{axis}")
-        handles, names = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure = new_figure((10.0, 7.6), f"One training step of a layer, around {sizes}")
+    axes_of = list(dict.fromkeys(row["axis"] for row in rows))
+    panels = figure.subplots(3, len(axes_of), squeeze=False, sharey="row")
+    for column, axis in enumerate(axes_of):
+        given = list(dict.fromkeys(row["value"] for row in rows if row["axis"] == axis))
+        for place_, key in enumerate(("ms", "peak MB", "evaluations")):
+            axes = panels[place_][column]
+            for name, color in COLORS.items():
+                own = [r for r in rows if r["axis"] == axis and r["layer"] == name]
+                axes.plot(given, [r[key] for r in own], "o-", color=color, label=name, markersize=4)
+                if key == "evaluations" and name != "transformer layer":
+                    axes.plot(given, [r["backward"] for r in own], ":", color=color)
+            axes.set_xscale("log", base=2)
+            if key != "evaluations":
+                axes.set_yscale("log")
+            axes.set_xticks(given, [str(value) for value in given])
+            axes.grid(alpha=0.3)
+            if column == 0:
+                axes.set_ylabel({"ms": "CPU ms", "evaluations": "evaluations\n(dotted: backward)"}
+                                .get(key, key))  # fmt: skip
+        panels[2][column].set_xlabel(f"{axis}")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.savefig(path, dpi=90)
 
 
 def curves(repeats: int = 5, few: bool = False, out: Path | None = None) -> None:
@@ -224,22 +221,23 @@ def measure_memory(batch: int, tokens: int, dim: int, heads: int) -> list[Row]:
 
 
 def draw_memory(path: Path, rows: list[Row], title: str) -> None:
-    with drawing(path, title, (9.0, 3.8), dpi=100) as figure:
-        panels = figure.subplots(1, 2)
-        labels = ("saved MB", "peak MB")
-        titles = ("kept for the backward pass", "peak of forward and backward")
-        for axes, key, what in zip(panels, labels, titles, strict=True):
-            for name, (color, style) in STYLES.items():
-                own = [row for row in rows if row["way"] == name]
-                axes.plot([r["iterations"] for r in own], [r[key] for r in own], style, color=color,
-                          label=name, markersize=4)  # fmt: skip
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(ITERATIONS, [str(number) for number in ITERATIONS])
-            axes.set(xlabel="iterations (transformer: layers)", ylabel="MB", title=what)
-            axes.grid(alpha=0.3)
-        handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    figure = new_figure((9.0, 3.8), title)
+    panels = figure.subplots(1, 2)
+    labels = ("saved MB", "peak MB")
+    titles = ("kept for the backward pass", "peak of forward and backward")
+    for axes, key, what in zip(panels, labels, titles, strict=True):
+        for name, (color, style) in STYLES.items():
+            own = [row for row in rows if row["way"] == name]
+            axes.plot([r["iterations"] for r in own], [r[key] for r in own], style, color=color,
+                      label=name, markersize=4)  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ITERATIONS, [str(number) for number in ITERATIONS])
+        axes.set(xlabel="iterations (transformer: layers)", ylabel="MB", title=what)
+        axes.grid(alpha=0.3)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def memory(

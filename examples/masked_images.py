@@ -107,7 +107,7 @@ def masked_images(
             row = {"model": backbone["name"], "seed": each["seed"], "parameters": size}
             row |= {"multiple": multiple, "iterations": number}
             errors.append(row | means(task.evaluate(model, iterations=number)))
-    inputs, targets = task.test_images()
+    inputs, targets = task.tests()
     train = task.data.train_images
     fillings: Table = [
         {"filling": name, **means(task.measures(fill(name, train, inputs), inputs, targets))}

@@ -60,24 +60,18 @@ def save_checkpoint(
         ValueError: a trained parameter is not finite, or the optimizer's state is NaN: no
             checkpoint that :func:`load_checkpoint` accepts could be written.
     """
-    weights = {name: _on_cpu(f"model.{name}", value) for name, value in model.state_dict().items()}
-    _check_finite(model, weights)
-    tensors = {f"model.{name}": value for name, value in weights.items()}
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    kept = {"state": {}, "param_groups": []} if optimizer is None else optimizer.state_dict()
+    for index, entries in kept["state"].items():
+        for entry, value in entries.items():
+            name = f"optimizer.{index}.{entry}"
+            tensors[name] = torch.as_tensor(value) if isinstance(value, int | float) else value
+    tensors = {name: _on_cpu(name, value) for name, value in tensors.items()}
+    _check_finite(model, tensors)
     tensors["random.torch"] = torch.get_rng_state()
-    groups: list[dict[str, Any]] = []
-    if optimizer is not None:
-        kept = optimizer.state_dict()
-        groups = kept["param_groups"]
-        for index, entries in kept["state"].items():
-            for entry, value in entries.items():
-                name = f"optimizer.{index}.{entry}"
-                if not isinstance(value, (Tensor, int, float)):
-                    raise TypeError(f"{name} must be a tensor or a number, got {type(value)}")
-                tensors[name] = _on_cpu(name, torch.as_tensor(value))
-                _check_number(name, tensors[name])
     texts = {
         "format": FORMAT,
-        "groups": json.dumps(groups),
+        "groups": json.dumps(kept["param_groups"]),
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
         "progress": json.dumps(progress or {}),
     }
@@ -117,18 +111,17 @@ def load_checkpoint(
         state = _optimizer_state(_below("optimizer.", tensors))
         random = _random_state(tensors)
         _check_weights(model, weights)
+        _check_finite(model, tensors)
         if optimizer is not None:
             _check_optimizer(optimizer, texts["optimizer"], groups, state)
-    # An optimizer takes new containers for its state, so that the old ones can be put back.
-    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
-    try:
+    with contextlib.ExitStack() as undo:
         if optimizer is not None:
+            # It takes new containers for its state, so that the old ones can be put back.
+            before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            undo.callback(vars(optimizer).update, before)
             _restore(optimizer, groups, state)
         model.load_state_dict(weights)
-    except BaseException:
-        if optimizer is not None and before is not None:
-            optimizer.state, optimizer.param_groups = before
-        raise
+        undo.pop_all()
     torch.set_rng_state(random)
     return progress
 
@@ -287,12 +280,10 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _random_state(tensors: dict[str, Tensor]) -> Tensor:
-    if "random.torch" not in tensors:
-        raise ValueError("it holds no random state")
     try:
         torch.Generator().set_state(tensors["random.torch"])
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"its random state is none of torch's generator ({error})") from error
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"it holds no random state of torch's generator ({error})") from error
     return tensors["random.torch"]
 
 
@@ -322,24 +313,26 @@ def _check_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
             f"it does not fit the model in {len(wrong)} tensors: {name} is {held.get(name)} in the "
             f"file and {own.get(name)} in the model"
         )
-    _check_finite(model, weights)
 
 
-def _check_finite(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """A trained parameter is finite; others and buffers may hold infinities on purpose."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = weights.get(name)
-        if parameter.requires_grad and value is not None:
-            if value.is_floating_point():
-                value = value.double()  # float8 has no isfinite
-            if not value.isfinite().all():
-                raise ValueError(f"the trained parameter {name} is not finite")
+def _check_finite(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Trained parameters are finite, and nothing that the optimizer keeps is NaN.
 
-
-def _check_number(name: str, value: Tensor) -> None:
-    """No NaN. (A mean square may overflow, which an optimizer survives.)"""
-    if value.is_floating_point() and bool(value.double().isnan().any()):
-        raise ValueError(f"{name} is NaN")
+    Other parameters and buffers may hold infinities on purpose; a mean square may overflow, which an
+    optimizer survives.
+    """
+    trained = {
+        f"model.{name}"
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    for name, value in tensors.items():
+        if value.is_floating_point():
+            value = value.double()  # float8 has no isfinite
+        if name in trained and not value.isfinite().all():
+            raise ValueError(f"the trained parameter {name.removeprefix('model.')} is not finite")
+        if name.startswith("optimizer.") and value.isnan().any():
+            raise ValueError(f"{name} is NaN")
 
 
 def _check_optimizer(
@@ -363,26 +356,22 @@ def _check_optimizer(
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     if max(state, default=0) >= len(parameters):
         raise ValueError(f"it holds a state of parameter {max(state)}, there are {len(parameters)}")
-    names = {entry for entries in state.values() for entry in entries}
-    torchs = type(optimizer).__module__.startswith("torch.optim.")
+    # What optimizers other than torch's keep, and in which shapes, is their own affair; so is Adafactor's.
+    if not type(optimizer).__module__.startswith("torch.optim.") or name == "Adafactor":
+        return
+    names = sorted({entry for entries in state.values() for entry in entries})
     for index, entries in state.items():
-        for entry in sorted(names):
-            if entry in entries:
-                _check_number(f"optimizer.{index}.{entry}", entries[entry])
-            # What others keep, and in which shapes, is their own affair; so is Adafactor's.
-            if torchs and name != "Adafactor":
-                _check_entry(index, entry, entries.get(entry), parameters[index])
-
-
-def _check_entry(index: int, entry: str, value: Tensor | None, parameter: Tensor) -> None:
-    """One number, or a tensor like the parameter."""
-    single = value is not None and value.dim() == 0 and (entry != "step" or value.item() >= 0)
-    like = value is not None and (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
-    if not (single or (like and entry != "step")):
-        raise ValueError(
-            f"optimizer.{index}.{entry} is {_shown(value)}, expected a number or one like the "
-            f"parameter, {_shown(parameter)}"
-        )
+        for entry in names:  # each a number, or a tensor like the parameter
+            shown, like = _shown(entries.get(entry)), _shown(parameters[index])
+            value = entries.get(entry)
+            number = (
+                value is not None and value.dim() == 0 and (entry != "step" or value.item() >= 0)
+            )
+            if not number and (shown != like or entry == "step"):
+                raise ValueError(
+                    f"optimizer.{index}.{entry} is {shown}, expected a number or one like the "
+                    f"parameter, {like}"
+                )
 
 
 def _restore(optimizer: torch.optim.Optimizer, groups: list[Any], state: State) -> None:

@@ -13,6 +13,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,14 @@ def main(words: Sequence[str] | None = None) -> None:
     options: set[str] = set()
     with one_line(f"{PROGRAM} {name or ''}".strip(), options):
         if name is None:
-            begins = {key.split()[0] for key in COMMANDS if " " in key}
-            group = given[0] if given[:1] and given[0] in begins else ""
-            rest = given[bool(group) :]
-            if rest[:1] in (["--help"], ["-h"]):
+            group = next((g for g in ("train", "study") if given[:1] == [g]), "")
+            asked = given[bool(group) :][:1]
+            if asked in (["--help"], ["-h"]):
                 print(overview(group))
                 return
-            known = (k.removeprefix(group).split()[0] for k in COMMANDS if k.startswith(group))
-            said = f"got {rest[0]!r}" if rest else "got none"
-            listed = ", ".join(dict.fromkeys(known))
-            raise SystemExit(f"{group or 'command'} must be followed by one of {listed}; {said}")
+            known = [k.removeprefix(group).split()[0] for k in COMMANDS if k.startswith(group)]
+            listed, got = ", ".join(dict.fromkeys(known)), repr(asked[0]) if asked else "none"
+            raise SystemExit(f"{group or 'command'} must be followed by one of {listed}; got {got}")
         module, _, member = COMMANDS[name][0].partition(":")
         kind: Any = getattr(importlib.import_module(f"implicit_attn.{module}"), member)
         words = given[len(name.split()) :]
@@ -147,30 +146,23 @@ def read(kind: Any, words: Sequence[str], prog: str = PROGRAM) -> Any:
         ImportError: tyro is not installed.
     """
     tyro: Any = require("tyro", extra="training")
+    options: Any = {"prog": prog, "config": (tyro.conf.FlagCreatePairsOff,)}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            found = tyro.cli(
-                kind, args=list(words), prog=prog, config=(tyro.conf.FlagCreatePairsOff,)
-            )
+            found = tyro.cli(kind, args=list(words), **options)
     except SystemExit as end:
         if not end.code:
             raise
         raise ValueError(_in_one_line(said.getvalue())) from None
     for field in dataclasses.fields(kind):
-        value = getattr(found, field.name)
+        value, low = getattr(found, field.name), 0 if field.default == 0 else 1
         for each in value if isinstance(value, tuple) else (value,):
-            _check_number(field.name, each, 0 if field.default == 0 else 1)
+            if type(each) is int and each < low:
+                raise ValueError(f"{field.name} must be an integer >= {low}, got {each}")
+            if isinstance(each, float) and not 0 <= each < math.inf:
+                raise ValueError(f"{field.name} must be a finite number >= 0, got {each}")
     return found
-
-
-def _check_number(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    if isinstance(value, int) and value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value}")
-    if isinstance(value, float) and not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0, got {value}")
 
 
 def _in_one_line(box: str) -> str:
@@ -266,20 +258,21 @@ def kernels() -> Rows:
 def folders() -> Rows:
     """The user's data, and the cache of downloads, with the sets that are there."""
     named = os.environ.get(DATA_VARIABLE)
-    yield "data", _told(lambda: Path(named)) if named else f"${DATA_VARIABLE} is not set"
-    yield "data cache", _told(cache_folder)
-
-
-def _told(find: Callable[[], Path]) -> str:
-    """A folder that may not be entered, or has no home to be in, is told; the other rows go on."""
-    try:
-        folder = find()
-        if not folder.is_dir():
-            return f"{folder} (no such folder)"
-        sets = [name for name, pattern in DATA_SETS.items() if any(folder.glob(pattern))]
-        return f"{folder}: {', '.join(sets) or 'no data set'}"
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        return f"cannot be read: {error}"
+    places: list[tuple[str, Callable[[], Path]]] = [("data cache", cache_folder)]
+    if named:
+        places.insert(0, ("data", partial(Path, named)))
+    else:
+        yield "data", f"${DATA_VARIABLE} is not set"
+    for name, find in places:
+        try:
+            folder = find()
+            sets = [key for key, pattern in DATA_SETS.items() if any(folder.glob(pattern))]
+            there = (
+                f": {', '.join(sets) or 'no data set'}" if folder.is_dir() else " (no such folder)"
+            )
+            yield name, f"{folder}{there}"
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            yield name, f"cannot be read: {error}"
 
 
 def extras() -> Rows:

@@ -10,10 +10,8 @@ from types import ModuleType
 
 DISTRIBUTION = "implicit-attn"
 # Of a requirement as metadata have it: the name, its extras, and the extra that brings it along.
-_NAME, _EXTRA = (
-    re.compile(r"([\w.-]+)\s*(?:\[([\w.,-]+)\])?"),
-    re.compile(r"extra == ['\"]([\w-]+)"),
-)
+_NAME = re.compile(r"([\w.-]+)\s*(?:\[([\w.,-]+)\])?")
+_EXTRA = re.compile(r"extra == ['\"]([\w-]+)")
 
 
 def require(module: str, *, extra: str | None) -> ModuleType:
@@ -53,20 +51,19 @@ def requirements(lines: Sequence[str] | None = None) -> dict[str, list[str]]:
             lines = importlib.metadata.requires(DISTRIBUTION) or []
         except importlib.metadata.PackageNotFoundError:
             return {}
-    found: dict[str, list[str]] = {}
-    included: dict[str, list[str]] = {}
+    own: dict[str, list[str]] = {}
+    included: dict[str, list[str]] = {}  # extras by the extra that includes them
     for line in lines:
         name, extra = _NAME.match(line), _EXTRA.search(line)
         group = extra[1] if extra else ""
-        if name is None:
-            continue
-        if name[1].replace("_", "-") == DISTRIBUTION:
+        own.setdefault(group, [])
+        if name is not None and name[1].replace("_", "-") == DISTRIBUTION:
             included.setdefault(group, []).extend((name[2] or "").split(","))
-        else:
-            found.setdefault(group, []).append(name[1])
-    return {group: _gathered(group, found, included) for group in {**found, **included}}
+        elif name is not None:
+            own[group].append(name[1])
 
+    def gathered(group: str) -> list[str]:
+        inner = [name for part in included.get(group, []) for name in gathered(part)]
+        return list(dict.fromkeys([*own.get(group, []), *inner]))
 
-def _gathered(group: str, own: dict[str, list[str]], included: dict[str, list[str]]) -> list[str]:
-    inner = [name for part in included.get(group, []) for name in _gathered(part, own, included)]
-    return list(dict.fromkeys([*own.get(group, []), *inner]))
+    return {group: gathered(group) for group in own}

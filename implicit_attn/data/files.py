@@ -24,10 +24,7 @@ XZ_MEMORY = 2**27  # bytes that an xz stream may ask for; "xz -9" asks for 65 Mi
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is distributed gzipped.
-
-    A file that was compressed again is as good as the original: local ones are judged by content.
-    """
+    """A file that is distributed gzipped; local ones are judged by content, however compressed."""
 
     folder: str  # inside the user's data folder and inside the cache
     name: str  # once decompressed
@@ -74,12 +71,7 @@ def fetch(file: RemoteFile) -> bytes:
 
 
 def download(folder: str, name: str, urls: Sequence[str], md5: str) -> Path:
-    """``folder/name`` in the cache, by pooch from the first URL that gives it.
-
-    Raises:
-        FileNotFoundError: none did; the message says where the file would have been found.
-        ImportError: pooch is not installed.
-    """
+    """``folder/name`` in the cache, by pooch from the first URL that gives it; else FileNotFoundError."""
     places = ", ".join(map(str, search_folders()))
     wanted = f"{folder}/{name} is not in {places}; set {DATA_VARIABLE} to a folder that holds it"
     try:
@@ -109,14 +101,10 @@ def check_md5(content: bytes, expected: str, source: str) -> None:
 
 @contextmanager
 def damaged(path: str | Path, expected: str) -> Iterator[None]:
-    """The part of a reader that decodes: whatever a decoder raises becomes a ``ValueError``.
+    """The part of a reader that decodes: errors of any kind become a ``ValueError`` with the file's name.
 
-    Decoders raise errors of many kinds (``KeyError``, ``struct.error``, ``RecursionError``, ...) on
-    a file that is not theirs, and add new ones with their versions. A missing file, permission or
-    package stays what it is.
-
-    Raises:
-        ValueError: with the file's name, what was expected, and what the decoder said.
+    Decoders raise many kinds (``KeyError``, ``struct.error``, ``RecursionError``, ...) on a file that is
+    not theirs. A missing file, permission or package stays what it is.
     """
     try:
         yield
@@ -133,8 +121,7 @@ def damaged(path: str | Path, expected: str) -> Iterator[None]:
 def read_content(path: Path, most: int = MOST_BYTES) -> bytes:
     """The bytes of a file, decompressed if it is gzip or xz, whatever its name says.
 
-    Raises:
-        ValueError: the file is damaged, or has more than ``most`` bytes; no more are unpacked.
+    ValueError where the file is damaged, or has more than ``most`` bytes; no more are unpacked.
     """
     with path.open("rb") as file, damaged(path, "a file that is whole"):
         start = file.read(len(XZ))
@@ -167,29 +154,19 @@ def _read(stream: Any, most: int) -> bytes:
 def read_members(path: Path, most: int, largest: int) -> Iterator[tuple[str, bytes]]:
     """Name and content of the plain files of a tar archive, compressed or not, in order.
 
-    Links and devices are passed over, and no name is ever used as a path.
-
-    Args:
-        path: of the archive.
-        most: bytes of the whole archive, once decompressed.
-        largest: bytes of one file.
-
-    Raises:
-        ValueError: the archive is damaged, or exceeds one of these.
+    Links and devices are passed over, and no name is ever used as a path. ValueError where the archive is
+    damaged, is longer than ``most`` bytes once decompressed, or holds a file longer than ``largest``.
     """
     content = io.BytesIO(read_content(path, most))
     with damaged(path, "a tar archive"), tarfile.open(fileobj=content, mode="r:") as archive:
         for member in archive:
             if not member.isreg():
                 continue
+            name = f"{path}: {member.name}"
             if not 0 <= member.size <= largest:
-                raise ValueError(
-                    f"{path}: {member.name} has {member.size} bytes, expected at most {largest}"
-                )
+                raise ValueError(f"{name} has {member.size} bytes, expected at most {largest}")
             file = archive.extractfile(member)
             held = b"" if file is None else file.read()
             if len(held) != member.size:
-                raise ValueError(
-                    f"{path}: {member.name} has {len(held)} bytes, expected {member.size}"
-                )
+                raise ValueError(f"{name} has {len(held)} bytes, expected {member.size}")
             yield member.name, held

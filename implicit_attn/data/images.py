@@ -6,7 +6,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +92,21 @@ class ImageData:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def _check(self, part: str, images: Tensor, labels: Tensor) -> None:
+        name = f"{self.name}: {part}"
         if images.dtype != torch.float32 or labels.dtype != torch.int64:
             raise TypeError(
-                f"{self.name}: {part}_images and {part}_labels are {images.dtype} and "
-                f"{labels.dtype}, expected torch.float32 and torch.int64"
+                f"{name}_images and {part}_labels are {images.dtype} and {labels.dtype}, expected "
+                "torch.float32 and torch.int64"
             )
         if images.dim() != 4 or images.numel() == 0 or labels.shape != images.shape[:1]:
             raise ValueError(
-                f"{self.name}: {part}_images {tuple(images.shape)} and {part}_labels "
-                f"{tuple(labels.shape)}, expected (N, channels, height, width) and (N,), none empty"
+                f"{name}_images {tuple(images.shape)} and {part}_labels {tuple(labels.shape)}, expected "
+                "(N, channels, height, width) and (N,), none empty"
             )
         for what, values, top in (("images", images, 1), ("labels", labels, self.classes - 1)):
             low, high = values.min().item(), values.max().item()
-            # Written so that NaN, which compares false, is refused as well.
-            if not (low >= 0 and high <= top):
-                raise ValueError(
-                    f"{self.name}: {part}_{what} lie in [{low}, {high}], expected [0, {top}]"
-                )
+            if not (low >= 0 and high <= top):  # NaN compares false
+                raise ValueError(f"{name}_{what} lie in [{low}, {high}], expected [0, {top}]")
 
 
 def some_samples(targets: Tensor, number: int) -> slice | Tensor:
@@ -176,8 +174,7 @@ def hash_seed(stream: tuple[int, ...], **numbers: int) -> int:
     the steps of a model.
     """
     for name, value in numbers.items():
-        if value < 0:
-            raise ValueError(f"{name} must be >= 0, got {value!r}")
+        require_count(name, value, low=0)
     sequence = np.random.SeedSequence([*numbers.values()], spawn_key=stream)
     return int(sequence.generate_state(1, np.uint64)[0])
 
@@ -215,8 +212,8 @@ class RandomAffine:
     shift: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("rotation", "scale", "shear", "shift"):
-            require_nonnegative(name, getattr(self, name))
+        for bound in fields(self):
+            require_nonnegative(bound.name, getattr(self, bound.name))
         if self.scale >= 1:
             raise ValueError(f"scale must be < 1, got {self.scale!r}")
 
@@ -331,51 +328,41 @@ def load_digits(*, holdout: float = 0.2, seed: int = 0) -> ImageData:
 
 # MNIST and Fashion-MNIST: 60,000 training and 10,000 test images of 28x28, 10 classes.
 
-_NAMES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+# md5 of the distributed archive, md5 of what is in it
+_MNIST = {
+    "train-images-idx3-ubyte": ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+    "train-labels-idx1-ubyte": ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+    "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+    "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+}  # fmt: skip
+_FASHION = {
+    "train-images-idx3-ubyte": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+    "train-labels-idx1-ubyte": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+    "t10k-images-idx3-ubyte": ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+    "t10k-labels-idx1-ubyte": ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+}  # fmt: skip
 _SHAPES = ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,))
 
 
 def _files(
-    folder: str, mirrors: tuple[str, ...], checksums: tuple[tuple[str, str], ...]
+    folder: str, checksums: dict[str, tuple[str, str]], *mirrors: str
 ) -> tuple[RemoteFile, ...]:
     return tuple(
         RemoteFile(folder, name, *md5s, mirrors, 4 + 4 * len(shape) + math.prod(shape))
-        for name, shape, md5s in zip(_NAMES, _SHAPES, checksums, strict=True)
+        for (name, md5s), shape in zip(checksums.items(), _SHAPES, strict=True)
     )
 
 
-# md5 of the distributed archive, md5 of what is in it; in the order of _NAMES
 MNIST_FILES = _files(
-    "mnist",
-    (
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    ),
-    (
-        ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
-        ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
-        ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
-        ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
-    ),
-)
+    "mnist", _MNIST,
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)  # fmt: skip
 FASHION_MNIST_FILES = _files(
-    "fashion-mnist",
-    (
-        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    ),
-    (
-        ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
-        ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
-        ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
-        ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
-    ),
-)
+    "fashion-mnist", _FASHION,
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+)  # fmt: skip
 
 
 def load_mnist() -> ImageData:
@@ -397,27 +384,24 @@ def load_mnist() -> ImageData:
 
 
 def load_fashion_mnist() -> ImageData:
-    """Fashion-MNIST (Xiao, Rasul, Vollgraf, https://arxiv.org/abs/1708.07747), in its own split.
-
-    As :func:`load_mnist`, with the folder ``fashion-mnist``.
-    """
+    """Fashion-MNIST (https://arxiv.org/abs/1708.07747), as :func:`load_mnist`, in ``fashion-mnist``."""
     return _load("fashion-mnist", FASHION_MNIST_FILES)
 
 
 def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
-    arrays: list[Tensor] = []
-    for file, shape in zip(files, _SHAPES, strict=True):
-        source = f"{file.folder}/{file.name}"
-        array = parse_idx(fetch(file), source=source)
-        if array.shape != shape:
-            raise ValueError(f"{source}: shape {tuple(array.shape)}, expected {shape}")
-        arrays.append(array)
-    pixels, labels, test_pixels, test_labels = arrays
+    # The checksums of the contents have been checked, and so have the shapes.
+    pixels, labels, test_pixels, test_labels = (
+        parse_idx(fetch(file), source=f"{file.folder}/{file.name}") for file in files
+    )
     return from_pixels(name, (pixels.unsqueeze(1), labels), (test_pixels.unsqueeze(1), test_labels))
 
 
 def read_idx(path: str | Path, *, most: int = MOST_BYTES) -> Tensor:
     """Read an IDX file of unsigned bytes, gzipped or not, into a uint8 tensor of the header's dimensions.
+
+    Bytes 0 and 1 are zero, byte 2 is the type code (8: unsigned bytes), byte 3 the number of dimensions; each
+    dimension follows as a big-endian uint32, then the elements in C order. (LeCun, Cortes, Burges: The MNIST
+    database, "File formats".)
 
     Args:
         path: of the file.

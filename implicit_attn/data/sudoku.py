@@ -22,10 +22,8 @@ from solvers.core.checks import require_choice, require_count
 
 SIDE, CELLS = 9, 81
 ALL = (1 << SIDE) - 1  # a bit a digit
-PLACES = [  # row, column and box of every cell
-    (cell // SIDE, cell % SIDE, 3 * (cell // (3 * SIDE)) + cell % SIDE // 3)
-    for cell in range(CELLS)
-]
+# The units of every cell: its row, its column and its box, numbered one after the other.
+PLACES = [(k // 9, 9 + k % 9, 18 + 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
 
 
 def units() -> Tensor:
@@ -163,20 +161,21 @@ def solve_sudoku(
     """
     if len(puzzle) != CELLS or not all(0 <= digit <= SIDE for digit in puzzle):
         raise ValueError(f"puzzle must be 81 digits in 0 .. 9, got {list(puzzle)!r}")
-    rows, columns, boxes = [ALL] * SIDE, [ALL] * SIDE, [ALL] * SIDE  # digits still free in each
+    left = 3 * SIDE * [ALL]  # digits still free in each unit, a bit a digit
     board = list(puzzle)
     found: list[list[int]] = []
 
-    def toggle(cell: int, bit: int) -> None:
+    def free(cell: int) -> int:
         row, column, box = PLACES[cell]
-        rows[row] ^= bit
-        columns[column] ^= bit
-        boxes[box] ^= bit
+        return left[row] & left[column] & left[box]
+
+    def toggle(cell: int, bit: int) -> None:
+        for unit in PLACES[cell]:
+            left[unit] ^= bit
 
     for cell, digit in enumerate(board):
         if digit:
-            row, column, box = PLACES[cell]
-            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
+            if not free(cell) >> (digit - 1) & 1:
                 return []  # two clues contradict each other
             toggle(cell, 1 << (digit - 1))
 
@@ -186,11 +185,10 @@ def solve_sudoku(
             return
         fewest, chosen, allowed = SIDE + 1, -1, 0
         for cell in open_cells:
-            row, column, box = PLACES[cell]
-            free = rows[row] & columns[column] & boxes[box]
-            count = free.bit_count()
+            digits_left = free(cell)
+            count = digits_left.bit_count()
             if count < fewest:
-                fewest, chosen, allowed = count, cell, free
+                fewest, chosen, allowed = count, cell, digits_left
                 if count <= 1:
                     break
         rest = [cell for cell in open_cells if cell != chosen]
@@ -299,10 +297,9 @@ def load_sudoku(
         FileNotFoundError: ``source`` is "list", and there is none.
         ValueError: a number is out of range, or the list holds too few puzzles.
     """
-    found = resolve_source(source)
+    path = None if resolve_source(source) == "generated" else find_list()
     require_count("train", train)
     require_count("test", test)
-    path = None if found == "generated" else find_list()
     generator = torch.Generator().manual_seed(seed)
     if path is None:
         name, most = "generated Sudoku", GENERATED_MORE
@@ -355,21 +352,20 @@ def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
 
 def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tensor:
     """(N, 81) int64; dtype and shape that the header declares are checked before the rest is read."""
+    what = f"{path}: {name}"
     with archive.open(f"{name}.npy") as stream:
         version = np.lib.format.read_magic(stream)
         if version != (1, 0):
-            raise ValueError(f"{path}: {name} has .npy version {version}, expected (1, 0)")
+            raise ValueError(f"{what} has .npy version {version}, expected (1, 0)")
         shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
         if dtype.kind not in "iu":
-            raise ValueError(f"{path}: {name} is {dtype}, expected integers")
+            raise ValueError(f"{what} is {dtype}, expected integers")
         if len(shape) != 2 or shape[1] != CELLS or not 1 <= shape[0] <= MOST_PUZZLES:
-            raise ValueError(
-                f"{path}: {name} is {shape}, expected (N, {CELLS}), 1 <= N <= {MOST_PUZZLES}"
-            )
+            raise ValueError(f"{what} is {shape}, expected (N, 81), 1 <= N <= {MOST_PUZZLES}")
         size = shape[0] * CELLS * dtype.itemsize
         content = stream.read(size + 1)
     if len(content) != size:
-        raise ValueError(f"{path}: {name} has {len(content)} bytes, expected {size}")
+        raise ValueError(f"{what} has {len(content)} bytes, expected {size}")
     values = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
     return torch.from_numpy(values.astype(np.int64, order="C"))
 
@@ -384,10 +380,8 @@ def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Gener
     if require_count("more", more, low=0) >= fewest:
         raise ValueError(f"more must be < {fewest}, the unknown cells of a puzzle, got {more}")
     chosen = torch.randint(more + 1, (len(puzzles), 1), generator=generator)
-    # Each cell's place in a random order in which the known cells come last.
-    order = torch.rand(puzzles.shape, generator=generator).masked_fill(puzzles != 0, 2.0)
-    place = order.argsort(1).argsort(1)
-    return torch.where(place < chosen, solutions, puzzles)
+    givens = (puzzles != 0).sum(1, keepdim=True)
+    return reveal_up_to(puzzles, solutions, givens + chosen, generator)
 
 
 def reveal_up_to(

@@ -149,9 +149,8 @@ def split_text(name: str, books: Sequence[str], holdout: float) -> TextData:
     parts = {"train": "".join(train), "validation": "".join(validation)}
     for part, text in parts.items():
         if len(text) < 2:
-            raise ValueError(
-                f"{name}: too short, the part for {part} has {len(text)} symbols, expected two or more"
-            )
+            told = f"the part for {part} has {len(text)} symbols, expected two or more"
+            raise ValueError(f"{name}: too short, {told}")
     return TextData(name, alphabet, *(encode(text, alphabet) for text in parts.values()))
 
 
@@ -172,14 +171,12 @@ def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> 
     """
     require_count("order", order)
     require_positive("pseudocount", pseudocount)
-    size = len(data.alphabet)
-    most = min(
-        len(data.train), len(data.validation), int(63 * math.log(2) / math.log(max(size, 2)))
-    )
+    size, train, held = len(data.alphabet), len(data.train), len(data.validation)
+    most = min(train, held, int(63 * math.log(2) / math.log(max(size, 2))))
     if order > most:
         raise ValueError(
-            f"order must be <= {most} for {len(data.train)} and {len(data.validation)} symbols among "
-            f"{size} different ones, got {order}"
+            f"order must be <= {most} for {train} and {held} symbols among {size} different ones, "
+            f"got {order}"
         )
 
     def read(ids: Tensor) -> Tensor:

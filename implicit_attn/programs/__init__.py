@@ -44,10 +44,9 @@ def mistakes(
 ) -> Iterator[None]:
     """The part of a program whose errors are those of what the user gave: options, files, packages.
 
-    Raises:
-        SystemExit: with the message, which the command prints as one line. In the further processes of
-            a training, where the ``first`` one says the same, with 0: one that fails would have the
-            first killed.
+    They become a SystemExit with the message, which the command prints as one line; in the further
+    processes of a training, where the ``first`` one says the same, with 0: one that fails would have the
+    first killed.
     """
     try:
         yield
@@ -129,11 +128,9 @@ class Program:
             key, equal, text = word.partition("=")
             if not key or not equal:
                 raise ValueError(f"options must be KEY=VALUE, got {word!r}")
-            try:
-                value = json.loads(text)
-            except ValueError:
-                value = text
-            found[key.replace("-", "_")] = value
+            found[key.replace("-", "_")] = text
+            with contextlib.suppress(ValueError):
+                found[key.replace("-", "_")] = json.loads(text)
         return found
 
     def values(self, preset: Mapping[str, Any], *names: str) -> Values:
@@ -143,12 +140,7 @@ class Program:
         return {**preset, **given, **self.further()}
 
     def run(self) -> None:
-        """Train to the end and report.
-
-        Raises:
-            SystemExit: with a message where the folder cannot be used, nothing can be resumed, a
-                value does not fit or the loss is not finite; 130 after Ctrl-C.
-        """
+        """Train to the end and report; SystemExit as of :func:`mistakes`, 130 after Ctrl-C."""
         with mistakes():
             fabric = self._start()
         # A further process that fails would have the first one killed, which says the same.
@@ -165,8 +157,9 @@ class Program:
                 training.run(overwrite=self.overwrite)
             except KeyboardInterrupt:
                 if first:
-                    held_epoch = f"{training.path} holds epoch {training.epoch}"
-                    print(f"interrupted; {held_epoch}: use --resume")
+                    print(
+                        f"interrupted; {training.path} holds epoch {training.epoch}: use --resume"
+                    )
                 raise SystemExit(INTERRUPTED if first else 0) from None
             except NonFiniteLoss as error:
                 raise SystemExit(str(error) if first else 0) from None

@@ -33,7 +33,16 @@ from implicit_attn.programs import (
     take_recipe,
 )
 from implicit_attn.programs.images import SOLVES, BackboneProgram, take
-from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, RED, drawing, format_table
+from implicit_attn.studies.study import (
+    BLUE,
+    DPI,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    format_table,
+    new_figure,
+)
 from implicit_attn.training import (
     CarriedStates,
     SudokuCompletion,
@@ -77,45 +86,35 @@ def filling_figure(
 
     ``curves`` are shares after ``marks`` iterations, of which training had at most ``trained``.
     """
-    title = "Sudoku by a learned update, repeated"
-    with drawing(path, title, (4.6 + 2.9 * len(frames), 3.9)) as figure:
-        curve, *boards = figure.subplots(1, 1 + len(frames), width_ratios=[1.5] + [1] * len(frames))
-        for color, (name, shares) in zip(COLOURS, curves.items(), strict=False):
-            values = [100 * share for share in shares]
-            curve.plot(marks, values, color=color, marker="o", markersize=4, label=f"{name} givens")
-        curve.axvline(trained, color="black", linewidth=0.8, linestyle=":")
-        curve.text(trained, 2, " most in training", fontsize=8)
-        curve.set_xscale("log", base=2)
-        curve.set_xticks(list(marks), [str(mark) for mark in marks])
-        curve.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
-        curve.grid(alpha=0.3)
-        curve.legend(fontsize=8, loc="lower right")
-        for axes, frame in zip(boards, frames, strict=True):
-            draw_frame(axes, puzzle, solution, frame)
+    figure = new_figure((4.6 + 2.9 * len(frames), 3.9), "Sudoku by a learned update, repeated")
+    curve, *boards = figure.subplots(1, 1 + len(frames), width_ratios=[1.5] + [1] * len(frames))
+    for color, (name, shares) in zip(COLOURS, curves.items(), strict=False):
+        values = [100 * share for share in shares]
+        curve.plot(marks, values, color=color, marker="o", markersize=4, label=f"{name} givens")
+    curve.axvline(trained, color="black", linewidth=0.8, linestyle=":")
+    curve.text(trained, 2, " most in training", fontsize=8)
+    curve.set_xscale("log", base=2)
+    curve.set_xticks(list(marks), [str(mark) for mark in marks])
+    curve.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
+    curve.grid(alpha=0.3)
+    curve.legend(fontsize=8, loc="lower right")
+    for axes, frame in zip(boards, frames, strict=True):
+        draw_frame(axes, puzzle, solution, frame)
+    figure.savefig(path, dpi=DPI)
 
 
 def filling_animation(
     path: str | Path, puzzle: Tensor, solution: Tensor, frames: Sequence[Frame]
 ) -> None:
     """The board, one picture a frame, as a GIF; the last one stays for two seconds."""
-    require("matplotlib", extra="examples").use("Agg")
-    pyplot = require("matplotlib.pyplot", extra="examples")
-    image = require("PIL.Image", extra="examples")
-    figure = pyplot.figure(figsize=(3.6, 4.0), dpi=80, layout="constrained")
-    pictures = []
-    try:
-        axes = figure.subplots()
-        for frame in frames:
+    writer = require("matplotlib.animation", extra="examples").PillowWriter(fps=5)
+    figure = new_figure((3.6, 4.0))
+    axes = figure.subplots()
+    with writer.saving(figure, str(path), dpi=80):
+        for frame in (*frames, *9 * frames[-1:]):
             axes.clear()
             draw_frame(axes, puzzle, solution, frame)
-            canvas: Any = figure.canvas
-            canvas.draw()
-            size, pixels = canvas.get_width_height(), canvas.buffer_rgba()
-            pictures.append(image.frombytes("RGBA", size, bytes(pixels)).convert("RGB"))
-    finally:
-        pyplot.close(figure)
-    times = [170] * (len(pictures) - 1) + [2000]  # in milliseconds
-    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
+            writer.grab_frame()
 
 
 def draw_frame(axes: Any, puzzle: Tensor, solution: Tensor, frame: Frame) -> None:
@@ -124,10 +123,8 @@ def draw_frame(axes: Any, puzzle: Tensor, solution: Tensor, frame: Frame) -> Non
     draw_board(axes, puzzle, frame.digits, solution, 11, more.clamp(FAINTEST, 1.0))
     right, unknown = board_counts(frame.digits[None], puzzle[None], solution[None])
     word = "iteration" if frame.iterations == 1 else "iterations"
-    axes.set_title(
-        f"after {frame.iterations} {word}\n{int(right)} of {int(unknown)} unknown right",
-        fontsize=10,
-    )
+    title = f"after {frame.iterations} {word}\n{int(right)} of {int(unknown)} unknown right"
+    axes.set_title(title, fontsize=10)
 
 
 def draw_board(
@@ -298,10 +295,8 @@ def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveS
     marks = [max(1, round(times * trained)) for times in TIMES]
     number = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{mixed.name}, {number} parameters, trained with up to {trained} iterations")
-    print(
-        "boards solved, %: by naked and hidden singles (logic), after so many iterations, and with"
-    )
-    print(f"as many as each takes to a residual of {RTOL:g}, at most {max(marks)}")
+    print("boards solved, %: by naked and hidden singles (logic), after so many iterations, and")
+    print(f"with as many as each takes to a residual of {RTOL:g}, at most {max(marks)}")
     curves, table = {}, []
     for name, boards, answers in test_sets(few, mixed, options):
         singles = _share(_solved(solve_by_singles(boards.cpu()), boards.cpu(), answers.cpu()))
@@ -328,20 +323,20 @@ def draw(
 ) -> None:
     """The figure or the animation, of the first of the boards that is solved, or else the first."""
     _, puzzles, solutions = boards
-    found = (model(puzzles, iterations=max(marks)).argmax(-1) + 1 == solutions) | (puzzles > 0)
-    index = int(found.all(1).int().argmax())
+    ends = model(puzzles, iterations=max(marks)).argmax(-1) + 1
+    index = int(_solved(ends, puzzles, solutions).int().argmax())
     puzzle, solution = puzzles[index], solutions[index]
     every = frames_of(model, puzzle, range(1, max(marks) + 1))
-    done = [((frame.digits == solution) | (puzzle > 0)).all().item() for frame in every]
-    last = len(done) if True not in done else done.index(True) + 1
+    digits = torch.stack([frame.digits for frame in every])
+    done = _solved(digits, puzzle.expand_as(digits), solution.expand_as(digits))
+    last = int(done.int().argmax()) + 1 if done.any() else len(every)
     if path.suffix == ".gif":
         rare = -(-last // PICTURES)
         filling_animation(path, puzzle, solution, every[last - 1 :: -rare][::-1])
         return
     shown = sorted({max(1, round(share * last)) for share in (0.1, 0.4, 0.8, 1)})
     frames = [every[number - 1] for number in shown]
-    trained = model.iterations
-    filling_figure(path, curves, marks, trained, puzzle, solution, frames)
+    filling_figure(path, curves, marks, model.iterations, puzzle, solution, frames)
 
 
 def test_sets(
@@ -351,9 +346,8 @@ def test_sets(
     generator = torch.Generator().manual_seed(options.seed)
     sets = []
     for number in GIVENS:
-        there = (few.test_puzzles != 0).sum(1) <= number
-        boards = few.test_puzzles[there][: options.boards]
-        answers = few.test_solutions[there][: options.boards]
+        there = ((few.test_puzzles != 0).sum(1) <= number).nonzero()[: options.boards, 0]
+        boards, answers = few.test_puzzles[there], few.test_solutions[there]
         if len(boards) > 0:  # generated puzzles have more than 17
             boards = reveal_up_to(boards, answers, number, generator)
             sets.append((str(number), boards, answers))

@@ -15,11 +15,12 @@ from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_a
 from implicit_attn.programs.images import Classify
 from implicit_attn.studies.study import (
     BLUE,
+    DPI,
     GREY,
     ORANGE,
     Table,
-    drawing,
     format_table,
+    new_figure,
     write_table,
 )
 from implicit_attn.training import NextToken, Recipe, Training
@@ -71,13 +72,14 @@ def fixed_points(folder: Path, boards: int, steps: int, seed: int) -> dict[str, 
         write_table(folder / f"{name}.csv", table)
     path = folder / "fixed-points.png"
     title = "What iterating to a fixed point buys"
-    with drawing(path, title, (13.0, 6.8)) as figure:
-        above, below = figure.subfigures(2, 1, height_ratios=[1, 1.15])
-        for axes, frame in zip(above.subplots(1, len(frames)), frames, strict=True):
-            draw_frame(axes, puzzle, solution, frame)
-        left, right = below.subplots(1, 2)
-        _draw_boards(left, board_table, singles)
-        _draw_text(right, text_table)
+    figure = new_figure((13.0, 6.8), title)
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.15])
+    for axes, frame in zip(above.subplots(1, len(frames)), frames, strict=True):
+        draw_frame(axes, puzzle, solution, frame)
+    left, right = below.subplots(1, 2)
+    _draw_boards(left, board_table, singles)
+    _draw_text(right, text_table)
+    figure.savefig(path, dpi=DPI)
     print(f"picture: {path}", flush=True)
     return tables
 
@@ -129,19 +131,17 @@ def learn_text(folder: Path, steps: int, seed: int) -> Table:
 
 
 def _draw_boards(axes: Any, table: Table, singles: float) -> None:
-    marks = [row["iterations"] for row in table]
     solved = [row["boards solved (%)"] for row in table]
-    axes.plot(
-        marks, solved, color=BLUE, marker="o", label="learned update, 10,729 weights, repeated"
-    )
+    label = "learned update, 10,729 weights, repeated"
+    axes.plot(BOARD_MARKS, solved, color=BLUE, marker="o", label=label)
     axes.axhline(singles, color=GREY, linestyle="--", label="naked and hidden singles, by rule")
     axes.set(ylabel="boards solved (%)", ylim=(-3, 103), title="Sudoku, generated puzzles")
     _finish(axes, BOARD_MARKS, "upper left")
 
 
 def _draw_text(axes: Any, table: Table) -> None:
-    marks = [row["iterations"] for row in table]
-    axes.plot(marks, [row[REPEATED] for row in table], color=BLUE, marker="o", label=REPEATED)
+    losses = [row[REPEATED] for row in table]
+    axes.plot(TEXT_MARKS, losses, color=BLUE, marker="o", label=REPEATED)
     for name, color in zip(list(table[0])[2:], (ORANGE, GREY), strict=True):
         axes.axhline(table[0][name], color=color, linestyle="--", label=name)
     axes.axvspan(*DRAWN, color=GREY, alpha=0.15, linewidth=0, label="drawn in training")

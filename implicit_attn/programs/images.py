@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -101,7 +102,7 @@ class BackboneProgram(Program):
             return
         save_weights(training)
         size = sum(parameter.numel() for parameter in training.model.parameters())
-        print(f"\n{training.data.name}, {self.model}, {size} parameters; {training.summary()}")
+        print(f"\n{training.task.data.name}, {self.model}, {size} parameters; {training.summary()}")
         print("test measures by iterations:")
         for number, measures in found.items():
             print(f"  {number:3d}  " + "  ".join(describe(*each) for each in measures.items()))
@@ -244,11 +245,8 @@ class MaskedPatches(BackboneProgram):
         around |= take(values, "positions")
         specification, model = self.build(around, values, "conditioned-input")
         if first:
-            hidden = f"{task.most} of {task.patches} patches hidden"
-            numbers = (
-                f"{len(data.train_images)} training and {len(task.test_images()[0])} test images"
-            )
-            print(f"data: {data.name}, {numbers}, {hidden}")
+            numbers = f"{len(data.train_images)} training and {len(task.tests()[0])} test images"
+            print(f"data: {data.name}, {numbers}, {task.most} of {task.patches} patches hidden")
         return Job(model, task, recipe, {**kept, "model": specification})
 
 
@@ -306,8 +304,7 @@ class Classify(Program):
         return Job(model, data, self.recipe, {**kept, "model": specification})
 
     def _seeded(self, build: Callable[[], Any]) -> nn.Module:
-        """A new model with positions of the size of the embedded patches: a normed token tells where
-        it is."""
+        """A new model, its positions as large as embedded patches: a normed token tells where it is."""
         torch.manual_seed(self.seed)
         model = build()
         nn.init.normal_(model.position, std=POSITIONS)
@@ -318,7 +315,7 @@ class Classify(Program):
         found = {}
         for name in (IDENTITY, ENCODER):
             print(f"\n{name}, by the same recipe:", flush=True)
-            model = self._seeded(lambda name=name: build_rival(name, self.sizes, self.around))
+            model = self._seeded(partial(build_rival, name, self.sizes, self.around))
             job = Job(model, data, self.recipe, kept)
             training = self._training(job, None, f"baseline-{name.split()[0]}")
             if self.resume and training.path.exists():
@@ -330,7 +327,7 @@ class Classify(Program):
 
     def report(self, training: Training) -> None:
         """Tables as CSV and text, a picture of the equilibrium, and one of it beside the baselines."""
-        history, model, data = training.history, training.model, training.data
+        history, model, data = training.history, training.model, training.task.data
         save_weights(training)
         models = self._rivals(data, {"data": self.data, "limit": self.limit})
         right = accuracy(models[ENCODER][0], data.test_images, data.test_labels)
@@ -348,7 +345,7 @@ class Classify(Program):
 
 def write_report(program: Program, training: Training, title: str, **options: Any) -> None:
     """The picture ``report.png`` and its tables, of what was trained."""
-    data, history = training.data, training.history
+    data, history = training.task.data, training.history
     spent, rtol = max(1, int(history[-1]["evaluations"])), training.settings["rtol"]
     tests = data.test_images, data.test_labels
     subject = Subject(training.model.eval(), *tests, spent, rtol, title=title, history=history)
@@ -375,12 +372,9 @@ class RivalBackbone(nn.Module):
 def build_rival(name: str, sizes: Mapping[str, Any], around: Mapping[str, Any]) -> nn.Module:
     """The classifier around another backbone, with new random weights.
 
-    Args:
-        name: ``IDENTITY``: tokens as they are, for what embedding and readout do by themselves; or
-            ``ENCODER``: ``nn.TransformerEncoderLayer`` with ReLU and its norms inside, which has about
-            as many parameters as an ``EquilibriumBlock`` of as many hidden units.
-        sizes: dim, heads, width (hidden units), dropout and layers, one after the other.
-        around: the arguments of ``ImageClassifier`` but the backbone.
+    ``IDENTITY``: tokens as they are, for what embedding and readout do by themselves; ``ENCODER``:
+    ``nn.TransformerEncoderLayer`` with ReLU and its norms inside, which has about as many parameters as
+    an ``EquilibriumBlock`` of as many hidden units. ``around``: the other arguments of ``ImageClassifier``.
     """
     dim, heads, width, dropout = (sizes[k] for k in ("dim", "heads", "width", "dropout"))
     options: Any = {"batch_first": True, "norm_first": True}
@@ -397,9 +391,8 @@ def logistic_regression(data: ImageData) -> dict[str, Any]:
     train, test = (images.flatten(1).numpy() for images in (data.train_images, data.test_images))
     start = time.perf_counter()
     fitted = kind(max_iter=2000).fit(train, data.train_labels.numpy())
-    seconds = time.perf_counter() - start
-    right, size = fitted.score(test, data.test_labels.numpy()), fitted.coef_.size
-    size += fitted.intercept_.size
+    seconds, size = time.perf_counter() - start, fitted.coef_.size + fitted.intercept_.size
+    right = fitted.score(test, data.test_labels.numpy())
     return {"model": LOGISTIC, "accuracy": right, "parameters": size, "seconds": seconds}
 
 
@@ -426,11 +419,8 @@ class Comparison(Study):
         bars, lines = figure.subplots(1, 2, width_ratios=[1.3, 1])
         errors = [100 * (1 - row["accuracy"]) for row in self.comparison]
         colors = [ORANGE if row["model"] == self.name else GREY for row in self.comparison]
-        notes = [
-            f"{100 * row['accuracy']:.1f} % right, {row['parameters']:,} parameters, "
-            f"{row['seconds']:.2g} s"
-            for row in self.comparison
-        ]
+        note = "{:.1f} % right, {parameters:,} parameters, {seconds:.2g} s"
+        notes = [note.format(100 * row["accuracy"], **row) for row in self.comparison]
         drawn = bars.barh(range(len(errors)), errors, color=colors, height=0.6)
         bars.bar_label(drawn, notes, padding=4, fontsize=8)
         bars.set_yticks(range(len(errors)), [row["model"] for row in self.comparison])
@@ -523,7 +513,7 @@ class MnistSpins(Program):
         if training.fabric.global_rank != 0:
             return
         save_weights(training)
-        data, model = training.data, training.model
+        data, model = training.task.data, training.model
         right = 100 * accuracy(model, data.test_images, data.test_labels)
         title = (
             f"{self.data}, spins of dimension {model.attention.couplings.dim}: test accuracy "

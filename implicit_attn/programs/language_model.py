@@ -127,7 +127,7 @@ class Language(Program):
 
         In every process, because the validation windows are split among them; the first one writes.
         """
-        data, measures = training.data, {"": training.evaluate()}
+        data, measures = training.task.data, {"": training.evaluate()}
         if self.trained is not None:
             numbers = (self.trained, 2 * self.trained, 4 * self.trained)
             measures = {f", {n} evaluations": training.evaluate(n) for n in numbers}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -249,7 +248,7 @@ def _costs(
                 times.append(time.perf_counter() - start)
         row = {"solver": name, "converged": solution.converged.double().mean().item()}
         row |= median_and_largest("evaluations", solution.evaluations)
-        ends.append(row | {"seconds": statistics.median(times)})
+        ends.append({**row, "seconds": statistics.median(times)})
         steps += histogram(solution.evaluations, solver=name)
     return ends, steps
 
@@ -314,12 +313,9 @@ def draw_residuals(axes: Any, curves: Table, colors: dict[str, str], rtol: float
         rows = [row for row in curves if row["solver"] == name]
         draw_band(axes, rows, "evaluation", "residual", color, name, alpha=0.12)
     axes.axhline(rtol, color=GREY, linestyle="--", label=f"tolerance {rtol:g}")
-    axes.set(
-        xlabel="evaluations per sample",
-        ylabel="best relative residual |f(z) - z| / |f(z)|",
-        yscale="log",
-        title="Residual (median; band: 10 % to 90 %)",
-    )
+    label = "best relative residual |f(z) - z| / |f(z)|"
+    axes.set(xlabel="evaluations per sample", ylabel=label, yscale="log")
+    axes.set_title("Residual (median; band: 10 % to 90 %)")
 
 
 def draw_energies(axes: Any, curves: Table, colors: dict[str, str]) -> None:
@@ -338,18 +334,17 @@ def draw_energies(axes: Any, curves: Table, colors: dict[str, str]) -> None:
 def _draw_histograms(axes: Any, steps: Table, colors: dict[str, str]) -> None:
     """One histogram a solver, each on its own line and scaled to its own height."""
     most = max(row["evaluations"] for row in steps)
-    width = max(1, most // 50)
+    edges = np.arange(0, most + 2 + most // 50, max(1, most // 50))
     for place, (name, color) in enumerate(colors.items()):
-        count: Counter[int] = Counter()
-        for row in steps:
-            if row["solver"] == name:
-                count[row["evaluations"] // width * width] += row["samples"]
-        heights = [0.8 * number / max(count.values()) for number in count.values()]
-        axes.bar(list(count), heights, width, bottom=-place, align="edge", color=color)
+        rows = [row for row in steps if row["solver"] == name]
+        spent, samples = ([row[key] for row in rows] for key in ("evaluations", "samples"))
+        heights, _ = np.histogram(spent, edges, weights=samples)
+        axes.stairs(
+            0.8 * heights / heights.max() - place, edges, baseline=-place, color=color, fill=True
+        )
         axes.axhline(-place, color=color, linewidth=0.8)
     axes.set_yticks([-k for k in range(len(colors))], list(colors))
-    limits: Any = {"xlim": (0, most + 2 * width), "ylim": (-len(colors) + 0.85, 1.0)}
-    axes.set(title="Evaluations per sample: histograms", **limits)
+    axes.set(title="Evaluations per sample: histograms", ylim=(-len(colors) + 0.85, 1.0))
 
 
 def _draw_bars(axes: Any, costs: Table, colors: dict[str, str], key: str) -> None:

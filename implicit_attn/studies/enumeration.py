@@ -39,9 +39,8 @@ class SpinModel:
         if len(shape) != 3 or 0 in shape:
             raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
         _, sites, dim = shape
-        wanted = (sites, sites, dim, dim)
-        if tuple(self.couplings.shape) != wanted:
-            raise ValueError(f"couplings must be (N, N, d, d) = {wanted}, got another shape")
+        if tuple(self.couplings.shape) != (sites, sites, dim, dim):
+            raise ValueError(f"couplings must be (N, N, d, d), got {tuple(self.couplings.shape)}")
         if self.values.dim() != 2 or len(self.values) == 0 or self.values.shape[1] != dim:
             raise ValueError(f"values must be (K, {dim}), got {tuple(self.values.shape)}")
 
@@ -121,21 +120,18 @@ def exact_moments(model: SpinModel) -> ExactMoments:
     spins = model.values.double()[choices].flatten(1)  # (K^N, N d)
     couplings = model.couplings.double().transpose(1, 2).reshape(sites * dim, sites * dim)
     interaction = 0.5 * ((spins @ couplings) * spins).sum(1)
-    means, covariances, partitions = [], [], []
+    rows = []
     for field in model.field.double().flatten(1):
         exponent = interaction + spins @ field
         partition = torch.logsumexp(exponent, 0)
         weight = (exponent - partition).exp()
         mean = weight @ spins
         centred = spins - mean
-        means.append(mean)
-        covariances.append((weight[:, None] * centred).mT @ centred)
-        partitions.append(partition - sites * math.log(len(model.values)))
-    return ExactMoments(
-        torch.stack(partitions),
-        torch.stack(means).view(batch, sites, dim),
-        torch.stack(covariances).view(batch, sites, dim, sites, dim),
-    )
+        covariance = (weight[:, None] * centred).mT @ centred
+        rows.append((partition - sites * math.log(len(model.values)), mean, covariance))
+    partitions, means, covariances = map(torch.stack, zip(*rows, strict=True))
+    shape = (batch, sites, dim)
+    return ExactMoments(partitions, means.view(shape), covariances.view(*shape, sites, dim))
 
 
 def _draw(

@@ -132,10 +132,7 @@ def extrapolation(
 
 
 def accuracy_by_evaluations(
-    subject: Subject,
-    budgets: Sequence[int],
-    layer: DEQ | None = None,
-    solver: solvers.Solver | None = None,
+    subject: Subject, budgets: Sequence[int], layer: DEQ | None = None, solver: Any = None
 ) -> Table:
     """The measures of a model whose layer may spend so many evaluations a sample, each of ``budgets``.
 
@@ -177,7 +174,9 @@ def accuracy_by_iterations(subject: Subject, iterations: Sequence[int]) -> Table
     Raises:
         TypeError: the model is not unrolled.
     """
-    backbone = subject.require_recurrence()
+    backbone = subject.recurrence
+    if backbone is None:
+        raise TypeError(f"model must be unrolled, got {type(subject.model).__name__}")
 
     def run(inputs: Any) -> Iterator[tuple[Any, ...]]:
         x, _ = subject.given(inputs)
@@ -209,9 +208,7 @@ def _pooled(subject: Subject, run: Run) -> list[tuple[dict[str, float], list[Ten
                 outputs.setdefault(k, []).append(subject.outputs(inputs, z))
     table = []
     for k, parts in columns.items():
-        means = {}
-        if subject.targets is not None:
-            means = subject.measure(torch.cat(outputs[k]), subject.inputs, subject.targets)
+        means = subject.judge(torch.cat(outputs[k])) if outputs else {}
         table.append((means, [torch.cat(each) for each in zip(*parts, strict=True)]))
     return table
 
@@ -224,11 +221,8 @@ def _states_after(
         states = backbone.states(x, iterations=max(iterations))
         changes = relative_changes(states)
         return [(states[count], changes[count - 1]) for count in iterations]
-    found = []
-    for count in iterations:
-        states = backbone.states(x, iterations=count)
-        found.append((states[-1], relative_changes(states[-2:])[0]))
-    return found
+    runs = [backbone.states(x, iterations=count)[-2:] for count in iterations]
+    return [(states[-1], relative_changes(states)[0]) for states in runs]
 
 
 def relative_changes(states: Tensor) -> Tensor:
@@ -262,9 +256,9 @@ def adaptive_stopping(
     table: Table = []
     depths: Table = []
     for rtol, (means, (times, met)) in zip(rtols, pooled, strict=True):
-        row = {"rtol": rtol, "evaluations": times.double().mean().item()}
-        row["evaluations_90"] = times.double().quantile(0.9).item()
-        row["stopped"] = met.double().mean().item()
+        spent = times.double()
+        row = {"rtol": rtol, "evaluations": spent.mean().item()}
+        row |= {"evaluations_90": spent.quantile(0.9).item(), "stopped": met.double().mean().item()}
         table.append(row | means)
         depths += histogram(times, rtol=rtol)
     return table, depths
@@ -301,7 +295,7 @@ def budgets_up_to(trained: int, factor: int = 4) -> list[int]:
 
 def _time_variants(subject: Subject) -> dict[str, Subject]:
     """The recurrence as it is; if its steps depend on time, once more with the other ``beyond``."""
-    backbone = subject.require_recurrence()
+    backbone: Any = subject.recurrence
     if not any(
         isinstance(layer, HyperSETLayer) and isinstance(layer.steps, ConditionedStepSizes)
         for layer in backbone.layers
@@ -315,12 +309,13 @@ def _time_variants(subject: Subject) -> dict[str, Subject]:
 
 
 def _reach(curves: Table, trained: int, factor: int) -> Table:
-    methods = dict.fromkeys(row["method"] for row in curves)
-    parts = {name: [row for row in curves if row["method"] == name] for name in methods}
-    aim = _at(parts[next(iter(parts))], trained)
+    parts: dict[str, Table] = {}
+    for row in curves:
+        parts.setdefault(row["method"], []).append(row)
+    aim = _at(next(iter(parts.values())), trained)
     table: Table = []
     for name, rows in parts.items():
-        row: dict[str, Any] = {"method": name}
+        row = {"method": name}
         if "accuracy" in aim:
             for k in sorted({1, min(2, factor), factor}):
                 row[f"accuracy_{k}x"] = _at(rows, k * trained)["accuracy"]
@@ -389,18 +384,13 @@ def _draw_depths(axes: Any, found: Extrapolation) -> None:
     met = [row["rtol"] for row in found.adaptive if row["stopped"] >= 0.5]
     shown = met[:: max(1, len(met) // 3)][-3:] if met else [found.adaptive[0]["rtol"]]
     total = sum(row["samples"] for row in found.depths if row["rtol"] == shown[0])
-    most = max(row["evaluations"] for row in found.depths if row["rtol"] in shown)
     for rtol, color in zip(shown, (BLUE, ORANGE, GREEN), strict=False):
-        count = {r["evaluations"]: r["samples"] for r in found.depths if r["rtol"] == rtol}
-        share = [100 * count.get(k, 0) / total for k in range(1, most + 1)]
-        edges = [k + 0.5 for k in range(most + 1)]
-        label = f"tolerance {rtol:g}"
-        axes.stairs(share, edges, color=color, fill=True, alpha=0.45, label=label)
-    axes.set(
-        xlabel="iterations until the sample stops",
-        ylabel="share of samples, %",
-        title="Iterations per sample under adaptive stopping",
-    )
+        rows = [row for row in found.depths if row["rtol"] == rtol]
+        share = [100 * row["samples"] / total for row in rows]
+        look: Any = {"color": color, "width": 1.0, "alpha": 0.45, "label": f"tolerance {rtol:g}"}
+        axes.bar([row["evaluations"] for row in rows], share, **look)
+    axes.set(xlabel="iterations until the sample stops", ylabel="share of samples, %")
+    axes.set_title("Iterations per sample under adaptive stopping")
     axes.legend(frameon=False)
 
 
@@ -423,15 +413,13 @@ class TradeOff(Study):
         groups = [[row for row in self.table if row["layers"] == pair[0]] for pair in pairs]
         label = "mean of the seeds" if len(groups[0]) > 1 else "one seed"
         axes = figure.subplots(1, 3)
-        for panel, key, factor, color in (
-            (axes[0], "accuracy", 100, ORANGE),
-            (axes[1], "loss", 1, BLUE),
+        for panel, key, factor, color in zip(
+            axes, ("accuracy", "loss"), (100, 1), (ORANGE, BLUE), strict=False
         ):
-            for place, rows in enumerate(groups):
-                values = [factor * row[key] for row in rows]
-                panel.plot([place] * len(rows), values, "o", color=color, alpha=0.5)
-            means = [factor * sum(row[key] for row in rows) / len(rows) for rows in groups]
-            panel.plot(means, color=color, label=label)
+            values = [[factor * row[key] for row in rows] for rows in groups]
+            for place, each in enumerate(values):
+                panel.plot([place] * len(each), each, "o", color=color, alpha=0.5)
+            panel.plot([sum(each) / len(each) for each in values], color=color, label=label)
             panel.legend(frameon=False)
         axes[0].set(ylabel="test accuracy, %", title="Accuracy at constant depth")
         axes[1].set(ylabel="test loss (cross-entropy)", title="Loss at constant depth")
@@ -497,11 +485,12 @@ def trade_off(
             training.run(overwrite=True)
             subject = Subject(model.eval(), data.test_images, data.test_labels, iterations)
             found = accuracy_by_iterations(subject, [iterations])[0]
-            row = {"layers": layers, "iterations": iterations}
-            row["parameters"] = sum(p.numel() for p in model.parameters())
-            row |= {key: found[key] for key in ("accuracy", "loss")}
-            seconds = sum(each["seconds"] for each in training.history)
-            table.append(row | {"seed": recipe.seed, "seconds": seconds})
+            table.append({
+                "layers": layers, "iterations": iterations,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "accuracy": found["accuracy"], "loss": found["loss"], "seed": recipe.seed,
+                "seconds": sum(each["seconds"] for each in training.history),
+            })  # fmt: skip
     return TradeOff(sorted(table, key=lambda row: row["layers"]))
 
 
@@ -568,22 +557,11 @@ def report(
     with torch.no_grad(), twice_differentiable(exact.model):
         own = {OWN: (exact.layer, exact.layer.solver)}
         convergence = solve_curves(own, *exact.given(exact.inputs), max_steps=100)
-    budgets = budgets_around(subject.trained)
-    return Report(
-        subject.history,
-        convergence,
-        accuracy_by_evaluations(subject, budgets),
-        subject.rtol,
-        subject.trained,
-        None if couplings is None else tuple(couplings),
-        explicit,
-    )
-
-
-def budgets_around(trained: int) -> list[int]:
-    """Powers of two below ``trained``, and 1, 2 and 4 times ``trained``."""
-    powers = {2**k for k in range(20) if 2**k < trained}
-    return sorted(powers | {trained, 2 * trained, 4 * trained})
+    trained = subject.trained
+    budgets = {2**k for k in range(20) if 2**k < trained} | {trained, 2 * trained, 4 * trained}
+    accuracies = accuracy_by_evaluations(subject, sorted(budgets))
+    norms = None if couplings is None else tuple(couplings)
+    return Report(subject.history, convergence, accuracies, subject.rtol, trained, norms, explicit)
 
 
 def draw_training(axes: Any, epochs: Table) -> None:

@@ -60,13 +60,7 @@ class Paths(Study):
             _draw_agreement(panels[1], name, [row for row in self.summary if row["run"] == name])
 
 
-def paths(
-    layer: Any,
-    x: Any = None,
-    targets: Tensor | None = None,
-    *,
-    starts: int = 2,
-) -> Paths:
+def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: int = 2) -> Paths:
     """Where a layer ends from its input, from zero and from random starts, in float64.
 
     An equilibrium is solved from each start to 1e-6. An unrolled model is run from each start, its
@@ -78,21 +72,13 @@ def paths(
         starts: number of random starts, Gaussian with the RMS of each sample's usual start.
     """
     subject = subject_of(layer, x, targets).exact()
-    backbone = subject.recurrence
-    options: Any = {"tolerance": solvers.Tolerance(rtol=RTOL), "max_steps": MAX_STEPS}
-    options["on_failure"] = "ignore"
-    runs: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {}
-    if backbone is None:
-        layer = subject.layer
-        runs["equilibrium"] = lambda x, mask, z0: layer.solve(x, mask, z0=z0, **options).value
-    else:
-        for number in (subject.trained, 4 * subject.trained):
-            run = partial(backbone, iterations=number)
-            runs[f"{number} iterations"] = lambda x, mask, z0, run=run: run(x, z0=z0)
+    runs: dict[str, int | None] = {"equilibrium": None}  # iterations of a recurrence
+    if subject.recurrence is not None:
+        runs = {f"{n} iterations": n for n in (subject.trained, 4 * subject.trained)}
     summary: Table = []
     samples: Table = []
-    for name, run in runs.items():
-        rows, distances = _compare(subject, run, starts)
+    for name, iterations in runs.items():
+        rows, distances = _compare(subject, iterations, starts)
         summary += [{"run": name, **row} for row in rows]
         samples += [{"run": name, **row} for row in distances]
     return Paths(summary, samples)
@@ -110,20 +96,21 @@ def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _compare(
-    subject: Subject, run: Callable[[Any, Any, Tensor], Tensor], random: int
-) -> tuple[Table, Table]:
+def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Table, Table]:
     layer, inputs = subject.layer, subject.inputs
     x, mask = subject.given(inputs)
-    if subject.recurrence is not None:
-        usual = x
-    else:  # whatever its ``init`` and its energy make of the input
-        usual = layer.solve(
-            x, mask, max_steps=1, solver=solvers.Forward(), on_failure="ignore"
-        ).value
+    usual, solve = x, partial(layer.solve, x, mask, on_failure="ignore")
+    if subject.recurrence is None:  # whatever its ``init`` and its energy make of the input
+        usual = solve(max_steps=1, solver=solvers.Forward()).value
     if not isinstance(usual, Tensor):
         raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
-    ends = {name: run(x, mask, z0) for name, z0 in starts_like(usual, random).items()}
+    ends: dict[str, Tensor] = {}
+    for name, z0 in starts_like(usual, random).items():
+        if subject.recurrence is None:
+            tolerance = solvers.Tolerance(rtol=RTOL)
+            ends[name] = solve(z0=z0, tolerance=tolerance, max_steps=MAX_STEPS).value
+        else:
+            ends[name] = subject.recurrence(x, z0=z0, iterations=iterations)
     target = ends[START].flatten(1)
     size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
     judged = ends if subject.targets is not None else {}
@@ -144,13 +131,11 @@ def _compare(
         energy = subject.energy(end, x, mask)
         if energy is not None:
             row["energy"] = energy.mean().item()
-        if outputs and subject.targets is not None:
-            row["accuracy"] = subject.measure(outputs[name], inputs, subject.targets)["accuracy"]
+        if outputs:
+            row["accuracy"] = subject.judge(outputs[name])["accuracy"]
         summary.append(row)
-        samples += [
-            {"start": name, "sample": k, "distance": value}
-            for k, value in enumerate(distance.tolist())
-        ]
+        distances = enumerate(distance.tolist())
+        samples += [{"start": name, "sample": k, "distance": value} for k, value in distances]
     return summary, samples
 
 
@@ -165,26 +150,23 @@ def _draw_distances(axes: Any, name: str, samples: Table) -> None:
         share = [100 * (k + 1) / len(values) for k in range(len(values))]
         axes.step([values[0], *values], [0.0, *share], where="post", label=f"from {start}")
     axes.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
-    least = min(values[0] for values in distances.values())
-    largest = max(values[-1] for values in distances.values())
+    every = [value for values in distances.values() for value in values]
     axes.set(
-        xlabel=f"relative distance to the end from {START}",
-        ylabel="share of samples up to there, %",
-        xscale="log",
-        xlim=(min(1e-3, 0.5 * least), max(10.0, 2 * largest)),
-        title=f"Distance of the ends: {name}",
+        xlabel=f"relative distance to the end from {START}", title=f"Distance of the ends: {name}"
     )
+    axes.set(ylabel="share of samples up to there, %", xscale="log")
+    axes.set_xlim(min(1e-3, 0.5 * min(every)), max(10.0, 2 * max(every)))
     axes.legend(frameon=False)
 
 
 def _draw_agreement(axes: Any, name: str, summary: Table) -> None:
     starts = [row["start"] for row in summary]
-    bars = {"same": ("same end", GREY)} if "agreement" not in summary[0] else {}
-    bars |= {
-        "agreement": (f"same prediction as from {START}", BLUE),
-        "accuracy": ("accuracy", ORANGE),
-    }
-    shown = [(key, *look) for key, look in bars.items() if key in summary[0]]
+    shown = [("same", "same end", GREY)]
+    if "agreement" in summary[0]:
+        shown = [
+            ("agreement", f"same prediction as from {START}", BLUE),
+            ("accuracy", "accuracy", ORANGE),
+        ]
     width = 0.76 / len(shown)
     for number, (key, label, color) in enumerate(shown):
         places = [k + (number - (len(shown) - 1) / 2) * width for k in range(len(starts))]
@@ -249,12 +231,7 @@ class Geometry(Study):
             panel.legend(frameon=False, fontsize=8)
 
 
-def geometry(
-    layer: Any,
-    x: Any = None,
-    *,
-    iterations: int | None = None,
-) -> Geometry:
+def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geometry:
     """Energies, effective ranks and angles of tokens along the iterations of a layer.
 
     Ranks and angles are those of the heads of a Hyper-SET energy, else of the tokens as they are.

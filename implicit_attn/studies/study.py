@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.checkpoint import read_progress
@@ -30,6 +31,7 @@ from implicit_attn.weights import load_pretrained, pretrained_models
 from solvers.core.checks import require_nonnegative
 
 Table = list[dict[str, Any]]
+DPI = 110
 WINDOW = 10.0  # percentage points of accuracy that are drawn below the best
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"
 NOTE_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
@@ -98,7 +100,7 @@ class Study(ABC):
         figure = new_figure(self.size, title)
         self.draw(figure)
         if path is not None:
-            figure.savefig(Path(path), dpi=110)
+            figure.savefig(path, dpi=DPI)
         return figure
 
     def save(self, base: str | Path, title: str = "") -> None:
@@ -116,20 +118,16 @@ class Study(ABC):
 
 def median_and_band(name: str, values: Tensor) -> dict[str, float]:
     """Median ``name``, 10 % quantile ``name_10`` and 90 % quantile ``name_90``, without NaN."""
-    values = values.double()
-    shares = values.new_tensor([0.1, 0.5, 0.9])
-    low, middle, high = torch.nanquantile(values, shares).tolist()
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=values.device)
+    low, middle, high = torch.nanquantile(values.double(), shares).tolist()
     return {name: middle, f"{name}_10": low, f"{name}_90": high}
 
 
 def median_and_largest(name: str, values: Tensor) -> dict[str, float]:
     """Median ``name``, 90 % quantile ``name_90`` and maximum ``name_largest``."""
     values = values.double()
-    return {
-        name: values.median().item(),
-        f"{name}_90": values.quantile(0.9).item(),
-        f"{name}_largest": values.max().item(),
-    }
+    found = values.median(), values.quantile(0.9), values.max()
+    return {name + end: x.item() for end, x in zip(("", "_90", "_largest"), found, strict=True)}
 
 
 def histogram(evaluations: Tensor, **columns: Any) -> Table:
@@ -144,21 +142,12 @@ def histogram(evaluations: Tensor, **columns: Any) -> Table:
 # What the figures share.
 
 
-@contextmanager
-def drawing(
-    path: str | Path, title: str, size: tuple[float, float], *, dpi: int = 110
-) -> Iterator[Any]:
-    """A titled figure of ``size`` inches, written to ``path`` as PNG when the block ends."""
-    figure = new_figure(size, title)
-    yield figure
-    figure.savefig(Path(path), dpi=dpi)
-
-
-def new_figure(size: tuple[float, float], title: str) -> Any:
+def new_figure(size: tuple[float, float], title: str = "") -> Any:
     """A figure of matplotlib of so many inches that no window shows."""
     kind = require("matplotlib.figure", extra="examples").Figure
     figure = kind(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=13)
+    if title:
+        figure.suptitle(title, fontsize=13)
     return figure
 
 
@@ -228,11 +217,6 @@ class HeldStep(Update):
         return layer.advance(z, layer.context(source, times), backbone.iterations - 1, mask)
 
 
-def equilibria(model: nn.Module) -> list[DEQ]:
-    """The equilibrium layers of a model, in the order of its modules."""
-    return [module for module in model.modules() if isinstance(module, DEQ)]
-
-
 @contextmanager
 def answering(layer: DEQ, answer: Callable[..., Any]) -> Iterator[None]:
     """Within the block the layer returns ``answer(x, mask)`` in place of its fixed point."""
@@ -277,22 +261,16 @@ class Subject:
         backbone = getattr(self.model, "backbone", None)
         return backbone if isinstance(backbone, RecurrentBackbone) else None
 
-    def require_recurrence(self) -> RecurrentBackbone:
-        """The backbone of an unrolled model; TypeError for another model."""
-        if self.recurrence is None:
-            raise TypeError(f"model must be unrolled, got {type(self.model).__name__}")
-        return self.recurrence
-
     @property
     def layer(self) -> DEQ:
         """The layer that is solved: the model's first ``DEQ``, or ``DEQ(HeldStep(backbone))``."""
         if self.recurrence is not None:
             return DEQ(HeldStep(self.recurrence), on_failure="ignore")
-        found = equilibria(self.model)
-        if not found:
+        found = next((each for each in self.model.modules() if isinstance(each, DEQ)), None)
+        if found is None:
             kind = type(self.model).__name__
             raise TypeError(f"model must hold a DEQ or a RecurrentBackbone, got a {kind} without")
-        return found[0]
+        return found
 
     def given(self, inputs: Any) -> tuple[Any, Tensor | None]:
         """What the layer is given for these inputs of the model: its input and its mask."""
@@ -319,6 +297,10 @@ class Subject:
             return self.model.classify(z)
         with answering(self.layer, lambda *_, **__: z):
             return self.model(inputs)
+
+    def judge(self, outputs: Any) -> dict[str, float]:
+        """The measures of the model's outputs; nothing without targets."""
+        return {} if self.targets is None else self.measure(outputs, self.inputs, self.targets)
 
     def energy(self, z: Any, x: Any, mask: Tensor | None = None) -> Tensor | None:
         """(B,): what the layer, or a recurrence in its last iteration, descends; None for nothing."""
@@ -349,13 +331,12 @@ class Subject:
 
     def exact(self) -> Subject:
         """The same in float64, so that small differences of energies are resolved."""
-        model = copy.deepcopy(self.model).double()
-        return replace(self, model=model, inputs=_double(self.inputs))
 
+        def double(x: Tensor) -> Tensor:
+            return x.double() if x.is_floating_point() else x
 
-def _double(inputs: Any) -> Any:
-    double = torch.utils._pytree.tree_map_only  # type: ignore[attr-defined]
-    return double(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+        inputs = pytree.tree_map_only(Tensor, double, self.inputs)
+        return replace(self, model=copy.deepcopy(self.model).double(), inputs=inputs)
 
 
 def has_energy(update: Update) -> bool:
@@ -423,10 +404,8 @@ def open_subject(
         )
     images = load(name)
     inputs, targets = images.test_images, images.test_labels
-    found, wanted = (
-        (*inputs.shape[1:], images.classes),
-        (*model.image_shape, model.head.out_features),
-    )
+    found = (*inputs.shape[1:], images.classes)
+    wanted = (*model.image_shape, model.head.out_features)
     if found != wanted:
         raise ValueError(
             f"data must have images {wanted[:3]} of {wanted[3]} classes for {path}, got "

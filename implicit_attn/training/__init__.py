@@ -89,9 +89,9 @@ class Recipe:
         require_count("batch", self.batch)
         require_nonnegative("rate", self.rate)
         require_nonnegative("weight_decay", self.weight_decay)
-        for name, value in (("warmup", self.warmup), ("floor", self.floor)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
+        for name in ("warmup", "floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)!r}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be > 0 or None, got {self.clip!r}")
         if not require_nonnegative("average", self.average) < 1:
@@ -99,14 +99,12 @@ class Recipe:
         require_choice("optimizer", self.optimizer, OPTIMIZERS)
         require_choice("decay", self.decay, DECAYS)
         require_choice("decayed", self.decayed, DECAYED)
-        if isinstance(self.iterations, tuple):
-            least, most = self.iterations
-            require_count("iterations[0]", least)
-            require_count("iterations[1]", most)
-            if least > most:
-                raise ValueError(f"iterations must be (least, most), got {self.iterations!r}")
-        elif self.iterations is not None:
-            require_count("iterations", self.iterations)
+        drawn = self.iterations if isinstance(self.iterations, tuple) else (self.iterations,)
+        for number in drawn:
+            if number is not None:
+                require_count("iterations", number)
+        if len(drawn) > 1 and drawn[0] > drawn[1]:  # type: ignore[operator]
+            raise ValueError(f"iterations must be (least, most), got {self.iterations!r}")
 
     def rate_at(self, progress: float) -> float:
         """Learning rate where ``progress`` in [0, 1) of the training is done."""
@@ -120,15 +118,13 @@ class Recipe:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser of all parameters of ``model``."""
         options = {"lr": self.rate, "betas": self.betas, "weight_decay": self.weight_decay}
-        if self.decayed == "all":
-            return OPTIMIZERS[self.optimizer](model.parameters(), **options)
+        least = 0 if self.decayed == "all" else 2  # dimensions of what decays
         parameters = list(model.parameters())
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.dim() >= least]},
+            {"params": [p for p in parameters if p.dim() < least], "weight_decay": 0.0},
         ]
-        groups = [group for group in groups if group["params"]]
-        return OPTIMIZERS[self.optimizer](groups, **options)
+        return OPTIMIZERS[self.optimizer]([g for g in groups if g["params"]], **options)
 
     def draw_iterations(self, generator: torch.Generator) -> int | None:
         """Iterations of one batch; draws from ``generator`` only where they are random."""
@@ -260,11 +256,6 @@ class Training:
         self.observations: list[Any] = [] if observe is None else [observe(model)]
         self.resumed = False
 
-    @property
-    def data(self) -> Any:
-        """The data of the task."""
-        return getattr(self.task, "data", None)
-
     def save(self) -> None:
         """Write the checkpoint and the table, from the first process; the others wait for it.
 
@@ -281,7 +272,12 @@ class Training:
             progress = {name: getattr(self, name) for name in names}
             progress["averaged"] = bool(self.recipe.average) and self.epoch == self.recipe.epochs
             save_checkpoint(self.path, self.model, self.optimizer, progress)
-            _write_table(self.path.with_suffix(".csv"), self.history)
+            if self.history:
+                text = io.StringIO()
+                writer = csv.DictWriter(text, list(self.history[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.history)
+                replace_file(self.path.with_suffix(".csv"), text.getvalue().encode())
         self.fabric.barrier()
 
     def resume(self) -> None:
@@ -325,19 +321,20 @@ class Training:
             NonFiniteLoss: the loss, its gradient or a parameter is NaN or infinite.
         """
         with contextlib.ExitStack() as held:
-            in_first(self.fabric, lambda: self._claim(held, overwrite))
+
+            def claim() -> None:
+                held.enter_context(alone(self.path))
+                if self.path.exists() and not (self.resumed or overwrite):
+                    raise ValueError(
+                        f"{self.path} is there already: resume that run, overwrite it, or name another path"
+                    )
+
+            in_first(self.fabric, claim)
             self.save()  # from here on a kill leaves something to resume
             self.resumed = True
             while self.epoch < self.recipe.epochs:
                 self._run_epoch()
                 self.save()
-
-    def _claim(self, held: contextlib.ExitStack, overwrite: bool) -> None:
-        held.enter_context(alone(self.path))
-        if self.path.exists() and not (self.resumed or overwrite):
-            raise ValueError(
-                f"{self.path} is there already: resume that run, overwrite it, or name another path"
-            )
 
     def _run_epoch(self) -> None:
         tqdm = require("tqdm", extra="training").tqdm
@@ -358,10 +355,14 @@ class Training:
                 bar.update()
                 bar.set_postfix_str(f"loss {total / terms:.4f}")
         seconds = time.perf_counter() - start
-        with self._averages():
+        with contextlib.ExitStack() as measured:
+            self._exchange()
+            measured.callback(self._exchange)
             measures = self.evaluate()
             if self.observe is not None:
                 self.observations.append(self.observe(self.model))
+            if self.epoch + 1 == self.recipe.epochs:
+                measured.pop_all()  # the model keeps its averages
         row = {"epoch": self.epoch + 1, "loss": total / terms, **self.solves.means(self._reduce)}
         row |= {"seconds": seconds, **measures}
         self.history.append(row)
@@ -381,8 +382,10 @@ class Training:
         options = {} if iterations is None else {"iterations": iterations}
         inputs, targets = self.task.augmented(inputs, targets, generator)
         rank, world = self.fabric.global_rank, self.fabric.world_size
-        part, own = share(len(inputs), rank, world)
-        inputs, targets = inputs[part], targets[part]
+        parts = [each.tensor_split(world)[rank] for each in (inputs, targets)]
+        own = len(parts[0]) > 0
+        # Where there are fewer samples than processes, those left over take the first and do not count it.
+        inputs, targets = parts if own else (inputs[:1], targets[:1])
         self.model.train()
         # What the model draws by itself (dropout).
         seed = hash_seed((2,), seed=recipe.seed, epoch=self.epoch, batch=batch, rank=rank)
@@ -424,18 +427,6 @@ class Training:
             weights = parameter.detach().clone()
             parameter.copy_(state["average"])
             state["average"].copy_(weights)
-
-    @contextlib.contextmanager
-    def _averages(self) -> Iterator[None]:
-        """The model has its averages, after the last epoch for good."""
-        kept = False
-        self._exchange()
-        try:
-            yield
-            kept = self.epoch + 1 == self.recipe.epochs
-        finally:
-            if not kept:
-                self._exchange()
 
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
         """The task's measures of the model on the test samples, each a mean.
@@ -568,16 +559,6 @@ def in_first(fabric: Any, act: Callable[[], object]) -> None:
         raise problem
 
 
-def share(length: int, rank: int, world: int) -> tuple[slice, bool]:
-    """Which samples of a batch a process takes, and whether they are its own.
-
-    Consecutive parts whose lengths differ by one at most. Where there are fewer samples than
-    processes, those left over take the first one, and must not count it.
-    """
-    low, high = rank * length // world, (rank + 1) * length // world
-    return (slice(low, high), True) if high > low else (slice(0, 1), False)
-
-
 def _check_finite(name: str, value: float, place: str) -> None:
     """Before the optimiser's step."""
     if not math.isfinite(value):
@@ -592,12 +573,3 @@ def _status(row: dict[str, Any]) -> str:
     if not math.isnan(row.get("adjoint_converged", math.nan)):
         text += f"  adjoint {row['adjoint_residual']:.0e}"
     return text
-
-
-def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    if rows:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        replace_file(path, text.getvalue().encode())

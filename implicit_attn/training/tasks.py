@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ from solvers.core.checks import require_count, require_nonnegative
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 Pair = tuple[Tensor, Tensor]
-Pairs = Iterator[Pair]
 Measures = dict[str, tuple[float, float]]  # sum and number
 
 
@@ -30,12 +29,15 @@ class Task(ABC):
     Attributes:
         data: with ``to(device)``.
         names: of the measures.
-        kept: names of the training inputs and targets in the data.
+        kept: names of the training inputs and targets in the data, ``train_...``; those of the test samples
+            begin with ``test_``. One name stands for what is both.
+        batch: test samples at once.
     """
 
     data: Any
     names: tuple[str, ...]
-    kept: tuple[str, str]
+    kept: tuple[str, ...]
+    batch = 256
 
     @property
     def inputs(self) -> Tensor:
@@ -45,15 +47,16 @@ class Task(ABC):
     @property
     def targets(self) -> Tensor:
         """(N, ...) targets of these inputs."""
-        return getattr(self.data, self.kept[1])
+        return getattr(self.data, self.kept[-1])
+
+    def tests(self) -> Pair:
+        """(M, ...) test inputs and their targets."""
+        inputs, targets = (self.kept[k].replace("train", "test") for k in (0, -1))
+        return getattr(self.data, inputs), getattr(self.data, targets)
 
     @abstractmethod
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         """Sum of the terms of the loss, a scalar."""
-
-    @abstractmethod
-    def tests(self, rank: int, world: int) -> Pairs:
-        """Batches of inputs and targets: every ``world``-th test sample from number ``rank`` on."""
 
     @abstractmethod
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
@@ -89,14 +92,15 @@ class Task(ABC):
     def evaluate(
         self, model: nn.Module, rank: int = 0, world: int = 1, iterations: int | None = None
     ) -> Measures:
-        """Sum and number of every measure on the test samples of a process.
+        """Sum and number of every measure on every ``world``-th test sample from number ``rank`` on.
 
         ``iterations`` of a recurrent model; None: as many as in training.
         """
         model.eval()
         options = {} if iterations is None else {"iterations": iterations}
         sums: Measures = dict.fromkeys(self.names, (0.0, 0.0))
-        for inputs, targets in self.tests(rank, world):
+        parts = (each[rank::world].split(self.batch) for each in self.tests())
+        for inputs, targets in zip(*parts, strict=True):
             if len(inputs):  # a process may have no test samples
                 found = self.measures(model(inputs, **options), inputs, targets)
                 for name, (total, number) in found.items():
@@ -122,9 +126,6 @@ class Classification(Task):
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum")
 
-    def tests(self, rank: int, world: int) -> Pairs:
-        return _batches(self.data.test_images, self.data.test_labels, rank, world, 256)
-
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
         return {"test_accuracy": (float((outputs.argmax(1) == targets).sum()), len(inputs))}
 
@@ -136,10 +137,9 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 class CarriedStates:
     """Boards that a training goes on with, each from the state that its last step left.
 
-    A board's age is the number of its iterations. At the age of its life, drawn log-uniformly from
-    ``lives``, it retires, and a fresh board of the same step takes its place. So the training sees
-    states up to the longest life at the cost of a few iterations a step, and an update that leaves
-    what it has found is shown its error.
+    At the age, in iterations, of its life, drawn log-uniformly from ``lives``, a board retires, and a
+    fresh one takes its place. So the training sees states up to the longest life at the cost of a few
+    iterations a step, and an update that leaves what it has found is shown its error.
 
     Attributes:
         size: boards of the pool; as long as it has fewer than a batch, none is carried.
@@ -297,10 +297,6 @@ class SudokuCompletion(Task):
         chosen = answers[:, unknown].flatten(0, 1)
         return F.cross_entropy(chosen, wanted, reduction="sum") / len(answers)
 
-    def tests(self, rank: int, world: int) -> Pairs:
-        data = self.data
-        return _batches(data.test_puzzles, data.test_solutions, rank, world, self.batch)
-
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
         right, unknown = board_counts(outputs.argmax(-1) + 1, inputs, targets)
         cells = int(unknown.sum())
@@ -339,9 +335,7 @@ class NextToken(Task):
     names = ("validation_loss",)
 
     def __post_init__(self) -> None:
-        for name in ("length", "windows", "batch", "samples"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
+        _require_counts(self, "length", "windows", "batch", "samples")
         for part in ("train", "validation"):
             held = len(getattr(self.data, part))
             if held <= self.length:
@@ -350,19 +344,15 @@ class NextToken(Task):
                 )
 
     @cached_property
-    def _numbers(self) -> Tensor:
+    def inputs(self) -> Tensor:  # type: ignore[override]
+        """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
         number = self.samples or max(1, (len(self.data.train) - 1) // self.length)
         return torch.arange(number, device=self.data.train.device)
 
     @property
-    def inputs(self) -> Tensor:
-        """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
-        return self._numbers
-
-    @property
     def targets(self) -> Tensor:
         """The same numbers."""
-        return self._numbers
+        return self.inputs
 
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         """Random windows (B, n), and the symbols that follow each of theirs, (B, n)."""
@@ -375,16 +365,15 @@ class NextToken(Task):
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
-    def tests(self, rank: int, world: int) -> Pairs:
+    def tests(self) -> Pair:
         most = len(self.data.validation) - self.length - 1
         starts = torch.linspace(0, most, self.windows, dtype=torch.float64).round().long()
-        for part in starts[rank::world].split(self.batch):
-            yield self._read(self.data.validation, part)
+        return self._read(self.data.validation, starts)
 
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
         return {"validation_loss": (self.loss(outputs, inputs, targets).item(), targets.numel())}
 
-    def _read(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, ids: Tensor, starts: Tensor) -> Pair:
         """Windows that begin at ``starts`` (B,), and the same one symbol later."""
         places = starts[:, None] + torch.arange(self.length + 1)
         window = ids[places.to(ids.device)]
@@ -428,12 +417,10 @@ class MaskedImages(Task):
     seed: int = 0
     batch: int = 256
     names = ("test_loss", "test_psnr")
-    kept = ("train_images", "train_images")  # :meth:`augmented` hides patches
+    kept = ("train_images",)  # :meth:`augmented` hides patches
 
     def __post_init__(self) -> None:
-        for name in ("patch", "batch", "test"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
+        _require_counts(self, "patch", "batch", "test")
         if not 0 < self.masked < 1:
             raise ValueError(f"masked must lie in (0, 1), got {self.masked!r}")
         if self.patches < 2:
@@ -469,14 +456,11 @@ class MaskedImages(Task):
         error = (split_patches(outputs.to(wanted.dtype), self.patch) - wanted).square().mean(-1)
         return error.masked_fill(~hidden_patches(inputs, self.patch), 0.0)
 
-    def test_images(self) -> tuple[Tensor, Tensor]:
+    def tests(self) -> Pair:
         """The test images with their hidden patches NaN, and whole."""
         images, _ = self.data.some_test(self.test)
         generator = torch.Generator().manual_seed(self.seed)
         return self._hide(images, torch.full((len(images),), self.most), generator), images
-
-    def tests(self, rank: int, world: int) -> Pairs:
-        return _batches(*self.test_images(), rank, world, self.batch)
 
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
         """Sums and numbers of the measures of predicted images, of a model or a baseline."""
@@ -495,9 +479,10 @@ class MaskedImages(Task):
         return hide_patches(images, hidden.to(images.device), self.patch)
 
 
-def _batches(inputs: Tensor, targets: Tensor, rank: int, world: int, size: int) -> Pairs:
-    parts = inputs[rank::world].split(size), targets[rank::world].split(size)
-    return zip(*parts, strict=True)
+def _require_counts(task: Task, *names: str) -> None:
+    for name in names:
+        if getattr(task, name) is not None:
+            require_count(name, getattr(task, name))
 
 
 def describe(name: str, value: float) -> str:
@@ -523,8 +508,5 @@ def accuracy(
     """
     model.eval()
     options = {} if iterations is None else {"iterations": iterations}
-    right = sum(
-        int((model(part, **options).argmax(1) == answers).sum())
-        for part, answers in zip(images.split(size), labels.split(size), strict=True)
-    )
-    return right / len(images)
+    outputs = [model(part, **options).argmax(1) for part in images.split(size)]
+    return (torch.cat(outputs) == labels).double().mean().item()

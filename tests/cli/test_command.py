@@ -20,9 +20,6 @@ from implicit_attn.programs import mistakes
 from implicit_attn.weights import pretrained_models, weights_path
 from solvers import native
 
-# The command ``implicit-attn``: its help, its mistakes in one line, what it imports, how it ends.
-
-
 pytest.importorskip("tyro", reason="options are read by tyro")
 
 
@@ -37,6 +34,8 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) ->
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """Of everything together, of a group, and of each command, which is imported for it."""
+    main(["--version"])
+    assert capsys.readouterr().out.startswith("implicit-attn ")
     main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in COMMANDS)
@@ -110,11 +109,6 @@ def test_the_reading_of_numbers(words: str, found: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--version"])
-    assert capsys.readouterr().out.startswith("implicit-attn ")
-
-
 def test_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     main(["weights"])
     text = capsys.readouterr().out
@@ -182,11 +176,8 @@ def test_how_a_program_ends(
 def test_a_fault_of_the_program_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)):
         run_under(error)
-
-
-def test_further_processes_leave_the_message_to_the_first() -> None:
-    with pytest.raises(SystemExit) as stop, mistakes(first=False):
-        raise ValueError("said by the first one")
+    with pytest.raises(SystemExit) as stop, mistakes(first=False, kinds=(Exception,)):
+        raise error  # of a further process, which leaves the message to the first
     assert stop.value.code == 0
 
 
@@ -211,15 +202,20 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_info_says(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_info_says(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     main(["info"])
     text = capsys.readouterr().out
+    assert native.told() in text
     for title in ("versions", "devices", "kernels", "folders", "extras"):
         assert f"{title}\n  " in text
     assert torch.__version__ in text and sys.executable in text
     chosen = kernels.explain(torch.zeros(8, 4, 64, 16), 1.0)
     assert f"bi-softmax, 64 tokens x 16: {chosen.backend} ({chosen.reason})" in text
     assert f"{folders / 'data'} (no such folder)" in text
+    monkeypatch.setattr(native, "engine", lambda: None)
+    assert "without a C++ compiler" in dict(cli.kernels())["native engine"]
 
 
 def test_data_are_found_where_they_are_read(folders: Path) -> None:
@@ -249,12 +245,6 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_others_follow(
     assert list(rows) == ["data", "data cache"]
     assert rows["data"].startswith("cannot be read: ") and str(folders / "data") in rows["data"]
     assert "home directory" in rows["data cache"]
-
-
-def test_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dict(cli.kernels())["native engine"] == native.told()
-    monkeypatch.setattr(native, "engine", lambda: None)
-    assert "without a C++ compiler" in dict(cli.kernels())["native engine"]
 
 
 def requires(found: list[str] | None) -> Callable[[str], list[str] | None]:

@@ -45,7 +45,6 @@ from implicit_attn.data.images import (
     hidden_patches,
     hide_patches,
     join_patches,
-    parse_binary,
     parse_idx,
     split_patches,
 )
@@ -181,26 +180,20 @@ WHOLE = idx_bytes((2, 3), [1, 2, 3, 4, 5, 6])
 
 
 def test_arrays_of_every_shape(tmp_path: Path) -> None:
-    values = [0, 1, 127, 128, 254, 255]
-    for number, shape in enumerate([(6,), (2, 3), (3, 1, 2), (1, 2, 3, 1)]):
-        content = idx_bytes(shape, values)
-        path = tmp_path / str(number)
-        path.write_bytes(gzip.compress(content) if number % 2 else content)
-        array = read_idx(path)
-        assert array.shape == shape
-        assert torch.equal(array.flatten(), torch.tensor(values, dtype=torch.uint8))
+    values, path = [0, 1, 127, 128, 254, 255], tmp_path / "array"
+    for pack, shape in ((bytes, (6,)), (gzip.compress, (2, 3)), (bytes, (1, 2, 3, 1))):
+        path.write_bytes(pack(idx_bytes(shape, values)))
+        expected = torch.tensor(values, dtype=torch.uint8).view(shape)
+        assert torch.equal(read_idx(path), expected)
     assert parse_idx(idx_bytes((0, 4), []), source="").shape == (0, 4)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "magic number is ''"),
         (WHOLE[:3], "magic number is '00 00 08'"),
-        (b"\x01" + WHOLE[1:], "magic number is '01 00 08 02'"),
         (b"\x00\x00\x0b\x02" + WHOLE[4:], "magic number is '00 00 0b 02'"),
         (b"\x00\x00\x08\x00" + WHOLE[4:], "number of dimensions >= 1"),
-        (b"\x89PNG" + WHOLE[4:], "magic number is '89 50 4e 47'"),
         (WHOLE[:11], "11 bytes, expected 12 of header"),
         (WHOLE[:-1], "17 bytes, expected 18 for shape"),
         (WHOLE + b"\x00", "19 bytes, expected 18 for shape"),
@@ -341,12 +334,6 @@ def test_missing_parts_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         load_cifar10()
 
 
-@pytest.mark.parametrize("length", [0, 3072, 3074])
-def test_broken_records_are_refused(length: int) -> None:
-    with pytest.raises(ValueError, match=f"here: {length} bytes, expected a multiple of 3073"):
-        parse_binary(bytes(length), source="here")
-
-
 def test_the_real_copy() -> None:
     """Its test images; reading the training images as well takes four times as long."""
     pytest.importorskip("PIL", reason="needs the extra [examples]")
@@ -360,9 +347,6 @@ def test_the_real_copy() -> None:
     # The mean colour of the test images of the original.
     mean = images.float().mean((0, 2, 3)) / 255
     torch.testing.assert_close(mean, torch.tensor([0.4942, 0.4851, 0.4504]), atol=2e-3, rtol=0)
-    # Classes are told apart by their colour: planes fly in the blue, deer stand in the green.
-    colour = [images[labels == CLASSES.index(n)].float().mean((0, 2, 3)) for n in CLASSES]
-    assert max(range(10), key=lambda index: colour[index][2].item()) == CLASSES.index("airplane")
 
 
 # ImageData's checks, and the generators of epochs and batches.
@@ -400,12 +384,10 @@ def test_some_of_the_images_are_the_first_or_of_all_classes() -> None:
     [
         (TypeError, {"train_images": torch.rand(4, 1, 2, 2).double()}, "train_images.*float64"),
         (TypeError, {"test_labels": torch.tensor([2, 1]).int()}, "test_labels.*torch.int32"),
-        (ValueError, {"train_images": torch.rand(4, 2, 2)}, r"train_images \(4, 2, 2\)"),
         (ValueError, {"train_labels": torch.tensor([0, 1, 2])}, r"train_labels \(3,\)"),
         (ValueError, {"test_images": torch.zeros(2, 1, 3, 2)}, r"test_images is \(1, 3, 2\)"),
         (ValueError, {"test_images": torch.zeros(0, 1, 2, 2)}, r"test_images \(0, 1, 2, 2\)"),
         (ValueError, {"train_labels": torch.tensor([0, 1, 3, 0])}, r"train_labels lie in \[0, 3\]"),
-        (ValueError, {"train_labels": torch.tensor([0, 1, -1, 0])}, r"lie in \[-1, 1\]"),
         (ValueError, {"test_images": torch.full((2, 1, 2, 2), 255.0)}, r"lie in \[255.0, 255.0\]"),
         (ValueError, {"test_images": torch.full((2, 1, 2, 2), torch.nan)}, r"lie in \[nan, nan\]"),
     ],
@@ -457,11 +439,6 @@ def test_what_is_hidden_is_found_again() -> None:
     assert hidden_patches(images, 2)[0].nonzero().tolist() == [[1]]
 
 
-def test_patches_divide_a_square() -> None:
-    with pytest.raises(ValueError, match=r"patch must divide .* 8 x 6"):
-        split_patches(torch.zeros(1, 1, 8, 6), 2)
-
-
 # Augmentations: known cases, bounds, repeatability; crops against a loop over images and places.
 
 
@@ -493,16 +470,12 @@ def centre(x: Tensor) -> Tensor:
     return sums / mass.sum((1, 2))[:, None]
 
 
-def test_shifts_move_by_at_most_the_bound_and_each_image_by_its_own() -> None:
+def test_shifts_rotations_and_scales_keep_to_their_bounds() -> None:
     x = blobs(64)
     torch.testing.assert_close(still()(x, drawn()), x, rtol=0, atol=1e-5)
     moved = centre(still(shift=3)(x, drawn())) - centre(x)
     assert 2 < moved.abs().max() <= 3 + 1e-3
-    assert moved.std(0).min() > 1  # uniform in [-3, 3]: 1.73
-    assert (moved[0] - moved[1]).abs().max() > 0.01
-
-
-def test_rotation_keeps_centre_and_mass_and_scale_changes_the_area() -> None:
+    assert moved.std(0).min() > 1  # uniform in [-3, 3]: 1.73; each image by its own
     x = torch.zeros(8, 1, 28, 28)
     x[:, :, 6:22, 13:15] = 1.0  # a bar through the middle of the image
     turned = still(rotation=30)(x, drawn())

@@ -1,16 +1,19 @@
-"""The studies on layers and models whose answers are known, and the command on tiny models."""
+"""Studies of layers and models whose answers are known; enumeration of spins; the command on tiny models."""
 
 from __future__ import annotations
 
 import csv
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.functional import hessian, jacobian
 
 import solvers
 from cases.deq import make, specification, tokens, write_weights
@@ -18,6 +21,7 @@ from implicit_attn import DEQ, EquilibriumBlock, GradientStep, studies
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import FunctionEnergy, Quadratic
 from implicit_attn.models import build_model
+from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
 from implicit_attn.studies.extrapolating import relative_changes, stopping_times
 from implicit_attn.studies.study import Subject, subject_of
 from implicit_attn.updates.hyperset import ConditionedStepSizes
@@ -142,18 +146,13 @@ def test_convergence_of_a_bowl() -> None:
         above = [row["energy_above"] for row in mine]
         assert above == [None] * len(mine) if name == "plain forward" else min(above) >= 0
         assert sum(row["samples"] for row in found.steps if row["solver"] == name) == 5
-    fast, slow = (
-        next(r for r in found.costs if r["solver"] == n) for n in ("L-BFGS", "plain forward")
-    )
+    costs = {row["solver"]: row for row in found.costs}
+    fast, slow = costs["L-BFGS"], costs["plain forward"]
     assert fast["converged"] == 1.0 and fast["evaluations"] <= 12
     # The slowest mode shrinks by 0.8 a step: 1e-6 is not there within 40.
     assert slow["converged"] == 0.0 and slow["evaluations"] == 40
-
-
-def test_a_layer_without_energy_has_fewer_solvers() -> None:
-    assert set(studies.solver_choices(make("update"))) == {
-        "plain forward", "Anderson", "Broyden", "Newton",
-    }  # fmt: skip
+    without = studies.solver_choices(make("update"))  # an energy
+    assert set(without) == {"plain forward", "Anderson", "Broyden", "Newton"}
 
 
 @pytest.mark.parametrize("step_size", [1.0, 0.5])
@@ -211,6 +210,9 @@ def test_extrapolation_says_what_is_reached() -> None:
     assert reach["L-BFGS"]["to_residual"] < reach["forward"]["to_residual"] <= found.trained
     assert found.adaptive[-1]["stopped"] == 1.0
     assert sum(row["samples"] for row in found.depths if row["rtol"] == 0.1) == 41
+    changes = torch.tensor([[0.5, 0.01], [0.05, 0.2], [0.01, 0.001]])
+    assert stopping_times(changes, 0.1).tolist() == [2, 1]
+    assert stopping_times(changes, 1e-4).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("name", ["hyperset", "transformer", "energy-transformer"])
@@ -235,12 +237,6 @@ def test_several_layers_in_sequence() -> None:
     with torch.no_grad():
         states = subject.model.backbone.states(subject.model.tokens(subject.inputs), iterations=4)
     assert row["residual"] == pytest.approx(relative_changes(states)[-1].median().item())
-
-
-def test_when_samples_stop() -> None:
-    changes = torch.tensor([[0.5, 0.01], [0.05, 0.2], [0.01, 0.001]])
-    assert stopping_times(changes, 0.1).tolist() == [2, 1]
-    assert stopping_times(changes, 1e-4).tolist() == [3, 3]
 
 
 # Paths.
@@ -306,9 +302,8 @@ def test_geometry_of_the_recurrence() -> None:
             assert row[f"{name}_energy"] == pytest.approx(expected, rel=1e-6)
     for row in found.heads:
         features = own.features[row["iteration"], :, row["head"]]
-        rank, angle = (
-            f(features).mean().item() for f in (studies.effective_rank, studies.average_angle)
-        )
+        kinds = studies.effective_rank, studies.average_angle
+        rank, angle = (kind(features).mean().item() for kind in kinds)
         assert (row["effective_rank"], row["angle"]) == pytest.approx((rank, angle), rel=1e-9)
     with pytest.raises(TypeError, match="SharedTransformer"):
         studies.geometry(image_subject("transformer"))
@@ -433,3 +428,107 @@ def test_subjects_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         studies.open_subject(tmp_path / "c.safetensors", "digits")
     with pytest.raises(ValueError, match=r"must be of an image classifier, got a LanguageModel"):
         studies.open_subject("austen-language")
+
+
+Draw = Callable[[float, torch.Generator], SpinModel]
+
+FAMILIES: dict[str, Draw] = {
+    "one spin": lambda s, g: random_ising(1, s, g, samples=2),
+    "ising": lambda s, g: random_ising(4, s, g, samples=2),
+    "potts": lambda s, g: random_potts(3, 3, s, g, samples=2),
+    "two states": lambda s, g: random_potts(4, 2, s, g, samples=3),
+}
+
+
+def drawn(family: str, strength: float = 1.3, seed: int = 0) -> SpinModel:
+    return FAMILIES[family](strength, torch.Generator().manual_seed(seed))
+
+
+def looped(model: SpinModel, field: Tensor) -> Tensor:
+    """log Z, one configuration after the other; its derivatives by the field are the moments."""
+    sites, exponents = len(field), []
+    for chosen in itertools.product(model.values, repeat=sites):
+        exponent = sum(spin @ x for spin, x in zip(chosen, field, strict=True))
+        for i, j in itertools.combinations(range(sites), 2):
+            exponent = exponent + chosen[i] @ model.couplings[i, j] @ chosen[j]
+        exponents.append(exponent)
+    return torch.stack(exponents).logsumexp(0) - sites * math.log(len(model.values))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_enumeration_against_loops(family: str) -> None:
+    model = drawn(family)
+    exact = exact_moments(model)
+    batch, sites, dim = model.field.shape
+    assert exact.mean.shape == (batch, sites, dim)
+    assert exact.covariance.shape == (batch, sites, dim, sites, dim)
+    for sample, field in enumerate(model.field):
+        log_partition = partial(looped, model)
+        torch.testing.assert_close(exact.log_partition[sample], log_partition(field))
+        mean, covariance = (kind(log_partition, field) for kind in (jacobian, hessian))
+        torch.testing.assert_close(exact.mean[sample], mean)
+        torch.testing.assert_close(exact.covariance[sample], covariance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_uncoupled_spins_are_the_site(family: str) -> None:
+    """The site that goes with a model has its log-partition function, mean and covariance."""
+    model = drawn(family, strength=0.0)
+    exact = exact_moments(model)
+    none = torch.zeros(*model.field.shape, model.field.shape[-1], dtype=torch.float64)
+    alone = model.site.log_partition(model.field, none)
+    torch.testing.assert_close(exact.log_partition, alone.sum(1))
+    torch.testing.assert_close(exact.mean, model.site.mean(model.field, none))
+    sites = model.field.shape[1]
+    own = exact.covariance.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    torch.testing.assert_close(own, model.site.covariance(model.field, none))
+    others = exact.covariance * (1 - torch.eye(sites)[:, None, :, None])
+    assert others.abs().max() < 1e-15
+
+
+def test_strong_couplings_do_not_overflow() -> None:
+    """Exponents of thousands: the most likely configuration is all there is."""
+    model = drawn("ising", strength=2000.0)
+    exact = exact_moments(model)
+    expected = torch.stack([looped(model, field) for field in model.field])
+    assert expected.min() > 800  # exp would overflow
+    torch.testing.assert_close(exact.log_partition, expected)
+    assert all(torch.isfinite(tensor).all() for tensor in exact)
+
+
+@pytest.mark.parametrize(("family", "dim"), [("ising", 1), ("potts", 3)])
+def test_couplings_are_proper(family: str, dim: int) -> None:
+    """Symmetric, without self-coupling, the same up to the strength for one seed."""
+    model, stronger = drawn(family, 1.0), drawn(family, 2.5)
+    couplings = model.couplings
+    assert couplings.dtype == model.field.dtype == torch.float64
+    assert torch.equal(couplings, couplings.permute(1, 0, 3, 2))
+    assert torch.equal(couplings.diagonal(), torch.zeros(dim, dim, len(couplings)).double())
+    torch.testing.assert_close(stronger.couplings, 2.5 * couplings)
+    assert torch.equal(stronger.field, model.field)
+    assert not torch.equal(drawn(family, 1.0, seed=1).couplings, couplings)
+
+
+G = torch.Generator()
+UNIT = torch.zeros(2, 2, 1, 1)
+BAD: list[tuple[Callable[[], object], str]] = [
+    (lambda: random_ising(0, 1.0, G), "sites must be >= 1, got 0"),
+    (lambda: random_ising(3, -1.0, G), "strength must be"),
+    (lambda: random_potts(3, 1, 1.0, G), "states must be >= 2, got 1"),
+    (lambda: exact_moments(random_ising(21, 1.0, G)), r"at most 1048576 .* got 2\^21"),
+    (lambda: SpinModel(UNIT, torch.zeros(2, 1), torch.ones(2, 1), solvers.IsingSite()), "field"),
+    (
+        lambda: SpinModel(UNIT, torch.zeros(1, 3, 1), torch.ones(2, 1), solvers.IsingSite()),
+        "couplings must be",
+    ),
+    (
+        lambda: SpinModel(UNIT, torch.zeros(1, 2, 1), torch.ones(2, 3), solvers.IsingSite()),
+        r"values must be \(K, 1\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_arguments(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
