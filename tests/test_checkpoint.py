@@ -414,10 +414,8 @@ def test_a_refused_model_is_left_alone() -> None:
     model.a.fill_(7.0)
     with torch.device("meta"):
         empty = Shared()
-    for fresh, words in (
-        (Shared(5), "arguments of model; other: .*c"),
-        (empty, 'a is on the device "meta"'),
-    ):
+    wrong = {"arguments of model; other: .*c": Shared(5), 'a is on the device "meta"': empty}
+    for words, fresh in wrong.items():
         with pytest.raises(ValueError, match=words):
             restore_constants(model, fresh)
         assert (model.a == 7).all()

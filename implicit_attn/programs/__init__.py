@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -76,9 +76,11 @@ class Job:
 class Program:
     """A training program: its options, of which presets give those that are not named.
 
-    A subclass says its folder, its :meth:`job` and its :meth:`report`.
+    A subclass says its :meth:`job`, its :meth:`report` and ``folder``, the pattern of the results' name below
+    ``runs``.
     """
 
+    folder: ClassVar[str]
     epochs: int | None = None
     """passes over the training samples"""
     batch: int | None = None
@@ -104,10 +106,6 @@ class Program:
     tensorboard: bool = False
     """write events for TensorBoard, too"""
 
-    def folder(self) -> str:
-        """The name of the results' folder below ``runs``."""
-        raise NotImplementedError
-
     def job(self, first: bool) -> Job:
         """What is trained; of several processes the ``first`` one may print."""
         raise NotImplementedError
@@ -119,7 +117,7 @@ class Program:
     @property
     def place(self) -> Path:
         """The folder of the results."""
-        return self.out or Path("runs") / self.folder()
+        return self.out or Path("runs") / self.folder.format(**vars(self))
 
     def further(self) -> Values:
         """The values in ``options``, read as JSON where they are, else as text."""
@@ -154,15 +152,14 @@ class Program:
                 if self.resume:
                     training.resume()
             try:
-                training.run(overwrite=self.overwrite)
+                with mistakes(first=first, kinds=(NonFiniteLoss,)):
+                    training.run(overwrite=self.overwrite)
             except KeyboardInterrupt:
                 if first:
                     print(
                         f"interrupted; {training.path} holds epoch {training.epoch}: use --resume"
                     )
                 raise SystemExit(INTERRUPTED if first else 0) from None
-            except NonFiniteLoss as error:
-                raise SystemExit(str(error) if first else 0) from None
             self.report(training)
 
     def _start(self) -> Any:

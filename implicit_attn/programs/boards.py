@@ -186,6 +186,7 @@ class SolveSudoku(Program):
     $IMPLICIT_ATTN_DATA/sudoku; without it they are generated.
     """
 
+    folder = "solve-sudoku"
     train: int = 9000
     """puzzles to train on"""
     test: int = 1000
@@ -208,9 +209,6 @@ class SolveSudoku(Program):
     """PNG of the solved shares and a board; .gif: its animation"""
     boards: int = 200
     """puzzles of each number of givens in the table"""
-
-    def folder(self) -> str:
-        return "solve-sudoku"
 
     def run(self) -> None:
         with mistakes():
@@ -422,15 +420,13 @@ class Sudoku(BackboneProgram):
     paper takes what is published of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646).
     """
 
+    folder = "sudoku-{model}"
     train: int = 9000
     """puzzles to train on"""
     test: int = 1000
     """puzzles to test on"""
     source: Literal["auto", "list", "generated"] = "auto"
     """of the puzzles"""
-
-    def folder(self) -> str:
-        return f"sudoku-{self.model}"
 
     def job(self, first: bool) -> Job:
         source = resolve_source(self.source)

@@ -172,14 +172,12 @@ class VitImages(BackboneProgram):
     --preset paper is the recipe of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646).
     """
 
+    folder = "{data}-{model}"
     data: Data = "digits"
     limit: int | None = None
     """use only so many training images"""
     no_augment: bool = False
     """train on the images as they are"""
-
-    def folder(self) -> str:
-        return f"{self.data}-{self.model}"
 
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
@@ -218,14 +216,12 @@ class MaskedPatches(BackboneProgram):
     https://arxiv.org/abs/2502.11646), which predicts codes of a pretrained quantiser, not pixels.
     """
 
+    folder = "masked-{data}-{model}"
     data: Data = "digits"
     limit: int | None = None
     """use only so many training images"""
     test: int = 2000
     """test images, at most"""
-
-    def folder(self) -> str:
-        return f"masked-{self.data}-{self.model}"
 
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
@@ -272,6 +268,7 @@ class Classify(Program):
     layer of equal size; logistic regression on the pixels stands beside them.
     """
 
+    folder = "{data}-{readout}"
     data: Data = "digits"
     readout: Literal["tokens", "class", "mean"] = "tokens"
     """all tokens, a class token or the mean of all tokens"""
@@ -279,9 +276,6 @@ class Classify(Program):
     """height = width of a patch"""
     limit: int | None = None
     """use only so many training images"""
-
-    def folder(self) -> str:
-        return f"{self.data}-{self.readout}"
 
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
@@ -489,12 +483,10 @@ class MnistSpins(Program):
     image through the couplings J alone, is read out.
     """
 
+    folder = "{data}-spins"
     data: Literal["mnist", "fashion-mnist"] = "mnist"
     limit: int | None = None
     """use only so many training images"""
-
-    def folder(self) -> str:
-        return f"{self.data}-spins"
 
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)

@@ -61,6 +61,7 @@ class Language(Program):
     weights of --weights, of an earlier run in --out, or those that come along, of English novels.
     """
 
+    folder = "language-{model}"
     text: str = HELP
     """name or path of the text"""
     model: Literal["decoder", "equilibrium"] = "decoder"
@@ -82,9 +83,6 @@ class Language(Program):
     """draw among so many likeliest characters"""
     weights: str | None = None
     """a file, or a name of shipped weights, to write with"""
-
-    def folder(self) -> str:
-        return f"language-{self.model}"
 
     def run(self) -> None:
         if self.generate is None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq import DEQ
-from implicit_attn.models.backbones import HeadsLayer
 from implicit_attn.studies.study import (
     BLUE,
     GREY,
@@ -116,7 +115,8 @@ def convergence(
     subject = subject_of(layer, x)
     rtol = subject.rtol if rtol is None else rtol
     exact = subject.exact()
-    with torch.no_grad(), twice_differentiable(subject.model):
+    # Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         inner, (given, mask) = exact.layer, exact.given(exact.inputs)
         curves = solve_curves(solver_choices(inner), given, mask, max_steps)
         costs, steps = _costs(subject, solvers.Tolerance(rtol=rtol), max_steps, repeats)
@@ -216,19 +216,10 @@ def _trace(
         energies = [each.energy for each in found if each.energy is not None]
         return budgets, best, torch.stack(energies, dim=1) if energies else None
     trace: Any = layer.solve(x, mask, max_steps=max_steps, record=True, **options).trace
-    best, place = best_so_far(trace)
+    usable = torch.isfinite(trace.residual) & trace.accepted
+    best, place = torch.where(usable, trace.residual, torch.inf).cummin(dim=1)
     energy = None if trace.energy is None else trace.energy.gather(1, place)
     return list(range(1, best.shape[1] + 1)), best, energy
-
-
-def best_so_far(trace: Any) -> tuple[Tensor, Tensor]:
-    """Smallest residual until each evaluation, and where it was, (B, T) each, of a solve's trace."""
-    usable = torch.isfinite(trace.residual) & trace.accepted
-    residual = torch.where(usable, trace.residual, torch.inf)
-    best = residual.cummin(dim=1).values
-    before = torch.cat([torch.full_like(best[:, :1], torch.inf), best[:, :-1]], dim=1)
-    columns = torch.arange(best.shape[1], device=best.device)
-    return best, torch.where(residual < before, columns, 0).cummax(dim=1).values
 
 
 def _costs(
@@ -251,19 +242,6 @@ def _costs(
         ends.append({**row, "seconds": statistics.median(times)})
         steps += histogram(solution.evaluations, solver=name)
     return ends, steps
-
-
-@contextmanager
-def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
-
-    Models without that attention are left as they are.
-    """
-    if not any(isinstance(module, HeadsLayer) for module in model.modules()):
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Table:

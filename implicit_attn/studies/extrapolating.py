@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import solvers
 from implicit_attn.data import ImageData
@@ -22,7 +23,6 @@ from implicit_attn.studies.converging import (
     draw_residuals,
     solve_curves,
     solver_choices,
-    twice_differentiable,
     with_energies,
 )
 from implicit_attn.studies.study import (
@@ -554,7 +554,7 @@ def report(
         raise ValueError("subject must have the history of its training, got none")
     few = subject.inputs[:CONVERGENCE_SAMPLES]
     exact = replace(subject, inputs=few, targets=None).exact()
-    with torch.no_grad(), twice_differentiable(exact.model):
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         own = {OWN: (exact.layer, exact.layer.solver)}
         convergence = solve_curves(own, *exact.given(exact.inputs), max_steps=100)
     trained = subject.trained

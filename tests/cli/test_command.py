@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,18 +246,8 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_others_follow(
     assert "home directory" in rows["data cache"]
 
 
-def requires(found: list[str] | None) -> Callable[[str], list[str] | None]:
-    def answer(name: str) -> list[str] | None:
-        assert name == "implicit-attn"
-        if found is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found
-
-    return answer
-
-
 def test_extras_include_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "requires", requires(LINES))
+    monkeypatch.setattr(importlib.metadata, "requires", {"implicit-attn": LINES}.get)
     assert requirements() == {
         "": ["torch", "numpy"],
         "training": ["tqdm"],
@@ -276,7 +265,10 @@ def test_extras_include_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "requires", requires(None))
+    def missing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
     assert requirements() == {}
     assert "is not installed" in dict(cli.extras())["unknown"]
     assert installed_version("torch") == torch.__version__

@@ -27,12 +27,13 @@ from cases.deq import specification, write_weights
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import images as cifar
 from implicit_attn.data import load_cifar10, read_idx, read_list, unique_puzzles
-from implicit_attn.data.files import RemoteFile, fetch, read_members
+from implicit_attn.data.files import RemoteFile, fetch, find, read_members
 from implicit_attn.models import build_model, load_model
 from implicit_attn.studies import open_subject
 
 safetensors: Any = pytest.importorskip("safetensors.torch", reason="needs the extra [examples]")
 image: Any = pytest.importorskip("PIL.Image", reason="needs the extra [examples]")
+REAL = find("cifar10", cifar.JPEG)
 SMALL = {"train": 5, "test": 1}  # images of a class
 Read = Callable[[], Any]
 
@@ -416,3 +417,62 @@ def test_weights_that_ask_for_something_wrong(number: int, tmp_path: Path) -> No
     with torch.device("meta"):  # whose first tensors import half of torch
         build_model(model)
     assert measured(lambda: open_subject(path), r"weights\.safetensors") < 2**24
+
+
+# CIFAR-10 that is whole: small archives, and the real one where it is at hand.
+
+
+def test_binary_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, generator = folder / "cifar10" / cifar.BINARY, np.random.default_rng(0)
+    path.with_name(cifar.JPEG).write_bytes(tar_bytes(photographs(), "w:xz"))
+    pixels = generator.integers(0, 256, (6, 10, 3072), dtype=np.uint8)
+    records = np.concatenate([np.tile(np.arange(10, dtype="u1"), (6, 1))[..., None], pixels], 2)
+    names = [name for part in cifar._PARTS.values() for name in part]
+    files = {name: each.tobytes() for name, each in zip(names, records, strict=True)}
+
+    def write() -> None:
+        path.write_bytes(tar_bytes(files, "w:gz"))
+        monkeypatch.setattr(cifar, "BINARY_MD5", hashlib.md5(path.read_bytes()).hexdigest())
+
+    write()
+    data = load_cifar10()  # the original comes before the copy
+    assert (data.name, data.classes) == ("cifar10", 10)
+    assert data.train_labels.tolist() == 5 * list(range(10))
+    images = torch.cat([data.train_images, data.test_images]) * 255
+    assert np.array_equal(images.round().byte().flatten(1).numpy(), pixels.reshape(60, 3072))
+    del files[names[3]]
+    write()
+    with pytest.raises(ValueError, match=r"holds no cifar-10-batches-bin/data_batch_4\.bin"):
+        load_cifar10()
+    monkeypatch.setattr(cifar, "BINARY_MD5", "0" * 32)
+    with pytest.raises(ValueError, match=f"{cifar.BINARY}: md5 .* expected 0000"):
+        load_cifar10()
+
+
+def test_jpeg_files(folder: Path) -> None:
+    """Each image of one colour, so that JPEG keeps it."""
+    path, files = folder / "cifar10" / cifar.JPEG, photographs()
+    path.write_bytes(tar_bytes(files, "w:xz"))
+    data = load_cifar10()
+    assert data.name == "CIFAR-10 (JPEG)"
+    assert data.train_labels.tolist() == [index for index in range(10) for _ in range(5)]
+    colours = (255 * data.train_images).mean((2, 3))
+    expected = [[20 * index + each, 100, 50] for index in range(10) for each in range(5)]
+    assert (colours - torch.tensor(expected)).abs().max() < 3
+    del files["test/dog/0.jpg"]
+    path.write_bytes(tar_bytes(files, "w:xz"))
+    with pytest.raises(ValueError, match=r"\[1, 1, 1, 1, 1, 0, .* test images, expected 1"):
+        load_cifar10()
+
+
+def test_the_real_copy() -> None:
+    """Its test images; reading the training images as well takes four times as long."""
+    pytest.importorskip("PIL", reason="needs the extra [examples]")
+    if REAL is None:
+        pytest.skip(f"cifar10/{cifar.JPEG} is not at hand (IMPLICIT_ATTN_DATA)")
+    images, labels = cifar.decode_jpeg(REAL, ["test"])["test"]
+    assert images.shape == (10_000, 3, 32, 32) and images.dtype == torch.uint8
+    assert labels.long().bincount().tolist() == 10 * [1000]
+    # The mean colour of the test images of the original.
+    mean = images.float().mean((0, 2, 3)) / 255
+    torch.testing.assert_close(mean, torch.tensor([0.4942, 0.4851, 0.4504]), atol=2e-3, rtol=0)

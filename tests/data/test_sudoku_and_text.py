@@ -253,12 +253,10 @@ def test_the_help_topics_need_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path:
     data = load_text()
     assert data.name == "python-help"
     assert len(data.train) > 200_000  # the text differs between versions of Python
-    assert len(data.validation) == pytest.approx(
-        0.05 * (len(data.train) + len(data.validation)), 0.01
-    )
-    assert {"\n", " ", "e", "_"} <= set(data.alphabet) and list(data.alphabet) == sorted(
-        data.alphabet
-    )
+    whole = len(data.train) + len(data.validation)
+    assert len(data.validation) == pytest.approx(0.05 * whole, 0.01)
+    assert {"\n", " ", "e", "_"} <= set(data.alphabet)
+    assert list(data.alphabet) == sorted(data.alphabet)
     text = "if x: return None\n"
     assert data.decode(data.encode(text)) == text
 
@@ -296,18 +294,15 @@ def test_what_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "bytes.txt"
     with pytest.raises(FileNotFoundError, match=r"source: there is no file .*bytes.txt"):
         load_text(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="expected a text in UTF-8"):
-        load_text(path)
-    path.write_text("")
-    with pytest.raises(ValueError, match="must hold two symbols at least"):
-        load_text(path)
-    path.write_text("ab")
-    with pytest.raises(ValueError, match="too short, the part for train has 1 symbols"):
-        load_text(path)
-    path.write_bytes(lzma.compress(b"abc" * 100)[:-20])
-    with pytest.raises(ValueError, match="damaged or another file"):
-        load_text(path)
+    for content, message in (
+        (b"\xff\xfe\x00", "expected a text in UTF-8"),
+        (b"", "must hold two symbols at least"),
+        (b"ab", "too short, the part for train has 1 symbols"),
+        (lzma.compress(b"abc" * 100)[:-20], "damaged or another file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_text(path)
     with pytest.raises(ValueError, match=r"holdout is 1\.0"):
         load_text(holdout=1.0)
 
