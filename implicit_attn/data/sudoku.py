@@ -22,8 +22,8 @@ from solvers.core.checks import require_choice, require_count
 
 SIDE, CELLS = 9, 81
 ALL = (1 << SIDE) - 1  # a bit a digit
-# The units of every cell: its row, its column and its box, numbered one after the other.
-PLACES = [(k // 9, 9 + k % 9, 18 + 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
+# Row, column and box of every cell.
+PLACES = [(k // 9, k % 9, 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
 
 
 def units() -> Tensor:
@@ -161,21 +161,20 @@ def solve_sudoku(
     """
     if len(puzzle) != CELLS or not all(0 <= digit <= SIDE for digit in puzzle):
         raise ValueError(f"puzzle must be 81 digits in 0 .. 9, got {list(puzzle)!r}")
-    left = 3 * SIDE * [ALL]  # digits still free in each unit, a bit a digit
+    rows, columns, boxes = [ALL] * SIDE, [ALL] * SIDE, [ALL] * SIDE  # digits still free in each
     board = list(puzzle)
     found: list[list[int]] = []
 
-    def free(cell: int) -> int:
-        row, column, box = PLACES[cell]
-        return left[row] & left[column] & left[box]
-
     def toggle(cell: int, bit: int) -> None:
-        for unit in PLACES[cell]:
-            left[unit] ^= bit
+        row, column, box = PLACES[cell]
+        rows[row] ^= bit
+        columns[column] ^= bit
+        boxes[box] ^= bit
 
     for cell, digit in enumerate(board):
         if digit:
-            if not free(cell) >> (digit - 1) & 1:
+            row, column, box = PLACES[cell]
+            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
                 return []  # two clues contradict each other
             toggle(cell, 1 << (digit - 1))
 
@@ -185,10 +184,11 @@ def solve_sudoku(
             return
         fewest, chosen, allowed = SIDE + 1, -1, 0
         for cell in open_cells:
-            digits_left = free(cell)
-            count = digits_left.bit_count()
+            row, column, box = PLACES[cell]
+            free = rows[row] & columns[column] & boxes[box]
+            count = free.bit_count()
             if count < fewest:
-                fewest, chosen, allowed = count, cell, digits_left
+                fewest, chosen, allowed = count, cell, free
                 if count <= 1:
                     break
         rest = [cell for cell in open_cells if cell != chosen]

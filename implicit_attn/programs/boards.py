@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,14 +108,18 @@ def filling_animation(
     path: str | Path, puzzle: Tensor, solution: Tensor, frames: Sequence[Frame]
 ) -> None:
     """The board, one picture a frame, as a GIF; the last one stays for two seconds."""
-    writer = require("matplotlib.animation", extra="examples").PillowWriter(fps=5)
-    figure = new_figure((3.6, 4.0))
+    image = require("PIL.Image", extra="examples")
+    figure, pictures = new_figure((3.6, 4.0)), []
+    figure.set_dpi(80)
+    canvas = require("matplotlib.backends.backend_agg", extra="examples").FigureCanvasAgg(figure)
     axes = figure.subplots()
-    with writer.saving(figure, str(path), dpi=80):
-        for frame in (*frames, *9 * frames[-1:]):
-            axes.clear()
-            draw_frame(axes, puzzle, solution, frame)
-            writer.grab_frame()
+    for frame in frames:
+        axes.clear()
+        draw_frame(axes, puzzle, solution, frame)
+        canvas.draw()
+        pictures.append(image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
+    times = [170] * (len(pictures) - 1) + [2000]  # in milliseconds
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
 
 
 def draw_frame(axes: Any, puzzle: Tensor, solution: Tensor, frame: Frame) -> None:
