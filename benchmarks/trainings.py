@@ -501,7 +501,7 @@ def judged(folder: Path, text: str) -> dict[str, float]:
         total, terms = sums["validation_loss"]
         found[str(number)] = total / terms
     if isinstance(model, EquilibriumLanguageModel) and solved:
-        tokens = model.tokens(next(task.tests(0, 1))[0])
+        tokens = model.tokens(task.tests()[0][: task.batch])
         z, after = (model.mix(tokens, number) for number in (NUMBERS[-1], NUMBERS[-1] + 1))
         found["residual"] = ((after - z).norm() / after.norm()).item()
     return found | {"seconds": sum(row["seconds"] for row in history(folder))}
