@@ -166,8 +166,8 @@ def fixed_point(
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
-    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
-        solution.value = solution.value.clone()
+    if solution.value.untyped_storage().data_ptr() == start.untyped_storage().data_ptr():
+        solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
     _as_trees(solution, layout)
     apply_policy(solution, on_failure, goal.what + layout.scalars(len(start)), f)
     return solution
@@ -193,34 +193,21 @@ def _transformed(
                 "or solvers.Anderson(...), whose steps look at no numbers, and checkpoint=False; got "
                 f"solver={solver}, {adjoint}; or use Implicit(), Phantom() or OneStep()"
             )
+        # The loop itself, with the transform at work on its every operation; no energy judges its trials.
         problem = Problem.of(f, energy, z0, args, mask, compact)
-        return _unrolled(problem, z0, solver, tolerance, options["max_steps"], options["states_at"])
+        start, image = problem.layout.vector(z0), problem.masked_map
+        plain = replace(problem, f=image, compiled=image, energy=None, compact=False)
+        limit = criterion(tolerance, start.dtype, problem.autocast)[0]
+        most, states_at = options["max_steps"], options["states_at"]
+        with without_autocast(start.device.type):
+            first = plain.evaluate(start)
+            solution = Loop(plain, first, solver, limit, most, states_at=states_at).run()
+        _as_trees(solution, problem.layout)
+        return solution
     refuse_in_transform(adjoint, record=record)
     # The same call, made where the tensors are ordinary ones.
     plain = partial(fixed_point, adjoint=None, **options)
     return transformed_solution(plain, adjoint, tolerance, compact, f, energy, z0, args, mask)
-
-
-def _unrolled(
-    problem: Problem,
-    z0: Any,
-    solver: Solver,
-    tolerance: Tolerance | None,
-    max_steps: int,
-    states_at: Sequence[int],
-) -> Solution:
-    """The loop's solution inside of a transform, which is at work on its every operation.
-
-    Its trials are not judged by an energy.
-    """
-    start, image = problem.layout.vector(z0), problem.masked_map
-    plain = replace(problem, f=image, compiled=image, energy=None, compact=False)
-    limit = criterion(tolerance, start.dtype, problem.autocast)[0]
-    with without_autocast(start.device.type):
-        first = plain.evaluate(start)
-        solution = Loop(plain, first, solver, limit, max_steps, states_at=states_at).run()
-    _as_trees(solution, problem.layout)
-    return solution
 
 
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
@@ -242,10 +229,6 @@ def _as_trees(solution: Solution, layout: Layout) -> None:
     solution.value = layout.tree(solution.value)
     if solution.states is not None:  # several may be one state, or the value
         solution.states = tuple(layout.tree(each.value.clone()) for each in solution.states)
-
-
-def _shares_memory(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _check_options(

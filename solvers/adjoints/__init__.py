@@ -1,3 +1,1 @@
 """Gradients of a fixed point: implicit, unrolled, phantom and one-step."""
-
-from __future__ import annotations

@@ -54,15 +54,11 @@ class AdjointSystem:
         solution = run(right, solver=solver, max_steps=self.max_steps)
         if self.solver is None and symmetric:
             solution = self._retry_saddles(run, solution, right)
-        self.note(solution)
-        return solution.value
-
-    def note(self, solution: Solution) -> None:
-        """Report the outcome of a solve."""
         self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
         # Samples without a finite evaluation were reported by the forward solve already.
         apply_policy(solution, self.on_failure, "adjoint solve", self.f)
+        return solution.value
 
     def _retry_saddles(
         self, run: Callable[..., Solution], first: Solution, right: Tensor

@@ -1,3 +1,1 @@
 """Solves and adjoints by compiled programs."""
-
-from __future__ import annotations

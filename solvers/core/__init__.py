@@ -1,3 +1,1 @@
 """What all solves share: argument checks, the problem, the protocol of a solver, the loop."""
-
-from __future__ import annotations

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from solvers.core.modes import in_transform
 
-CUDA_LAG = 2  # steps that the host may run ahead: enough to keep the queue of kernels filled
-
 
 class _PerThread(threading.local):
     """Whether this thread traces a program, in which nothing may depend on the numbers of tensors."""
@@ -51,7 +49,7 @@ def leaves_alone(compact: bool, device: torch.device) -> bool:
 
 def lag_of(device: torch.device) -> int:
     """How many steps old the host's knowledge may be: 0 where reading a tensor is free."""
-    return CUDA_LAG if device.type == "cuda" else 0
+    return 2 if device.type == "cuda" else 0  # enough to keep the queue of kernels filled
 
 
 class Watch:

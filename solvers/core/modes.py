@@ -23,11 +23,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _IS_EXPORTING: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def compiler_loaded() -> bool:
-    """Whether the compiler behind ``torch.compile`` has been imported, which takes seconds."""
-    return "torch._dynamo" in sys.modules
-
-
 def eager(function: Function) -> Function:
     """``torch.compiler.disable`` that keeps the function's type and does not import the compiler.
 
@@ -110,7 +105,7 @@ class _Stance:
 
     def enter(self) -> None:
         with self.lock:
-            if self.before is None and compiler_loaded():
+            if self.before is None and "torch._dynamo" in sys.modules:  # whose import takes seconds
                 self.before = torch.compiler.set_stance("force_eager")
             self.number += 1
 

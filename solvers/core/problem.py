@@ -300,13 +300,10 @@ class Problem:
                     raise ValueError(OVERWRITES.format("its input"))
                 return result
         except (RuntimeError, ValueError, IndexError) as error:
-            self._explain(error, z)
+            if self.shrunk:  # then f has most likely closed over the whole batch
+                hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
+                error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
-
-    def _explain(self, error: Exception, z: Tensor) -> None:
-        if self.shrunk:  # then f has most likely closed over the whole batch
-            hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
-            error.args = (f"{error}\n{hint}", *error.args[1:])
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""

@@ -239,15 +239,6 @@ def _random_state(device: torch.device) -> list[Any]:
     return states
 
 
-LEARNING = (
-    "f updates the running statistics of {} at every evaluation{}: call eval(), or use a norm of each "
-    "sample (LayerNorm, GroupNorm)"
-)
-COUPLING = (
-    "f normalises over the batch by {} in training mode, so that its samples are not solved on their "
-    "own: call eval(), or use a norm of each sample (LayerNorm, GroupNorm)"
-)
-
 _BATCH_NORM: Callable[..., Tensor] = functional.batch_norm
 _INSTANCE_NORM: Callable[..., Tensor] = functional.instance_norm
 
@@ -332,14 +323,17 @@ def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
         return
     module = _calling_module(sys._getframe())
     what: Any = name if module is None else module
+    instead = "call eval(), or use a norm of each sample (LayerNorm, GroupNorm)"
     if running_mean is None:
-        raise _noted(COUPLING.format(what))
+        raise _noted(
+            f"f normalises over the batch by {what} in training mode, so that its samples are not solved on "
+            f"their own: {instead}"
+        )
     if coupled and module is not None and module.num_batches_tracked is not None:
         with torch.no_grad():
             module.num_batches_tracked.sub_(1)  # counted before the norm is called
-    raise _noted(
-        LEARNING.format(what, ", and its samples are not solved on their own" if coupled else "")
-    )
+    also = ", and its samples are not solved on their own" if coupled else ""
+    raise _noted(f"f updates the running statistics of {what} at every evaluation{also}: {instead}")
 
 
 def _noted(message: str) -> ValueError:

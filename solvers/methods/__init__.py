@@ -1,3 +1,1 @@
-"""Fixed-point methods, one per file: forward, gradient, Anderson, Broyden, L-BFGS, Newton."""
-
-from __future__ import annotations
+"""Fixed-point methods: forward and gradient steps, Anderson, Broyden, L-BFGS, Newton; second attempts."""
