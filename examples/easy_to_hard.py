@@ -345,7 +345,7 @@ def easy_to_hard(
     seed: int = 0,  # the first of them
 ) -> Result:
     sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
-    long, wide = LONG * trained, 2 * steps
+    long, twice = LONG * trained, 2 * steps
     ring, layers = partial(EquilibriumRing, DIM, HEADS), partial(LayeredRing, heads=HEADS)
     # model, steps, learning rate, iterations in training; in how many evaluations it answers (None: stops)
     contenders: dict[str, tuple[Any, int, float, Any, dict[str, int | None]]] = {
@@ -353,12 +353,12 @@ def easy_to_hard(
             f"{EQUILIBRIUM}, {trained} iterations as in training": trained,
             f"{EQUILIBRIUM}, {long} iterations": long, f"{EQUILIBRIUM}, stops by itself": None,
         }),
-        SAME_DEPTH: (partial(layers, DIM, layers=depth, local=True), wide, 2e-3, None, {SAME_DEPTH: depth}),
-        SAME_PARAMETERS: (partial(layers, DIM // 2, layers=LAYERS), wide * depth // LAYERS, 3e-3, None,
+        SAME_DEPTH: (partial(layers, DIM, layers=depth, local=True), twice, 2e-3, None, {SAME_DEPTH: depth}),
+        SAME_PARAMETERS: (partial(layers, DIM // 2, layers=LAYERS), twice * depth // LAYERS, 3e-3, None,
                           {SAME_PARAMETERS: LAYERS}),
         ALWAYS: (partial(ring, iterations=depth), steps, 3e-3, depth,
                  {f"{ALWAYS}, {number} iterations": number for number in (depth, long)}),
-        ONCE: (partial(ring, iterations=1), wide, 3e-3, 1, {ONCE: 1}),
+        ONCE: (partial(ring, iterations=1), twice, 3e-3, 1, {ONCE: 1}),
     }  # fmt: skip
     rings = {
         factor: draw_rings(tests, number, torch.Generator().manual_seed(TEST_SEED + number))
