@@ -280,16 +280,20 @@ def kept(model: BoardSolver, boards: Boards, iterations: int) -> list[dict[str, 
     return rows
 
 
+def solved_by(model: BoardSolver, puzzles: Tensor, stop: str, **options: Any) -> list[Tensor]:
+    """Of ``solve``: digits, which boards have converged, are consistent, evaluations, guesses."""
+    if stop == "converged":
+        options["on_failure"] = "ignore"
+    found = chunks(lambda part: model.solve(part, stop=stop, **options), puzzles)
+    names = ("digits", "converged", "consistent", "evaluations", "guesses")
+    return [torch.cat([getattr(each, name) for each in found]) for name in names]
+
+
 def answered(name: str, model: BoardSolver, boards: Boards) -> list[dict[str, Any]]:
     """Shares of boards that are answered, and the number of wrong answers."""
     rows = []
     for stop in ("converged", "consistent"):
-        options: dict[str, Any] = {"on_failure": "ignore"} if stop == "converged" else {}
-        found = chunks(lambda p, s=stop, o=options: model.solve(p, stop=s, **o), boards[0])
-        digits, said, agree, spent = (
-            torch.cat([getattr(each, what) for each in found])
-            for what in ("digits", "converged", "consistent", "evaluations")
-        )
+        digits, said, agree, spent, _ = solved_by(model, boards[0], stop)
         good, mean = right(digits, boards), f"{spent.double().mean():.0f}"
         ways = {stop: said} if stop == "consistent" else {stop: said, "both": said & agree}
         for way, shown in ways.items():
@@ -310,12 +314,8 @@ def answered(name: str, model: BoardSolver, boards: Boards) -> list[dict[str, An
 
 def guessed(name: str, model: BoardSolver, boards: Boards) -> dict[str, Any]:
     """Solved shares with up to so many guesses, each within the budget of the layer."""
-    options: dict[str, Any] = {"stop": "consistent", "guesses": max(GUESSES)}
-    found = chunks(lambda puzzles: model.solve(puzzles, **options), boards[0])
-    digits, agree, made, spent = (
-        torch.cat([getattr(each, what) for each in found])
-        for what in ("digits", "consistent", "guesses", "evaluations")
-    )
+    found = solved_by(model, boards[0], "consistent", guesses=max(GUESSES))
+    digits, _, agree, spent, made = found
     good = right(digits, boards)
     row: dict[str, Any] = {"boards": name, "number": len(good)}
     row |= {f"{number} guesses": percent(good & (made <= number)) for number in GUESSES}

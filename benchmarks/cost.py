@@ -123,17 +123,15 @@ def draw_curves(path: Path, rows: list[Row]) -> None:
     figure.savefig(path, dpi=90)
 
 
-def curves(repeats: int = 5, few: bool = False, out: Path | None = None) -> None:
+def curves(repeats: int = 5, out: Path | None = None) -> None:
     """Time, memory and evaluations of a training step of one layer.
 
     Args:
         repeats: timed steps of each layer.
-        few: the two smallest sizes of each axis.
         out: a PNG file.
     """
     torch.set_num_threads(1)
-    chosen = {k: v[:2] for k, v in SWEEPS.items()} if few else SWEEPS
-    rows = measure_curves(repeats, chosen)
+    rows = measure_curves(repeats, SWEEPS)
     print(table(rows))
     if out is not None:
         draw_curves(out, rows)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +16,12 @@ def interleaved(
     contestants: dict[str, Callable[[], object]],
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
+    share: float = 0.5,
 ) -> dict[str, float]:
-    """Median seconds of each, run in turns so that a noisy machine is noisy for all of them.
+    """Seconds of each, run in turns so that a noisy machine is noisy for all of them.
 
-    The order of the turns changes: what ran before has its share in what is in the cache.
+    The order of the turns changes: what ran before has its share in what is in the cache. A ``share`` of
+    the times is shorter than what is returned: the median, or less, as other processes only add to them.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for run in contestants.values():
@@ -32,18 +33,8 @@ def interleaved(
             start = clock()
             run()
             times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def lower_thirds(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of each, in turns: a third of its times are shorter, as other processes only add to them."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for found, run in zip(times, runs, strict=True):
-            start = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - start)
-    return [sorted(found)[len(found) // 3] for found in times]
+    every = {name: torch.tensor(each, dtype=torch.float64) for name, each in times.items()}
+    return {name: each.quantile(share).item() for name, each in every.items()}
 
 
 class LiveMemory(TorchDispatchMode):

@@ -26,7 +26,7 @@ from torchdeq.core import get_deq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.measure import interleaved, lower_thirds, peak_bytes, table
+from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
 
 B, N, D = 64, 17, 10
@@ -223,32 +223,6 @@ def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> t
     return residual, ((got - want).norm() / want.norm()).item()
 
 
-def part_step(
-    rounds: int, compiled: bool = False, samples: int = B, masked: bool = False, silva: bool = False
-) -> None:
-    for scale in (1.0, 2.0):
-        layer = MeanField(scale, samples=samples, masked=masked)
-        exact = layer.exact()
-        contestants: dict[str, Any] = {f"torchdeq {name}": Theirs(layer, name) for name in TORCHDEQ}
-        contestants |= {
-            "ours anderson": Ours(layer, solvers.Anderson()),
-            "ours broyden": Ours(layer, solvers.Broyden()),
-            "ours forward": Ours(layer, solvers.Forward()),
-            "ours default": Ours(layer, None),
-        }
-        if silva:
-            contestants |= {f"silva {name}": Silva(layer, name) for name in SILVA}
-        if compiled:
-            contestants["ours compiled"] = Compiled(layer)
-        for target in TARGETS:
-            rows = _rows(layer, contestants, target, exact, rounds)
-            print(
-                f"\n(a) training step, mean-field layer, couplings x {scale:g}; "
-                f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
-            )
-            print(table(rows))
-
-
 def _rows(
     layer: MeanField, contestants: dict[str, Any], target: Pair, exact: Any, rounds: int
 ) -> list[dict[str, Any]]:
@@ -321,7 +295,27 @@ def race(
     """
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
-    part_step(rounds, compiled, samples, masked, silva)
+    for scale in (1.0, 2.0):
+        layer = MeanField(scale, samples=samples, masked=masked)
+        exact = layer.exact()
+        contestants: dict[str, Any] = {f"torchdeq {name}": Theirs(layer, name) for name in TORCHDEQ}
+        contestants |= {
+            "ours anderson": Ours(layer, solvers.Anderson()),
+            "ours broyden": Ours(layer, solvers.Broyden()),
+            "ours forward": Ours(layer, solvers.Forward()),
+            "ours default": Ours(layer, None),
+        }
+        if silva:
+            contestants |= {f"silva {name}": Silva(layer, name) for name in SILVA}
+        if compiled:
+            contestants["ours compiled"] = Compiled(layer)
+        for target in TARGETS:
+            rows = _rows(layer, contestants, target, exact, rounds)
+            print(
+                f"\n(a) training step, mean-field layer, couplings x {scale:g}; "
+                f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
+            )
+            print(table(rows))
 
 
 # --- compiled layers against the same layers without ------------------------------------------------
@@ -353,8 +347,10 @@ def compare(name: str, made: tuple[nn.Module, Tensor, Tensor], rounds: int) -> d
     gradients = [gradients_of(each, x, cotangent) for each in (model, compiled)]
     first = time.perf_counter() - start
     error = max((a - b).norm().item() / a.norm().item() for a, b in zip(*gradients, strict=True))
-    runs = [partial(gradients_of, each, x, cotangent) for each in (model, compiled)]
-    plain, fast = (1e3 * seconds for seconds in lower_thirds(runs, rounds))
+    each_way = {"plain": model, "compiled": compiled}
+    runs = {way: partial(gradients_of, each, x, cotangent) for way, each in each_way.items()}
+    seconds = interleaved(runs, rounds, share=1 / 3)
+    plain, fast = 1e3 * seconds["plain"], 1e3 * seconds["compiled"]
     row = {"training step": name, "not compiled, ms": f"{plain:.1f}", "compiled, ms": f"{fast:.1f}"}
     row |= {"ratio": f"{fast / plain:.2f}", "gradients differ by": f"{error:.0e}"}
     return row | {"first step, s": f"{first:.0f}"}

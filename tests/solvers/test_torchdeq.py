@@ -12,9 +12,9 @@ from torchdeq.solver import get_solver
 from torchdeq.solver.stat import SolverStat
 
 import solvers
-from benchmarks import vs_torchdeq as oracle
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
 from problems import residual_norms, rows
+from problems import torchdeq_counts as oracle
 from problems.zoo import make
 from solvers import (
     Anderson,
