@@ -348,7 +348,9 @@ def compare(name: str, made: tuple[nn.Module, Tensor, Tensor], rounds: int) -> d
     first = time.perf_counter() - start
     error = max((a - b).norm().item() / a.norm().item() for a, b in zip(*gradients, strict=True))
     each_way = {"plain": model, "compiled": compiled}
-    runs = {way: partial(gradients_of, each, x, cotangent) for way, each in each_way.items()}
+    runs: dict[str, Callable[[], object]] = {
+        way: partial(gradients_of, each, x, cotangent) for way, each in each_way.items()
+    }
     seconds = interleaved(runs, rounds, share=1 / 3)
     plain, fast = 1e3 * seconds["plain"], 1e3 * seconds["compiled"]
     row = {"training step": name, "not compiled, ms": f"{plain:.1f}", "compiled, ms": f"{fast:.1f}"}

@@ -370,7 +370,8 @@ def _checked_queries(
     _check_beta(beta)
     _check_mask(mask, key, "(B, M)")
     check_backend(backend, "frozen keys")
-    return check_pairs(pairs, bias, (*query.shape[:3], key.shape[2]))
+    batch, heads, queries, _ = query.shape
+    return check_pairs(pairs, bias, (batch, heads, queries, key.shape[2]))
 
 
 def _check_beta(beta: float | Tensor) -> None:

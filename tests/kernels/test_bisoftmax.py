@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from cases.kernels import states as problem
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 from implicit_attn.kernels.bi_softmax import ops
 
@@ -35,11 +36,9 @@ def definition(z: Tensor, beta: float, mask: Tensor | None, causal: bool) -> tup
     return lse.sum((1, 2)) / beta, lse
 
 
-def states(batch: int = 2, heads: int = 3, count: int = 5, width: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch, heads, count, width)
-    z = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return z, torch.randn(shape, generator=generator, dtype=torch.float64)
+def states(heads: int = 3, count: int = 5, width: int = 4) -> tuple[Tensor, Tensor]:
+    z, v, _ = problem(2, heads, count, width)
+    return z.double(), v.double()
 
 
 MASKS = {

@@ -255,13 +255,6 @@ def test_the_triangle_reads_no_masked_cotangent() -> None:
     assert torch.equal(*found) and not found[0].isnan().any()
 
 
-def test_nothing_in_nothing_out() -> None:
-    z = torch.ones(0, 2, 5, 8, device=DEVICE)
-    gradient, lse = bisoftmax(z, 1.0, backend="triton")
-    assert gradient.shape == z.shape and lse.shape == (0, 2, 5)
-    assert bisoftmax_hvp(z, z, 1.0, backend="triton").shape == z.shape
-
-
 def test_bfloat16() -> None:
     """The interpreter rounds to bfloat16 by cutting: twice the error of a device."""
     for case in (Case(65, 64, dtype=BRAIN), Case(129, 64, dtype=BRAIN, mask="random")):
@@ -307,17 +300,13 @@ def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> N
 
 @pytest.mark.defect("C8")
 def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend.supports(ONES, EVERY) is None
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr("triton.__version__", "3.2.0")  # aborts the process on Hopper
     assert "need Triton 3." in (backend.supports(ONES, None) or "")
     assert "found 3.2.0" in (backend.supports(ONES, None) or "")
     monkeypatch.setattr("triton.__version__", "3.10.1+git1")
     assert "found" not in (backend.supports(ONES, None) or "")
-
-
-def test_supports_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend.supports(ONES, EVERY) is None
-    monkeypatch.setattr(backend, "INTERPRETED", False)
     assert "CUDA" in backend.supports(ONES.cpu(), None)
 
 
@@ -535,22 +524,6 @@ def test_slices_have_about_equally_many_tiles(blocks: int) -> None:
         # What one round is worth, at most, beyond what the others have.
         assert max(tiles) - min(tiles) <= slices
         assert max(tiles) <= max(blocks, -(-sum(tiles) // slices) + slices // 2 + 1)
-
-
-@pytest.mark.defect("E4")
-@pytest.mark.skipif(not backend.INTERPRETED, reason="counts what the interpreter did")
-def test_programs_of_the_triangle_do_about_equally_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of zero tokens each entry of a tile is 1: a slot sums to its tiles, those off the diagonal twice."""
-    monkeypatch.setattr(backend, "MOST_SLICES", 4)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # rows that no tile of a slot has
-    block = backend.INTERPRETER.rows
-    z = torch.zeros(1, 1, 16 * block, 16)
-    given = backend.LaunchArguments(z, 1.0, None, None, False, True)
-    slots, slices, rows = backend._triangle(given, None)
-    assert (slices, rows) == (4, block)
-    entries = slots.double().sum(1) / block**2  # twice the tiles, less those on the diagonal
-    assert float(entries.sum()) == 16**2
-    assert float(entries.max() - entries.min()) <= 2 * slices
 
 
 @pytest.mark.gpu

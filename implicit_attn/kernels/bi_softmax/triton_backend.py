@@ -217,7 +217,7 @@ class LaunchArguments:
         shape = self.tiles(kernel)
         options = {"UNIT": unit, "ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": self.boost}
         options |= self.even(shape) | self.constants(shape)
-        return triton.cdiv(self.tokens, shape.rows), options
+        return _ceil(self.tokens, shape.rows), options
 
 
 @cache
@@ -244,6 +244,10 @@ def device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """``args`` are tensors, numbers and None; ``options`` constants, and what the compiler is told."""
     kernel[(programs,)](*args, **options)
+
+
+def _ceil(total: int, part: int) -> int:
+    return -(-total // part)
 
 
 def parts(tokens: int) -> tuple[int, int]:
@@ -335,14 +339,14 @@ def curvature(
 
 def slices_of(heads: int, blocks: int) -> int:
     """Slices of a head: two blocks each at least, as the largest alone takes as long as such a pair."""
-    return min(triton.cdiv(blocks, 2), MOST_SLICES, triton.cdiv(PROGRAMS, heads))
+    return min(_ceil(blocks, 2), MOST_SLICES, _ceil(PROGRAMS, heads))
 
 
 def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, int]:
     """Slots of partial sums, their number a head, and the block."""
     shape = given.tiles("triangle" if v is None else "tangents")
     tangent, v = v is not None, given.z if v is None else v
-    slices = slices_of(given.heads, triton.cdiv(given.tokens, shape.rows))
+    slices = slices_of(given.heads, _ceil(given.tokens, shape.rows))
     slots = torch.empty(
         (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
     )
@@ -362,7 +366,7 @@ def _from_halves(
 ) -> None:
     """Both phases of sums from half of the tiles; the ``kernel`` of the second has ``tensors`` of its own."""
     slots, slices, block = _triangle(given, v)
-    blocks = triton.cdiv(given.tokens, block)
+    blocks = _ceil(given.tokens, block)
     sizes = (given.z.shape[1], given.tokens, blocks, slices)
     args = (slots, given.keep, given.extent, *tensors, *sizes, *numbers)
     options = {"BLOCK": block, "BOOST": given.boost, "num_warps": 4, "enable_fp_fusion": True}
