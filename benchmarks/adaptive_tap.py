@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT)]
 
 import solvers
 from benchmarks.measure import interleaved, table
-from benchmarks.step import Pair, loosest
+from benchmarks.step import Pair
 from benchmarks.step import theirs as torchdeq_layer
 from implicit_attn import DEQ
 from implicit_attn.updates import AdaptiveTAPAttention
@@ -177,11 +177,14 @@ def found_by(setting: Setting, solve: Contestant, implicit: bool) -> tuple[Pair,
         found = SpinState(*[t.detach() for t in state])
         return setting.errors(found, setting.gradients(state))
 
-    def shares(pair: Pair) -> Pair:
+    def met(pair: Pair) -> bool:
         residual, gradient = reach(pair)
-        return (max(residual / RESIDUAL, gradient / GRADIENT),) * 2  # each solve must reach both
+        return residual <= RESIDUAL and gradient <= GRADIENT
 
-    chosen, _ = loosest(shares, (1.0, 1.0), FORWARD, BACKWARD if implicit else BACKWARD[-1:])
+    tight = BACKWARD[-1]
+    forward = next((each for each in FORWARD if met((each, tight))), FORWARD[-1])
+    backwards = (each for each in BACKWARD if implicit and met((forward, each)))
+    chosen = (forward, next(backwards, tight))
     return chosen, reach(chosen)
 
 
