@@ -27,13 +27,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from sudoku_belief import Pairs, belief_methods
+from sudoku_belief import decimated, pairs_of_rules, propagated
 from sudoku_graph import HEAD, fitted
 from sudoku_potts import LEARNED, SINGLES, Solve, compare, load_boards
 
 import solvers
 from benchmarks.measure import table
-from implicit_attn.data import load_sudoku
+from implicit_attn.data import load_sudoku, solve_by_singles
 from implicit_attn.data.sudoku import (
     CELLS,
     SIDE,
@@ -480,8 +480,12 @@ def sudoku(
     few = {name: (each[0][:boards], each[1][:boards]) for name, each in drawn.test.items()}
     head = fitted(HEAD, drawn.train, fit_steps, seed, 1e-4)
     learned = SudokuPotts.from_model(head)
-    slow = belief_methods({"true graph": Pairs.of_rules()})
-    logic = {SINGLES: slow.pop(SINGLES)}
+    rules = pairs_of_rules()
+    slow: dict[str, Solve] = {
+        "true graph: belief propagation": partial(propagated, rules),
+        "true graph: with decimation": partial(decimated, rules),
+    }
+    logic = {SINGLES: solve_by_singles}
     slow[f"{LEARNED}, annealed"] = lambda puzzles: learned.solve(puzzles).boards
     found = compare(drawn.test, logic | learned_methods(model))
     found += compare(few, slow)
