@@ -310,12 +310,12 @@ def _time_variants(subject: Subject) -> dict[str, Subject]:
 
 def _reach(curves: Table, trained: int, factor: int) -> Table:
     parts: dict[str, Table] = {}
-    for row in curves:
-        parts.setdefault(row["method"], []).append(row)
+    for each in curves:
+        parts.setdefault(each["method"], []).append(each)
     aim = _at(next(iter(parts.values())), trained)
     table: Table = []
     for name, rows in parts.items():
-        row = {"method": name}
+        row: dict[str, Any] = {"method": name}
         if "accuracy" in aim:
             for k in sorted({1, min(2, factor), factor}):
                 row[f"accuracy_{k}x"] = _at(rows, k * trained)["accuracy"]
