@@ -20,7 +20,7 @@ from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import check_mask, check_state, hide
-from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_network
+from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import (
     require_choice,
@@ -383,11 +383,10 @@ class HyperSET(RecurrentBackbone):
         options |= {"step_size": step_size, "iterations": iterations}
         shared = None
         if require_flag("share_steps", share_steps):
-            initial, time_dim = options.pop("initial_step", None), options.pop("time_dim", 512)
-            network = options.pop("step_network", "paper")
-            shared = options["step_size"] = build_step_network(
-                network, step_size, dim, initial=initial, time_dim=time_dim
-            )
+            more = {"initial": options.pop("initial_step", None)}
+            more["time_dim"] = options.pop("time_dim", 512)
+            more["network"] = options.pop("step_network", "paper")
+            shared = options["step_size"] = build_step_sizes(step_size, dim, **more)
         kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
         memories, number = dim if memories is None else memories, require_count("layers", layers)
         made = [kind(dim, heads, memories, **options) for _ in range(number)]

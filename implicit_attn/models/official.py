@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from implicit_attn.models.around import ImageClassifier, MaskedCodes, SudokuModel
 from implicit_attn.models.backbones import HyperSET
-from implicit_attn.updates.hyperset import DESCENTS, OfficialStepSizes, PlainStepSizes
+from implicit_attn.updates.hyperset import DESCENTS, PlainStepSizes
 from solvers.core.checks import require_choice, require_count, require_positive
 
 NETWORKS = {"images": ("normed", "twice-normed", None), "sudoku": ("raw",), "codes": ("sinusoids",)}
@@ -464,12 +464,13 @@ def _layout_of(model: nn.Module, alternative: bool) -> OfficialLayout:
             "model must have trained gains and the official norms, HyperSET(gains=..., "
             "epsilon=None)"
         )
-    if not isinstance(layer.steps, OfficialStepSizes | PlainStepSizes):
+    network = getattr(layer.steps, "network", None)
+    if network == "paper" or not (network or isinstance(layer.steps, PlainStepSizes)):
         raise ValueError(
             "model must take its step sizes from a network of the official code, HyperSET("
             "step_network=...), or fix them"
         )
-    options: dict[str, Any] = {"task": task, "network": getattr(layer.steps, "network", None)}
+    options: dict[str, Any] = {"task": task, "network": network}
     if isinstance(model, ImageClassifier):
         channels, size, _ = model.image_shape
         options |= {"channels": channels, "image_size": size, "alternative": alternative}

@@ -22,7 +22,14 @@ from implicit_attn.energies.attention import (
 )
 from implicit_attn.energies.feedforward import MemoryEnergy, build_attention, build_feedforward
 from implicit_attn.energies.heads import Given
-from implicit_attn.energies.tokens import FEATURE_MAPS, RMSNorm, hide, merge_heads, split_heads
+from implicit_attn.energies.tokens import (
+    FEATURE_MAPS,
+    RMSNorm,
+    hide,
+    like_state,
+    merge_heads,
+    split_heads,
+)
 from implicit_attn.kernels import bisoftmax
 from implicit_attn.updates.update import move
 from solvers.core.checks import require_choice, require_count, require_number, require_positive
@@ -77,43 +84,83 @@ class PlainStepSizes(StepSizes):
         return self.attention(), self.feedforward()
 
 
-class ConditionedStepSizes(StepSizes):
-    """``(alpha_t, gamma_t) = last(gelu(embed(t) + norm(c)))``, one number per token and channel.
+STEP_NETWORKS = ("paper", "normed", "twice-normed", "raw", "sinusoids")
 
-    ``embed(t)`` is Linear - GELU - Linear of ``sinusoids(t)``, ``norm`` the RMS norm without gain, and
-    the condition c the state ``x_t`` or the input ``x0``. ``last`` is linear, with zero weights and the
-    bias ``initial`` before training. With ``initial`` 0, as published, the untrained layer is the
-    identity, and its projections have no gradient until the step sizes have changed. The step sizes may
-    take either sign. Since ``embed`` is smooth, any t can be evaluated, also beyond the trained ones.
+
+class ConditionedStepSizes(StepSizes):
+    """``(alpha_t, gamma_t) = last(gelu(outer(embed(t) + inner(c))))``, one number per token and channel.
+
+    The condition c is the state ``x_t`` or the input ``x0``; ``embed`` is a function of ``sinusoids(t)``.
+    The network "paper" is the one that the paper draws, its RMS norm without gain; the norms of the others
+    have trained gains, where the official code has them:
+
+    ================  ======================================  ==============  ============  ============
+    network           embed, of the sinusoids of t            inner           outer         official for
+    ================  ======================================  ==============  ============  ============
+    ``paper``         Linear, GELU, Linear                    RMS norm        none          none
+    ``normed``        Linear, RMS, GELU, RMS, Linear, RMS     RMS norm        none          images
+    ``twice-normed``  Linear, RMS, GELU, RMS, Linear, RMS     RMS norm        RMS norm      images, small
+    ``raw``           Linear, GELU, Linear                    none            none          Sudoku
+    ``sinusoids``     none: ``time_dim`` is ``dim``           none            RMS norm      masked images
+    ================  ======================================  ==============  ============  ============
+
+    ``last`` is linear, with zero weights and the bias ``initial`` before training. With ``initial`` 0, as
+    published, the untrained layer is the identity, and its projections have no gradient until the step
+    sizes have changed. The official code starts ``embed`` with weights 0 as well, so that no gradient ever
+    reaches them; here it starts at random. The step sizes may take either sign. Since ``embed`` is smooth,
+    any t can be evaluated, also beyond the trained ones.
 
     Args:
         dim: d.
         source: of the condition, "state" or "input".
         time_dim: number of sinusoids, even, >= 4.
         initial: initial value of both step sizes.
+        network: one of the names above.
 
-    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, section 4.1 and appendix.
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, section 4.1, appendix and official
+    code.
     """
 
     def __init__(
-        self, dim: int, source: str = "state", *, time_dim: int = 512, initial: float = 0.0
+        self,
+        dim: int,
+        source: str = "state",
+        *,
+        time_dim: int = 512,
+        initial: float = 0.0,
+        network: str = "paper",
     ) -> None:
         super().__init__()
-        require_choice("source", source, ("state", "input"))
-        self.source, self.time_dim = source, _check_time_dim(time_dim)
+        self.source = require_choice("source", source, ("state", "input"))
+        self.network = require_choice("step_network", network, STEP_NETWORKS)
+        self.time_dim, dim = _check_time_dim(time_dim), require_count("dim", dim)
         self.initial = float(require_number("initial", initial))
-        self.embedding = nn.Sequential(
-            nn.Linear(time_dim, require_count("dim", dim)), nn.GELU(), nn.Linear(dim, dim)
-        )
+        normed = network in ("normed", "twice-normed")
+        if network == "sinusoids":
+            if time_dim != dim:
+                raise ValueError(
+                    f"time_dim must be dim={dim} for step_network='sinusoids', got {time_dim}"
+                )
+            self.embedding = nn.Sequential()
+        elif normed:
+            self.embedding = nn.Sequential(
+                nn.Linear(time_dim, dim), nn.RMSNorm(dim), nn.GELU(),
+                nn.RMSNorm(dim), nn.Linear(dim, dim), nn.RMSNorm(dim),
+            )  # fmt: skip
+        else:
+            self.embedding = nn.Sequential(nn.Linear(time_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.last = nn.Linear(dim, 2 * dim)
         # after last: optimisers store their state by the order of the parameters
-        self.inner: nn.Module = nn.RMSNorm(dim, eps=TINY_NORM, elementwise_affine=False)
-        self.outer: nn.Module = nn.Identity()
+        self.inner: nn.Module = nn.RMSNorm(dim) if normed else nn.Identity()
+        if network == "paper":
+            self.inner = nn.RMSNorm(dim, eps=TINY_NORM, elementwise_affine=False)
+        outer = network in ("twice-normed", "sinusoids")
+        self.outer: nn.Module = nn.RMSNorm(dim) if outer else nn.Identity()
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, self.initial)
 
     def prepare(self, x0: Tensor, times: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``embed(times)`` (T, d), and ``norm(x0)`` where the steps are conditioned on it."""
+        """``embed(times)`` (T, d), and ``inner(x0)`` where the steps are conditioned on it."""
         waves = sinusoids(times, self.time_dim).to(self.last.weight.dtype)
         return self.embedding(waves), self.inner(x0) if self.source == "input" else None
 
@@ -124,7 +171,7 @@ class ConditionedStepSizes(StepSizes):
         return alpha, gamma
 
     def extra_repr(self) -> str:
-        return f"source={self.source}, initial={self.initial}"
+        return f"network={self.network}, source={self.source}, initial={self.initial}"
 
 
 def sinusoids(times: Tensor, count: int) -> Tensor:
@@ -136,14 +183,26 @@ def sinusoids(times: Tensor, count: int) -> Tensor:
 
 
 def build_step_sizes(
-    kind: str, dim: int, *, initial: float | None = None, time_dim: int = 512
+    kind: str,
+    dim: int,
+    *,
+    initial: float | None = None,
+    time_dim: int = 512,
+    network: str = "paper",
 ) -> StepSizes:
-    """The step sizes of a kind of ``STEP_SIZES``; ``initial`` None: 0 if conditioned, else 0.1."""
+    """The step sizes of a kind of ``STEP_SIZES``; ``initial`` None: 0 if conditioned, else 0.1.
+
+    ``network``: of conditioned ones, a name of ``STEP_NETWORKS``.
+    """
     require_choice("step_size", kind, STEP_SIZES)
     if kind.startswith("conditioned-"):
-        start = 0.0 if initial is None else initial
-        source = kind.removeprefix("conditioned-")
-        return ConditionedStepSizes(dim, source, time_dim=time_dim, initial=start)
+        source, start = kind.removeprefix("conditioned-"), 0.0 if initial is None else initial
+        options: dict[str, Any] = {"time_dim": time_dim, "initial": start, "network": network}
+        return ConditionedStepSizes(dim, source, **options)
+    if require_choice("step_network", network, STEP_NETWORKS) != "paper":
+        raise ValueError(
+            f"step_network must be 'paper' where step_size={kind!r} has no network, got {network!r}"
+        )
     start = 0.1 if initial is None else initial
     return PlainStepSizes(start, channels=dim if kind == "learned" else None)
 
@@ -168,8 +227,9 @@ class HyperSETLayer(nn.Module):
         step_size: where ``alpha_t, gamma_t`` come from. "conditioned-state", "conditioned-input":
             per token and channel from a network of time and of ``X_t`` or ``X_0``
             (``ConditionedStepSizes``); "learned": a positive number per channel; "fixed". Or
-            ``StepSizes`` that layers share: their owner registers them, and ``initial_step`` and
-            ``time_dim`` are not used.
+            ``StepSizes`` that layers share: their owner registers them, and ``step_network``,
+            ``initial_step`` and ``time_dim`` are not used.
+        step_network: of conditioned step sizes, as for ``ConditionedStepSizes``.
         initial_step: initial value of both; None: 0 for the networks, as published, else 0.1.
         time_dim: number of sinusoids of the time.
         lora_rank: rank of differences ``scale A_t B_t`` of W and D between iterations; 0: none.
@@ -192,6 +252,7 @@ class HyperSETLayer(nn.Module):
         memories: int,
         *,
         step_size: str | StepSizes = "conditioned-state",
+        step_network: str = "paper",
         initial_step: float | None = None,
         time_dim: int = 512,
         attention: str = "bisoftmax",
@@ -212,9 +273,8 @@ class HyperSETLayer(nn.Module):
         if isinstance(step_size, StepSizes):
             self._shared = (step_size,)
         else:
-            self.step_sizes = build_step_sizes(
-                step_size, dim, initial=initial_step, time_dim=time_dim
-            )
+            more: dict[str, Any] = {"initial": initial_step, "time_dim": time_dim}
+            self.step_sizes = build_step_sizes(step_size, dim, network=step_network, **more)
         self.attention_deltas = self.feedforward_deltas = None
         if require_count("lora_rank", lora_rank, low=0):
             rows = self.attention.weight.shape[0]
@@ -228,8 +288,11 @@ class HyperSETLayer(nn.Module):
         return self._shared[0] if self.step_sizes is None else self.step_sizes
 
     def context(self, x0: Tensor, times: Tensor) -> Any:
-        """What all iterations share: of the input (B, N, d), 0 at masked tokens, and times (T,)."""
-        return self.steps.prepare(x0, times)
+        """What all iterations share: of the input (B, N, d), 0 at masked tokens, and times (T,).
+
+        With it two dicts, empty at first, of what the two steps remember.
+        """
+        return self.steps.prepare(x0, times), ({}, {})
 
     def advance(
         self,
@@ -244,20 +307,22 @@ class HyperSETLayer(nn.Module):
 
         ``deltas``: the number of the low-rank differences; None: ``index``.
         """
-        alpha, gamma = self.steps(z, context, index)
+        prepared, (first, second) = context
+        alpha, gamma = self.steps(z, prepared, index)
         coupling, memory = self._weights(index if deltas is None else deltas)
-        z = move(z, self.attention_direction(z, mask, coupling), alpha)
-        return move(z, self.feedforward_direction(z, mask, memory), gamma)
+        z = move(z, self.direction(self.attention, z, mask, coupling, first), alpha)
+        return move(z, self.direction(self.feedforward, z, mask, memory, second), gamma)
 
-    def attention_direction(self, z: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
-        """The direction whose negative attention takes, like ``z``; 0 at masked tokens."""
-        return self.attention.straight_gradient(z, mask=mask, weight=weight)
-
-    def feedforward_direction(
-        self, z: Tensor, mask: Tensor | None, weight: Tensor | None
+    def direction(
+        self,
+        energy: HeadsEnergy | MemoryEnergy,
+        z: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        kept: dict[str, Any],
     ) -> Tensor:
-        """The direction whose negative the feed-forward part takes, like ``z``."""
-        return self.feedforward.straight_gradient(z, mask=mask, weight=weight)
+        """The direction whose negative a step takes, like ``z``; 0 at masked tokens."""
+        return energy.straight_gradient(z, mask=mask, weight=weight)
 
     def forward(
         self, z: Tensor, x0: Tensor, t: int | float, *, mask: Tensor | None = None
@@ -424,25 +489,24 @@ class NormGains(nn.Module):
         self.value = nn.RMSNorm(width, eps=epsilon) if separate else None
         self.memory = nn.RMSNorm(memories, eps=epsilon)
 
-    def attention_direction(
-        self, energy: HeadsEnergy, z: Tensor, mask: Tensor | None, weight: Tensor | None
+    def direction(
+        self,
+        energy: HeadsEnergy | MemoryEnergy,
+        z: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
     ) -> Tensor:
-        """The direction whose negative attention takes, like ``z``; 0 at masked tokens."""
+        """The direction whose negative a step takes, like ``z``; 0 at masked tokens."""
         weight = energy.weight if weight is None else weight
         raw = split_heads(F.linear(hide(z, mask), weight), energy.heads)
-        query = self.query(raw)
-        key = query if self.key is None else self.key(raw)
-        value = query if self.value is None else self.value(raw)
-        force = mix(energy, query, key, value, mask)
-        return hide(merge_heads(force) @ weight, mask).to(z.dtype)
-
-    def feedforward_direction(
-        self, energy: MemoryEnergy, z: Tensor, mask: Tensor | None, weight: Tensor | None
-    ) -> Tensor:
-        """The direction whose negative the feed-forward part takes, like ``z``."""
-        weight = energy.weight if weight is None else weight
-        force = energy.force(self.memory(F.linear(hide(z, mask), weight)), Given(mask))
-        return hide(force @ weight, mask).to(z.dtype)
+        if isinstance(energy, MemoryEnergy):
+            force = energy.force(self.memory(raw), Given(mask))
+        else:
+            query = self.query(raw)
+            key = query if self.key is None else self.key(raw)
+            value = query if self.value is None else self.value(raw)
+            force = merge_heads(mix(energy, query, key, value, mask))
+        return like_state(force @ weight, z, mask)
 
 
 def mix(
@@ -451,112 +515,23 @@ def mix(
     """F of the formula above, (B, heads, N, p), for the kind of attention that ``energy`` has."""
     beta = energy.beta
     assert not isinstance(beta, Tensor)  # Hyper-SET trains no temperatures
-    if isinstance(energy, RowSoftmaxAttention):
-        return _masked_scores(beta, query, key, mask).softmax(-1) @ value
-    if isinstance(energy, BiSoftmaxAttention):
-        if key is query and value is query:
-            return bisoftmax(query, beta, mask=mask)[0]
-        scores = _masked_scores(beta, query, key, mask)
-        return (scores.softmax(-1) + scores.softmax(-2)) @ value
     if isinstance(energy, LinearAttention):
-        return _linear(energy, query, key, value, mask)
-    assert isinstance(energy, ScoreAttention)
-    return SCORES[energy.score].weight(beta * (query @ key.mT)) @ value
-
-
-def _masked_scores(beta: float, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores, the least number where a token is masked: finite, so that empty rows are no NaN."""
+        phi = FEATURE_MAPS[energy.feature_map]
+        mapped, keys, values = phi(query), phi(key).value, phi(value).value
+        if mask is not None:  # phi(0) may be another number than 0
+            keys = keys.masked_fill(~mask[:, None, :, None], 0.0)
+        return mapped.push(values @ (mapped.value.mT @ keys) * beta)
+    if type(energy) is BiSoftmaxAttention and key is query and value is query:
+        return bisoftmax(query, beta, mask=mask)[0]
     scores = beta * (query @ key.mT)
-    if mask is None:
-        return scores
-    pairs = mask[:, None, :, None] & mask[:, None, None, :]
-    return scores.masked_fill(~pairs, torch.finfo(scores.dtype).min)
-
-
-def _linear(
-    energy: LinearAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> Tensor:
-    phi = FEATURE_MAPS[energy.feature_map]
-    mapped, keys, values = phi(query), phi(key).value, phi(value).value
-    if mask is not None:  # phi(0) may be another number than 0
-        keys = keys.masked_fill(~mask[:, None, :, None], 0.0)
-    return mapped.push(values @ (mapped.value.mT @ keys) * energy.beta)
-
-
-STEP_NETWORKS = ("paper", "normed", "twice-normed", "raw", "sinusoids")
-
-
-class OfficialStepSizes(ConditionedStepSizes):
-    """``(alpha_t, gamma_t) = last(gelu(outer(embed(t) + inner(c))))``, one number per token and channel.
-
-    As ``ConditionedStepSizes``, whose network "paper" is the one that the paper draws; here norms with
-    trained gains stand where the official code has them:
-
-    ================  ======================================  ==============  ============  ============
-    network           embed, of the sinusoids of t            inner           outer         official for
-    ================  ======================================  ==============  ============  ============
-    ``normed``        Linear, RMS, GELU, RMS, Linear, RMS     RMS norm        none          images
-    ``twice-normed``  Linear, RMS, GELU, RMS, Linear, RMS     RMS norm        RMS norm      images, small
-    ``raw``           Linear, GELU, Linear                    none            none          Sudoku
-    ``sinusoids``     none: ``time_dim`` is ``dim``           none            RMS norm      masked images
-    ================  ======================================  ==============  ============  ============
-
-    The official code starts ``embed`` with weights 0, as well as ``last``, so that no gradient ever reaches
-    the weights of ``embed``. Here it starts at random.
-
-    Args:
-        dim: d.
-        network: one of the names above.
-        source, time_dim, initial: as for ``ConditionedStepSizes``.
-
-    Source: the official code of Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        network: str,
-        source: str = "state",
-        *,
-        time_dim: int = 512,
-        initial: float = 0.0,
-    ) -> None:
-        super().__init__(dim, source, time_dim=time_dim, initial=initial)
-        self.network = require_choice("step_network", network, STEP_NETWORKS[1:])
-        normed = network in ("normed", "twice-normed")
-        if normed:
-            self.embedding = nn.Sequential(
-                nn.Linear(time_dim, dim), nn.RMSNorm(dim), nn.GELU(),
-                nn.RMSNorm(dim), nn.Linear(dim, dim), nn.RMSNorm(dim),
-            )  # fmt: skip
-        elif network == "sinusoids":
-            if time_dim != require_count("dim", dim):
-                raise ValueError(
-                    f"time_dim must be dim={dim} for step_network='sinusoids', got {time_dim}"
-                )
-            self.embedding = nn.Sequential()
-        outer = network in ("twice-normed", "sinusoids")
-        self.inner = nn.RMSNorm(dim) if normed else nn.Identity()
-        self.outer = nn.RMSNorm(dim) if outer else nn.Identity()
-
-    def extra_repr(self) -> str:
-        return f"network={self.network}, {super().extra_repr()}"
-
-
-def build_step_network(
-    network: str, kind: str, dim: int, *, initial: float | None = None, time_dim: int = 512
-) -> StepSizes:
-    """The step sizes of a kind of ``STEP_SIZES``, by a network of ``STEP_NETWORKS`` if conditioned."""
-    require_choice("step_network", network, STEP_NETWORKS)
-    if network == "paper":
-        return build_step_sizes(kind, dim, initial=initial, time_dim=time_dim)
-    source = kind.removeprefix("conditioned-")
-    if source not in ("state", "input"):
-        raise ValueError(
-            f"step_network must be 'paper' where step_size={kind!r} has no network, got {network!r}"
-        )
-    start = 0.0 if initial is None else initial
-    return OfficialStepSizes(dim, network, source, time_dim=time_dim, initial=start)
+    if isinstance(energy, ScoreAttention):
+        return SCORES[energy.score].weight(scores) @ value
+    if mask is not None:  # the least number: finite, so that empty rows are no NaN
+        pairs = mask[:, None, :, None] & mask[:, None, None, :]
+        scores = scores.masked_fill(~pairs, torch.finfo(scores.dtype).min)
+    if isinstance(energy, RowSoftmaxAttention):
+        return scores.softmax(-1) @ value
+    return (scores.softmax(-1) + scores.softmax(-2)) @ value
 
 
 class OfficialHyperSETLayer(HyperSETLayer):
@@ -567,8 +542,6 @@ class OfficialHyperSETLayer(HyperSETLayer):
         gains: trained gains after the norms: "separate" for queries, keys and values, "shared" by them,
             or "none" (``NormGains``). With gains the step follows the gradient of no energy, not even
             one with fixed norms, and ``epsilon`` may be None, the machine epsilon.
-        step_network: of conditioned step sizes: "paper", or "normed", "twice-normed", "raw" or
-            "sinusoids" (``OfficialStepSizes``).
         descent: what becomes of the directions: "plain", "momentum", "rmsprop",
             "rmsprop-momentum" or "adam" (``Descent``). But for "plain" a step depends on those before
             it; ``forward`` takes it as the first.
@@ -583,24 +556,13 @@ class OfficialHyperSETLayer(HyperSETLayer):
         memories: int,
         *,
         gains: str = "none",
-        step_network: str = "paper",
         descent: str = "plain",
-        step_size: str | StepSizes = "conditioned-state",
-        initial_step: float | None = None,
-        time_dim: int = 512,
         epsilon: float | None = TINY_NORM,
         **options: Any,
     ) -> None:
         gained = require_choice("gains", gains, GAINS) != "none"
-        own = isinstance(step_size, str)
-        if isinstance(step_size, str):
-            step_size = build_step_network(
-                step_network, step_size, dim, initial=initial_step, time_dim=time_dim
-            )
         norm: Any = TINY_NORM if gained and epsilon is None else epsilon
-        super().__init__(dim, heads, memories, step_size=step_size, epsilon=norm, **options)
-        if own:
-            self.step_sizes, self._shared = step_size, ()
+        super().__init__(dim, heads, memories, epsilon=norm, **options)
         self.descent = Descent(descent)
         width = self.attention.weight.shape[0] // heads
         self.gains = NormGains(gains, width, memories, epsilon=epsilon) if gained else None
@@ -610,37 +572,17 @@ class OfficialHyperSETLayer(HyperSETLayer):
         """No gains, nothing remembered."""
         return self.gains is None and self.descent.kind == "plain"
 
-    def context(self, x0: Tensor, times: Tensor) -> Any:
-        return super().context(x0, times), ({}, {})
-
-    def advance(
+    def direction(
         self,
+        energy: HeadsEnergy | MemoryEnergy,
         z: Tensor,
-        context: Any,
-        index: int,
-        mask: Tensor | None = None,
-        *,
-        deltas: int | None = None,
-    ) -> Tensor:
-        prepared, moments = context
-        alpha, gamma = self.steps(z, prepared, index)
-        coupling, memory = self._weights(index if deltas is None else deltas)
-        direction = self.attention_direction(z, mask, coupling)
-        z = move(z, self.descent(moments[0], direction), alpha)
-        direction = self.feedforward_direction(z, mask, memory)
-        return move(z, self.descent(moments[1], direction), gamma)
-
-    def attention_direction(self, z: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
-        if self.gains is None:
-            return super().attention_direction(z, mask, weight)
-        return self.gains.attention_direction(self.attention, z, mask, weight)
-
-    def feedforward_direction(
-        self, z: Tensor, mask: Tensor | None, weight: Tensor | None
+        mask: Tensor | None,
+        weight: Tensor | None,
+        kept: dict[str, Any],
     ) -> Tensor:
         if self.gains is None:
-            return super().feedforward_direction(z, mask, weight)
-        return self.gains.feedforward_direction(self.feedforward, z, mask, weight)
+            return self.descent(kept, super().direction(energy, z, mask, weight, kept))
+        return self.descent(kept, self.gains.direction(energy, z, mask, weight))
 
 
 def refuse_memory(layers: Iterable[nn.Module]) -> None:

@@ -20,7 +20,6 @@ from implicit_attn.updates.hyperset import (
     DESCENTS,
     Descent,
     OfficialHyperSETLayer,
-    OfficialStepSizes,
     build_step_sizes,
     sinusoids,
 )
@@ -315,7 +314,7 @@ def test_the_step_with_gains_is_no_gradient() -> None:
     """Its Jacobian is not symmetric, so no energy has it as a gradient; what is monitored has no gains."""
     model = official(gains="separate", step_size="fixed", attention="linear", iterations=1)
     layer, z = model.layers[0], official_tokens(batch=1)[:, :2]
-    direction = lambda z: layer.gains.attention_direction(layer.attention, z, None, None)  # noqa: E731
+    direction = lambda z: layer.gains.direction(layer.attention, z, None, None)  # noqa: E731
     jacobian = torch.autograd.functional.jacobian(direction, z).reshape(
         2 * OFFICIAL_DIM, 2 * OFFICIAL_DIM
     )
@@ -390,6 +389,6 @@ def test_bad_official_steps(options: dict[str, Any], error: type[Exception], mes
 
 def test_official_step_sizes_keep_the_order_of_their_parameters() -> None:
     """Optimisers store their state by the order of the parameters."""
-    steps = OfficialStepSizes(4, "twice-normed", time_dim=4)
+    steps = ConditionedStepSizes(4, network="twice-normed", time_dim=4)
     modules = dict.fromkeys(name.split(".")[0] for name, _ in steps.named_parameters())
     assert list(modules) == ["embedding", "last", "inner", "outer"]
