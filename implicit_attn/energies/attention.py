@@ -13,17 +13,15 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads import (
     AttentionInput,
     Given,
-    HasTemperatures,
+    HasHeads,
     HeadOptions,
     HeadsContext,
     ProjectedEnergy,
-    by_head,
     check_exclude_self,
+    fit_keys,
     fit_pairs,
-    masked_key,
     project_input,
-    read_memory,
-    read_pairs,
+    read_input,
 )
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
@@ -44,7 +42,7 @@ from implicit_attn.kernels import (
     check_backend,
     frozen_key_attention,
 )
-from implicit_attn.kernels.arguments import Pairs, rescaled, token_pairs
+from implicit_attn.kernels.arguments import Pairs, token_pairs
 from implicit_attn.kernels.reference import Attended, attend, forces
 from implicit_attn.kernels.strips import recomputed
 from solvers.core.checks import require_choice
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class HeadsEnergy(HasTemperatures, ProjectedEnergy):
+class HeadsEnergy(HasHeads, ProjectedEnergy):
     """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
 
     ``projection.weight`` holds the W_h one below the other, (heads p, d). With ``context_dim`` the
@@ -99,30 +97,18 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
         name, query = type(self).__name__, None
-        pairs = read_pairs(x, mask, name)
-        if self.exclude_self is None and pairs is not None:
+        given = read_input(x, mask, name)
+        if self.exclude_self is None and given.pairs is not None:
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
-        x = x.tokens if isinstance(x, AttentionInput) else x
         if self.context is not None:
-            query = project_input(x, self.context, self.bias, self.heads, mask, name)
-        return HeadsContext(query=query, pairs=pairs)
+            query = project_input(given.tokens, self.context, self.bias, self.heads, mask, name)
+        return HeadsContext(query=query, pairs=given.pairs)
 
     def potential(self, y: Tensor, given: Given) -> Tensor:
         return self.potential_and_force(y, given)[0]
 
     def force(self, y: Tensor, given: Given) -> Tensor:
         return self.potential_and_force(y, given)[1]
-
-    def _roots(self, y: Tensor) -> tuple[Tensor, float, Tensor | None]:
-        """Features and a number for beta that give the scores, and ``beta^1/2`` where heads differ.
-
-        ``beta y.y' = u.u'`` for the features ``u = beta^1/2 y`` at one, beta^1/2 (heads, 1, 1).
-        """
-        beta = self.beta
-        if not isinstance(beta, Tensor):
-            return y, beta, None
-        root = by_head(beta, 3, y).sqrt()
-        return rescaled(y, root), 1.0, root
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, {self.described()}, {super().extra_repr()}"
@@ -172,13 +158,13 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.exclude_self = check_exclude_self(exclude_self, backend)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        u, beta, root = self._roots(y)
         limit = self.temperatures.largest  # |y_i| <= sqrt(p) after the norm
         limit = None if self.norm is None or limit is None else limit * self.width
         pairs, bias = given.pairs or Pairs()
         options: dict[str, Any] = {"causal": self.causal, "limit": limit, "backend": self.backend}
-        force, lse = bisoftmax(u, beta, mask=given.mask, pairs=pairs, bias=bias, **options)
-        return self.over_beta(lse), force if root is None else (force / root).to(y.dtype)
+        options |= {"mask": given.mask, "pairs": pairs, "bias": bias}
+        force, lse = bisoftmax(y, self.beta_like(y), **options)
+        return sum_samples(lse / self.beta_like(lse)), force
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
@@ -203,19 +189,20 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
             raise ValueError("causal must be False for a RowSoftmaxAttention (pairs may be given)")
 
     def straight_force(self, y: Tensor, given: Given) -> Tensor:
-        attends, mask = None, given.mask
+        beta, mask = self.beta_like(y), given.mask
         if given.pairs is not None:
             pairs: dict[str, Any] = {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
-            force = frozen_key_attention(*self.at_one(y, y), mask=mask, **pairs)[0].to(y.dtype)
+            force = frozen_key_attention(y, y, beta, mask=mask, **pairs)[0]
             return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
-        if mask is not None:
-            # A masked token attends to itself alone: its row of zeros stays zero, without NaN.
-            attends = (mask[:, :, None] & mask[:, None, :])[:, None]
-            attends = attends | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-        beta, query = self.beta, y
+        attends = token_pairs(mask, False, y.shape[2], y.device)
+        if (
+            attends is not None
+        ):  # a masked token to itself alone, a row of zeros, so that none is NaN
+            attends = attends | torch.eye(y.shape[2], dtype=torch.bool, device=y.device)
+        query, scale = y, beta
         if isinstance(beta, Tensor):
-            beta, query = 1.0, (y * by_head(beta, 3, y)).to(y.dtype)
-        return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
+            query, scale = (y * beta).to(y.dtype), 1.0
+        return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=scale)
 
 
 DENSE_TOKENS, STRIP_ROWS = 256, 128  # of scores: up to so many tokens at once, else so many rows
@@ -278,24 +265,22 @@ class ScoreAttention(HeadsEnergy):
         self.score = require_choice("score", score, SCORES)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        u, beta, root = self._roots(y)
-        count, wide = u.shape[2], u.to(accumulation_dtype(u.dtype))
+        count, wide = y.shape[2], y.to(accumulation_dtype(y.dtype))
         rows = count if count <= DENSE_TOKENS else STRIP_ROWS
         with without_autocast(y.device.type):
-            parts = recomputed(self._strip, count, rows, wide, beta, given.mask)
+            parts = recomputed(self._strip, count, rows, wide, self.beta_like(y), given.mask)
             values = torch.stack([value for value, _ in parts]).sum(0)
             force = torch.cat([force for _, force in parts], 2)
-            values = values / (beta if root is None else root.square().flatten())
-            return values.sum(1), (force if root is None else force / root).to(y.dtype)
+        return sum_samples(values / self.beta_like(values)), force.to(y.dtype)
 
-    def _strip(self, rows: slice, u: Tensor, beta: float, mask: Tensor | None) -> Pair:
-        """The sum of F (B, H) over some rows of the scores, and their ``w(S) U``."""
-        score, scores = SCORES[self.score], (u[:, :, rows] @ u.mT) * beta
+    def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Tensor | None) -> Pair:
+        """The sum of F (B, H) over some rows of the scores, and their ``w(S) Y``."""
+        score, scores = SCORES[self.score], (y[:, :, rows] @ y.mT) * beta
         values = score.value(scores)
         if mask is not None:  # F(0) may be another number than 0
             both = mask[:, None, rows, None] & mask[:, None, None, :]
             values = values.masked_fill(~both, 0.0)
-        return values.sum((2, 3)), score.weight(scores) @ u
+        return values.sum((2, 3)), score.weight(scores) @ y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, score={self.score!r}"
@@ -323,7 +308,7 @@ class LinearAttention(HeadsEnergy):
         self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        mapped, beta = FEATURE_MAPS[self.feature_map](y), self.score_beta(y)
+        mapped, beta = FEATURE_MAPS[self.feature_map](y), self.beta_like(y)
         phi = mapped.value
         if given.mask is not None:  # phi(0) may be another number than 0
             phi = phi.masked_fill(~given.mask[:, None, :, None], 0.0)
@@ -336,16 +321,7 @@ class LinearAttention(HeadsEnergy):
         return f"{super().extra_repr()}, feature_map={self.feature_map}"
 
 
-class _Evaluation(NamedTuple):
-    """Queries and keys at a state, and the pairs that attend."""
-
-    query: Features
-    key: Features  # in cross-attention their ``unit`` alone has a meaning
-    mask: Tensor | None  # (B, M) bool, of the keys in cross-attention
-    pairs: Pairs | None
-
-
-class SoftmaxAttention(HasTemperatures, Energy):
+class SoftmaxAttention(HasHeads, Energy):
     """Helmholtz free energy of every query among the keys, at the temperature ``1 / beta``.
 
     ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. Gradient by q:
@@ -421,95 +397,89 @@ class SoftmaxAttention(HasTemperatures, Energy):
         self.concave = cross and energy == "inner" and options.norm is None
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        at = self._evaluate(z, x, mask)
-        attended, gradient = (self._across if self.cross else self._within)(at, mask)
-        value = -self.over_beta(attended.lse)
+        check_tokens(z, mask, self._name(), dim=self.dim, tokens=True)
+        context, visible = self.context_of(x, z, mask), hide(z, mask)
+        query = self._features(visible, self.query, self.query_bias, context.query, mask)
+        if self.cross:
+            attended, by_query = self._across(query.unit, context, mask)
+            gradient = query.pull_back(by_query)
+        else:
+            key = self._features(visible, self.key, self.key_bias, context.key, mask)
+            attended, by_query, by_key = self._within(query.unit, key.unit, context, mask)
+            gradient = query.pull_back(by_query) + key.pull_back(by_key)
+        value = -sum_samples(attended.lse / self.beta_like(attended.lse))
         if self._elastic:
-            value = value + 0.5 * sum_squares(attended.only(at.query.unit))
+            value = value + 0.5 * sum_squares(attended.only(query.unit))
         return value, like_state(gradient, z, mask)
 
-    def _within(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
-        """What attends to what among the tokens of the state, and the gradient by it."""
-        query, key = at.query.unit, at.key.unit
-        pairs = at.pairs
+    def _within(
+        self, query: Tensor, key: Tensor, context: HeadsContext, mask: Tensor | None
+    ) -> tuple[Attended, Tensor, Tensor]:
+        """What attends to what among the tokens of the state, and the forces on both sides."""
         order = token_pairs(mask, self.causal, query.shape[2], query.device)
-        if order is not None:
-            pairs = (pairs or Pairs()).intersect(order)
+        _, _, pairs = fit_keys(context.pairs, query, key, None, self.exclude_self)
+        pairs = pairs.intersect(order)
         largest, limit = self.temperatures.largest, None
         if self.norm is not None and largest is not None:
             limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
         options: dict[str, Any] = {"elastic": self._elastic, "pairs": pairs, "limit": limit}
-        attended = attend(query, key, self.score_beta(query), **options)
-        by_query, by_key = forces(query, key, attended, elastic=self._elastic)
-        return attended, at.query.pull_back(by_query) + at.key.pull_back(by_key)
+        attended = attend(query, key, self.beta_like(query), **options)
+        return attended, *forces(query, key, attended, elastic=self._elastic)
 
-    def _across(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
-        """Likewise among keys that stay, without the weights."""
-        own, key = at.query.unit, at.key.unit
-        query, (allowed, bias) = own, at.pairs or Pairs()
+    def _across(
+        self, own: Tensor, context: HeadsContext, mask: Tensor | None
+    ) -> tuple[Attended, Tensor]:
+        """Likewise among keys that stay, without the weights; the force on the queries."""
+        assert context.key is not None  # made of the memory
+        query = own
+        key, seen, (allowed, bias) = fit_keys(context.pairs, query, context.key, context.mask)
         if self._elastic:  # q.k - |k|^2 / 2, as a product of wider features
             half = key.square().sum(-1, keepdim=True) * -0.5
             query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
             key = torch.cat((key, half), -1)
-        options: dict[str, Any] = {"mask": at.mask, "pairs": allowed, "bias": bias}
-        arguments = self.at_one(query, key)
-        mean, lse = frozen_key_attention(*arguments, **options, backend=self.backend)
-        attends = None if mask is None else mask[:, None]  # the queries that have a key
-        if at.mask is not None:
-            seen = at.mask[:, None, None]
-            allowed = seen if allowed is None else allowed & seen
-        if allowed is not None:
-            attends = allowed.any(-1) if attends is None else allowed.any(-1) & attends
+        options: dict[str, Any] = {"mask": seen, "pairs": allowed, "bias": bias}
+        beta = self.beta_like(query)
+        mean, lse = frozen_key_attention(query, key, beta, **options, backend=self.backend)
+        # The queries that have a key.
+        given = Pairs(allowed).intersect(None if seen is None else seen[:, None, None]).allowed
+        attends = None if given is None else given.any(-1)
+        if mask is not None:
+            attends = mask[:, None] if attends is None else attends & mask[:, None]
         lse = lse if attends is None else lse.masked_fill(~attends, 0.0)
         attended = Attended(mean[..., : self.width].to(own.dtype), lse, attends)
         force = -attended.only(attended.weights)
-        force = force + attended.only(own) if self._elastic else force
-        return attended, at.query.pull_back(force)
+        return attended, force + attended.only(own) if self._elastic else force
 
     def sees(self, x: Any) -> bool:
         return self.cross or isinstance(x, AttentionInput) or self.query_context is not None
 
-    def _evaluate(self, z: Tensor, x: Any, mask: Tensor | None) -> _Evaluation:
-        check_tokens(z, mask, self._name(), dim=self.dim, tokens=True)
-        context = self.context_of(x, z, mask)
-        z = hide(z, mask)
-        bias = self.query_bias if context.query is None else context.query
-        query = self._features(z, self.query, bias, mask)
-        if self.cross:
-            assert context.key is not None  # made of the memory
-            key = Features(context.key, None, self.key.weight, self.heads)
-        else:
-            bias = self.key_bias if context.key is None else context.key
-            key = self._features(z, self.key, bias, mask)
-        shape = z.shape[0], self.heads, z.shape[1], key.unit.shape[2]
-        seen = context.mask
-        pairs = fit_pairs(context.pairs, shape, z.device, self.exclude_self)
-        if self.cross and not shape[3]:
-            (unit, seen), pairs = masked_key(key.unit), None
-            key = key._replace(unit=unit)
-        return _Evaluation(query, key, seen, pairs)
-
     def _features(
-        self, z: Tensor, side: Projection, bias: Tensor | None, mask: Tensor | None
+        self,
+        z: Tensor,
+        side: Projection,
+        bias: Tensor | None,
+        added: Tensor | None,
+        mask: Tensor | None,
     ) -> Features:
-        """``norm(z W^T + bias)``; of ``bias``, like the features or (rows,), see :func:`project`."""
+        """``norm(z W^T + bias)``, of queries or keys; ``added`` from the input holds the bias, too."""
         weight = side.weight
-        raw = project(z, weight, bias, self.heads, mask)
+        raw = project(z, weight, bias if added is None else added, self.heads, mask)
         return Features.of(raw, self.norm, weight, self.heads)
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
         name, heads = self._name(), self.heads
-        pairs = read_pairs(x, mask, name, cross=self.cross)
-        tokens = x.tokens if isinstance(x, AttentionInput) else x
-        query = key = memory_mask = None
+        tokens, pairs, memory, seen = read_input(
+            x, mask, name, self.key.weight.shape[1] if self.cross else None
+        )
         if self.cross:
-            memory, memory_mask = read_memory(x, self.key.weight.shape[1], name)
             check_dtype(memory, self.key.weight, name)
-            key = self._features(memory, self.key, self.key_bias, memory_mask).unit
-        elif self.query_context is not None and self.key_context is not None:
-            query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
-            key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
-        return HeadsContext(query, key, memory_mask, pairs)
+            key = self._features(memory, self.key, self.key_bias, None, seen).unit
+            return HeadsContext(None, key, seen, pairs)
+        if self.query_context is None or self.key_context is None:
+            return HeadsContext(pairs=pairs)
+        query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
+        key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
+        return HeadsContext(query, key, pairs=pairs)
 
     def _name(self) -> str:
         return f"{type(self).__name__} (cross)" if self.cross else type(self).__name__

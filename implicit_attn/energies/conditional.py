@@ -14,15 +14,13 @@ from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.heads import (
     AttentionInput,
     Beta,
-    HasTemperatures,
+    HasHeads,
     HeadsContext,
     check_exclude_self,
     check_held,
-    fit_pairs,
-    masked_key,
+    fit_keys,
     project_input,
-    read_memory,
-    read_pairs,
+    read_input,
 )
 from implicit_attn.energies.tokens import (
     SOFT_NORM,
@@ -71,7 +69,7 @@ class FrozenAttention(NamedTuple):
     mask: Tensor | None = None
 
 
-class ConditionalAttention(HasTemperatures, Energy):
+class ConditionalAttention(HasHeads, Energy):
     r"""``E = -tau^-1 sum_h sum_i log sum_j P0_ij exp(tau (W_h z_i).v_j)``, attention made of the input.
 
     ``P0_ij = softmax_j(beta q_i.k_j + bias_ij)`` are the weights of ordinary attention among the tokens
@@ -161,33 +159,27 @@ class ConditionalAttention(HasTemperatures, Energy):
         if isinstance(x, Prepared):
             return x
         name, heads = type(self).__name__, self.heads
-        pairs = read_pairs(x, mask, name, cross=self.cross)
-        tokens = x.tokens if isinstance(x, AttentionInput) else x
+        width = self.key.weight.shape[1] if self.cross else None
+        tokens, pairs, memory, seen = read_input(x, mask, name, width)
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
-        if self.cross:
-            memory, seen = read_memory(x, self.key.weight.shape[1], name)
-            if memory.shape[0] != query.shape[0]:
-                raise ValueError(
-                    f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
-                )
-        else:
-            memory, seen = tokens, mask
+        if self.cross and len(memory) != len(query):
+            raise ValueError(
+                f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
+            )
         key = project_input(memory, self.key, self.key_bias, heads, seen, name)
         value = project_input(memory, self.value, self.value_bias, heads, seen, name)
         value = self.norm.normalise(value)[0]
         if self.score_norm is not None:
             query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
-        query = query * torch.as_tensor(self.score_beta(query), dtype=query.dtype)
-        if key.shape[2] == 0:
-            (key, seen), value = masked_key(key), masked_key(value)[0]
+        query = query * torch.as_tensor(self.beta_like(query), dtype=query.dtype)
         return Prepared(self._freeze(query, key, value, pairs, seen))
 
     def _freeze(
         self, query: Tensor, key: Tensor, value: Tensor, given: Pairs | None, seen: Tensor | None
     ) -> FrozenAttention:
         tokens = query.shape[2]
-        shape = (query.shape[0], self.heads, tokens, key.shape[2])
-        pairs = fit_pairs(given, shape, query.device, self.exclude_self) or Pairs()
+        key, seen, pairs = fit_keys(given, query, key, seen, self.exclude_self)
+        value = value if value.shape[2] else torch.zeros_like(key)
         pairs = pairs.intersect(token_pairs(None, self.causal, tokens, query.device))
         options: dict[str, Any] = {"mask": seen, "backend": self.backend}
         options |= {"pairs": pairs.allowed, "bias": pairs.bias}

@@ -30,7 +30,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
     sum_squares,
 )
-from solvers.core.checks import require_positive
+from solvers.core.checks import require_instance, require_positive
 from solvers.core.modes import exporting, in_transform, ordinary, recording, uncompiled
 
 
@@ -235,7 +235,11 @@ class _Multiple(Energy):
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         value, gradient = self.energy.value_and_grad(z, x, mask=mask)
         factor = self.factor()
-        return value * factor, scale_tree(gradient, factor)
+        return value * factor, map_tree(lambda leaf: leaf * factor, gradient)
+
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        factor = self.factor()
+        return map_tree(lambda leaf: leaf * factor, self.energy.grad(z, x, mask=mask))
 
 
 class Scaled(_Multiple):
@@ -314,28 +318,14 @@ class SummedEnergy(Energy):
         return functools.reduce(torch.add, values)
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        value: Any = None
-        total: Any = None
-        for index, (term, factor, part) in enumerate(self._weighted_parts(x, mask)):
-            number, gradient = term.value_and_grad(z, part, mask=mask)
-            value = add_trees(value, number, factor)
-            total = add_trees(total, gradient, factor, owned=index > 1)
-        return value, total
+        terms = self.with_parts(x, mask)
+        found = [term.value_and_grad(z, part, mask=mask) for term, part in terms]
+        values, gradients = zip(*found, strict=True)
+        return functools.reduce(torch.add, values), functools.reduce(_added, gradients)
 
     def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        total: Any = None
-        for index, (term, factor, part) in enumerate(self._weighted_parts(x, mask)):
-            gradient = term.grad(z, part, mask=mask)
-            total = add_trees(total, gradient, factor, owned=index > 1)
-        return total
-
-    def _weighted_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any, Any]]:
-        """Energies with their factors, by which they are weighted while they are added."""
-        for term, part in self.with_parts(x, mask):
-            if isinstance(term, _Multiple):
-                yield term.energy, term.factor(), part
-            else:
-                yield term, 1.0, part
+        terms = self.with_parts(x, mask)
+        return functools.reduce(_added, [e.grad(z, part, mask=mask) for e, part in terms])
 
 
 class Sum(SummedEnergy):
@@ -397,9 +387,9 @@ class Select(Energy):
 
 
 def _check_energy_type(energy: Any) -> Energy:
-    if isinstance(energy, Energy):
-        return energy
-    raise TypeError(f"an Energy is expected (wrap functions in FunctionEnergy), got {energy!r}")
+    return require_instance(
+        "energy", energy, Energy, "an Energy (wrap functions in FunctionEnergy)"
+    )
 
 
 class Quadratic(Energy):
@@ -578,24 +568,12 @@ def _check_state(leaves: list[Any]) -> None:
         raise ValueError("z must hold at least one tensor, got an empty structure")
 
 
-def scale_tree(tree: Any, factor: float | Tensor) -> Any:
-    """``factor * tree``, a tensor or a pytree of tensors."""
+def map_tree(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:
+    """``function`` of each tensor of a pytree, or of alike ones; quick for tensors themselves."""
     if isinstance(tree, Tensor):
-        return tree * factor
-    return pytree.tree_map(lambda leaf: leaf * factor, tree)
+        return function(tree, *others)
+    return pytree.tree_map(function, tree, *others)
 
 
-def add_trees(total: Any, part: Any, factor: float | Tensor, owned: bool = False) -> Any:
-    """``total + factor * part``; None stands for a total of zero.
-
-    ``owned``: nobody else holds ``total``, so it is overwritten where no gradient is recorded.
-    """
-    if total is None:
-        return part if isinstance(factor, float) and factor == 1.0 else scale_tree(part, factor)
-    if not isinstance(total, Tensor):
-        return pytree.tree_map(lambda a, b: add_trees(a, b, factor, owned), total, part)
-    if isinstance(factor, Tensor):
-        return torch.addcmul(total, part, factor.to(part.dtype))
-    if owned and not torch.is_grad_enabled():
-        return total.add_(part, alpha=factor)
-    return torch.add(total, part, alpha=factor)
+def _added(a: Any, b: Any) -> Any:
+    return map_tree(torch.add, a, b)

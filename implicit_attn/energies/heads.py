@@ -224,7 +224,7 @@ class Heads:
             require_count("context_dim", self.context_dim)
 
 
-class HasTemperatures(nn.Module):
+class HasHeads(nn.Module):
     """A module with heads, its inverse temperatures ``beta``, and what it sees of its input."""
 
     temperatures: Temperatures
@@ -258,27 +258,14 @@ class HasTemperatures(nn.Module):
     @property
     def beta(self) -> float | Tensor:
         """The inverse temperature, or one a head, (heads,)."""
-        number = self.temperatures.number
-        return self.temperatures() if number is None else number
+        return self.temperatures()
 
-    def score_beta(self, like: Tensor) -> float | Tensor:
-        """What products of features (B, H, N, p) are multiplied by: beta, (H, 1, 1) if each has its own."""
+    def beta_like(self, y: Tensor) -> float | Tensor:
+        """``beta``, or one a head as (H, 1, ...) for ``y`` (B, H, ...), float32 or wider."""
         beta = self.beta
-        return by_head(beta, 3, like) if isinstance(beta, Tensor) else beta
-
-    def at_one(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Queries and keys (B, H, N, p) and a number for beta, which give the scores ``beta_h q.k``."""
-        beta = self.score_beta(query)
-        if isinstance(beta, Tensor):  # the queries take them
-            return query.to(beta.dtype) * beta, key.to(beta.dtype), 1.0
-        return query, key, beta
-
-    def over_beta(self, lse: Tensor) -> Tensor:
-        """``sum_h beta_h^-1 sum_i lse_hi`` of each sample, (B,)."""
-        beta = self.beta
-        if isinstance(beta, Tensor):
-            return sum_samples(lse / by_head(beta, 2, lse))
-        return sum_samples(lse) / beta
+        if not isinstance(beta, Tensor):
+            return beta
+        return beta.to(accumulation_dtype(y.dtype)).view(-1, *[1] * (y.dim() - 2))
 
     def described(self) -> str:
         """``beta`` for the module's text."""
@@ -296,12 +283,6 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     if dim % heads:
         raise ValueError(f"heads must divide dim={dim} where head_dim is not given, got {heads}")
     return dim // heads
-
-
-def by_head(beta: Tensor, dimensions: int, like: Tensor) -> Tensor:
-    """``beta`` (heads,) as (heads, 1, ...) of so many dimensions, float32 or wider."""
-    wide = beta.to(accumulation_dtype(like.dtype))
-    return wide.view(-1, *[1] * (dimensions - 1))
 
 
 def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
@@ -382,6 +363,25 @@ def fit_pairs(
     return (given or Pairs()).intersect(others)
 
 
+def fit_keys(
+    given: Pairs | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    exclude_self: bool = False,
+) -> tuple[Tensor, Tensor | None, Pairs]:
+    """Keys (B, H, M, p), their mask (B, M), and the pairs of an input that fit them.
+
+    Where M is 0 a masked key stands in its place, from which nothing comes.
+    """
+    shape = (*query.shape[:3], key.shape[2])
+    pairs = fit_pairs(given, shape, query.device, exclude_self) or Pairs()
+    if key.shape[2]:
+        return key, mask, pairs
+    masked = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
+    return key.new_zeros(*key.shape[:2], 1, key.shape[3]), masked, Pairs()
+
+
 def project_input(
     x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Tensor | None, name: str
 ) -> Tensor:
@@ -390,19 +390,50 @@ def project_input(
     return project(visible_input(x, weight, mask, name, tokens=True), weight, bias, heads, mask)
 
 
-def read_pairs(x: Any, mask: Tensor | None, name: str, *, cross: bool = False) -> Pairs | None:
-    """The pairs of an ``AttentionInput`` as they are; None of other inputs.
+class Parts(NamedTuple):
+    """The parts of an input that ``read_input`` has checked."""
 
-    Its other parts must make sense, also where the energy does not look at them.
+    tokens: Any
+    pairs: Pairs | None
+    memory: Tensor
+    memory_mask: Tensor | None
+
+
+def read_input(x: Any, mask: Tensor | None, name: str, width: int | None = None) -> Parts:
+    """The parts of an ``AttentionInput``, which must make sense; another input is the tokens.
+
+    ``width``: in cross-attention the features of the memory (B, M, width), which comes zero where masked;
+    x may then be the memory, or a pair of it and its mask. In self-attention ``memory`` is the tokens,
+    ``memory_mask`` the mask.
     """
-    if not isinstance(x, AttentionInput):
-        return None
-    for part in ("memory", "memory_mask"):
-        if getattr(x, part) is not None and not cross:
-            raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
-    if x.tokens is not None:
-        check_tokens(x.tokens, mask, f"{name}, x.tokens", tokens=True)
-    return None if x.pairs is None and x.pair_bias is None else Pairs(x.pairs, x.pair_bias)
+    tokens, memory, seen, pairs = x, x, None, None
+    if isinstance(x, AttentionInput):
+        tokens, memory, seen = x.tokens, x.memory, x.memory_mask
+        if x.pairs is not None or x.pair_bias is not None:
+            pairs = Pairs(x.pairs, x.pair_bias)
+        if tokens is not None:
+            check_tokens(tokens, mask, f"{name}, x.tokens", tokens=True)
+    elif width is not None and isinstance(x, (tuple, list)) and len(x) == 2:
+        memory, seen = x
+    if width is None:
+        for part in ("memory", "memory_mask"):
+            if isinstance(x, AttentionInput) and getattr(x, part) is not None:
+                raise ValueError(
+                    f"{name}: x.{part} needs cross-attention, got it in self-attention"
+                )
+        return Parts(tokens, pairs, tokens, mask)
+    if not isinstance(memory, Tensor):
+        raise TypeError(
+            f"{name}: x must be a tensor (B, M, {width}), a pair of it and a mask, or an AttentionInput "
+            f"with such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
+            ".select(key)"
+        )
+    if memory.dim() != 3 or memory.shape[2] != width:
+        raise ValueError(
+            f"{name}: x must have the shape (B, M, {width}), got {tuple(memory.shape)}"
+        )
+    check_mask(seen, memory, f"{name}, context", features=1)
+    return Parts(tokens, pairs, hide(memory, seen), seen)
 
 
 def expand_pairs(x: Any, batch: int) -> Any:
@@ -423,35 +454,6 @@ def expand_pairs(x: Any, batch: int) -> Any:
         return part._replace(pairs=pairs, pair_bias=bias)
 
     return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
-
-
-def read_memory(x: Any, width: int, name: str) -> tuple[Tensor, Tensor | None]:
-    """The memory (B, M, width) of cross-attention, zero where masked, and its mask.
-
-    ``x`` is the memory, a pair of it and its mask, or an ``AttentionInput``.
-    """
-    if isinstance(x, AttentionInput):
-        memory, mask = x.memory, x.memory_mask
-    else:
-        memory, mask = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-    if not isinstance(memory, Tensor):
-        raise TypeError(
-            f"{name}: x must be a tensor (B, M, {width}), a pair of it and a mask, or an AttentionInput "
-            f"with such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
-            ".select(key)"
-        )
-    if memory.dim() != 3 or memory.shape[2] != width:
-        raise ValueError(
-            f"{name}: x must have the shape (B, M, {width}), got {tuple(memory.shape)}"
-        )
-    check_mask(mask, memory, f"{name}, context", features=1)
-    return hide(memory, mask), mask
-
-
-def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
-    """A key (B, H, 1, p) with its mask (B, 1) in place of no key at all, from which nothing comes."""
-    unit = key.new_zeros(*key.shape[:2], 1, key.shape[3])
-    return unit, torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
 
 
 def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:

@@ -18,17 +18,14 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads import (
     Beta,
     Given,
-    HasTemperatures,
+    HasHeads,
     HeadsContext,
     ProjectedEnergy,
-    by_head,
-    fit_pairs,
-    masked_key,
-    read_memory,
-    read_pairs,
+    fit_keys,
+    read_input,
 )
 from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
-from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian
+from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
 from implicit_attn.energies.tokens import (
     Pair,
     accumulation_dtype,
@@ -274,7 +271,7 @@ class DenseAssociative(PatternEnergy):
         return f"{super().extra_repr()}, power={self.power!r}"
 
 
-class QueryEnergy(HasTemperatures, Energy):
+class QueryEnergy(HasHeads, Energy):
     """The modern Hopfield energy of queries whose stored patterns are the keys, without any weight.
 
     ``E = sum_h sum_i [ 1/2 |q_hi|^2 - beta^-1 log sum_j exp(beta q_hi.k_hj) ]``. Gradient by the queries:
@@ -322,28 +319,23 @@ class QueryEnergy(HasTemperatures, Energy):
         """The energy of each query (B, H, N), and its mean key (B, H, N, p)."""
         check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
         given = self.context_of(x, z, mask)
-        key, seen = given.key, given.mask
+        key = given.key
         assert key is not None  # made of the memory
         if (key.dtype, key.device) != (z.dtype, z.device):
             wanted, got = f"{z.dtype} on {z.device}", f"{key.dtype} on {key.device}"
             raise TypeError(f"QueryEnergy: x must be of {wanted} like z, got {got}")
-        shape = (len(z), self.heads, z.shape[1], key.shape[2])
-        pairs = fit_pairs(given.pairs, shape, z.device) or Pairs()
-        if not key.shape[2]:
-            (key, seen), pairs = masked_key(key), Pairs()
         query = split_heads(hide(z, mask), self.heads)
-        options: dict[str, Any] = {"pairs": pairs.allowed, "bias": pairs.bias}
-        mean, lse = frozen_key_attention(
-            *self.at_one(query, key), mask=seen, backend=self.backend, **options
-        )
-        beta, wide = self.beta, query.to(accumulation_dtype(query.dtype))
-        over = lse / (by_head(beta, 2, lse) if isinstance(beta, Tensor) else beta)
-        return 0.5 * wide.square().sum(-1) - over, mean.to(query.dtype)
+        key, seen, pairs = fit_keys(given.pairs, query, key, given.mask)
+        options: dict[str, Any] = {"mask": seen, "pairs": pairs.allowed, "bias": pairs.bias}
+        beta = self.beta_like(query)
+        mean, lse = frozen_key_attention(query, key, beta, backend=self.backend, **options)
+        wide = query.to(accumulation_dtype(query.dtype))
+        return 0.5 * wide.square().sum(-1) - lse / self.beta_like(lse), mean
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
-        pairs = read_pairs(x, mask, "QueryEnergy", cross=True)
-        memory, seen = read_memory(x, self.dim, "QueryEnergy")
-        return HeadsContext(None, split_heads(memory, self.heads), seen, pairs)
+        given = read_input(x, mask, "QueryEnergy", self.dim)
+        key = split_heads(given.memory, self.heads)
+        return HeadsContext(None, key, given.memory_mask, given.pairs)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, {self.described()}"
@@ -383,9 +375,9 @@ class ScalarPrior(HiddenPrior):
 
     def cumulant_function(self, t: Tensor) -> Tensor:
         """``K(t)`` of each entry, like ``t``."""
-        if self._everywhere:
-            return self.function(t)
         inside = self._inside(t)
+        if inside is None:
+            return self.function(t)
         # An infinite slope as well; each branch sees only its own points, or 0 * inf would be NaN.
         outside = math.inf * torch.where(inside, 1.0, t).square()
         return torch.where(inside, self.function(torch.where(inside, t, 0.0)), outside)
@@ -402,22 +394,22 @@ class ScalarPrior(HiddenPrior):
     @torch.no_grad()
     def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
         wide = field.to(accumulation_dtype(field.dtype))
-        if not self._everywhere and not bool(self._inside(wide).all()):
+        inside = self._inside(wide)
+        if inside is not None and not bool(inside.all()):
             raise ValueError(
                 f"field must lie in ({self.lower}, {self.upper}) for {self.name!r} units, got "
                 f"values in [{wide.min().item():.4g}, {wide.max().item():.4g}]"
             )
         return self.draw(wide, generator).to(field.dtype)
 
-    @property
-    def _everywhere(self) -> bool:
-        return self.lower == -math.inf and self.upper == math.inf
-
-    def _inside(self, t: Tensor) -> Tensor:
-        return (t > self.lower) & (t < self.upper)
+    def _inside(self, t: Tensor) -> Tensor | None:
+        """Where the entries lie in the domain; None where that is everywhere."""
+        everywhere = self.lower == -math.inf and self.upper == math.inf
+        return None if everywhere else (t > self.lower) & (t < self.upper)
 
     def _or_nan(self, t: Tensor) -> Tensor:
-        return t if self._everywhere else torch.where(self._inside(t), t, torch.nan)
+        inside = self._inside(t)
+        return t if inside is None else torch.where(inside, t, torch.nan)
 
     def __repr__(self) -> str:
         return f"PRIORS[{self.name!r}]"
@@ -671,7 +663,7 @@ class EffectiveRBM(PatternEnergy):
         return f"weights={tuple(self.patterns.shape)}, hidden={name!r}, visible={self.visible!r}"
 
 
-def _prior(hidden: object, components: int, shape: tuple[int, ...]) -> Lagrangian:
+def _prior(hidden: Any, components: int, shape: tuple[int, ...]) -> Lagrangian:
     if isinstance(hidden, str):
         if require_choice("hidden", hidden, PRIORS) == "one-hot" and components == 1:
             wanted = "weights (units, components, d) with components >= 2"
@@ -679,9 +671,5 @@ def _prior(hidden: object, components: int, shape: tuple[int, ...]) -> Lagrangia
         return PRIORS[hidden]
     if isinstance(hidden, Lagrangian):
         return hidden
-    if isinstance(hidden, SiteDistribution) and not isinstance(hidden, type):
-        return SiteLagrangian(hidden)
-    raise TypeError(
-        f"hidden must be one of {tuple(PRIORS)}, a Lagrangian or a site with log_partition, mean and "
-        f"covariance, got {hidden!r}"
-    )
+    known = f"be one of {tuple(PRIORS)}, a Lagrangian, or "
+    return SiteLagrangian(check_site("hidden", hidden, known))

@@ -22,7 +22,14 @@ from implicit_attn.energies.tokens import (
     sum_samples,
 )
 from implicit_attn.parametrised import parametrise
-from solvers.core.checks import require_choice, require_count, require_flag, require_positive
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_positive,
+)
+from solvers.spins.inputs import no_variance
 
 
 class Couplings(nn.Module):
@@ -192,11 +199,11 @@ def zero_sum(couplings: Tensor) -> Tensor:
         couplings: J (N, N, d, d), floating.
 
     Raises:
-        TypeError, ValueError: as :func:`check_couplings`.
+        TypeError, ValueError: no finite floating tensor of this shape.
 
     Source: Ekeberg et al. (2013), https://arxiv.org/abs/1211.1281.
     """
-    check_couplings(couplings)
+    check_tensor("couplings", couplings, "N N d d")
     centred = couplings - couplings.mean(2, keepdim=True)
     centred = centred - centred.mean(3, keepdim=True)
     both = 0.5 * (centred + centred.permute(1, 0, 3, 2))
@@ -211,16 +218,6 @@ def binary_size(couplings: Tensor) -> float:
     """
     largest = float(couplings.detach().abs().amax())
     return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
-
-
-def check_couplings(couplings: Tensor, name: str = "couplings") -> None:
-    """Finite couplings (N, N, d, d).
-
-    Raises:
-        TypeError: no tensor, or not floating.
-        ValueError: another shape; NaN or infinity in it.
-    """
-    check_tensor(name, couplings, "N N d d")
 
 
 class SpinInteraction(Energy):
@@ -343,11 +340,7 @@ class SiteLagrangian(Lagrangian, nn.Module):
 
     def __init__(self, site: SiteDistribution) -> None:
         nn.Module.__init__(self)
-        if isinstance(site, type) or not isinstance(site, SiteDistribution):
-            raise TypeError(
-                f"site must be a Lagrangian or have log_partition, mean and covariance, got {site!r}"
-            )
-        self.site = site
+        self.site: SiteDistribution = check_site("site", site, "be a Lagrangian or ")
 
     def token_value(self, z: Tensor) -> Tensor:
         return self.site.log_partition(z, no_variance(z))
@@ -359,15 +352,17 @@ class SiteLagrangian(Lagrangian, nn.Module):
         return (self.site.covariance(z, no_variance(z)) @ v.unsqueeze(-1)).squeeze(-1)
 
 
-def no_variance(h: Tensor) -> Tensor:
-    """``V = 0`` for fields (..., d): (..., d, d), expanded from one number."""
-    return h.new_zeros(()).expand(*h.shape, h.shape[-1])
+def check_site(name: str, site: Any, expected: str = "") -> Any:
+    """``site`` must be a :class:`SiteDistribution`, or what else is ``expected``."""
+    if isinstance(site, type) or not isinstance(site, SiteDistribution):
+        wanted = f"{expected}have log_partition, mean and covariance"
+        raise TypeError(f"{name} must {wanted}, got {site!r}")
+    return site
 
 
-def check_symmetric(couplings: object) -> Couplings:
+def check_symmetric(couplings: Any) -> Couplings:
     """``couplings`` must be ``Couplings`` with ``symmetric_sites``; others have no energy."""
-    if not isinstance(couplings, Couplings):
-        raise TypeError(f"couplings must be Couplings, got {type(couplings)}")
+    couplings = require_instance("couplings", couplings, Couplings, "Couplings")
     if not couplings.symmetric_sites:
         raise ValueError("couplings must have symmetric_sites=True to have an energy, got False")
     return couplings
@@ -508,9 +503,7 @@ class BareAttention(Energy):
         if features is not None:
             features = check_tensor("features", features, "d D", d=dim).detach().clone()
         self.register_buffer("features", features)
-        if site is not None and (isinstance(site, type) or not isinstance(site, SiteDistribution)):
-            raise TypeError(f"site must have log_partition, mean and covariance, got {site!r}")
-        self.site = site
+        self.site: Any = None if site is None else check_site("site", site)
 
     @property
     def width(self) -> int:

@@ -67,7 +67,8 @@ def bisoftmax(
 
     Args:
         z: (B, H, N, p) projected tokens, floating.
-        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
+        beta: inverse temperature, > 0; a tensor, of one element or of one a head, (H, 1, 1), may be
+            differentiated by.
         mask: (B, N) bool, False at masked tokens; None: none is masked.
         causal: restrict row i to columns ``j <= i``.
         limit: the caller's bound on every ``|S_ij|``, such as ``beta p`` for RMS-normalised rows; up
@@ -160,7 +161,8 @@ def frozen_key_attention(
     Args:
         query: (B, H, N, p), floating.
         key: (B, H, M, p), of the same dtype.
-        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
+        beta: inverse temperature, > 0; a tensor, of one element or of one a head, (H, 1, 1), may be
+            differentiated by.
         mask: (B, M) bool, False at masked keys; None: none is masked. Where all are masked both
             results are zero.
         pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where query i may attend to key j. A query
@@ -239,15 +241,16 @@ def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
 def _at_number(
     x: Tensor, beta: float | Tensor, power: float
 ) -> tuple[Tensor, float, Tensor | None]:
-    """``x``, ``beta`` as a number, None; or ``beta^power x``, 1, ``beta^power`` to differentiate by ``beta``.
+    """``x``, ``beta`` as a number, None; or ``beta^power x``, 1, ``beta^power``, to differentiate by ``beta``
+    or where heads have their own.
 
     The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
     ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
     """
     if isinstance(beta, Tensor):
-        recorded = torch.is_grad_enabled() and beta.requires_grad
-        if recorded or _traced(beta):
-            factor = beta.reshape(()) ** power
+        by_head, recorded = beta.numel() > 1, torch.is_grad_enabled() and beta.requires_grad
+        if by_head or recorded or _traced(beta):
+            factor = (beta if by_head else beta.reshape(())) ** power
             return rescaled(x, factor), 1.0, factor
     return x, float(beta), None
 
@@ -375,17 +378,18 @@ def _checked_queries(
 
 
 def _check_beta(beta: float | Tensor) -> None:
-    """An inverse temperature > 0, of one element."""
+    """An inverse temperature > 0, one, or one a head, (H, 1, 1)."""
     if isinstance(beta, Tensor):
-        if beta.numel() != 1 or not beta.is_floating_point():
+        by_head = beta.dim() == 3 and beta.shape[1:] == (1, 1)
+        if not (beta.numel() == 1 or by_head) or not beta.is_floating_point():
             raise ValueError(
-                "beta must be a number or a floating tensor of one element, got "
+                "beta must be a number or a floating tensor (H, 1, 1) or of one element, got "
                 f"{beta.dtype} {tuple(beta.shape)}"
             )
-        # Its value is looked at only where that waits for no device.
+        # Its values are looked at only where that waits for no device.
         if beta.device.type != "cpu" or _traced(beta):
             return
-        beta = float(beta.detach())
+        beta = float(beta.detach().min())
     if isinstance(beta, (str, bytes, list, tuple)) or beta is None:
         raise TypeError(f"beta must be a number or a tensor of one element, got {beta!r}")
     if not beta > 0:

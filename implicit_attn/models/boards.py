@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
-from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
+from implicit_attn.energies.spins import binary_size, zero_sum
+from implicit_attn.energies.tokens import check_tensor
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
 from solvers import Solution, Status, Tolerance
@@ -99,7 +100,7 @@ def strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
         (N, N) bool, symmetric, with a diagonal of False; and the gap, as a share of the strength above
         it: 1 where the other couplings are zero, 0 where all are alike.
     """
-    check_couplings(couplings)
+    check_tensor("couplings", couplings, "N N d d")
     strengths = torch.linalg.matrix_norm(zero_sum(couplings / binary_size(couplings)))
     strengths = (strengths + strengths.T) / 2
     rows, columns = torch.triu_indices(len(strengths), len(strengths), 1, device=couplings.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.data.sudoku import CELLS, SIDE, SudokuSymmetries, solved, sudoku_pairs
-from implicit_attn.energies.spins import Couplings, binary_size, check_couplings, zero_sum
+from implicit_attn.energies.spins import Couplings, binary_size, zero_sum
 from implicit_attn.energies.tokens import check_tensor
 from solvers.core.checks import (
     require_callable,
@@ -236,7 +236,7 @@ class FactoredAttention(ConditionalModel):
             couplings: J (N, N, d, d), floating, with ``J_ii = 0``.
             heads: H <= min(N^2, d^2).
         """
-        check_couplings(couplings)
+        check_tensor("couplings", couplings, "N N d d")
         if bool((couplings.diagonal() != 0).any()):
             raise ValueError("couplings must have zero blocks J_ii, got others")
         n, d = couplings.shape[0], couplings.shape[2]
@@ -611,7 +611,7 @@ class SudokuPotts(nn.Module):
             raise ValueError(
                 f"couplings must be (81, 81, 9, 9) of cells and digits, got {tuple(couplings.shape)}"
             )
-        check_couplings(couplings)
+        check_tensor("couplings", couplings, "N N d d")
         gauged = zero_sum(couplings.detach() / binary_size(couplings))
         gauged = (gauged * _scale(gauged)).transpose(1, 2)
         self.register_buffer("matrix", gauged.reshape(CELLS * SIDE, CELLS * SIDE).contiguous())

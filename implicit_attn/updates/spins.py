@@ -17,13 +17,12 @@ from implicit_attn.energies.tokens import (
     Projection,
     SpectralBound,
     accumulation_dtype,
-    check_dtype,
     check_input,
-    check_mask,
     check_tokens,
     hide,
     merge_heads,
     split_heads,
+    visible_input,
 )
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from implicit_attn.kernels.reference import softmax_over_pairs
@@ -76,9 +75,8 @@ class NormedMLP(nn.Module):
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        hidden = (
-            4 * require_count("dim", dim) if hidden is None else require_count("hidden", hidden)
-        )
+        hidden = 4 * require_count("dim", dim) if hidden is None else hidden
+        require_count("hidden", hidden)
         epsilon = require_positive("epsilon", epsilon)
         self.norm = nn.LayerNorm(dim, eps=epsilon, elementwise_affine=False)
         self.first, self.second = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
@@ -155,13 +153,9 @@ class MeanFieldAttention(CorrectedUpdate):
         self.symmetric = symmetric_sites and self.correction is None
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        self.couplings.check(z, mask)
-        flat, matrix = hide(z, mask).flatten(1), self.couplings.matrix
-        if x is None:
-            field = flat @ matrix.mT
-        else:
-            field = torch.addmm(check_input(x, z, "MeanFieldAttention").flatten(1), flat, matrix.mT)
-        return self.corrected(field.view(z.shape), z, mask)
+        field = self.couplings(z, mask=mask)
+        field = field if x is None else field + check_input(x, z, "MeanFieldAttention")
+        return self.corrected(field, z, mask)
 
 
 class AdaptiveTAPAttention(Update):
@@ -311,17 +305,11 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
-        check_fields(x, mask, type(self).__name__, self.dim)
-        x = hide(x, mask)
-        query, key = (
-            split_heads(F.linear(x, side.weight), self.heads) for side in (self.query, self.key)
-        )
-        couplings = softmax_couplings(
-            query * self.width**-0.5,
-            key,
-            token_pairs(mask, False, x.shape[1], x.device, self.self_coupling),
-        )
-        return (couplings * self.strength).to(query.dtype)
+        weight = self.query.weight
+        x = visible_input(x, weight, mask, type(self).__name__, tokens=True)
+        query, key = F.linear(x, weight) * self.width**-0.5, F.linear(x, self.key.weight)
+        pairs = token_pairs(mask, False, x.shape[1], x.device, self.self_coupling)
+        return (self.strength * softmax_couplings(query, key, self.heads, pairs)).to(query.dtype)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """x and J, so that a solve computes the couplings once."""
@@ -330,9 +318,8 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         name = type(self).__name__
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        if not isinstance(x, Prepared):
-            x = Prepared((x, self.couplings(check_input(x, z, name), mask=mask)))
-        x, couplings = check_input(x.parts[0], z, name), x.parts[1]
+        x, couplings = self.prepare(x, mask=mask).parts
+        x = check_input(x, z, name)
         visible = hide(z, mask)
         if self.heads == 1:
             field = torch.baddbmm(x, couplings.squeeze(1), visible)
@@ -347,19 +334,10 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         )
 
 
-def softmax_couplings(query: Tensor, key: Tensor, pairs: Tensor | None) -> Tensor:
+def softmax_couplings(query: Tensor, key: Tensor, heads: int, pairs: Tensor | None) -> Tensor:
     """``J`` (B, heads, N, N), float32 or wider: the softmax of ``q_i.k_j`` over the pairs that couple."""
-    scores = query @ key.mT
-    wide = scores.to(accumulation_dtype(scores.dtype))
-    return softmax_over_pairs(wide, Pairs(pairs))[0]
-
-
-def check_fields(x: Any, mask: Any, name: str, dim: int) -> None:
-    """``x`` (B, N, d) and ``mask`` (B, N) bool or None."""
-    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name}: x must be a tensor (B, N, {dim}), got {got}")
-    check_mask(mask, x, name, features=1)
+    scores = split_heads(query, heads) @ split_heads(key, heads).mT
+    return softmax_over_pairs(scores.to(accumulation_dtype(scores.dtype)), Pairs(pairs))[0]
 
 
 CLOSURES = ("gaussian", "naive", "tap", "plefka")
@@ -446,16 +424,18 @@ class KineticAttention(Update):
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """``J`` (B, heads, N, N), without beta, of tokens ``x`` (B, N, d) on their spheres."""
-        check_dtype(x, self.queries_keys.weight, type(self).__name__)
-        query, key = F.linear(hide(x, mask), self.queries_keys.weight).chunk(2, dim=-1)
-        query, key = self.scale * split_heads(query, self.heads), split_heads(key, self.heads)
+        x = self._visible(x, mask)
+        query, key = F.linear(x, self.queries_keys.weight).chunk(2, dim=-1)
         pairs = token_pairs(mask, self.causal, x.shape[1], x.device, own=self.self_coupling)
-        return softmax_couplings(query, key, pairs).to(x.dtype)
+        return softmax_couplings(self.scale * query, key, self.heads, pairs).to(x.dtype)
+
+    def _visible(self, x: Any, mask: Tensor | None) -> Tensor:
+        weight = self.queries_keys.weight
+        return visible_input(x, weight, mask, type(self).__name__, tokens=True)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
-        check_fields(x, mask, type(self).__name__, self.dim)
-        x = self.on_spheres(x)
+        x = self.on_spheres(self._visible(x, mask))
         return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
 
     def initial(self, x: Tensor) -> Tensor:
@@ -594,13 +574,13 @@ class SaddleAttention(nn.Module):
             )
             return 2 * self.beta * (upper + upper.mT)
         sites = fields.shape[1]
-        count = torch.full_like(fields[:, :1, :1], sites)
+        count: Any = sites
         if mask is not None:
             count = mask.sum(1).clamp(min=1).to(fields.dtype)[:, None, None]
         n = fields / math.sqrt(self.dim)
         scores = torch.tanh(math.sqrt(self.dim) * (self.query(n) @ self.key(n).mT))
         outside = 1 - torch.eye(sites, dtype=scores.dtype, device=scores.device)
-        return self.beta * (scores + scores.mT) / (count * self.dim).sqrt() * outside
+        return self.beta * (scores + scores.mT) / (count * self.dim) ** 0.5 * outside
 
     def extra_repr(self) -> str:
         return (

@@ -15,8 +15,7 @@ from implicit_attn.energies.heads import (
     check_held,
     fit_pairs,
     head_width,
-    read_memory,
-    read_pairs,
+    read_input,
 )
 from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.kernels.arguments import Pairs, dense_for_transforms
@@ -109,14 +108,12 @@ class TransformerStep(Update):
         """The pairs that attend, and with ``cross`` keys and values."""
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
-        pairs = read_pairs(x, mask, name, cross=self.cross)
+        _, pairs, memory, seen = read_input(x, mask, name, self.source if self.cross else None)
         key = value = None
-        count, seen = tokens.shape[1], mask
+        count = memory.shape[1]
         if self.cross:
-            memory, seen = read_memory(x, self.source, name)
             key, value = self._split(self.key_value(memory), 2)
             check_held(HeadsContext(key=key), tokens, name)
-            count = memory.shape[1]
         shape = len(tokens), self.heads, tokens.shape[1], count
         allowed, bias = fit_pairs(pairs, shape, tokens.device) or Pairs()
         if seen is not None:
@@ -145,14 +142,10 @@ class TransformerStep(Update):
         if key is None or value is None:
             key, value = self._split(self.key_value(n), 2)
         allowed, bias, some = held.allowed, held.bias, None
-        causal = self.causal and allowed is None
-        if first:
-            count = n.shape[1]
-            if causal:  # torch's flag is for queries and keys of one number
-                allowed, causal = (
-                    n.new_ones(count, count, dtype=torch.bool).tril()[None, None],
-                    False,
-                )
+        causal, count = self.causal and allowed is None, n.shape[1]
+        if causal and first:  # torch's flag is for queries and keys of one number
+            causal, allowed = False, n.new_ones(count, count, dtype=torch.bool).tril()
+        if first:  # a row that all queries share stays
             allowed, bias = (
                 pairs[..., first:, :] if pairs is not None and pairs.shape[-2] == count else pairs
                 for pairs in (allowed, bias)

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.energy import Energy, FunctionCall, Prepared
+from implicit_attn.energies.energy import Energy, FunctionCall, Prepared, map_tree
 from implicit_attn.energies.heads import Beta
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.memories import QueryEnergy
@@ -148,9 +147,7 @@ class GradientStep(EnergyStep):
         return self._descend(z, gradient), value, gradient
 
     def _descend(self, z: Any, gradient: Any) -> Any:
-        if isinstance(z, Tensor):
-            return move(z, gradient, self.step_size)
-        return pytree.tree_map(lambda leaf, slope: move(leaf, slope, self.step_size), z, gradient)
+        return map_tree(lambda leaf, slope: move(leaf, slope, self.step_size), z, gradient)
 
 
 class QueryDescent(GradientStep):

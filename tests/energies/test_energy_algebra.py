@@ -446,7 +446,7 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"bias must have the shape \(d,\), d = 2, got \(3,\)",
     ),
     (lambda: Sum([]), ValueError, r"terms must hold at least one energy"),
-    (lambda: Sum([scalar]), TypeError, r"an Energy is expected"),  # type: ignore[list-item]
+    (lambda: Sum([scalar]), TypeError, r"energy must be an Energy"),  # type: ignore[list-item]
     (lambda: Scaled(Quadratic(), nn.Parameter(torch.ones(2))), ValueError, r"no dimensions"),
     (lambda: Quadratic().weighted(2.0, maximum=1.0), ValueError, r"initial must be below max"),
     (lambda: FunctionEnergy(3), TypeError, r"function must be callable, got 3"),  # type: ignore[arg-type]

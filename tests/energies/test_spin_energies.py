@@ -30,7 +30,7 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
-from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
+from implicit_attn.energies.spins import binary_size, zero_sum
 from solvers import Implicit, Tolerance
 
 LAGRANGIANS = [
@@ -346,8 +346,8 @@ def test_dividing_by_the_size_rounds_nothing(scale: float) -> None:
 
 
 def test_wrong_couplings() -> None:
-    with pytest.raises(TypeError, match="truth must be a floating"):
-        check_couplings(torch.zeros(3, 3, 2, 2, dtype=torch.long), "truth")
+    with pytest.raises(TypeError, match="couplings must be a floating"):
+        zero_sum(torch.zeros(3, 3, 2, 2, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\(N, N, d, d\)"):
         zero_sum(torch.zeros(3, 2, 2, 2))
     with pytest.raises(ValueError, match="finite"):

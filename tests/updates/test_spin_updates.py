@@ -303,11 +303,13 @@ def test_bad_couplings(call: Any, kind: type[Exception], message: str) -> None:
 
 def test_bad_inputs_of_couplings() -> None:
     z, x = wide_pair()
-    with pytest.raises(TypeError, match="x must be a tensor like z"):
+    with pytest.raises(TypeError, match="x must hold tokens"):
         attention()(z)
-    with pytest.raises(ValueError, match=re.escape("x must be a tensor (B, N, 6), got (3, 5, 4)")):
+    with pytest.raises(
+        ValueError, match=re.escape("x must have the shape (B, N, 6), got (3, 5, 4)")
+    ):
         attention().couplings(x[..., :4])
-    with pytest.raises(ValueError, match=re.escape("x must be a tensor (B, N, 6), got dict")):
+    with pytest.raises(TypeError, match=re.escape("x must hold tokens (B, N, 6), got dict")):
         DEQ(attention(), init=lambda x: x["a"])({"a": x})
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         attention()(z, x, mask=SEEN.float())
@@ -578,7 +580,7 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
 
 def test_wrong_inputs() -> None:
     update, x = kinetic(), tokens()
-    with pytest.raises(ValueError, match=r"x must be a tensor \(B, N, 12\), got \(3, 5, 7\)"):
+    with pytest.raises(ValueError, match=r"x must have the shape \(B, N, 12\), got \(3, 5, 7\)"):
         update.prepare(x[..., :7])
     with pytest.raises(ValueError, match="mask must have the shape"):
         update(x, x, mask=SEEN[:, :2])
