@@ -435,7 +435,7 @@ class KineticAttention(Update):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
-        x = self.on_spheres(self._visible(x, mask))
+        x = self.on_spheres(self._visible(x, None))
         return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
 
     def initial(self, x: Tensor) -> Tensor:
