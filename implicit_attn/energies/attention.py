@@ -199,10 +199,10 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
             attends is not None
         ):  # a masked token to itself alone, a row of zeros, so that none is NaN
             attends = attends | torch.eye(y.shape[2], dtype=torch.bool, device=y.device)
-        query, scale = y, beta
+        query = y
         if isinstance(beta, Tensor):
-            query, scale = (y * beta).to(y.dtype), 1.0
-        return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=scale)
+            query, beta = (y * beta).to(y.dtype), 1.0
+        return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
 
 
 DENSE_TOKENS, STRIP_ROWS = 256, 128  # of scores: up to so many tokens at once, else so many rows

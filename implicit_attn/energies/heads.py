@@ -374,7 +374,7 @@ def fit_keys(
 
     Where M is 0 a masked key stands in its place, from which nothing comes.
     """
-    shape = (*query.shape[:3], key.shape[2])
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     pairs = fit_pairs(given, shape, query.device, exclude_self) or Pairs()
     if key.shape[2]:
         return key, mask, pairs
