@@ -38,7 +38,6 @@ from implicit_attn.energies.tokens import (
     sum_squares,
 )
 from implicit_attn.kernels import check_backend, frozen_key_attention
-from implicit_attn.kernels.arguments import Pairs
 from solvers.core.checks import (
     require_choice,
     require_count,
