@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -112,8 +111,10 @@ class Implicit(Adjoint):
             value = implicit_value if part.programs is None else compiled_value
             return value(part, z, system)
 
-        _attach_states(self.states or OneStep(), problem, solution, start)
-        return differentiate(problem, solution, start.detach(), lost(solution), attach)
+        gone, start = lost(solution), start.detach()
+        _attach(self.states or OneStep(), problem, start, gone, solution.states or ())
+        solution.value = differentiated(problem, solution.value, start, gone, attach)
+        return solution
 
     def system(
         self,
@@ -127,7 +128,7 @@ class Implicit(Adjoint):
         own = read_tolerance("tolerance", self.tolerance)
         return AdjointSystem(
             solver=require_kind("solver", self.solver, LinearSolver, LINEAR, optional=True),
-            tolerance=own or tolerance.of_adjoint(FALLBACK_RTOL),
+            tolerance=own or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
             max_steps=self.max_steps,
             on_failure=self.on_failure,
             report=report,
@@ -172,17 +173,13 @@ class Unrolled(Adjoint):
 
         plain = replace(problem, recorder=None)
         solution = run(problem, start)
-        left_out = no_evaluation(solution)
-        numbers = range(len(solution.states or ()))
-        each: list[Attach] = [partial(attach, state=number) for number in numbers]
-        differentiate_states(problem, solution, start, left_out, each)
-        for state in solution.states or ():
-            if not state.value.requires_grad:  # the start
-                state.value = zero_derivative(plain, state.value)
-        found = differentiate(problem, solution, start, left_out, partial(attach, state=None))
-        if not found.value.requires_grad:  # the start was the solution: no step was taken
-            found.value = zero_derivative(plain, found.value)
-        return found
+        left_out = ~torch.isfinite(solution.residual)  # without any finite evaluation
+        for number, each in [*enumerate(solution.states or ()), (None, solution)]:
+            own = partial(attach, state=number)
+            each.value = differentiated(problem, each.value, start, left_out, own)
+            if not each.value.requires_grad:  # the start: no step was taken
+                each.value = zero_derivative(plain, each.value)
+        return solution
 
 
 @dataclass(frozen=True)
@@ -210,12 +207,9 @@ class Phantom(Adjoint):
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
             solution = run(problem, start.detach())
-
-        def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
-            return self.attach(part, anchor)
-
-        _attach_states(self, problem, solution, start)
-        return differentiate(problem, solution, start.detach(), lost(solution), attach)
+        each = [*(solution.states or ()), solution]
+        _attach(self, problem, start.detach(), lost(solution), each)
+        return solution
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """``anchor`` (B, D) with the gradient of the iterations from it."""
@@ -225,18 +219,16 @@ class Phantom(Adjoint):
         return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
 
 
-def _attach_states(
-    adjoint: Phantom | OneStep, problem: Problem, solution: Solution, start: Tensor
+def _attach(
+    adjoint: Phantom | OneStep, problem: Problem, start: Tensor, gone: Tensor, each: Sequence[Any]
 ) -> None:
-    """Let ``adjoint`` give each of the solution's states its gradient, as if it were the solution."""
-    if solution.states is None:
-        return
+    """Let ``adjoint`` give the ``value`` of a solution, or of its states, its gradient."""
 
     def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
         return adjoint.attach(part, anchor)
 
-    each: list[Attach] = [attach] * len(solution.states)
-    differentiate_states(problem, solution, start.detach(), lost(solution), each)
+    for one in each:
+        one.value = differentiated(problem, one.value, start, gone, attach)
 
 
 class _WithDerivative(torch.autograd.Function):
@@ -283,56 +275,31 @@ def read_adjoint(value: Any) -> Adjoint | None:
 Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
 
 
-def differentiate_states(
-    problem: Problem,
-    solution: Solution,
-    start: Tensor,
-    left_out: Tensor | None,
-    attach: list[Attach],
-) -> None:
-    """:func:`differentiate` for each of the solution's states, by its own of ``attach``."""
-    for state, own in zip(solution.states or (), attach, strict=True):
-        whole = replace(solution, value=state.value)
-        state.value = differentiate(problem, whole, start, left_out, own).value
-
-
-def differentiate(
-    problem: Problem, solution: Solution, start: Tensor, left_out: Tensor | None, attach: Attach
-) -> Solution:
-    """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
+def differentiated(
+    problem: Problem, value: Tensor, start: Tensor, left_out: Tensor, attach: Attach
+) -> Tensor:
+    """``value`` (B, D) of a solution with the gradient that ``attach(problem, value, rows)`` gives it.
 
     A sample that is ``left_out`` has no derivative: zero is what its gradient is set to, and its NaN
     would reach the gradients of the others through weights that they share. So ``attach`` sees only the
     other samples: ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to
     leave any out; then their cotangents are zero.
     """
-    if left_out is None or not bool(left_out.any()):
-        solution.value = attach(problem, solution.value, None)
-        return solution
+    if not bool(left_out.any()):
+        return attach(problem, value, None)
     if bool(left_out.all()):
-        solution.value = zero_derivative(problem, solution.value.detach(), start)
-        return solution
+        return zero_derivative(problem, value.detach(), start)
     if not problem.compact:
-        solution.value = without_derivative(attach(problem, solution.value, None), left_out)
-        return solution
+        return without_derivative(attach(problem, value, None), left_out)
     rows = torch.nonzero(~left_out).flatten()
-    whole = solution.value.detach()
-    part = problem.rows(rows, whole.shape[0])
-    value = attach(part, solution.value.index_select(0, rows), rows)
-    solution.value = whole.index_copy(0, rows, value)
-    return solution
+    part = problem.rows(rows, len(value))
+    found = attach(part, value.index_select(0, rows), rows)
+    return value.detach().index_copy(0, rows, found)
 
 
 def without_derivative(value: Tensor, left_out: Tensor) -> Tensor:
     """``value`` (B, D), constant in the rows ``left_out`` (B,)."""
     return torch.where(left_out.unsqueeze(1), value.detach(), value)
-
-
-def no_evaluation(solution: Solution) -> Tensor | None:
-    """Samples (B,) without any finite evaluation, None where there is none."""
-    if math.isfinite(solution.residual.sum().item()):
-        return None
-    return ~torch.isfinite(solution.residual)
 
 
 def lost(solution: Solution) -> Tensor:

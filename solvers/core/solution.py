@@ -54,10 +54,6 @@ class Tolerance:
         limit = reference * self.rtol
         return limit.clamp_min(self.atol) if self.atol else limit
 
-    def of_adjoint(self, fallback: float) -> Tolerance:
-        """The tolerance of the adjoint: ``rtol`` alone, ``fallback`` where that is 0."""
-        return Tolerance(rtol=self.rtol or fallback)
-
 
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
     """A :class:`Tolerance`, whose ``rtol`` a plain number is; None stays None."""
@@ -315,7 +311,6 @@ def apply_policy(solution: Solution, on_failure: str, what: str, f: object = Non
     warning points at the user's line, names the layer, and is shown once for each set of statuses and
     ``f``, the function or layer that failed.
     """
-    check_on_failure(on_failure)
     if on_failure == "ignore" or not bool(solution.status.any()):  # CONVERGED is 0
         return
     failures = [name for name in solution.counts() if name != "CONVERGED"]
