@@ -12,11 +12,12 @@ import solvers
 from implicit_attn.deq import DEQ, UnrolledLayer
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
-from implicit_attn.energies.heads import AttentionInput, allowed_pairs, counted_tokens
+from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.core.modes import in_transform
 
 EPSILON = 1e-5  # of the norm of the input
 ATTENTIONS = ("self", "cross", None)
@@ -118,17 +119,17 @@ class EncoderLayer(nn.Module):
             raise ValueError("src_mask and is_causal need attention, got attention=None")
         if memory is not None:
             memory = self._tokens("memory", memory, self.memory_dim)
-            seen = counted_tokens("memory_key_padding_mask", memory_padding, memory)
+            seen = _counted_tokens("memory_key_padding_mask", memory_padding, memory)
             memory = _normalised(memory, seen)
         keys = x.shape[1] if memory is None else memory.shape[1]
         if src_mask is not None:
-            pairs, bias = allowed_pairs(src_mask, (x.shape[0], self.heads, x.shape[1], keys))
+            pairs, bias = _allowed_pairs(src_mask, (x.shape[0], self.heads, x.shape[1], keys))
         if is_causal and not self.causal:
             if self.attention == "cross":
                 raise ValueError('is_causal=True needs attention="self", got "cross"')
             order = torch.ones(keys, keys, dtype=torch.bool, device=x.device).tril()
             pairs = order if pairs is None else pairs & order
-        mask = counted_tokens("src_key_padding_mask", padding, x)
+        mask = _counted_tokens("src_key_padding_mask", padding, x)
         tokens = self.dropout(_normalised(x, mask))
         return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
 
@@ -511,3 +512,52 @@ def check_iterations(iterations: Any) -> Iterations:
     if low > high:
         raise ValueError(f"iterations must be (least, most), got {iterations!r}")
     return low, high
+
+
+def _counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
+    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count.
+
+    A floating one, as ``nn.TransformerEncoder`` makes of every mask, is negative at padding, else zero.
+    """
+    if padding is None:
+        return None
+    expected = tuple(tokens.shape[:2])
+    if not isinstance(padding, Tensor) or not (
+        padding.dtype == torch.bool or padding.is_floating_point()
+    ):
+        got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
+        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
+    padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
+    if tuple(padding.shape) != expected:
+        raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
+    if padding.dtype == torch.bool:
+        return ~padding
+    known = padding.device.type == "cpu" and not in_transform()
+    if known and not bool(((padding == 0) | padding.isneginf()).all()):
+        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
+    return padding == 0
+
+
+def _allowed_pairs(
+    mask: Any, shape: tuple[int, int, int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
+    batch, heads, tokens, keys = shape
+    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
+    if fits and mask.dim() == 3 and mask.shape[0] == batch * heads:
+        mask = mask.unflatten(0, (batch, heads))
+    elif not fits or mask.dim() != 2:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"src_mask must have the shape ({tokens}, {keys}) or ({batch * heads}, {tokens}, {keys}), "
+            f"got {got}"
+        )
+    if mask.dtype == torch.bool:
+        return ~mask, None
+    if not mask.is_floating_point():
+        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
+    allowed = ~mask.isneginf()
+    known = mask.device.type == "cpu" and not in_transform()
+    if known and not bool((mask.isfinite() | ~allowed).all()):
+        raise ValueError("src_mask must be finite or -infinity, got NaN or infinity")
+    return allowed, mask.masked_fill(~allowed, 0.0)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies.energy import Energy, Prepared, Scaled, Select, Sum
-from implicit_attn.energies.heads import expand_pairs
+from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.compiled.evaluations import Padding, Wanted, detached
 from solvers.compiled.programs import (
@@ -98,15 +98,35 @@ def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
     starts = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor) and leaf.dim()]
     deep = [leaf for leaf in leaves if leaf.dim() > 2] or starts
     if deep:
-        x = expand_pairs(x, deep[0].shape[0])
+        x = _expand_pairs(x, deep[0].shape[0])
     elif mask is not None:
-        x = expand_pairs(x, mask.shape[0])
+        x = _expand_pairs(x, mask.shape[0])
         deep = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
         raise ValueError(
             f"mask must be batched like x, {deep[0].shape[0]} samples, got shape {tuple(mask.shape)}"
         )
     return x
+
+
+def _expand_pairs(x: Any, batch: int) -> Any:
+    """An input with a copy of ``pairs`` and ``pair_bias`` (N, M) for each sample, which copies nothing.
+
+    ``x`` is an ``AttentionInput``, or a pytree that holds some. Solvers take tensors (B, ...) alone.
+    """
+    if isinstance(x, Tensor) or x is None:
+        return x
+
+    def expanded(part: Any) -> Any:
+        if not isinstance(part, AttentionInput):
+            return part
+        pairs, bias = (
+            t.expand(batch, *t.shape) if isinstance(t, Tensor) and t.dim() == 2 else t
+            for t in (part.pairs, part.pair_bias)
+        )
+        return part._replace(pairs=pairs, pair_bias=bias)
+
+    return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
 
 
 def check_batched(x: Any, start: Any) -> None:

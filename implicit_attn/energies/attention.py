@@ -97,12 +97,12 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
         name, query = type(self).__name__, None
-        given = read_input(x, mask, name)
-        if self.exclude_self is None and given.pairs is not None:
+        tokens, pairs, _, _ = read_input(x, mask, name)
+        if self.exclude_self is None and any(part is not None for part in pairs):
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
         if self.context is not None:
-            query = project_input(given.tokens, self.context, self.bias, self.heads, mask, name)
-        return HeadsContext(query=query, pairs=given.pairs)
+            query = project_input(tokens, self.context, self.bias, self.heads, mask, name)
+        return HeadsContext(query=query, pairs=pairs)
 
     def potential(self, y: Tensor, given: Given) -> Tensor:
         return self.potential_and_force(y, given)[0]

@@ -175,7 +175,7 @@ class ConditionalAttention(HasHeads, Energy):
         return Prepared(self._freeze(query, key, value, pairs, seen))
 
     def _freeze(
-        self, query: Tensor, key: Tensor, value: Tensor, given: Pairs | None, seen: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, given: Pairs, seen: Tensor | None
     ) -> FrozenAttention:
         tokens = query.shape[2]
         key, seen, pairs = fit_keys(given, query, key, seen, self.exclude_self)

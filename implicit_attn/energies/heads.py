@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.tokens import (
@@ -32,7 +31,6 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels.arguments import Pairs, check_pairs
 from solvers.core.checks import require_count, require_flag, require_positive
-from solvers.core.modes import in_transform
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -333,7 +331,7 @@ class HeadsContext(NamedTuple):
     query: Tensor | None = None
     key: Tensor | None = None
     mask: Tensor | None = None
-    pairs: Pairs | None = None
+    pairs: Pairs = Pairs()
 
 
 def check_exclude_self(
@@ -349,26 +347,21 @@ def check_exclude_self(
 
 
 def fit_pairs(
-    given: Pairs | None,
+    given: Pairs,
     shape: tuple[int, int, int, int],
     device: torch.device,
     exclude_self: bool = False,
 ) -> Pairs | None:
     """The pairs of an input for (B, H, N, M), without those of a token and itself; None: all."""
-    if given is not None:
-        given = check_pairs(given.allowed, given.bias, shape, "pair_bias")
+    pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")
     if not exclude_self:
-        return given
+        return pairs
     others = ~torch.eye(shape[2], dtype=torch.bool, device=device)
-    return (given or Pairs()).intersect(others)
+    return (pairs or Pairs()).intersect(others)
 
 
 def fit_keys(
-    given: Pairs | None,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    exclude_self: bool = False,
+    given: Pairs, query: Tensor, key: Tensor, mask: Tensor | None, exclude_self: bool = False
 ) -> tuple[Tensor, Tensor | None, Pairs]:
     """Keys (B, H, M, p), their mask (B, M), and the pairs of an input that fit them.
 
@@ -390,38 +383,28 @@ def project_input(
     return project(visible_input(x, weight, mask, name, tokens=True), weight, bias, heads, mask)
 
 
-class Parts(NamedTuple):
-    """The parts of an input that ``read_input`` has checked."""
-
-    tokens: Any
-    pairs: Pairs | None
-    memory: Tensor
-    memory_mask: Tensor | None
-
-
-def read_input(x: Any, mask: Tensor | None, name: str, width: int | None = None) -> Parts:
-    """The parts of an ``AttentionInput``, which must make sense; another input is the tokens.
+def read_input(
+    x: Any, mask: Tensor | None, name: str, width: int | None = None
+) -> tuple[Any, Pairs, Any, Tensor | None]:
+    """Tokens, pairs, memory and its mask of an ``AttentionInput``; another input is the tokens.
 
     ``width``: in cross-attention the features of the memory (B, M, width), which comes zero where masked;
-    x may then be the memory, or a pair of it and its mask. In self-attention ``memory`` is the tokens,
-    ``memory_mask`` the mask.
+    x may then be the memory, or a pair of it and its mask. In self-attention the memory is the tokens.
     """
-    tokens, memory, seen, pairs = x, x, None, None
+    tokens, memory, seen, pairs = x, x, None, Pairs()
     if isinstance(x, AttentionInput):
-        tokens, memory, seen = x.tokens, x.memory, x.memory_mask
-        if x.pairs is not None or x.pair_bias is not None:
-            pairs = Pairs(x.pairs, x.pair_bias)
+        tokens, memory, seen, pairs = x.tokens, x.memory, x.memory_mask, Pairs(x.pairs, x.pair_bias)
+        for part in ("memory", "memory_mask"):
+            if width is None and getattr(x, part) is not None:
+                raise ValueError(
+                    f"{name}: x.{part} needs cross-attention, got it in self-attention"
+                )
         if tokens is not None:
             check_tokens(tokens, mask, f"{name}, x.tokens", tokens=True)
     elif width is not None and isinstance(x, (tuple, list)) and len(x) == 2:
         memory, seen = x
     if width is None:
-        for part in ("memory", "memory_mask"):
-            if isinstance(x, AttentionInput) and getattr(x, part) is not None:
-                raise ValueError(
-                    f"{name}: x.{part} needs cross-attention, got it in self-attention"
-                )
-        return Parts(tokens, pairs, tokens, mask)
+        return tokens, pairs, tokens, mask
     if not isinstance(memory, Tensor):
         raise TypeError(
             f"{name}: x must be a tensor (B, M, {width}), a pair of it and a mask, or an AttentionInput "
@@ -433,27 +416,7 @@ def read_input(x: Any, mask: Tensor | None, name: str, width: int | None = None)
             f"{name}: x must have the shape (B, M, {width}), got {tuple(memory.shape)}"
         )
     check_mask(seen, memory, f"{name}, context", features=1)
-    return Parts(tokens, pairs, hide(memory, seen), seen)
-
-
-def expand_pairs(x: Any, batch: int) -> Any:
-    """An input with a copy of ``pairs`` and ``pair_bias`` (N, M) for each sample, which copies nothing.
-
-    ``x`` is an ``AttentionInput``, or a pytree that holds some. Solvers take tensors (B, ...) alone.
-    """
-    if isinstance(x, Tensor) or x is None:
-        return x
-
-    def expanded(part: Any) -> Any:
-        if not isinstance(part, AttentionInput):
-            return part
-        pairs, bias = (
-            t.expand(batch, *t.shape) if isinstance(t, Tensor) and t.dim() == 2 else t
-            for t in (part.pairs, part.pair_bias)
-        )
-        return part._replace(pairs=pairs, pair_bias=bias)
-
-    return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
+    return tokens, pairs, hide(memory, seen), seen
 
 
 def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
@@ -465,52 +428,3 @@ def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
     if key is not None and key.shape[0] != z.shape[0]:
         raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(key)}")
     return context
-
-
-def counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
-    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count.
-
-    A floating one, as ``nn.TransformerEncoder`` makes of every mask, is negative at padding, else zero.
-    """
-    if padding is None:
-        return None
-    expected = tuple(tokens.shape[:2])
-    if not isinstance(padding, Tensor) or not (
-        padding.dtype == torch.bool or padding.is_floating_point()
-    ):
-        got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
-        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
-    padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
-    if tuple(padding.shape) != expected:
-        raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
-    if padding.dtype == torch.bool:
-        return ~padding
-    known = padding.device.type == "cpu" and not in_transform()
-    if known and not bool(((padding == 0) | padding.isneginf()).all()):
-        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
-    return padding == 0
-
-
-def allowed_pairs(
-    mask: Any, shape: tuple[int, int, int, int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
-    batch, heads, tokens, keys = shape
-    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
-    if fits and mask.dim() == 3 and mask.shape[0] == batch * heads:
-        mask = mask.unflatten(0, (batch, heads))
-    elif not fits or mask.dim() != 2:
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"src_mask must have the shape ({tokens}, {keys}) or ({batch * heads}, {tokens}, {keys}), "
-            f"got {got}"
-        )
-    if mask.dtype == torch.bool:
-        return ~mask, None
-    if not mask.is_floating_point():
-        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
-    allowed = ~mask.isneginf()
-    known = mask.device.type == "cpu" and not in_transform()
-    if known and not bool((mask.isfinite() | ~allowed).all()):
-        raise ValueError("src_mask must be finite or -infinity, got NaN or infinity")
-    return allowed, mask.masked_fill(~allowed, 0.0)

@@ -332,9 +332,8 @@ class QueryEnergy(HasHeads, Energy):
         return 0.5 * wide.square().sum(-1) - lse / self.beta_like(lse), mean
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
-        given = read_input(x, mask, "QueryEnergy", self.dim)
-        key = split_heads(given.memory, self.heads)
-        return HeadsContext(None, key, given.memory_mask, given.pairs)
+        _, pairs, memory, seen = read_input(x, mask, "QueryEnergy", self.dim)
+        return HeadsContext(None, split_heads(memory, self.heads), seen, pairs)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, {self.described()}"

@@ -290,24 +290,16 @@ class VectorSpin(Energy):
         """``m(h)``, (B, N, d): the magnetisation of every site."""
         return self.lagrangian.activation(h)
 
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._value_and_force(z, x, mask)[0]
-
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        value, force = self._value_and_force(z, x, mask)
-        return value, hide(self.lagrangian.hessian_product(hide(z, mask), force), mask)
-
-    def _value_and_force(self, h: Tensor, x: Tensor | None, mask: Tensor | None) -> Pair:
-        """The energy and the force ``h - x - J m``, zero at masked sites."""
-        self.couplings.check(h, mask)
-        visible = hide(h, mask)
-        pull = visible
+        self.couplings.check(z, mask)
+        h = pull = hide(z, mask)
         if x is not None:
-            pull = visible - hide(check_input(x, h, type(self).__name__), mask)
-        m = self.lagrangian.activation(visible)
+            pull = h - hide(check_input(x, z, type(self).__name__), mask)
+        m = self.mean(h)
         field = self.couplings(m, mask=mask)
         interaction = hide((pull - 0.5 * field) * m, mask)
-        return sum_samples(interaction) - self.lagrangian(visible, mask=mask), pull - field
+        value = sum_samples(interaction) - self.lagrangian(h, mask=mask)
+        return value, hide(self.lagrangian.hessian_product(h, pull - field), mask)
 
 
 @runtime_checkable

@@ -87,20 +87,6 @@ def check_tensor(
     return value
 
 
-def check_state(z: Any, name: str, *, dim: int | None = None, tokens: bool = False) -> None:
-    """``z`` must be a floating tensor (B, ..., dim), or (B, N, dim) where ``tokens``."""
-    shape = "(B, N, d)" if tokens else "(B, ...)" if dim is None else "(B, ..., d)"
-    if not isinstance(z, Tensor):
-        raise TypeError(f"{name}: z must be a tensor {shape}, got {type(z).__name__}")
-    if not z.is_floating_point():
-        raise TypeError(f"{name}: z must be of a floating dtype, got {z.dtype}")
-    least = 1 if dim is None else 2
-    if (tokens and z.dim() != 3) or z.dim() < least:
-        raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
-    if dim is not None and z.shape[-1] != dim:
-        raise ValueError(f"{name}: z must have {dim} features (d), got shape {tuple(z.shape)}")
-
-
 def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) -> None:
     """``mask`` must be bool (B, N) for a state (B, N, ...) with ``features`` dimensions after N."""
     if mask is None:
@@ -130,8 +116,20 @@ def check_tokens(
     tokens: bool = False,
     features: int = 1,
 ) -> None:
-    """``z`` as :func:`check_state` and ``mask`` as :func:`check_mask` want them."""
-    check_state(z, name, dim=dim, tokens=tokens)
+    """``z`` must be a floating tensor (B, ..., dim), or (B, N, dim) where ``tokens``.
+
+    ``mask`` as :func:`check_mask` wants it.
+    """
+    shape = "(B, N, d)" if tokens else "(B, ...)" if dim is None else "(B, ..., d)"
+    if not isinstance(z, Tensor):
+        raise TypeError(f"{name}: z must be a tensor {shape}, got {type(z).__name__}")
+    if not z.is_floating_point():
+        raise TypeError(f"{name}: z must be of a floating dtype, got {z.dtype}")
+    least = 1 if dim is None else 2
+    if (tokens and z.dim() != 3) or z.dim() < least:
+        raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
+    if dim is not None and z.shape[-1] != dim:
+        raise ValueError(f"{name}: z must have {dim} features (d), got shape {tuple(z.shape)}")
     check_mask(mask, z, name, features=features)
 
 

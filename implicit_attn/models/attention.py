@@ -16,8 +16,7 @@ from implicit_attn.energies import AttentionInput, Projection
 from implicit_attn.energies.heads import Beta, Temperatures, head_width
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
-    check_mask,
-    check_state,
+    check_tokens,
     hide,
     visible_input,
 )
@@ -59,8 +58,7 @@ class AttentionForm(nn.Module):
         self, z: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None
     ) -> Tensor:
         name = type(self).__name__
-        check_state(z, name, dim=self.dim, tokens=True)
-        check_mask(mask, z, name, features=1)
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
         if memory is not None and memory.shape != z.shape:
             raise ValueError(
                 f"{name}: memory must have the shape of z, {tuple(z.shape)}, got "

@@ -19,7 +19,7 @@ from implicit_attn.deq import DEQ
 from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.energies.heads import head_width
-from implicit_attn.energies.tokens import check_mask, check_state, hide
+from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import (
@@ -106,8 +106,7 @@ class RecurrentBackbone(nn.Module):
         z0: Tensor | None = None,
     ) -> Tensor:
         count = self.iterations if iterations is None else require_count("iterations", iterations)
-        check_state(x, type(self).__name__, dim=self.dim, tokens=True)
-        check_mask(mask, x, type(self).__name__, features=1)
+        check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         times = torch.arange(1, count + 1, device=x.device)
         if self.beyond == "hold":
             times = times.clamp_max(self.iterations)
@@ -492,8 +491,7 @@ class EquilibriumTransformer(nn.Module):
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """The tokens behind the last block, each solved in at most ``iterations`` evaluations."""
-        check_state(x, type(self).__name__, dim=self.dim, tokens=True)
-        check_mask(mask, x, type(self).__name__, features=1)
+        check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         padding = None if mask is None else ~mask
         limit = {} if iterations is None else {"max_steps": iterations}
         for block in self.blocks:
@@ -557,8 +555,7 @@ class SpinTransformer(nn.Module):
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """The tokens behind the last module, each solved in at most ``iterations`` evaluations."""
-        check_state(x, type(self).__name__, dim=self.dim, tokens=True)
-        check_mask(mask, x, type(self).__name__, features=1)
+        check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         limit = {} if iterations is None else {"max_steps": iterations}
         z = x
         for index, steady in enumerate(self.steady):

@@ -131,7 +131,7 @@ ATTENTIONS: list[Row] = [
     ("softmax-cross", SoftmaxAttention, CROSS),
     ("softmax-cross-elastic", SoftmaxAttention, {**CROSS, **ELASTIC}),
 ]
-# With two heads; all feature maps: tests/energies/test_energy_formulas.py.
+# With two heads; all feature maps: tests/energies/test_every_energy.py.
 HEADS: list[Row] = [
     ("bisoftmax-tiny-bound", BiSoftmaxAttention, HARD),
     ("softmax-elastic-tiny-bound", SoftmaxAttention, {**HARD, **ELASTIC}),

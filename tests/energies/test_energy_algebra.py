@@ -17,7 +17,6 @@ from implicit_attn import DEQ, GradientStep, Update
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     DenseAssociative,
-    EffectiveRBM,
     Energy,
     Field,
     FunctionEnergy,
@@ -87,15 +86,6 @@ def test_sum_is_flat(parts: list[Energy]) -> None:
     for total in (a + b + c, a + (b + c), sum([a, b, c]), Sum([a, Sum([b, Sum([c])])])):
         assert isinstance(total, Sum)
         assert list(total.terms) == parts
-
-
-def test_sum_leaves_the_terms_gradients_alone(z: Tensor) -> None:
-    """The gradient of Quadratic is z itself: adding in place must not write there."""
-    kept = z.clone()
-    with torch.no_grad():
-        gradient = (Quadratic() + Quadratic() + Quadratic() + Quadratic()).grad(z)
-    assert torch.equal(z, kept)
-    torch.testing.assert_close(gradient, 4 * z)
 
 
 def test_weighted(parts: list[Energy], z: Tensor, x: Tensor) -> None:
@@ -410,6 +400,14 @@ def test_a_base_class_says_what_is_missing() -> None:
 Z = torch.zeros(3, 4, 8)
 
 
+SIX, META = torch.zeros(3, 6, 5), torch.zeros(3, 4, 8, device="meta")
+summed: Any = FunctionEnergy
+
+
+def total(z: Tensor) -> Tensor:
+    return z.flatten(1).sum(1)
+
+
 def scalar(z: Tensor) -> Tensor:
     return z.square().sum()
 
@@ -420,10 +418,6 @@ def per_token(z: Tensor) -> Tensor:
 
 def needs_two_more(z: Tensor, x: Tensor, other: Tensor) -> Tensor:
     return z.flatten(1).sum(1)
-
-
-def self_attention() -> SoftmaxAttention:
-    return SoftmaxAttention(8, 2)
 
 
 def cross_attention() -> SoftmaxAttention:
@@ -440,11 +434,6 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Hopfield(torch.ones(3, 2).int()), TypeError, r"patterns must be a floating tensor"),
     (lambda: DenseAssociative(torch.ones(3, 2), power=1), ValueError, r"power .* got 1"),
     (lambda: DenseAssociative(torch.ones(3, 2), shift=1.0), ValueError, r"shift needs power='exp'"),
-    (
-        lambda: EffectiveRBM(torch.ones(3, 2), bias=torch.ones(3)),
-        ValueError,
-        r"bias must have the shape \(d,\), d = 2, got \(3,\)",
-    ),
     (lambda: Sum([]), ValueError, r"terms must hold at least one energy"),
     (lambda: Sum([scalar]), TypeError, r"energy must be an Energy"),  # type: ignore[list-item]
     (lambda: Scaled(Quadratic(), nn.Parameter(torch.ones(2))), ValueError, r"no dimensions"),
@@ -462,29 +451,17 @@ def test_construction(build_it: Callable[[], object], error: type[Exception], me
 
 
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (
-        lambda: FunctionEnergy(scalar).grad(Z),
-        ValueError,
-        r"scalar must return one number .* got a scalar",
-    ),
+    (lambda: summed(scalar).grad(Z), ValueError, r"scalar must return one number .* got a scalar"),
     (lambda: (Quadratic() + FunctionEnergy(scalar))(Z), ValueError, r"got a scalar"),
     (lambda: FunctionEnergy(per_token).grad(Z), ValueError, r"\(3,\), got shape \(3, 4\)"),
-    (
-        lambda: FunctionEnergy(lambda z: 0.0).grad(Z),  # type: ignore[arg-type, return-value]
-        TypeError,
-        r"must return a tensor of shape \(B,\), got float",
-    ),
-    (
-        lambda: FunctionEnergy(lambda z: z.flatten(1).sum(1)).grad(Z, mask=MASK),
-        ValueError,
-        r"takes no mask",
-    ),
+    (lambda: summed(lambda z: 0.0).grad(Z), TypeError, r"a tensor of shape \(B,\), got float"),
+    (lambda: summed(total).grad(Z, mask=MASK), ValueError, r"takes no mask"),
     (lambda: FunctionEnergy(lambda z: z.sum(1)).grad(3.0), TypeError, r"z must be a floating"),
     (lambda: FunctionEnergy(lambda z: z.sum(1)).grad({}), ValueError, r"at least one tensor"),
     (
-        lambda: FunctionEnergy(lambda z: z.flatten(1).sum(1)).hvp(Z, Z[:2]),
+        lambda: summed(total).hvp(Z, Z[:2]),
         ValueError,
-        r"v must be like z, shapes \[\(3, 4, 8\)\], got \[\(2, 4, 8\)\]",
+        r"v must be like z, shapes \[\(3, 4, 8\)\], g",
     ),
     (lambda: Energy().grad(Z), NotImplementedError, r"Energy must define forward"),
     (lambda: Quadratic().grad(Z, Z[:2]), ValueError, r"x must have the shape of z"),
@@ -497,14 +474,16 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: BiSoftmaxAttention(8, 2).grad(Z[0]), ValueError, r"shape \(B, N, d\), got \(4, 8\)"),
     (lambda: cross_attention().grad(Z), TypeError, r"x must be a tensor \(B, M, 5\).* NoneType"),
     (lambda: cross_attention().grad(Z, Z), ValueError, r"\(B, M, 5\), got \(3, 4, 8\)"),
-    (
-        lambda: cross_attention().grad(Z, (torch.zeros(3, 6, 5), MASK)),
-        ValueError,
-        r"context: mask must have the shape \(B, N\) = \(3, 6\), got \(3, 4\)",
-    ),
+    (lambda: cross_attention().grad(Z, (SIX, MASK)), ValueError, r"context: mask .* \(3, 6\), got"),
     (lambda: Quadratic().select("a").grad(Z, {"b": Z}), ValueError, r"x must hold 'a', .*'b'"),
     (lambda: Quadratic().select(2).grad(Z, (Z, Z)), ValueError, r"x must hold 2, it holds 2 parts"),
     (lambda: IdentityLagrangian()(Z.int()), TypeError, r"z must be of a floating dtype"),
+    (lambda: Quadratic().grad(Z, META), ValueError, r"x must be on cpu like z, got meta"),
+    (
+        lambda: cross_attention().grad(Z, META[..., :5]),
+        ValueError,
+        r"x must be on cpu like the wei",
+    ),
 ]
 
 
@@ -526,10 +505,3 @@ def test_bad_masks(case: EnergyCase) -> None:
         energy.value_and_grad(z, x, mask=good[:, :4])
     with pytest.raises(ValueError, match=r"mask must be on cpu like z, got meta"):
         energy.value_and_grad(z, x, mask=good.to("meta"))
-
-
-def test_input_on_another_device() -> None:
-    with pytest.raises(ValueError, match=r"x must be on cpu like z, got meta"):
-        Quadratic().grad(Z, Z.to("meta"))
-    with pytest.raises(ValueError, match=r"x must be on cpu like the weights, got meta"):
-        cross_attention().grad(Z, torch.zeros(3, 6, 5, device="meta"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDe
 from implicit_attn.updates.hyperset import (
     DESCENTS,
     Descent,
-    OfficialHyperSETLayer,
     build_step_sizes,
     sinusoids,
 )
@@ -143,25 +141,6 @@ def test_masks(attention: str, conditioned: bool) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"time_dim": 7}, "time_dim must be even and >= 4, got 7"),
-        ({"lora_rank": 2, "iterations": 0}, "iterations must be >= 1"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        HyperSETLayer(DIM, HEADS, MEMORIES, **options)
-
-
-STEP_DIM = 6
-
-
-def states(seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(2, 5, STEP_DIM, generator=torch.Generator().manual_seed(seed))
-
-
 def test_sinusoids() -> None:
     times = torch.tensor([1.0, 2.0, 7.5])
     waves = sinusoids(times, 6)
@@ -176,14 +155,14 @@ def test_the_network_starts_at_its_initial_step(kind: str) -> None:
     """With 0 the layer starts as the identity; its step sizes learn first, then its projections."""
     torch.manual_seed(0)
     for initial in (None, 0.25):
-        sizes = build_step_sizes(kind, STEP_DIM, initial=initial)
-        steps = sizes(states(), sizes.prepare(states(1), torch.arange(1, 4)), 2)
+        sizes = build_step_sizes(kind, DIM, initial=initial).double()
+        steps = sizes(tokens(), sizes.prepare(tokens(1), torch.arange(1, 4)), 2)
         for step in steps:
-            assert isinstance(step, Tensor) and step.shape == (2, 5, STEP_DIM)
+            assert isinstance(step, Tensor) and step.shape == (2, TOKENS, DIM)
             assert (step == (0.0 if initial is None else initial)).all()
-    layer = HyperSETLayer(STEP_DIM, 2, 9, step_size=kind, time_dim=16)
+    layer = build(step_size=kind, time_dim=16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    z = states()
+    z = tokens()
     assert torch.equal(layer(z, z, 1), z)
     moved = []
     for _ in range(2):
@@ -200,9 +179,9 @@ def test_the_network_starts_at_its_initial_step(kind: str) -> None:
 def test_what_the_network_looks_at(source: str) -> None:
     """Time, and the direction of its own tokens: neither their size nor the other tokens."""
     torch.manual_seed(0)
-    sizes = ConditionedStepSizes(STEP_DIM, source, time_dim=16).double()
+    sizes = ConditionedStepSizes(DIM, source, time_dim=16).double()
     torch.nn.init.normal_(sizes.last.weight)
-    z, x0 = states(1).double(), states(2).double()
+    z, x0 = tokens(1), tokens(2)
 
     def steps(z: Tensor, x0: Tensor, t: float = 3.0) -> Tensor:
         return torch.cat(sizes(z, sizes.prepare(x0, torch.tensor([t])), 0), -1)
@@ -210,7 +189,7 @@ def test_what_the_network_looks_at(source: str) -> None:
     base = steps(z, x0)
     assert not torch.allclose(steps(z, x0, 4.0), base, atol=1e-2)
     assert torch.allclose(steps(z, x0, 3.0 + 1e-6), base, atol=1e-4)  # smooth in time
-    other = states(3).double()
+    other = tokens(3)
     changed_z, changed_x = steps(other, x0), steps(z, other)
     assert torch.equal(changed_x if source == "state" else changed_z, base)
     assert not torch.allclose(changed_z if source == "state" else changed_x, base, atol=1e-2)
@@ -238,33 +217,11 @@ def test_low_rank_deltas() -> None:
         assert 0.018 < parameter.std() < 0.022 and parameter.mean().abs() < 0.004
 
 
-BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: ConditionedStepSizes(STEP_DIM, "token"), "source must be one of .*, got 'token'"),
-    (lambda: sinusoids(torch.ones(2), 2), "time_dim must be even and >= 4, got 2"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD)
-def test_bad_step_sizes(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, OFFICIAL_TOKENS = 8, 2, 10, 6
-
-
-def official_tokens(seed: int = 0, batch: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(
-        batch, OFFICIAL_TOKENS, OFFICIAL_DIM, generator=generator, dtype=torch.float64
-    )
-
-
 def official(**options: Any) -> HyperSET:
     """A model with random gains, whose step sizes depend on time and tokens."""
     torch.manual_seed(1)
     settings = {"iterations": 3, "time_dim": 8, "initial_step": 0.2} | options
-    model = HyperSET(OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, **settings).double()
+    model = HyperSET(DIM, HEADS, MEMORIES, **settings).double()
     for name, parameter in model.named_parameters():
         if "gains" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -279,17 +236,15 @@ def test_gains_of_one_change_nothing(attention: str, kind: str) -> None:
     plain = official(attention=attention, epsilon=1e-6)
     gained = official(attention=attention, epsilon=1e-6, gains=kind)
     gained.load_state_dict(plain.state_dict(), strict=False)
-    mask = torch.ones(2, OFFICIAL_TOKENS, dtype=torch.bool)
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
     mask[1, 3:] = False
     for name, parameter in gained.named_parameters():
         if "gains" in name:
             nn.init.ones_(parameter)
     for seen in (None, mask):
-        assert torch.allclose(
-            gained(official_tokens(), mask=seen), plain(official_tokens(), mask=seen), atol=1e-12
-        )
+        assert torch.allclose(gained(tokens(), mask=seen), plain(tokens(), mask=seen), atol=1e-12)
     nn.init.constant_(gained.layers[0].gains.query.weight, 0.7)
-    assert not torch.allclose(gained(official_tokens()), plain(official_tokens()), atol=1e-3)
+    assert not torch.allclose(gained(tokens()), plain(tokens()), atol=1e-3)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -297,9 +252,9 @@ def test_gains_of_one_change_nothing(attention: str, kind: str) -> None:
 def test_masks_of_official_steps(attention: str, options: dict[str, Any]) -> None:
     """Masked tokens keep their state and change nothing for the others, whatever they hold."""
     model = official(attention=attention, epsilon=None, **options)
-    mask = torch.ones(3, OFFICIAL_TOKENS, dtype=torch.bool)
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
     mask[0, 2:4], mask[1, 5:], mask[2] = False, False, False
-    x = official_tokens(batch=3)
+    x = tokens(batch=3)
     full = model(x, mask=mask)
     assert torch.equal(full[~mask], x[~mask])
     assert torch.allclose(full[:1, mask[0]], model(x[:1, mask[0]]), atol=1e-12)
@@ -313,11 +268,9 @@ def test_masks_of_official_steps(attention: str, options: dict[str, Any]) -> Non
 def test_the_step_with_gains_is_no_gradient() -> None:
     """Its Jacobian is not symmetric, so no energy has it as a gradient; what is monitored has no gains."""
     model = official(gains="separate", step_size="fixed", attention="linear", iterations=1)
-    layer, z = model.layers[0], official_tokens(batch=1)[:, :2]
+    layer, z = model.layers[0], tokens(batch=1)[:, :2]
     direction = lambda z: layer.gains.direction(layer.attention, z, None, None)  # noqa: E731
-    jacobian = torch.autograd.functional.jacobian(direction, z).reshape(
-        2 * OFFICIAL_DIM, 2 * OFFICIAL_DIM
-    )
+    jacobian = torch.autograd.functional.jacobian(direction, z).reshape(2 * DIM, 2 * DIM)
     assert (jacobian - jacobian.T).abs().max() > 0.1 * jacobian.abs().max()  # type: ignore[union-attr]
     value, _, features = layer.observe(z, 0)
     assert torch.equal(value, layer.attention(z))
@@ -347,15 +300,15 @@ def test_descents_are_those_of_torch(kind: str) -> None:
 @pytest.mark.parametrize("kind", DESCENTS)
 def test_descents_start_anew_with_each_solve(kind: str) -> None:
     model = official(descent=kind)
-    first = model(official_tokens())
-    assert torch.equal(model(official_tokens()), first)
-    assert torch.equal(copy.deepcopy(model)(official_tokens()), first)
-    states = model.states(official_tokens(), iterations=5)
+    first = model(tokens())
+    assert torch.equal(model(tokens()), first)
+    assert torch.equal(copy.deepcopy(model)(tokens()), first)
+    states = model.states(tokens(), iterations=5)
     assert torch.allclose(states[3], first, atol=1e-12)
     # The same layer without memory takes other steps, but for the plain rule.
-    z = official_tokens()
+    z = tokens()
     for t in (1, 2, 3):
-        z = model.layers[0](z, official_tokens(), t)
+        z = model.layers[0](z, tokens(), t)
     assert torch.allclose(z, first, atol=1e-12) == (kind == "plain")
 
 
@@ -370,21 +323,25 @@ def test_what_has_no_energy_or_fixed_point() -> None:
         HeldStep(remembering)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"step_network": "raw", "step_size": "fixed"},
-            ValueError,
-            "must be 'paper' where .* no ne",
-        ),
-        ({"step_network": "sinusoids"}, ValueError, "time_dim must be dim=8 .* got 512"),
-        ({"epsilon": None}, TypeError, "epsilon must be"),
-    ],
-)
-def test_bad_official_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
+MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: build(time_dim=7), ValueError, "time_dim must be even and >= 4, got 7"),
+    (lambda: build(lora_rank=2, iterations=0), ValueError, "iterations must be >= 1"),
+    (lambda: ConditionedStepSizes(DIM, "token"), ValueError, "source must be one of .*, got 'tok"),
+    (lambda: sinusoids(torch.ones(2), 2), ValueError, "time_dim must be even and >= 4, got 2"),
+    (
+        lambda: build(step_network="raw", step_size="fixed"),
+        ValueError,
+        "must be 'paper' where .* no",
+    ),
+    (lambda: build(step_network="sinusoids"), ValueError, "time_dim must be dim=12 .* got 512"),
+    (lambda: build(epsilon=None), TypeError, "epsilon must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISTAKES)
+def test_mistakes(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        OfficialHyperSETLayer(OFFICIAL_DIM, OFFICIAL_HEADS, OFFICIAL_MEMORIES, **options)
+        call()
 
 
 def test_official_step_sizes_keep_the_order_of_their_parameters() -> None:

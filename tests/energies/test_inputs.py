@@ -1,45 +1,61 @@
-"""What attention energies see besides the state: contexts, pairs and their biases, temperatures of heads."""
+"""What energies see besides the state: contexts, pairs, biases, temperatures, gates of hidden units."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.nn import functional as F
 
 from cases.deq import EXACT
-from cases.energies import relative_error
+from cases.energies import NORMS, relative_error
 from implicit_attn import DEQ, Energy
 from implicit_attn.energies import (
     AttentionInput,
     BiSoftmaxAttention,
+    GatedFeedForward,
+    GELUFeedForward,
     LinearAttention,
     Quadratic,
     QueryEnergy,
+    ReLUFeedForward,
     RowSoftmaxAttention,
     ScoreAttention,
     SoftmaxAttention,
+    SoftmaxFeedForward,
     check_energy,
 )
+from implicit_attn.energies.feedforward import MemoryEnergy
+from implicit_attn.models import HyperSETEquilibrium
+from solvers import Implicit, Tolerance
 
 DIM, WIDTH, HEADS, B, N, M = 4, 3, 2, 2, 3, 5
-SELF = {
+CLASSES: dict[str, Any] = {
     "bisoftmax": BiSoftmaxAttention,
+    "inner": SoftmaxAttention,
+    "elastic": partial(SoftmaxAttention, energy="elastic"),
+    "cross": partial(SoftmaxAttention, cross=True),
+    "cross-elastic": partial(SoftmaxAttention, cross=True, energy="elastic"),
     "sigmoid": ScoreAttention,
     "linear": LinearAttention,
-    "inner": SoftmaxAttention,
-    "elastic": lambda *a, **o: SoftmaxAttention(*a, energy="elastic", **o),
 }
+WITHIN = ("bisoftmax", "inner", "elastic")
+SELF = (*WITHIN, "sigmoid", "linear")
+PAIRED = (*WITHIN, "cross", "cross-elastic")
 each_self = pytest.mark.parametrize("kind", SELF)
 
 
 def make(kind: str, **options: Any) -> Any:
     """An energy whose biases are not zero."""
     torch.manual_seed(1)
-    energy = SELF[kind](DIM, HEADS, **{"context_dim": WIDTH, **options}).double()
+    energy = CLASSES[kind](DIM, HEADS, **{"context_dim": WIDTH, **options}).double()
     with torch.no_grad():
         for parameter in energy.parameters():
             if parameter.dim() == 1:
@@ -91,7 +107,7 @@ def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) 
 
 @each_self
 def test_a_layer_without_context_ignores_the_input_and_prepares_nothing(kind: str) -> None:
-    energy, (z, x, _) = SELF[kind](DIM, HEADS).double(), state()
+    energy, (z, x, _) = CLASSES[kind](DIM, HEADS).double(), state()
     assert energy.prepare(x) is None
     assert torch.equal(energy.grad(z, x), energy.grad(z))
     assert torch.equal(energy.grad(z, AttentionInput(tokens=x)), energy.grad(z))
@@ -188,34 +204,24 @@ def test_an_empty_memory_has_energy_zero(name: str, masked: bool) -> None:
 
 
 BATCH, TOKENS, KEYS, WIDE, PAIR_HEADS = 3, 4, 5, 8, 2
-KINDS = {
-    "bisoftmax": lambda **o: BiSoftmaxAttention(WIDE, PAIR_HEADS, **o),
-    "inner": lambda **o: SoftmaxAttention(WIDE, PAIR_HEADS, **o),
-    "elastic": lambda **o: SoftmaxAttention(WIDE, PAIR_HEADS, energy="elastic", **o),
-    "cross": lambda **o: SoftmaxAttention(WIDE, PAIR_HEADS, cross=True, **o),
-    "cross-elastic": lambda **o: SoftmaxAttention(
-        WIDE, PAIR_HEADS, cross=True, energy="elastic", **o
-    ),
-}
-WITHIN = ("bisoftmax", "inner", "elastic")
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", PAIRED)
 each_within = pytest.mark.parametrize("kind", WITHIN)
 SHAPES = {"one": (), "sample": (BATCH,), "head": (BATCH, PAIR_HEADS)}
 
 
-def build(kind: str, **options: Any) -> Any:
+def build(kind: str, heads: int = PAIR_HEADS, **options: Any) -> Any:
     torch.manual_seed(3)
-    return KINDS[kind](**options).double()
+    return CLASSES[kind](WIDE, heads, **options).double()
 
 
 def keys_of(kind: str) -> int:
     return KEYS if "cross" in kind else TOKENS
 
 
-def paired_state(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def paired_state(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     """A state, a vector like it, and a memory."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((BATCH, TOKENS, WIDE), (BATCH, TOKENS, WIDE), (BATCH, KEYS, WIDE))
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((BATCH, tokens, WIDE), (BATCH, tokens, WIDE), (BATCH, KEYS, WIDE))
     z, v, memory = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
     return z, v, memory
 
@@ -284,11 +290,8 @@ def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str) -> 
 def test_derivatives_with_pairs_of_the_input(kind: str, masked: bool) -> None:
     energy, (z, _, memory) = build(kind, bias=True), paired_state()
     pairs, bias = pattern(kind, "head")
-    mask = (
-        torch.tensor([[True] * TOKENS, [True, True, False, True], [False] * TOKENS])
-        if masked
-        else None
-    )
+    some = torch.tensor([[True] * TOKENS, [True, True, False, True], [False] * TOKENS])
+    mask = some if masked else None
     x = given(kind, memory, pairs=pairs, pair_bias=bias)
     if masked and "cross" in kind:
         seen = torch.tensor([[True] * KEYS, [False, True] * 2 + [True], [True] * KEYS])
@@ -340,9 +343,7 @@ def test_the_step_of_rows_takes_pairs_too() -> None:
     pairs, bias = pattern("bisoftmax", "sample")
     mask = torch.tensor([[True] * TOKENS, [True, True, False, True], [True] * TOKENS])
     y = energy.features(z, mask=mask)
-    scores = (
-        torch.tensor([0.4, 0.9], dtype=torch.float64).view(2, 1, 1) * (y @ y.mT) + bias[:, None]
-    )
+    scores = torch.tensor([[[0.4]], [[0.9]]]).double() * (y @ y.mT) + bias[:, None]
     allowed = pairs[:, None] & mask[:, None, None] & mask[:, None, :, None]
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
     expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
@@ -351,32 +352,18 @@ def test_the_step_of_rows_takes_pairs_too() -> None:
     assert relative_error(found, expected.masked_fill(~mask.unsqueeze(-1), 0.0)) <= 1e-12
 
 
-BAD: list[tuple[Any, type[Exception], str]] = [
-    (
-        {"pairs": torch.ones(TOKENS, TOKENS)},
-        TypeError,
-        r"pairs must be a bool tensor .* got torch.float32",
-    ),
-    (
-        {"pairs": torch.ones(TOKENS, TOKENS + 1) > 0},
-        ValueError,
-        r"pairs must have the shape \(4, 4\), .*4,",
-    ),
-    (
-        {"pairs": torch.ones(2, TOKENS, TOKENS) > 0},
-        ValueError,
-        r"pairs must have .*\(3, 4, 4\).* got \(2, 4, 4\)",
-    ),
-    (
-        {"pair_bias": torch.ones(TOKENS, TOKENS) > 0},
-        TypeError,
-        r"pair_bias must be a floating tensor",
-    ),
-    (
-        {"pair_bias": torch.ones(TOKENS)},
-        ValueError,
-        r"pair_bias must have the shape .* got \(4,\)",
-    ),
+def queried(**parts: Any) -> Tensor:
+    memory = torch.empty(BATCH, 0, WIDE, dtype=torch.float64)
+    return QueryEnergy(WIDE, PAIR_HEADS)(paired_state()[0], AttentionInput(memory=memory, **parts))
+
+
+SQUARE, BIASES = torch.ones(TOKENS, TOKENS), torch.ones(TOKENS)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"pairs": SQUARE}, TypeError, r"pairs must be a bool tensor .* got torch.float32"),
+    ({"pairs": torch.ones(4, 5) > 0}, ValueError, r"pairs must have the shape \(4, 4\), .*4,"),
+    ({"pairs": torch.ones(2, 4, 4) > 0}, ValueError, r"\(3, 4, 4\).* got \(2, 4, 4\)"),
+    ({"pair_bias": SQUARE > 0}, TypeError, r"pair_bias must be a floating tensor"),
+    ({"pair_bias": BIASES}, ValueError, r"pair_bias must have the shape .* got \(4,\)"),
     ({"memory": torch.ones(BATCH, KEYS, WIDE)}, ValueError, r"memory"),
 ]
 
@@ -388,17 +375,11 @@ def test_bad_pairs_of_the_input(kind: str, parts: Any, error: Any, message: str)
         build(kind).grad(paired_state()[0], AttentionInput(**parts))
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"pairs": "all"}, "pairs must be a bool tensor"),
-        ({"pair_bias": 3}, "pair_bias must be a floating tensor"),
-    ],
-)
-def test_pairs_with_an_empty_memory_are_checked(parts: Any, message: str) -> None:
-    memory = torch.empty(BATCH, 0, WIDE, dtype=torch.float64)
-    with pytest.raises(TypeError, match=message):
-        QueryEnergy(WIDE, PAIR_HEADS)(paired_state()[0], AttentionInput(memory=memory, **parts))
+def test_pairs_with_an_empty_memory_are_checked() -> None:
+    with pytest.raises(TypeError, match="pairs must be a bool tensor"):
+        queried(pairs="all")
+    with pytest.raises(TypeError, match="pair_bias must be a floating tensor"):
+        queried(pair_bias=3)
 
 
 @pytest.mark.parametrize("cls", [ScoreAttention, LinearAttention])
@@ -421,38 +402,18 @@ def test_backends_without_pairs_say_so() -> None:
         build("cross", backend="flash").grad(paired_state()[0], memory)
 
 
-FEATURES, BETAS = 8, (0.3, 1.4)
-CLASSES: dict[str, Any] = {
-    "bisoftmax": BiSoftmaxAttention,
-    "sigmoid": ScoreAttention,
-    "linear": LinearAttention,
-    "inner": SoftmaxAttention,
-    "elastic": lambda *a, **o: SoftmaxAttention(*a, energy="elastic", **o),
-    "cross": lambda *a, **o: SoftmaxAttention(*a, cross=True, **o),
-    "cross-elastic": lambda *a, **o: SoftmaxAttention(*a, cross=True, energy="elastic", **o),
-}
+BETAS = (0.3, 1.4)
 each_class = pytest.mark.parametrize("kind", CLASSES)
-
-
-def tempered(kind: str, heads: int = 2, **options: Any) -> Any:
-    torch.manual_seed(0)
-    return CLASSES[kind](FEATURES, heads, head_dim=3, **options).double()
-
-
-def two_states(tokens: int = 5) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    z, x = torch.randn(2, 3, tokens, FEATURES, generator=generator, dtype=torch.float64)
-    return z, x
 
 
 @each_class
 def test_heads_of_different_temperature_add_up(kind: str) -> None:
     """The energy is the sum of those of its heads alone, each at its own temperature."""
-    z, x = two_states()
-    energy = tempered(kind, beta=BETAS)
+    z, x, _ = paired_state()
+    energy = build(kind, head_dim=3, beta=BETAS)
     value, gradient, product = energy(z, x), energy.grad(z, x), energy.hvp(z, x, x)
     for head, beta in enumerate(BETAS):
-        alone = tempered(kind, heads=1, beta=beta)
+        alone = build(kind, head_dim=3, heads=1, beta=beta)
         with torch.no_grad():
             for (_, own), (_, both) in zip(
                 alone.named_parameters(), energy.named_parameters(), strict=True
@@ -467,12 +428,12 @@ def test_heads_of_different_temperature_add_up(kind: str) -> None:
 
 @each_class
 def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> None:
-    z, x = two_states()
+    z, x, _ = paired_state()
     for beta in (None, 0.7, BETAS):
-        plain, learned = tempered(kind, beta=beta), tempered(kind, beta=beta, learned_beta=True)
-        assert (
-            relative_error(learned.grad(z, x), plain.grad(z, x)) <= 1e-6
-        )  # raw is made in float32
+        plain = build(kind, head_dim=3, beta=beta)
+        learned = build(kind, head_dim=3, beta=beta, learned_beta=True)
+        # raw is made in float32
+        assert relative_error(learned.grad(z, x), plain.grad(z, x)) <= 1e-6
         assert set(learned.state_dict()) - set(plain.state_dict()) == {"temperatures.raw"}
     raw = learned.temperatures.raw
     assert gradcheck(lambda _: (learned(z, x), learned.grad(z, x), learned.hvp(z, x, x)), raw)
@@ -483,11 +444,11 @@ def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> Non
 
 @pytest.mark.parametrize("backend", ["reference", "blocks"])
 def test_kernels_are_used_through_rescaled_features(backend: str) -> None:
-    z, x = two_states(tokens=70)
+    z, x, _ = paired_state(70)
     choices: list[dict[str, Any]] = [{"beta": BETAS}, {"norm": None, "beta": BETAS}]
     for options in [*choices, {"learned_beta": True}]:
-        exact = tempered("bisoftmax", backend="reference", **options)
-        energy = tempered("bisoftmax", backend=backend, **options).float()
+        exact = build("bisoftmax", head_dim=3, backend="reference", **options)
+        energy = build("bisoftmax", head_dim=3, backend=backend, **options).float()
         single = (z.float(), x.float())
         for ours, theirs in (
             (energy(single[0]), exact(z)),
@@ -495,3 +456,169 @@ def test_kernels_are_used_through_rescaled_features(backend: str) -> None:
             (energy.hvp(*single), exact.hvp(z, x)),
         ):
             assert ours.dtype == torch.float32 and relative_error(ours, theirs) <= 2e-5
+
+
+UNITS = 6  # hidden units
+
+
+def gelu_integral(y: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * y**2) / (2 * torch.pi) ** 0.5
+    return 0.5 * ((y**2 - 1) * torch.special.ndtr(y) + y * density)
+
+
+POTENTIALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda y, g: -0.5 * (g * y.clamp_min(0) ** 2).sum(-1),
+    "gelu": lambda y, g: -(g * gelu_integral(y)).sum(-1),
+    "softmax": lambda y, g: -(g * y.exp()).sum(-1).log(),
+    "gated-gelu": lambda y, g: -0.5 * (g * F.gelu(y)).sum(-1) ** 2,
+    "gated-relu": lambda y, g: -0.5 * (g * F.relu(y)).sum(-1) ** 2,
+}
+MEMORIES: dict[str, tuple[Callable[..., MemoryEnergy], dict[str, Any]]] = {
+    "relu": (ReLUFeedForward, {}),
+    "gelu": (GELUFeedForward, {}),
+    "softmax": (SoftmaxFeedForward, {}),
+    "gated-gelu": (GatedFeedForward, {}),
+    "gated-relu": (GatedFeedForward, {"activation": "relu"}),
+}
+GATED = [name for name in MEMORIES if name != "softmax"]
+each_memory = pytest.mark.parametrize(
+    ("name", "gates"), [(name, False) for name in MEMORIES] + [(name, True) for name in GATED]
+)
+
+
+def memory(name: str, *, random: bool = True, **options: Any) -> MemoryEnergy:
+    torch.manual_seed(0)
+    cls, own = MEMORIES[name]
+    energy = cls(DIM, UNITS, **own | options).double()
+    if random:
+        with torch.no_grad():
+            for parameter in energy.parameters():
+                parameter.copy_(0.7 * torch.randn(parameter.shape))
+    return energy
+
+
+def tokens_and_input(batch: int = 2, count: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (batch, count, DIM), (batch, count, WIDTH)
+    z, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return z, x
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@each_memory
+def test_value_is_the_formula(name: str, gates: bool, norm: str) -> None:
+    energy = memory(name, context_dim=WIDTH, gates=gates, norm=NORMS[norm])
+    z, x = tokens_and_input()
+    weights = dict(energy.named_parameters())
+    assert weights["context.weight"].shape == (UNITS, WIDTH) and weights["bias"].shape == (UNITS,)
+    raw = z @ weights["projection.weight"].T + x @ weights["context.weight"].T + weights["bias"]
+    epsilon = {"soft": 1.0, "tiny": 1e-6, "none": None}[norm]
+    y = raw if epsilon is None else raw / (raw.square().mean(-1, keepdim=True) + epsilon).sqrt()
+    g = torch.ones_like(y)
+    if gates:
+        g = 2 / (1 + torch.exp(-(x @ weights["gate.weight"].T + weights["gate.bias"])))
+    for given in (x, energy.prepare(x)):
+        torch.testing.assert_close(energy(z, given), POTENTIALS[name](y, g).sum(1))
+        torch.testing.assert_close(energy.features(z, given), y)
+
+
+@each_memory
+def test_what_a_context_begins_as(name: str, gates: bool) -> None:
+    """No biases and open gates: at first the energy at ``x = 0`` is that without a context."""
+    plain = memory(name, random=False)
+    seen = memory(name, random=False, context_dim=WIDTH, gates=gates)
+    z, x = tokens_and_input()
+    torch.testing.assert_close(seen(z, torch.zeros_like(x)), plain(z))
+    assert not torch.allclose(seen(z, x), plain(z))
+    assert seen.context is not None and abs(seen.context.weight.std().item() * WIDTH**0.5 - 1) < 0.5
+    with torch.no_grad():
+        seen.context.weight.zero_()
+    torch.testing.assert_close(seen(z, x), plain(z))
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_without_options_nothing_is_added(name: str) -> None:
+    energy = memory(name)
+    assert list(energy.state_dict()) == ["projection.weight"]
+    z, x = tokens_and_input()
+    assert energy.prepare(x) is None
+    assert torch.equal(energy(z, x), energy(z))  # x is ignored
+    biased = memory(name, bias=True)
+    assert sorted(biased.state_dict()) == ["bias", "projection.weight"]
+    assert biased.prepare(x) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_memory
+def test_sums_over_many_units_are_taken_in_float32(
+    name: str, gates: bool, dtype: torch.dtype
+) -> None:
+    """Half precision would stop counting at a few hundred or thousand."""
+    cls, own = MEMORIES[name]
+    torch.manual_seed(0)
+    energy = cls(DIM, 20000, **own, context_dim=WIDTH, gates=gates, norm=None).to(dtype)
+    with torch.no_grad():
+        energy.projection.weight.mul_(0.1)
+        energy.get_parameter("bias").fill_(1.0 if "gated" not in name else 0.01)
+    reference = copy.deepcopy(energy).double()
+    z, x = (t.to(dtype) for t in tokens_and_input())
+    value, gradient = energy.value_and_grad(z, energy.prepare(x))
+    assert value.dtype == torch.float32 and gradient.dtype == dtype
+    room = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(value.double(), reference(z.double(), x.double()), rtol=room, atol=0)
+
+
+def test_inputs_that_do_not_fit() -> None:
+    energy = memory("relu", context_dim=WIDTH)
+    z, x = tokens_and_input()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    label = "ReLUFeedForward: x must"
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (None, None, TypeError, rf"{label} hold tokens \(B, ..., 3\), got NoneType"),
+        (x.int(), None, TypeError, rf"{label} have the dtype of the weights, torch.float64, got"),
+        (z, None, ValueError, rf"{label} have the shape \(B, ..., 3\), got \(2, 3, 4\)"),
+        (x[:, :2], None, ValueError, rf"{label} have the tokens of z.*\(2, 3, 3\), got \(2, 2,"),
+        (x[:, :2], mask, ValueError, r"x: mask must have the shape \(B, N\) = \(2, 2\), got"),
+        (x.to("meta"), None, ValueError, rf"{label} be on cpu like the weights, got meta"),
+    ]
+    for given, keep, error, message in cases:
+        with pytest.raises(error, match=message):
+            energy.grad(z, given, mask=keep)
+    with pytest.raises(ValueError, match=r"tokens of z, .* got \(2, 2, 3\)"):
+        energy.grad(z, energy.prepare(x[:, :2]))
+    with pytest.raises(ValueError, match=r"x must have the shape"):
+        DEQ(energy + Quadratic())(z)
+    with pytest.raises(ValueError, match=r"gates=True needs a context.*context_dim=None"):
+        memory("relu", gates=True)
+    with pytest.raises(ValueError, match=r"gates must be False for a"):
+        memory("softmax", gates=True, context_dim=3)
+
+
+TIGHT: dict[str, Any] = {
+    "tolerance": Tolerance(1e-13),
+    "adjoint": Implicit(tolerance=Tolerance(1e-13)),
+    "max_steps": 400,
+    "on_failure": "raise",
+}
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_only_with_a_context_the_equilibrium_is_no_proximal_operator(context: bool) -> None:
+    """``dz*/dx`` is ``(I + H)^-1``, symmetric, as long as x enters by ``1/2 |z - x|^2`` alone."""
+    torch.manual_seed(0)
+    model = HyperSETEquilibrium(
+        4, 2, 6, layer=TIGHT, feedforward="gelu", weight=0.3, context=context
+    )
+    model = model.double()
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    jacobian: Any = torch.autograd.functional.jacobian(
+        lambda flat: model(flat.view(1, 3, 4)).flatten(), x.flatten()
+    )
+    asymmetry = (jacobian - jacobian.mT).norm() / jacobian.norm()
+    assert (asymmetry > 0.03) if context else (asymmetry < 1e-8)
+    # The Hessian by z is symmetric in both, which is what solver and adjoint need.
+    energy: Any = model.layer.update.energy
+    hessian: Any = torch.autograd.functional.jacobian(
+        lambda flat: energy.grad(flat.view_as(x), energy.prepare(x)).flatten(), x.flatten()
+    )
+    torch.testing.assert_close(hessian, hessian.mT)

@@ -1,0 +1,860 @@
+"""Coupled spins: Lagrangians, couplings, mean-field energy; bare attention, its laws, learning and step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from cases.solves import accepted_energies
+from cases.spin_models import couplings as random_couplings
+from implicit_attn import DEQ, ActivationStep, GradientStep
+from implicit_attn.energies import (
+    BareAttention,
+    Couplings,
+    IdentityLagrangian,
+    IsingLagrangian,
+    Lagrangian,
+    LayerNormLagrangian,
+    Quadratic,
+    ReLULagrangian,
+    RMSNormLagrangian,
+    SiteDistribution,
+    SiteLagrangian,
+    SoftmaxLagrangian,
+    SphericalLagrangian,
+    SpinInteraction,
+    VectorSpin,
+)
+from implicit_attn.energies.spins import binary_size, zero_sum
+from implicit_attn.updates import BareAttentionStep
+from solvers import Implicit, IsingSite, PottsSite, SphericalSite, Tolerance, TorusSite
+
+LAGRANGIANS = [
+    IdentityLagrangian(),
+    ReLULagrangian(),
+    SoftmaxLagrangian(),
+    RMSNormLagrangian(),
+    RMSNormLagrangian(epsilon=1e-6),
+    LayerNormLagrangian(),
+    LayerNormLagrangian(epsilon=1e-6),
+    IsingLagrangian(),
+    SphericalLagrangian(),
+]
+SQRT51 = 51**0.5  # s of the sphere at |z|^2 = 25, d = 2
+each = pytest.mark.parametrize("lagrangian", LAGRANGIANS, ids=str)
+
+
+@pytest.fixture
+def z() -> Tensor:
+    return torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@each
+def test_activation_is_the_gradient(lagrangian: Lagrangian, z: Tensor) -> None:
+    z = z.requires_grad_()
+    value = lagrangian(z)
+    assert value.shape == (3,)
+    (gradient,) = torch.autograd.grad(value.sum(), z)
+    torch.testing.assert_close(lagrangian.activation(z), gradient, rtol=1e-9, atol=1e-9)
+
+
+@each
+def test_hessian_is_exact_symmetric_and_positive_semidefinite(
+    lagrangian: Lagrangian, z: Tensor
+) -> None:
+    for token in z.flatten(0, 1):
+        jacobian = torch.autograd.functional.jacobian(lagrangian.activation, token)
+        assert isinstance(jacobian, Tensor)
+        rows = torch.stack([lagrangian.hessian_product(token, e) for e in torch.eye(6).double()])
+        torch.testing.assert_close(rows, jacobian, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(jacobian, jacobian.T)
+        assert torch.linalg.eigvalsh(jacobian).min() >= -1e-9
+
+
+@each
+def test_second_derivatives_of_the_value_at_exactly_zero(lagrangian: Lagrangian) -> None:
+    """What a loss of the gradient of an energy differentiates, from a state or weights of zeros."""
+    z = torch.zeros(1, 6, dtype=torch.float64, requires_grad=True)
+    v = torch.arange(1.0, 7.0, dtype=torch.float64).unsqueeze(0)
+    (slope,) = torch.autograd.grad(lagrangian.token_value(z).sum(), z, create_graph=True)
+    (product,) = torch.autograd.grad((slope * v).sum(), z)
+    torch.testing.assert_close(product, lagrangian.hessian_product(z.detach(), v))
+
+
+@each
+def test_masked_tokens_do_not_count(lagrangian: Lagrangian, z: Tensor) -> None:
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4])
+    value = lagrangian(z, mask=mask)
+    garbage = z.masked_fill(~mask.unsqueeze(-1), float("nan"))
+    assert torch.equal(lagrangian(garbage, mask=mask), value)
+    assert value[1] == 0
+    torch.testing.assert_close(value[:1], lagrangian(z[:1, mask[0]]))
+    torch.testing.assert_close(value[2:], lagrangian(z[2:]))
+
+
+def test_values_and_activations_by_hand() -> None:
+    z = torch.tensor([[[3.0, -4.0]]], dtype=torch.float64)
+    cases: list[tuple[Lagrangian, float, list[float]]] = [
+        (IdentityLagrangian(), 12.5, [3.0, -4.0]),
+        (ReLULagrangian(), 4.5, [3.0, 0.0]),
+        (SoftmaxLagrangian(), 3.0009114664537737, [0.9990889488055994, 0.0009110511944006454]),
+        (RMSNormLagrangian(epsilon=1.0), 2 * 13.5**0.5, [3 / 13.5**0.5, -4 / 13.5**0.5]),
+        (LayerNormLagrangian(epsilon=3.75), 8.0, [3.5 / 4, -3.5 / 4]),
+        (
+            IsingLagrangian(),
+            math.log(4 * math.cosh(3) * math.cosh(4)),
+            [math.tanh(3), -math.tanh(4)],
+        ),
+        (
+            SphericalLagrangian(),
+            SQRT51 - 1 - math.log((1 + SQRT51) / 2),
+            [6 / (1 + SQRT51), -8 / (1 + SQRT51)],
+        ),
+    ]
+    for lagrangian, value, activation in cases:
+        assert lagrangian(z).item() == pytest.approx(value, rel=1e-12)
+        assert lagrangian.activation(z).flatten().tolist() == pytest.approx(activation, rel=1e-12)
+
+
+@each
+def test_half_precision_is_that_of_wide_numbers(lagrangian: Lagrangian, z: Tensor) -> None:
+    half, wide = z.bfloat16(), z.bfloat16().double()
+    assert lagrangian.activation(half).dtype == torch.bfloat16
+    found, expected = lagrangian.activation(half).double(), lagrangian.activation(wide)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(lagrangian(half).double(), lagrangian(wide), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("sites", "dim", "tied"), [(2, 1, True), (4, 2, True), (4, 2, False)])
+@pytest.mark.parametrize("bound", [10.0, 0.1])
+def test_bounded_couplings_have_second_derivatives(
+    sites: int, dim: int, tied: bool, bound: float
+) -> None:
+    """Of two sites the eigenvalues of J are opposite, in its Gram matrix equal."""
+    torch.manual_seed(1)
+    couplings = Couplings(sites, dim, symmetric_sites=tied, bound=bound).double()
+    parameters, weight = list(couplings.parameters()), couplings.weight
+    loss = weight.square().sum() + weight.pow(3).sum()
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    loss = torch.stack([g.square().sum() for g in gradients]).sum()
+    second = torch.autograd.grad(loss, parameters)
+    assert all(bool(each.isfinite().all()) for each in second)
+
+
+SITES, DIM = 5, 3
+BOUNDS = [None, 0.4]
+each_symmetry = pytest.mark.parametrize("tied", [True, False])
+
+
+def make(tied: bool = True, **options: Any) -> Couplings:
+    torch.manual_seed(0)
+    return Couplings(SITES, DIM, symmetric_sites=tied, **options).double()
+
+
+def state(batch: int = 4, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, SITES, DIM, generator=generator, dtype=torch.float64)
+
+
+def has_symmetries(weight: Tensor, tied: bool) -> bool:
+    """Zero diagonal blocks, and exactly the symmetries asked for."""
+    empty = all(bool((weight[i, i] == 0).all()) for i in range(len(weight)))
+    sites = torch.equal(weight, weight.permute(1, 0, 3, 2))
+    return empty and sites == tied
+
+
+@each_symmetry
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_symmetries_are_exact_also_after_training(tied: bool, bound: float | None) -> None:
+    couplings = make(tied, bound=bound)
+    assert has_symmetries(couplings.weight, tied)
+    optimizer = torch.optim.Adam(couplings.parameters(), lr=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        (couplings(state(seed=seed)) - 1.0).square().sum().backward()
+        optimizer.step()
+    assert has_symmetries(couplings.weight, tied)
+
+
+@each_symmetry
+def test_only_free_entries_are_parameters(tied: bool) -> None:
+    couplings = make(tied)
+    pairs = SITES * (SITES - 1) // (2 if tied else 1)
+    count = pairs * DIM * DIM
+    (parameter,) = couplings.parameters()
+    assert parameter is couplings.free
+    assert parameter.numel() == count
+    # Every free entry moves J in a direction of its own.
+    jacobian = torch.autograd.functional.jacobian(
+        couplings.parametrizations["weight"][0],  # type: ignore[index]
+        parameter.detach(),
+    )
+    assert isinstance(jacobian, Tensor)
+    assert torch.linalg.matrix_rank(jacobian.reshape(SITES**2 * DIM**2, count)) == count
+
+
+@each_symmetry
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_field_is_the_sum_over_the_other_sites(tied: bool, bound: float | None) -> None:
+    couplings, z = make(tied, bound=bound), state()
+    expected = torch.einsum("ijab,njb->nia", couplings.weight, z)
+    torch.testing.assert_close(couplings(z), expected, rtol=1e-13, atol=1e-13)
+    matrix = couplings.weight.permute(0, 2, 1, 3).reshape(SITES * DIM, SITES * DIM)
+    assert torch.equal(couplings.matrix, matrix)
+    # The matrix is the memory of the weight, so that reading it copies nothing.
+    assert couplings.weight.transpose(1, 2).is_contiguous()
+    blocks = torch.stack([torch.stack([b.norm() for b in row]) for row in couplings.weight])
+    torch.testing.assert_close(couplings.site_norms(), blocks)
+
+
+def test_masked_sites_neither_pull_nor_feel() -> None:
+    couplings, z = make(), state()
+    mask = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 5, [True] * 5])
+    field = couplings(z.masked_fill(~mask.unsqueeze(-1), float("nan")), mask=mask)
+    assert (field[~mask] == 0).all()
+    keep = mask[1]
+    part = torch.einsum("ijab,jb->ia", couplings.weight[keep][:, keep], z[1, keep])
+    torch.testing.assert_close(field[1, keep], part, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(field[0], couplings(z)[0], rtol=1e-13, atol=1e-13)
+
+
+@each_symmetry
+def test_weights_can_be_set_and_copied(tied: bool) -> None:
+    source, target = make(tied), make(tied)
+    with torch.no_grad():
+        source.free.normal_()
+    before = target.free
+    target.weight = source.weight
+    assert target.free is before  # optimisers keep their parameter
+    assert torch.equal(target.weight, source.weight)
+    target.reset_parameters()
+    target.load_state_dict(source.state_dict())
+    assert list(source.state_dict()) == ["parametrizations.weight.original"]
+    twin = copy.deepcopy(source)
+    with torch.no_grad():
+        source.free.zero_()
+    assert (source.weight == 0).all()
+    assert torch.equal(twin.weight, target.weight) and (twin.weight != 0).any()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bound_caps_the_spectral_norm_and_nothing_else(tied: bool) -> None:
+    couplings = make(tied, bound=0.4)
+    free = couplings.free.detach().clone()
+    for factor in (1.0, 100.0, 1e-3, 0.0):
+        with torch.no_grad():
+            couplings.free.copy_(factor * free)
+        unbounded = make(tied)
+        unbounded.load_state_dict({"parametrizations.weight.original": couplings.free.detach()})
+        norm = torch.linalg.matrix_norm(unbounded.matrix, ord=2).item()
+        found = torch.linalg.matrix_norm(couplings.matrix, ord=2).item()
+        assert found == pytest.approx(min(norm, 0.4), rel=1e-10)
+        scale = min(1.0, 0.4 / norm) if norm else 1.0
+        torch.testing.assert_close(couplings.weight, scale * unbounded.weight)
+    couplings(state()).sum().backward()  # at J = 0
+    assert couplings.free.grad is not None and couplings.free.grad.isfinite().all()
+
+
+def test_one_site_couples_to_nobody() -> None:
+    couplings = Couplings(1, 4, bound=1.0)
+    assert couplings.free.numel() == 0
+    assert (couplings(torch.ones(2, 1, 4)) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((1, 1, 0, 0), "weight must have zero blocks J_ii, got deviations up to 1"),
+        ((0, 1, 0, 0), "weight must have J_ij^ab = J_ji^ba, got deviations up to 1"),
+    ],
+)
+def test_set_weights_must_have_the_symmetries(place: tuple[int, ...], message: str) -> None:
+    couplings = make()
+    before = couplings.weight.detach().clone()
+    weight = before.clone()
+    weight[place] += 1.0
+    with pytest.raises(ValueError, match=re.escape(message)):
+        couplings.weight = weight
+    assert torch.equal(couplings.weight, before)
+    couplings.weight = before
+
+
+def couplings(seed: int = 0) -> torch.Tensor:
+    return random_couplings(5, 3, 1.0, torch.Generator().manual_seed(seed))
+
+
+def test_the_gauge_has_zero_sums_and_is_kept() -> None:
+    gauged = zero_sum(couplings() + couplings(1).transpose(2, 3))
+    torch.testing.assert_close(gauged.sum(2), torch.zeros(5, 5, 3).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gauged, gauged.permute(1, 0, 3, 2))
+    torch.testing.assert_close(zero_sum(gauged), gauged)
+
+
+def test_directions_are_averaged() -> None:
+    single = torch.zeros(2, 2, 2, 2)
+    single[0, 1] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    assert torch.equal(zero_sum(single)[0, 1], 0.5 * single[0, 1])
+    assert torch.equal(zero_sum(single)[1, 0], 0.5 * single[0, 1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-30, 2e38, 0.0])
+def test_dividing_by_the_size_rounds_nothing(scale: float) -> None:
+    scaled = couplings().float() / couplings().abs().max() * scale
+    size = binary_size(scaled)
+    assert torch.equal(scaled / size * size, scaled)
+    assert scale == 0 or 1 <= float((scaled / size).abs().max()) < 2
+
+
+SPINS, COMPONENTS = 4, 3
+SITE: dict[str, Lagrangian] = {
+    "ising": IsingLagrangian(),
+    "sphere": SphericalLagrangian(),
+    "potts": SoftmaxLagrangian(),
+    "gaussian": IdentityLagrangian(),
+}
+EXACT: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-12),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-12)),
+    "max_steps": 1000,
+    "on_failure": "raise",
+}
+each_site = pytest.mark.parametrize("name", SITE)
+
+
+class GaussianSpin(nn.Module):
+    """A site as the adaptive TAP solvers take it: ``N(0, s^2)`` in every component, s learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.linspace(-0.4, 0.2, COMPONENTS))
+
+    def covariance(self, h: Tensor, V: Tensor) -> Tensor:
+        return torch.linalg.inv(torch.diag((-2 * self.log_scale).exp()) - V)
+
+    def mean(self, h: Tensor, V: Tensor) -> Tensor:
+        return (self.covariance(h, V) @ h.unsqueeze(-1)).squeeze(-1)
+
+    def log_partition(self, h: Tensor, V: Tensor) -> Tensor:
+        return 0.5 * (h * self.mean(h, V)).sum(-1)
+
+
+def coupled(scale: float = 0.8, sites: int = SPINS, dim: int = COMPONENTS) -> Couplings:
+    torch.manual_seed(0)
+    return Couplings(sites, dim, scale=scale).double()
+
+
+def pair(batch: int = 3, sites: int = SPINS, dim: int = COMPONENTS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    z, x = torch.randn(2, batch, sites, dim, generator=generator, dtype=torch.float64)
+    return z, x
+
+
+@pytest.mark.parametrize("name", ["ising", "potts"])
+def test_it_is_energy_minus_entropy(name: str) -> None:
+    """Of independent sites with the means m; Ising is the default."""
+    spin = VectorSpin(coupled(), None if name == "ising" else SITE[name])
+    h, x = pair()
+    m = spin.mean(h)
+    shares = torch.stack([(1 + m) / 2, (1 - m) / 2]) if name == "ising" else m[None]
+    entropy = -(shares * shares.log()).sum((0, 2, 3))
+    pull = 0.5 * torch.einsum("nia,ijab,njb->n", m, spin.couplings.weight, m)
+    torch.testing.assert_close(spin(h, x), -pull - (x * m).sum((1, 2)) - entropy)
+
+
+@pytest.mark.parametrize("name", ["ising", "potts"])
+def test_never_below_the_exact_free_energy(name: str) -> None:
+    """Gibbs and Bogoliubov: ``E(h) >= -log Z`` of the interacting spins, by enumeration, at any h,
+    and the equilibrium comes closer than the independent spins it starts from."""
+    spin = VectorSpin(coupled(1.5), SITE[name])
+    h, x = pair()
+    one = torch.tensor(
+        list(itertools.product([1.0, -1.0], repeat=COMPONENTS))
+        if name == "ising"
+        else torch.eye(3).tolist(),
+        dtype=torch.float64,
+    )
+    rows = itertools.product(range(len(one)), repeat=SPINS)
+    states = one[torch.tensor(list(rows))]
+    pull = 0.5 * torch.einsum("sia,ijab,sjb->s", states, spin.couplings.weight.detach(), states)
+    exact = -(pull + torch.einsum("sia,nia->ns", states, x)).logsumexp(-1)
+    for scale in (0.0, 0.3, 1.0, 3.0):
+        assert (spin(scale * h, x) > exact).all()
+    layer = DEQ(ActivationStep(spin.interaction, spin.lagrangian), **EXACT)
+    with torch.no_grad():
+        found = spin(layer(x), x)
+        assert (found > exact).all()
+        assert (found < spin(x, x)).all()
+        assert ((found - exact) < 0.7 * (spin(x, x) - exact)).all()
+
+
+@each_site
+def test_it_is_the_energy_that_the_associative_memory_monitors(name: str) -> None:
+    spin = VectorSpin(coupled(), SITE[name])
+    update = ActivationStep(spin.interaction, spin.lagrangian)
+    h, x = pair()
+    mask = torch.tensor([[True] * 4, [True, False, True, True], [False] * 4])
+    for given in (None, mask):
+        moved, value, slope = update.joint(h, x, mask=given)
+        expected = spin.value_and_grad(h, x, mask=given)
+        torch.testing.assert_close((value, slope), expected, rtol=1e-12, atol=1e-12)
+        plain = x + spin.couplings(spin.mean(h), mask=given)
+        if given is not None:
+            plain = torch.where(given.unsqueeze(-1), plain, h)
+        torch.testing.assert_close(moved, plain, rtol=1e-12, atol=1e-12)
+
+
+@each_site
+@pytest.mark.parametrize("form", ["gradient", "activation"])
+def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
+    """``h = x + J m(h)``, and the energy falls all the way."""
+    spin = VectorSpin(coupled(), SITE[name])
+    step = ActivationStep(spin.interaction, spin.lagrangian)
+    layer = DEQ(GradientStep(spin) if form == "gradient" else step, **EXACT)
+    _, x = pair()
+    with torch.no_grad():
+        solution = layer.solve(x, record=True)
+        h = solution.value
+        field = x + spin.couplings(spin.mean(h))
+        if form == "gradient" and name == "potts":  # m does not see a shift of all components
+            h, field = spin.mean(h), spin.mean(field)
+        torch.testing.assert_close(h, field, rtol=1e-9, atol=1e-9)
+    trace = solution.trace
+    assert trace is not None and trace.energy is not None
+    energy = accepted_energies(trace)
+    rises = energy[:, 1:] - energy[:, :-1]
+    assert (rises <= 9 * torch.finfo(energy.dtype).eps * energy[:, :-1].abs()).all()
+    assert (energy[:, -1] < energy[:, 0]).all()
+
+
+def test_strong_couplings_order_the_spins_and_are_found() -> None:
+    """Ferromagnet far below its transition: two stable states, each reached from its own side."""
+    ferromagnet = Couplings(6, 1).double()
+    ferromagnet.weight = 0.5 * (1 - torch.eye(6, dtype=torch.float64))[..., None, None]
+    layer = DEQ(ActivationStep(SpinInteraction(ferromagnet), IsingLagrangian()), **EXACT)
+    x = torch.full((2, 6, 1), 0.01, dtype=torch.float64)
+    with torch.no_grad():
+        h = layer.solve(x, z0=torch.tensor([1.0, -1.0]).double()[:, None, None].expand(2, 6, 1))
+    m = h.value.tanh()
+    torch.testing.assert_close(h.value, x + 2.5 * m, rtol=1e-9, atol=1e-9)
+    assert (m[0] > 0.95).all() and (m[1] < -0.95).all()
+
+
+def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
+    """Gaussian spins with learned variances: ``m = (S^-1 - J)^-1 x``, gradients to the variances."""
+    site = GaussianSpin().double()
+    assert isinstance(site, SiteDistribution)
+    spin = VectorSpin(coupled(0.5), site)
+    assert isinstance(spin.lagrangian, SiteLagrangian)
+    names = [name for name, _ in spin.named_parameters()]
+    assert "lagrangian.site.log_scale" in names
+    layer = DEQ(ActivationStep(spin.interaction, spin.lagrangian), **EXACT)
+    assert any("log_scale" in name for name, _ in layer.named_parameters())
+    _, x = pair()
+    m = spin.mean(layer(x))
+    precision = torch.diag((-2 * site.log_scale).exp().repeat(SPINS)) - spin.couplings.matrix
+    expected = torch.linalg.solve_ex(precision, x.flatten(1).T)[0].T
+    torch.testing.assert_close(m.flatten(1), expected, rtol=1e-9, atol=1e-9)
+    loss, reference = m.pow(3).sum(), expected.pow(3).sum()
+    parameters = [site.log_scale, spin.couplings.free]
+    found = torch.autograd.grad(loss, parameters, retain_graph=True)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(reference, parameters), rtol=1e-8, atol=1e-9
+    )
+
+
+STATES, LOOSE = torch.zeros(3, SPINS, COMPONENTS).double(), Couplings(3, 2, symmetric_sites=False)
+MISTAKES: list[tuple[Any, type[Exception], str]] = [
+    (lambda: Couplings(4, 3, scale=0.0), ValueError, "scale must be finite and > 0, got 0.0"),
+    (lambda: Couplings(4, 3, bound=math.inf), ValueError, "bound must be finite and > 0, got inf"),
+    (lambda: coupled()(STATES[:, :3]), ValueError, "z must have 4 sites (N), got shape (3, 3, 3)"),
+    (lambda: coupled()(STATES[..., :2]), ValueError, "z must have 3 features (d)"),
+    (lambda: coupled()(STATES[0]), ValueError, "z must have the shape (B, N, d), got (4, 3)"),
+    (lambda: coupled()(STATES.long()), TypeError, "z must be of a floating dtype"),
+    (lambda: zero_sum(torch.zeros(3, 3, 2, 2).long()), TypeError, "couplings must be a floating"),
+    (lambda: zero_sum(torch.zeros(3, 2, 2, 2)), ValueError, "(N, N, d, d)"),
+    (lambda: zero_sum(torch.full((2, 2, 2, 2), math.inf)), ValueError, "finite"),
+    (lambda: VectorSpin(torch.zeros(2, 2, 1, 1)), TypeError, "couplings must be Couplings, got"),  # type: ignore[arg-type]
+    (
+        lambda: SpinInteraction(LOOSE),
+        ValueError,
+        "couplings must have symmetric_sites=True to have",
+    ),
+    (lambda: VectorSpin(coupled(), "ising"), TypeError, "site must be a Lagrangian or have"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(coupled(), IsingLagrangian), TypeError, "site must be a Lagrangian or"),  # type: ignore[arg-type]
+    (lambda: SiteLagrangian(GaussianSpin), TypeError, "site must be a Lagrangian or have"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(coupled())(STATES[:, :3]), ValueError, "z must have 4 sites (N)"),
+    (lambda: SpinInteraction(coupled()).hvp(STATES, STATES[:1]), ValueError, "v must be like z"),
+    (lambda: VectorSpin(coupled())(STATES, STATES[:, :3]), ValueError, "VectorSpin: x must have"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISTAKES)
+def test_mistakes(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+F64 = torch.float64
+# Tokens that are not masked: all, three, one.
+KEEP = torch.tensor([[True] * 4, [True, False, True, True], [False, False, True, False]])
+
+
+def made(
+    sites: int = 4, dim: int = 4, *, size: float = 1.0, seed: int | None = None, **options: Any
+) -> BareAttention:
+    """With couplings N(0, size^2), drawn from a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sites + dim if seed is None else seed)
+        energy = BareAttention(sites, dim, **options).double()
+        nn.init.normal_(energy.couplings.free, std=size)
+    return energy
+
+
+def on_circles(batch: int, sites: int, dim: int, seed: int = 0) -> Tensor:
+    """Tokens (B, N, d) of d / 2 points on unit circles."""
+    angles = torch.rand(batch, sites, dim // 2, generator=seeded(seed), dtype=F64) * 2 * math.pi
+    return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def features(dim: int, width: int) -> Tensor:
+    return torch.randn(dim, width, generator=seeded(9), dtype=F64) / width**0.5
+
+
+def own_gradients(energy: BareAttention, z: Tensor) -> Tensor:
+    """``de_i / dz_i`` for every i."""
+    jacobian = torch.autograd.functional.jacobian(lambda s: energy.token_energies(s)[0], z)
+    assert isinstance(jacobian, Tensor)
+    index = torch.arange(z.shape[1])
+    return jacobian[index, 0, index]
+
+
+@pytest.mark.parametrize("lam", [0.3, 2.0])
+@pytest.mark.parametrize("width", [None, 6])
+def test_attention_is_minus_the_gradient_of_a_tokens_own_energy(
+    lam: float, width: int | None
+) -> None:
+    energy = made(lam=lam, features=None if width is None else features(4, width))
+    z = torch.randn(1, 4, energy.width, generator=seeded(1), dtype=F64)
+    torch.testing.assert_close(energy.pull(z)[0], -own_gradients(energy, z), rtol=1e-12, atol=1e-13)
+    alpha, effective = energy.attention(z), energy.couplings.weight
+    if energy.features is not None:
+        effective = energy.features.mT @ effective @ energy.features
+    mixed = torch.einsum("nij,ijab,njb->nia", alpha, effective, z)
+    torch.testing.assert_close(energy.pull(z), mixed, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_gradient_of_the_sum_has_another_term_as_large(symmetric: bool) -> None:
+    """So the step, which leaves it out, is no descent of the energy; not for symmetric J either."""
+    energy = made(12, 8, symmetric_sites=symmetric)
+    z = on_circles(8, 12, 8)
+    pull, both = energy.pull(z), -energy.grad(z)
+    ratio = ((both - pull).norm() / pull.norm()).item()
+    assert 0.7 < ratio < 1.4
+    if symmetric:
+        assert ((both / 2 - pull).norm() / pull.norm()).item() > 0.2
+
+
+def test_a_small_lam_gives_the_pair_model_and_a_large_one_the_best_neighbour() -> None:
+    z = on_circles(3, 5, 4)
+    for lam, allowed in ((1e-3, 1e-2), (1e-5, 1e-4)):
+        energy = made(5, 4, lam=lam)
+        pair = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z).sum(-1) / 4
+        expected = -math.log(4) / lam - pair
+        assert (energy.token_energies(z) - expected).abs().max() < allowed
+    energy = made(5, 4, lam=300.0)
+    scores = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z)
+    best = scores.masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf).amax(-1)
+    torch.testing.assert_close(energy.token_energies(z), -best, rtol=0, atol=math.log(4) / 300)
+
+
+def test_conditional_densities_integrate_to_one_and_have_their_means() -> None:
+    """Two circles a token, on a grid of angles of the token; its neighbours stay as they are."""
+    energy = made(3, 4, size=1.5, lam=1.3, site=TorusSite())
+    z = on_circles(1, 3, 4)
+    angle = torch.arange(60, dtype=F64) * (2 * math.pi / 60)
+    first, second = torch.meshgrid(angle, angle, indexing="ij")
+    grid = torch.stack([first.cos(), first.sin(), second.cos(), second.sin()], -1).view(-1, 1, 4)
+    mixture, spread = energy.conditionals(z), 0.0
+    for i in range(3):
+        moved = z.expand(len(grid), 3, 4).clone()
+        moved[:, i : i + 1] = grid
+        density = energy.log_prob(moved)[:, i].exp()
+        assert density.mean().item() == pytest.approx(1.0, abs=1e-12)
+        mean = (density[:, None] * grid[:, 0]).mean(0)
+        torch.testing.assert_close(mixture.mean()[0, i], mean, rtol=1e-10, atol=1e-12)
+        spread = max(spread, density.std().item())
+    assert spread > 0.5
+
+
+def test_the_law_is_the_energy_and_its_normaliser() -> None:
+    energy = made(lam=0.7, site=SphericalSite())
+    z = (
+        torch.nn.functional.normalize(torch.randn(2, 4, 4, generator=seeded(3), dtype=F64), dim=-1)
+        * 2
+    )
+    mixture = energy.conditionals(z)
+    expected = -0.7 * energy.token_energies(z) - mixture.log_total
+    torch.testing.assert_close(energy.log_prob(z), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mixture.log_prob(z), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mixture.weights.sum(-1), torch.ones(2, 4, dtype=F64))
+    moved = z.clone()
+    moved[:, 0] = -moved[:, 0]
+    torch.testing.assert_close(
+        energy.conditionals(moved).mean()[:, 0], mixture.mean()[:, 0], rtol=1e-13, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
+def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
+    energy, draws = made(3, dim, size=1.2, site=site), 4000
+    z = site.sample(torch.zeros(1, 3, dim, dtype=F64), seeded(5))
+    mixture = energy.conditionals(z.expand(draws, 3, dim))
+    drawn = mixture.sample(seeded(6))
+    error = drawn.mean(0) - energy.conditionals(z).mean()[0]
+    assert (error.abs() <= 4 * drawn.std(0) / draws**0.5 + 1e-12).all()
+    assert drawn.std(0).max() > 0.1
+    if dim == 4:
+        torch.testing.assert_close(drawn.square().sum(-1), torch.full((draws, 3), 2.0, dtype=F64))
+
+
+def test_masked_tokens_neither_speak_nor_have_a_law() -> None:
+    energy = made(site=TorusSite())
+    z = on_circles(3, 4, 4)
+    garbage = z.masked_fill(~KEEP.unsqueeze(-1), torch.nan)
+    log_prob, alpha = energy.log_prob(garbage, mask=KEEP), energy.attention(garbage, mask=KEEP)
+    assert (log_prob[~KEEP] == 0).all() and (alpha[~KEEP] == 0).all()
+    assert (alpha.mT[~KEEP] == 0).all()
+    short = made(3, 4, site=TorusSite())
+    keep = KEEP[1]
+    short.couplings.weight = energy.couplings.weight.detach()[keep][:, keep]
+    torch.testing.assert_close(log_prob[1, keep], short.log_prob(z[1:2, keep])[0])
+    mean = energy.conditionals(garbage, mask=KEEP).mean()
+    torch.testing.assert_close(mean[1, keep], short.conditionals(z[1:2, keep]).mean()[0])
+
+
+def test_a_token_without_neighbours_has_the_law_of_the_site() -> None:
+    energy = made(site=TorusSite())
+    z = on_circles(3, 4, 4)
+    assert energy.token_energies(z, mask=KEEP)[2].abs().max() == 0
+    assert energy.log_prob(z, mask=KEEP)[2].abs().max() <= 1e-15
+    assert energy.pull(z, mask=KEEP)[2].abs().max() == 0
+    assert energy.conditionals(z, mask=KEEP).mean()[2, 2].abs().max() == 0
+    assert energy.local_gradient(z[2:], mask=KEEP[2:]).abs().max() == 0
+
+
+@pytest.mark.parametrize("size", [1e3, 1e20, 1e30])
+def test_laws_of_huge_couplings_are_finite_in_single_precision(size: float) -> None:
+    energy = made(3, 4, size=size, site=TorusSite()).float()
+    z = on_circles(2, 3, 4).float()
+    law = energy.conditionals(z)
+    for found in (energy.log_prob(z), law.mean(), energy.local_gradient(z)):
+        assert found.isfinite().all()
+    pairs = law.mean().unflatten(-1, (2, 2)).norm(dim=-1)
+    torch.testing.assert_close(pairs, torch.ones_like(pairs), rtol=0, atol=1e-3)
+
+
+def by_autograd(energy: BareAttention, z: Tensor, rule: str, mask: Tensor | None = None) -> Tensor:
+    """The gradient of the rule's loss by the free entries of J."""
+    terms = -energy.log_prob(z, mask=mask) if rule == "exact" else energy(z, mask=mask).unsqueeze(1)
+    return torch.autograd.grad(terms.sum(1).mean(), energy.couplings.free)[0]
+
+
+@pytest.mark.parametrize("rule", ["exact", "source"])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("width", [None, 6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_local_rule_is_the_gradient_of_its_loss(
+    rule: str, symmetric: bool, width: int | None, masked: bool
+) -> None:
+    given = None if width is None else features(4, width)
+    energy = made(lam=1.4, features=given, symmetric_sites=symmetric, site=TorusSite())
+    z, mask = on_circles(3, 4, energy.width), KEEP if masked else None
+    expected = by_autograd(energy, z, rule, mask)
+    gradient = energy.local_gradient(z, rule, mask=mask)
+    assert gradient.shape == (4, 4, 4, 4)
+    assert gradient[range(4), range(4)].abs().max() == 0
+    energy.assign_gradient(gradient)
+    assert energy.couplings.free.grad is not None
+    torch.testing.assert_close(energy.couplings.free.grad, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_hebbs_rule_is_the_limit_of_a_small_lam_and_the_first_step_of_every_rule() -> None:
+    z = on_circles(6, 4, 4)
+    blocks = torch.einsum("nia,njb->ijab", z, z) / -(6 * 3)
+    blocks[range(4), range(4)] = 0.0
+    energy = made(lam=1e-7, site=TorusSite())
+    torch.testing.assert_close(energy.local_gradient(z, "hebb"), blocks)
+    torch.testing.assert_close(energy.local_gradient(z, "source"), blocks, rtol=1e-5, atol=1e-6)
+    zero = made(lam=1.0, site=TorusSite())
+    with torch.no_grad():
+        zero.couplings.free.zero_()
+    for rule in ("hebb", "source", "exact"):
+        torch.testing.assert_close(zero.local_gradient(z, rule), blocks, rtol=1e-12, atol=1e-14)
+
+
+def test_without_the_normaliser_the_loss_has_no_minimum() -> None:
+    """Times 10, E falls about tenfold, for ever; the likelihood has a best scale."""
+    z = on_circles(200, 4, 4)
+    sums, losses = [], []
+    for size in (0.3, 3.0, 30.0):
+        energy = made(site=TorusSite(), size=size)
+        sums.append(energy(z).mean().item())
+        losses.append(-energy.log_prob(z).sum(1).mean().item())
+    assert sums[0] > sums[1] > sums[2]
+    assert sums[2] / sums[1] == pytest.approx(10, rel=0.1)
+    assert losses[2] > losses[1] > losses[0] > 0  # data without structure: the best J is 0
+
+
+def test_on_a_ball_the_small_lam_minimum_is_hebbs_matrix() -> None:
+    """E is linear in J for lam -> 0, so its minimum on ``|J|_F <= 1`` points along the data."""
+    z = on_circles(6, 4, 4)
+    hebb = -made(lam=1e-6).local_gradient(z, "hebb")
+    best = hebb / hebb.norm()
+    energy = made(lam=1e-6)
+    energy.couplings.weight = best
+    smallest = energy(z).mean().item()
+    for seed in range(20):
+        other = torch.randn(best.shape, generator=seeded(seed), dtype=F64)
+        other = (best + 0.3 * other) * (best != 0)
+        energy.couplings.weight = other / other.norm()
+        assert energy(z).mean().item() > smallest
+
+
+def test_errors_of_bare_attention() -> None:
+    z, energy = on_circles(2, 4, 4), made(site=TorusSite())
+    mixture, gradient = energy.conditionals(z), energy.local_gradient(z)
+
+    class NoDraws:
+        log_partition = mean = covariance = staticmethod(lambda h, v: h.sum(-1))
+
+    rows: list[tuple[Any, type[Exception], str]] = [
+        (lambda: BareAttention(4, 4, features=torch.ones(6, 4)), ValueError, "d = 4, got .6, 4."),
+        (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site must have log_partition"),  # type: ignore[arg-type]
+        (lambda: made()(z[:, :3]), ValueError, "must have 4 sites"),
+        (lambda: made()(z[..., :3]), ValueError, "4 features"),
+        (lambda: made()(z.float()), TypeError, "dtype of the weights"),
+        (lambda: made().log_prob(z), ValueError, "site must be given"),
+        (lambda: mixture.log_prob(z[:, :3]), ValueError, r"z must have the shape \(2, 4, 4\)"),
+        (mixture._replace(site=NoDraws()).sample, NotImplementedError, "no method sample"),
+        (lambda: energy.local_gradient(z[:0]), ValueError, "z must hold at least one sample"),
+        (lambda: energy.assign_gradient(gradient.float()), TypeError, "of torch.float64"),
+        (lambda: energy.assign_gradient(gradient[:3]), ValueError, "N = 4, d = 4, got"),
+        (lambda: BareAttentionStep(Quadratic()), TypeError, "energy must be a BareAttention"),  # type: ignore[arg-type]
+        (lambda: BareAttentionStep(energy, gamma=1.0), ValueError, "gamma must be below 1"),
+        (lambda: BareAttentionStep(energy, circles=3), ValueError, "divide the 4 components, got"),
+    ]
+    for call, error, words in rows:
+        with pytest.raises(error, match=words):
+            call()
+
+
+def start(batch: int, sites: int, dim: int, seed: int = 1) -> Tensor:
+    z = torch.randn(batch, sites, dim, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return z / z.norm(dim=-1, keepdim=True)
+
+
+@torch.no_grad()
+def trajectory(step: BareAttentionStep, z: Tensor, steps: int) -> list[Tensor]:
+    states = [z]
+    for _ in range(steps):
+        states.append(step(states[-1]))
+    return states
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
+    energy, z = made(5, 4), start(3, 5, 4)
+    mixed = (1 - gamma) * energy.pull(z) + gamma * z
+    step = BareAttentionStep(energy, gamma=gamma, radius=2.0)
+    torch.testing.assert_close(step(z), 2 * mixed / mixed.norm(dim=-1, keepdim=True))
+    circles = BareAttentionStep(energy, gamma=gamma, radius=2**0.5, circles=2)(z)
+    pairs = mixed.unflatten(-1, (2, 2))
+    torch.testing.assert_close(circles, (pairs / pairs.norm(dim=-1, keepdim=True)).flatten(-2))
+    free = BareAttentionStep(energy, gamma=gamma, radius=None)
+    torch.testing.assert_close(free(z), mixed)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
+    """N = 5, d = 3: a residual below 1e-13, and the derivative there says how fast."""
+    step = BareAttentionStep(made(5, 3, seed=0, symmetric_sites=True), gamma=gamma)
+    states = trajectory(step, start(4, 5, 3), 1000)
+    residual = (step(states[-1]) - states[-1]).flatten(1).norm(dim=1)
+    assert residual.max() < 1e-13
+    radius = solvers.spectral_radius(step, states[-1])
+    assert (radius < 1).all()
+
+
+def test_as_a_layer_with_implicit_gradients() -> None:
+    """From a state near a fixed point; gradients reach the couplings."""
+    energy = made(5, 3, seed=0, symmetric_sites=True)
+    near = trajectory(BareAttentionStep(energy, gamma=0.5), start(2, 5, 3), 100)[-1]
+    weights = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3), dtype=F64)
+
+    def value(energy: BareAttention) -> Tensor:
+        options = {"solver": solvers.Forward(), "tolerance": solvers.Tolerance(1e-12)}
+        solution = DEQ(BareAttentionStep(energy, gamma=0.5), **options).solve(near, max_steps=400)
+        assert solution.converged.all()
+        return (weights * solution.value).sum()
+
+    (slope,) = torch.autograd.grad(value(energy), energy.couplings.free)
+    change = torch.randn(slope.shape, generator=torch.Generator().manual_seed(4), dtype=F64)
+    values = []
+    for eps in (1e-5, -1e-5):
+        moved = made(5, 3, seed=0, symmetric_sites=True)
+        with torch.no_grad():
+            moved.couplings.free.add_(eps * change)
+            values.append(value(moved).item())
+    expected = (values[0] - values[1]) / 2e-5
+    assert (slope * change).sum().item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-10, 1e10, 1e20, 1e30])
+def test_pulls_of_any_size_end_on_the_sphere(size: float) -> None:
+    energy = made(5, 4).float()
+    with torch.no_grad():
+        energy.couplings.free.mul_(size)
+    z = start(3, 5, 4).float()
+    for circles in (1, 2):
+        moved = BareAttentionStep(energy, radius=3.0, circles=circles)(z)
+        norms = moved.unflatten(-1, (circles, -1)).norm(dim=-1)
+        torch.testing.assert_close(norms, torch.full_like(norms, 3.0 / circles**0.5))
+
+
+def test_loneliness_is_a_matter_of_the_mask_and_not_of_the_pull() -> None:
+    """Tokens without neighbours keep any norm; neighbours whose pull is 0 leave gamma z to normalise."""
+    z = 0.5 * start(1, 3, 4)
+    step = BareAttentionStep(made(3, 4), radius=3.0, gamma=0.5)
+    alone = torch.tensor([[False, True, False]])
+    assert torch.equal(step(z, mask=alone), z)
+    single = BareAttentionStep(made(1, 4), radius=3.0)
+    assert torch.equal(single(z[:, :1]), z[:, :1])
+    with torch.no_grad():
+        step.energy.couplings.free.zero_()
+    torch.testing.assert_close(step(z), 6 * z)
+    loose = BareAttentionStep(step.energy, radius=None, gamma=0.25)
+    torch.testing.assert_close(loose(z), 0.25 * z)
+
+
+def test_gradients_pass_by_nan_at_masked_tokens() -> None:
+    mask = torch.tensor([[True, True, False, True]])
+    z = start(1, 4, 3)
+    z[0, 2] = torch.nan
+    z.requires_grad_()
+    for radius in (1.0, None):
+        moved = BareAttentionStep(made(4, 3), gamma=0.5, radius=radius)(z, mask=mask)
+        (slope,) = torch.autograd.grad(moved[mask].square().sum() + moved[mask].sum(), z)
+        assert slope.isfinite().all() and (slope[0, 2] == 0).all()
