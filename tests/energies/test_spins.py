@@ -705,6 +705,40 @@ def test_hebbs_rule_is_the_limit_of_a_small_lam_and_the_first_step_of_every_rule
         torch.testing.assert_close(zero.local_gradient(z, rule), blocks, rtol=1e-12, atol=1e-14)
 
 
+def test_hebbs_matrix_is_not_the_minimum_of_the_pseudo_likelihood() -> None:
+    """Ising pairs, 12 spins, 5 patterns: Hebb is the first step of a descent, not where it ends.
+
+    The weaker the decay, the further the minimum of ``NPL + decay / 2 |J|^2`` is from Hebb.
+    """
+    spins = torch.randint(0, 2, (5, 12), generator=seeded(0)).to(F64) * 2 - 1
+    others = 1 - torch.eye(12, dtype=F64)
+    hebb = spins.T @ spins / 5 * others
+
+    def npl(J: Tensor) -> Tensor:
+        field = spins @ (J * others).T
+        return (nn.functional.softplus(2 * field) - field - spins * field).sum(1).mean()
+
+    start = torch.zeros(12, 12, dtype=F64, requires_grad=True)
+    (slope,) = torch.autograd.grad(npl(start), start)
+    torch.testing.assert_close(slope, -hebb, rtol=1e-12, atol=1e-14)
+    cosines = []
+    for decay in (100.0, 1.0, 0.01):
+        J = torch.zeros(12, 12, dtype=F64, requires_grad=True)
+        descent = torch.optim.LBFGS([J], max_iter=300, line_search_fn="strong_wolfe")
+
+        def closure(J: Tensor = J, decay: float = decay) -> Tensor:
+            (J.grad,) = torch.autograd.grad(loss := npl(J) + decay / 2 * J.square().sum(), J)
+            return loss
+
+        descent.step(closure)
+        cosines.append(
+            nn.functional.cosine_similarity(J.detach().flatten(), hebb.flatten(), dim=0).item()
+        )
+    assert cosines[0] > 0.995
+    assert cosines[0] > cosines[1] > cosines[2]
+    assert cosines[2] < 0.92
+
+
 def test_without_the_normaliser_the_loss_has_no_minimum() -> None:
     """Times 10, E falls about tenfold, for ever; the likelihood has a best scale."""
     z = on_circles(200, 4, 4)

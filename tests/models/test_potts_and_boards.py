@@ -175,6 +175,16 @@ def test_softmax_rows_give_every_site_the_same_sum_of_couplings(heads: int) -> N
     assert bool((drawn(5, 3, heads, "sink").attention().sum(-1) < 1).all())
 
 
+def test_the_rules_of_sudoku_are_one_softmax_head() -> None:
+    edges, equal = sudoku_pairs(), torch.eye(9, dtype=torch.float64)
+    model = FactoredAttention(81, 9, rows="softmax").double()
+    with torch.no_grad():
+        model.scores.copy_(torch.where(edges, 0.0, -100.0))
+        model.values.copy_(-20 * equal)  # 20 neighbours of weight 1/20 each
+    rules = -edges.double()[..., None, None] * equal
+    torch.testing.assert_close(model.couplings(), rules, atol=1e-12, rtol=0.0)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_squared_values_are_couplings_of_three_sites(rows: str) -> None:
     model = drawn(4, 3, 2, rows, power=2)
