@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn.deq import DEQ, UnrolledLayer
+from implicit_attn.deq.problem import initial_state
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput
@@ -470,8 +471,8 @@ class DEQTransformer(EncoderLayer):
         step: Any = self.deq.update
         limit = tolerance or solvers.Tolerance(1e-2)  # half precision
         with torch.no_grad():
-            held = step.prepare(given, mask=mask).parts
-            z = held.tokens.clone()
+            prepared = step.prepare(given, mask=mask)
+            held, z = prepared.parts, initial_state(step, self.deq.init, given, prepared).clone()
             seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
             going = seen.clone()
             self.evaluations = torch.zeros_like(going, dtype=torch.int64)

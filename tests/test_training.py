@@ -293,6 +293,20 @@ def test_averages_of_a_run_that_ended_go_on_with_more_epochs(tmp_path: Path) -> 
     assert equal(longer.model, whole.model)
 
 
+def test_an_interrupted_measurement_leaves_the_weights_to_train_on(tmp_path: Path) -> None:
+    last: list[list[Tensor]] = []
+
+    def observe(model: nn.Module) -> None:
+        if last:  # not the model that is new
+            raise KeyboardInterrupt
+
+    run = training(tmp_path / "a", recipe=Recipe(3, 5, 0.1, average=0.8), observe=observe)
+    run.optimizer.register_step_post_hook(lambda *_: last.append(weights(run.model)))
+    with pytest.raises(KeyboardInterrupt):
+        run._run_epoch()
+    assert all(map(torch.equal, weights(run.model), last[-1]))
+
+
 # Nothing is lost.
 
 
@@ -465,6 +479,9 @@ def test_the_optimiser_is_the_one_named() -> None:
         (Recipe, {"decay": "steps"}, "decay must be one of"),
         (Recipe, {"decayed": "none"}, "decayed must be one of"),
         (Recipe, {"iterations": (3, 2)}, r"iterations .* got \(3, 2\)"),
+        (Recipe, {"iterations": (3,)}, r"iterations .* got \(3,\)"),
+        (Recipe, {"iterations": (1, 2, 3)}, r"iterations .* got \(1, 2, 3\)"),
+        (Recipe, {"iterations": (None, 3)}, "iterations must be an integer, got None"),
         (start_processes, {"devices": 0}, "devices must be >= 1, got 0"),
         (start_processes, {"accelerator": "abacus"}, "accelerator must be one of .* 'abacus'"),
         (start_processes, {"precision": "8-bit"}, "precision must be one of .* got '8-bit'"),

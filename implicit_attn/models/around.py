@@ -17,7 +17,13 @@ from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
 from implicit_attn.deq import DEQ
 from implicit_attn.updates import MeanFieldAttention, NormedMLP
 from implicit_attn.updates.hyperset import LONGEST_PERIOD
-from solvers.core.checks import require_choice, require_count, require_flag, require_integers
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_integers,
+    require_number,
+)
 
 STEMS = ("patch", "conv")
 
@@ -349,7 +355,7 @@ class SudokuModel(nn.Module):
             raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
         else:
             self.register_buffer("position", grid_positions(SIDE, dim), persistent=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
         self.backbone = backbone
         self.norm, self.head = FINAL_NORMS[final_norm](dim), nn.Linear(dim, SIDE, bias=False)
 

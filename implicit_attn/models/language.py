@@ -14,7 +14,13 @@ from implicit_attn.block import DEQTransformer, Iterations
 from implicit_attn.data.text import decode, encode
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.update import DescentStep
-from solvers.core.checks import require_choice, require_count, require_integers, require_nonnegative
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_integers,
+    require_nonnegative,
+    require_number,
+)
 
 SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2
 INITIAL = ("gpt2", "torch")
@@ -91,7 +97,7 @@ class SymbolModel(nn.Module):
         self.dim, self.length = require_count("dim", dim), require_count("length", length)
         self.embedding = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(SCALE * torch.randn(length, dim))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, symbols: Tensor, iterations: int | None = None) -> Tensor:

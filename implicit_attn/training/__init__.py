@@ -99,12 +99,13 @@ class Recipe:
         require_choice("optimizer", self.optimizer, OPTIMIZERS)
         require_choice("decay", self.decay, DECAYS)
         require_choice("decayed", self.decayed, DECAYED)
-        drawn = self.iterations if isinstance(self.iterations, tuple) else (self.iterations,)
-        for number in drawn:
-            if number is not None:
+        if self.iterations is not None:
+            pair = isinstance(self.iterations, tuple)
+            drawn: Any = self.iterations if pair else (self.iterations,)
+            for number in drawn:
                 require_count("iterations", number)
-        if len(drawn) > 1 and drawn[0] > drawn[1]:  # type: ignore[operator]
-            raise ValueError(f"iterations must be (least, most), got {self.iterations!r}")
+            if pair and (len(drawn) != 2 or drawn[0] > drawn[1]):
+                raise ValueError(f"iterations must be (least, most), got {self.iterations!r}")
 
     def rate_at(self, progress: float) -> float:
         """Learning rate where ``progress`` in [0, 1) of the training is done."""

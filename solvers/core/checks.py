@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.core.modes import in_transform
+
 LONGEST = 200  # characters of a wrong value in a message
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -138,7 +140,7 @@ def require_integers(
 ) -> Tensor:
     """A tensor of integers within [low, high], of this ``shape`` behind the batch; None is any size.
 
-    On a GPU, and to a compiler, numbers are not shown: asking would wait for the device.
+    On a GPU, to a compiler and within a transform numbers are not shown: asking would wait, or fail.
     """
     sizes = tuple(value.shape[1:]) if isinstance(value, Tensor) and value.dim() else None
     integers = sizes is not None and value.dtype in INTEGERS and len(sizes) == len(shape)
@@ -146,7 +148,8 @@ def require_integers(
         wanted = ", ".join("N" if size is None else str(size) for size in ("B", *shape))
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
         raise ValueError(f"{name} must be integers ({wanted}), got {got}")
-    if value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+    hidden = value.device.type != "cpu" or torch.compiler.is_compiling() or in_transform()
+    if value.numel() and not hidden:
         least, most = (int(each) for each in value.aminmax())
         if least < low or most > high:
             raise ValueError(f"{name} must lie in [{low}, {high}], got {least} to {most}")

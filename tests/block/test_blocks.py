@@ -571,6 +571,11 @@ def test_tokens_rest_when_their_prefix_has_converged() -> None:
     (slope,) = torch.autograd.grad(block(x).square().sum(), x)
     loss = block(x, iterations="converged").square().sum()
     assert relative_error(slope, torch.autograd.grad(loss, x)[0]) <= 1e-9
+    exact = block(x).detach()
+    block.deq.init = lambda given: exact  # begins, and so rests at once, where its ``init`` says
+    with torch.no_grad():
+        block(x)
+    assert bool((block.evaluations == 1).all())
     loose = transformer(causal=True, iterations="prefix", layer={"max_steps": 2})
     with pytest.warns(solvers.SolveWarning), torch.no_grad():
         loose(inputs())

@@ -255,6 +255,8 @@ def test_some_of_the_images_are_the_first_or_of_all_classes() -> None:
     ordered |= {"test_images": images, "test_labels": labels}
     by_class = image_data(**ordered)
     assert by_class.first(6).train_labels.tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="two classes at least, got 1"):
+        by_class.first(1)
     some, own = by_class.some_test(5)
     assert own.tolist() == [0, 0, 1, 1, 2] and torch.equal(some, images[[0, 2, 4, 7, 9]])
     assert len(by_class.some_test(None)[1]) == 12

@@ -605,6 +605,16 @@ def test_a_cell_sees_the_others_and_its_place() -> None:
     assert (empty[0, 0] - empty[0, 1]).abs().max() > 1e-3
 
 
+def test_a_puzzle_at_a_time_under_vmap() -> None:
+    """Whose tensors do not show their numbers: these are not checked there."""
+    model = SudokuModel(HyperSET(8, 2, 8, iterations=2, time_dim=8))
+    one_by_one = torch.func.vmap(lambda puzzle: model(puzzle[None])[0])
+    assert torch.allclose(one_by_one(PUZZLES), model(PUZZLES), atol=1e-5)
+    for wrong in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"dropout must be in \[0.0, 1.0\]"):
+            SudokuModel(HyperSET(8, 2, 8, time_dim=8), dropout=wrong)
+
+
 def test_positions_and_norm_of_the_official_code() -> None:
     torch.manual_seed(0)
     model = SudokuModel(HyperSET(8, 2, 8, time_dim=8), positions="sincos", final_norm="rms")

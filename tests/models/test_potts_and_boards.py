@@ -499,6 +499,24 @@ def test_guesses_are_taken_only_where_they_agree_with_the_groups(trained: Any) -
             assert torch.equal(getattr(found, name)[same], getattr(plain, name)[same]), name
 
 
+def test_a_given_cell_is_never_guessed() -> None:
+    """Not even where it is the least certain; its digits, 1 and 2, stay."""
+    model, boards = solver(), torch.tensor([[1, 1, 2, 2, 0, 0, 0, 0, 0]])
+    asked, solve = [], model._solve
+
+    def unsure_of_givens(boards: Tensor, *arguments: Any) -> Any:
+        asked.append(boards)
+        found = solve(boards, *arguments)
+        found.value = 9.0 * torch.eye(3).repeat(1, 3, 1) * (boards == 0).unsqueeze(2)
+        return found
+
+    model._solve = unsure_of_givens
+    with torch.no_grad():
+        model.solve(boards, stop="consistent", max_steps=1, guesses=3)
+    assert [int((each > 0).sum()) for each in asked] == [4, 5, 5, 5]
+    assert all(torch.equal(each[:, :4], boards[:, :4]) for each in asked)
+
+
 def test_a_board_without_a_cell_to_guess() -> None:
     full = torch.full((1, 9), 1)  # contradicts itself
     assert solver().solve(full, stop="consistent", guesses=2).guesses.item() == 0

@@ -213,6 +213,10 @@ def test_low_rank_deltas() -> None:
         assert torch.linalg.matrix_rank(change, rtol=1e-3) == 3
     assert torch.equal(deltas(weight, 11), deltas(weight, 4))
     assert sum(p.numel() for p in deltas.parameters()) == 5 * 3 * (40 + 30)
+    for width in (2, 6):  # heads whose features are fewer or more than d
+        layer, x = build(lora_rank=2, iterations=3, head_dim=width, step_size="fixed"), tokens()
+        assert layer.attention_deltas.left.shape == (3, HEADS * width, 2)
+        assert not torch.allclose(layer(x, x, 1), layer(x, x, 2))
     for parameter in deltas.parameters():
         assert 0.018 < parameter.std() < 0.022 and parameter.mean().abs() < 0.004
 
