@@ -248,7 +248,8 @@ def _at_number(
     ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
     """
     if isinstance(beta, Tensor):
-        by_head, recorded = beta.numel() > 1, torch.is_grad_enabled() and beta.requires_grad
+        # Of heads, even of one: their energies, unlike a number, must not wait for the device.
+        by_head, recorded = beta.dim() == 3, torch.is_grad_enabled() and beta.requires_grad
         if by_head or recorded or _traced(beta):
             factor = (beta if by_head else beta.reshape(())) ** power
             return rescaled(x, factor), 1.0, factor
@@ -343,7 +344,7 @@ def _checked(
         raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
     if z.dim() != 4:
         raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
-    _check_beta(beta)
+    _check_beta(beta, z.shape[1])
     _check_mask(mask, z, "(B, N)")
     check_backend(backend)
     batch, heads, tokens, _ = z.shape
@@ -370,24 +371,24 @@ def _checked_queries(
             "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
-    _check_beta(beta)
+    _check_beta(beta, query.shape[1])
     _check_mask(mask, key, "(B, M)")
     check_backend(backend, "frozen keys")
     batch, heads, queries, _ = query.shape
     return check_pairs(pairs, bias, (batch, heads, queries, key.shape[2]))
 
 
-def _check_beta(beta: float | Tensor) -> None:
+def _check_beta(beta: float | Tensor, heads: int) -> None:
     """An inverse temperature > 0, one, or one a head, (H, 1, 1)."""
     if isinstance(beta, Tensor):
-        by_head = beta.dim() == 3 and beta.shape[1:] == (1, 1)
-        if not (beta.numel() == 1 or by_head) or not beta.is_floating_point():
+        fits = beta.numel() == 1 or tuple(beta.shape) == (heads, 1, 1)
+        if not fits or not beta.is_floating_point():
             raise ValueError(
-                "beta must be a number or a floating tensor (H, 1, 1) or of one element, got "
-                f"{beta.dtype} {tuple(beta.shape)}"
+                f"beta must be a number or a floating tensor (H, 1, 1) = ({heads}, 1, 1) or of one "
+                f"element, got {beta.dtype} {tuple(beta.shape)}"
             )
         # Its values are looked at only where that waits for no device.
-        if beta.device.type != "cpu" or _traced(beta):
+        if beta.device.type != "cpu" or _traced(beta) or not heads:
             return
         beta = float(beta.detach().min())
     if isinstance(beta, (str, bytes, list, tuple)) or beta is None:

@@ -70,6 +70,21 @@ def test_a_tensor_beta_gets_its_gradient(name: str) -> None:
         torch.testing.assert_close(ours.detach(), plain)
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_beta_for_each_head(name: str) -> None:
+    z = randn(2, 2, 9, 4).requires_grad_()
+    beta = torch.tensor([[[0.4]], [[0.9]]], dtype=WIDE, requires_grad=True)
+    assert torch.autograd.gradcheck(ENTRIES[name], (z, beta))
+    with torch.no_grad():
+        outputs = _flat(ENTRIES[name](z, beta))
+        for head, number in enumerate(beta.flatten().tolist()):
+            for ours, plain in zip(outputs, _flat(ENTRIES[name](z, number)), strict=True):
+                torch.testing.assert_close(ours[:, head], plain[:, head])
+    for heads in (1, 3):
+        with pytest.raises(ValueError, match=rf"\(H, 1, 1\) = \({heads}, 1, 1\) or of one element"):
+            bisoftmax(z.detach()[:, :1].expand(-1, heads, -1, -1), beta)
+
+
 def _flat(outputs: Any) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
