@@ -343,7 +343,7 @@ def test_the_step_of_rows_takes_pairs_too() -> None:
     pairs, bias = pattern("bisoftmax", "sample")
     mask = torch.tensor([[True] * TOKENS, [True, True, False, True], [True] * TOKENS])
     y = energy.features(z, mask=mask)
-    scores = torch.tensor([[[0.4]], [[0.9]]]).double() * (y @ y.mT) + bias[:, None]
+    scores = torch.tensor([0.4, 0.9], dtype=y.dtype).view(2, 1, 1) * (y @ y.mT) + bias[:, None]
     allowed = pairs[:, None] & mask[:, None, None] & mask[:, None, :, None]
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
     expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
