@@ -55,25 +55,26 @@ def kinetic_ising(
     generator, critical = torch.Generator().manual_seed(seed), critical_beta()
     field, couplings = draw_model(spins, generator)
     up, shown, errors, fans = torch.ones_like(field), {}, [], {}
-    level = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
-    for factor in (0.5, 1, 2):
+    levels = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
+    for factor in (0.5, 1, 2):  # beta, in units of the critical one: closures beside simulation
         x, J = factor * critical * field, factor * critical * couplings
-        many = x.expand(starts, -1, -1)
-        fans[factor] = kinetic_trajectory(level, many, J, steps=steps, site=SITE).mean((2, 3))
+        fields = x.expand(starts, -1, -1)
+        fans[factor] = kinetic_trajectory(levels, fields, J, steps=steps, site=SITE).mean((2, 3))
         means = {
             name: kinetic_trajectory(up, x, J, steps=steps, site=SITE, closure=name)[:, 0, :, 0]
             for name in CLOSURES
         }
-        many = up.expand(chains, -1, -1).contiguous()
-        run = glauber(many, x[0], J, steps=steps, site=SITE, generator=generator)
-        exact = run.means[-1, :, 0]
+        copies = up.expand(chains, -1, -1).contiguous()
+        simulated = glauber(copies, x[0], J, steps=steps, site=SITE, generator=generator).means
+        exact = simulated[-1, :, 0]
         noise = ((1 - exact.square()) / chains).mean().sqrt().item()
         for name, each in means.items():
             error = (each[-1] - exact).square().mean().sqrt().item()
             row = {"factor": factor, "closure": name, "mean": each[-1].mean().item()}
             errors.append(row | {"exact": exact.mean().item(), "error": error, "noise": noise})
-        shown = means | {"exact": run.means[..., 0]} if factor == 1 else shown
+        shown = means | {"exact": simulated[..., 0]} if factor == 1 else shown
 
+    # The transition: other models, many temperatures, no simulation.
     generator.manual_seed(seed)  # the same models whatever was simulated
     beta = critical * torch.linspace(0.25, 2, betas)
     scale, sweep, turns = beta.view(-1, 1, 1), Table(), Table()
@@ -90,7 +91,7 @@ def kinetic_ising(
             for b, each in zip(beta.tolist(), torch.stack(ends, 1), strict=True)
         ]
         sweep += rows
-        steepest = max(
+        steepest = max(  # where the mean rises fastest
             zip(rows, rows[1:], rows[2:], strict=False),
             key=lambda r: (r[2]["mean"] - r[0]["mean"]) / (r[2]["beta"] - r[0]["beta"]),
         )[1]

@@ -189,7 +189,7 @@ class DEQ(nn.Module):
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
-        elif not prepares(self.update):  # else the module may serve there, once a solve
+        elif not prepares(self.update):  # a module in ``prepare`` may draw: it is called once
             refuse_drawing_modules(self.update, "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
@@ -297,7 +297,7 @@ class DEQ(nn.Module):
         seeds: Tensor | None,
         programs: Programs | None = None,
     ) -> tuple[Map, tuple[Any, ...], Any]:
-        """``f``, its ``args``, and what the update has prepared of x."""
+        """``f`` and ``args`` of ``fixed_point(f, z0, args)``, and what the update has prepared of x."""
         prepared = prepare(self.update, x, mask, seeds, programs, dropped, compact=self.compact)
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
@@ -404,18 +404,18 @@ class UnrolledLayer(nn.Module):
         """``z_k`` for the input ``x``, of the structure of the initial state."""
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
-        with _weights():
+        with _weights_once():
             seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
             prepared = prepare_plainly(self.update, x, mask, seeds, dropped)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
             check_batched(x, start)
-            if not prepares(self.update):  # else the module may serve there, once
+            if not prepares(self.update):  # a module in ``prepare`` may draw: it is called once
                 refuse_drawing_modules(self.update, "the update")
             given, spec = flat(prepared)
             f, rest = Map(self.update, self, spec, dropped), (given, mask, seeds)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
-                with torch.no_grad(), _weights():  # of their own: those of the others have a graph
+                with torch.no_grad(), _weights_once():  # anew: those around have a graph
                     start = self._iterate(early, f, start, *rest)
             return self._iterate(self.evaluations - early, f, start, *rest)
 
@@ -453,8 +453,11 @@ class UnrolledLayer(nn.Module):
         return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
-def _weights() -> AbstractContextManager[None]:
-    """Within, weights are computed once; but Dynamo traces no variables of a thread, and merges them."""
+def _weights_once() -> AbstractContextManager[None]:
+    """Within, parametrised weights are computed once.
+
+    Not while Dynamo traces: it follows no variables of a thread, and merges equal computations itself.
+    """
     return nullcontext() if torch.compiler.is_dynamo_compiling() else constant_weights()
 
 

@@ -1,6 +1,7 @@
 """What a layer hands to :func:`solvers.fixed_point`: checked inputs, what is prepared, state and function.
 
-At the end, how programs compute what is prepared, and its gradient, of a compiled layer.
+In the order in which ``DEQ.solve`` needs it: :func:`check_inputs`, :func:`prepare`, :func:`initial_state`,
+:class:`Map`. Then :class:`_Preparation`: ``prepare`` of a compiled layer, by programs that have its gradient.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from solvers.core.problem import gradients
 if TYPE_CHECKING:
     from solvers.compiled.graphs import Bound
 
-# Sums, multiples and selections ask the energies in them, which are parts of the update too.
-ASKING = tuple(kind.prepare for kind in (Energy, Scaled, Select, Sum))
+# These prepare by asking the energies in them, which are parts of the update too.
+DELEGATING = tuple(kind.prepare for kind in (Energy, Scaled, Select, Sum))
 
 
 def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:
@@ -189,7 +190,7 @@ def may_prepare(update: nn.Module) -> bool:
 
     def find() -> bool:
         energies = (part for _, part in parts_of(update) if isinstance(part, Energy))
-        return prepares(update) or any(type(e).prepare not in ASKING for e in energies)
+        return prepares(update) or any(type(e).prepare not in DELEGATING for e in energies)
 
     return found_once(("may prepare", update), find)
 
@@ -231,7 +232,7 @@ def prepare_plainly(
     seeds: Tensor | None,
     dropped: SolveMasks | None = None,
 ) -> Any:
-    """The same without programs."""
+    """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``, called as it is."""
     if dropped is None and seeds is not None:
         dropped = SolveMasks.of(update)
     if dropped is None or seeds is None:
@@ -241,9 +242,9 @@ def prepare_plainly(
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:
-    """The tensors of what was prepared, through which solvers go often, and how they belong together.
+    """The tensors of a ``Prepared``, and its tree: solvers go through a flat tuple faster.
 
-    What is no deep tree stays as it is, with None for the other part.
+    What an update prepares that is no ``Prepared`` stays as it is, with None for the tree.
     """
     if not isinstance(prepared, Prepared):
         return prepared, None
@@ -269,7 +270,8 @@ def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prep
 class Map:
     """An update as the function ``f(z, x, mask, seeds)`` that ``solvers.fixed_point`` takes.
 
-    ``seeds`` (B,) are those of the dropout in the update, None where it has none.
+    ``x`` and ``spec`` are what was prepared of the layer's input, by :func:`flat`. ``seeds`` (B,) are those
+    of the dropout in the update, None where it has none; ``dropped`` makes the masks of them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Energies of a state among tokens of the input: conditional attention, and the energy of a whole layer."""
+"""Keys and values of the input alone: the energies of conditional attention and of the equilibrium block."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 
-# In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.
-CLOSED = -1e30
-# Of Q, relative to other weights: attention starts out nearly uniform, so that no head settles on the
-# token that the first weights happen to favour.
-START = 0.1
+# Score of pairs that may not attend: its exponential is zero. A solve refuses minus infinity as an input.
+EXCLUDED = -1e30
+# Initial size of Q relative to other weights: attention starts out nearly uniform, so that no head settles
+# on the token that the first weights happen to favour.
+QUERY_SCALE = 0.1
 
 
 class FrozenAttention(NamedTuple):
     """What ``ConditionalAttention`` prepares.
 
     Attributes:
-        log_weights: ``log P0`` (B, H, N, M), ``CLOSED`` at pairs that may not attend, uniform in
-            rows without any key. None where no N x M matrix is held.
+        log_weights: ``log P0`` (B, H, N, M), ``EXCLUDED`` at pairs that may not attend, uniform
+            in rows without any key. None where no N x M matrix is held.
         value: v (B, H, M, p), after the norm.
         attends: (B, H or 1, N), False at queries without any key; None: all have one.
         query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p); where
@@ -146,7 +146,7 @@ class ConditionalAttention(HasHeads, Energy):
         self.query, self.key = Projection(context_dim, rows), Projection(source, rows)
         self.value = Projection(source, rows)
         with torch.no_grad():
-            self.query.weight *= START
+            self.query.weight *= QUERY_SCALE
         self.query_bias = nn.Parameter(torch.zeros(rows))
         self.key_bias = nn.Parameter(torch.zeros(rows))
         self.value_bias = nn.Parameter(torch.zeros(rows))
@@ -160,35 +160,38 @@ class ConditionalAttention(HasHeads, Energy):
             return x
         name, heads = type(self).__name__, self.heads
         width = self.key.weight.shape[1] if self.cross else None
-        tokens, pairs, memory, seen = read_input(x, mask, name, width)
+        tokens, pairs, memory, key_mask = read_input(x, mask, name, width)
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross and len(memory) != len(query):
             raise ValueError(
                 f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
             )
-        key = project_input(memory, self.key, self.key_bias, heads, seen, name)
-        value = project_input(memory, self.value, self.value_bias, heads, seen, name)
+        key = project_input(memory, self.key, self.key_bias, heads, key_mask, name)
+        value = project_input(memory, self.value, self.value_bias, heads, key_mask, name)
         value = self.norm.normalise(value)[0]
         if self.score_norm is not None:
             query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
         query = query * torch.as_tensor(self.beta_like(query), dtype=query.dtype)
-        return Prepared(self._freeze(query, key, value, pairs, seen))
+        return Prepared(self._freeze(query, key, value, pairs, key_mask))
 
     def _freeze(
-        self, query: Tensor, key: Tensor, value: Tensor, given: Pairs, seen: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, given: Pairs, key_mask: Tensor | None
     ) -> FrozenAttention:
+        """What a solve holds constant: ``log P0``, or the queries and keys of which "flash" makes it."""
         tokens = query.shape[2]
-        key, seen, pairs = fit_keys(given, query, key, seen, self.exclude_self)
+        key, key_mask, pairs = fit_keys(given, query, key, key_mask, self.exclude_self)
         value = value if value.shape[2] else torch.zeros_like(key)
         pairs = pairs.intersect(token_pairs(None, self.causal, tokens, query.device))
-        options: dict[str, Any] = {"mask": seen, "backend": self.backend}
+        options: dict[str, Any] = {"mask": key_mask, "backend": self.backend}
         options |= {"pairs": pairs.allowed, "bias": pairs.bias}
         wide = accumulation_dtype(query.dtype)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
             _, lse = frozen_key_attention(query, key, 1.0, **options)
-            attends = None if seen is None else seen.any(1)[:, None, None].expand(-1, 1, tokens)
-            return FrozenAttention(None, value, attends, query, key, lse, seen)
-        pairs = pairs.intersect(None if seen is None else seen[:, None, None, :])
+            attends = None
+            if key_mask is not None:
+                attends = key_mask.any(1)[:, None, None].expand(-1, 1, tokens)
+            return FrozenAttention(None, value, attends, query, key, lse, key_mask)
+        pairs = pairs.intersect(None if key_mask is None else key_mask[:, None, None, :])
         scores = query.to(wide) @ key.to(wide).mT
         if pairs.bias is not None:
             scores = scores + pairs.bias.to(wide)
@@ -197,7 +200,7 @@ class ConditionalAttention(HasHeads, Energy):
         allowed = pairs.allowed if pairs.allowed.dim() == 4 else pairs.allowed[None, None]
         attends = allowed.any(-1).expand(query.shape[0], -1, -1)
         # A row without any key is uniform, and its result is emptied.
-        scores = scores.masked_fill(~allowed, CLOSED).log_softmax(-1)
+        scores = scores.masked_fill(~allowed, EXCLUDED).log_softmax(-1)
         return FrozenAttention(scores, value, attends)
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
@@ -255,7 +258,7 @@ class ConditionalAttention(HasHeads, Energy):
         return scores.view(shape)
 
     def _among_keys(self, frozen: FrozenAttention, y: Tensor) -> Pair:
-        """``sum_j P_ij v_j`` and the lse without an N x M matrix: keys are k and tau v, side by side."""
+        """``sum_j P_ij v_j`` and the lse without an N x M matrix: queries (q, tau y) among keys (k, v)."""
         assert frozen.query is not None and frozen.key is not None and frozen.lse is not None
         query = torch.cat((frozen.query, y * self.tau), -1)
         key = torch.cat((frozen.key, frozen.value), -1)
@@ -270,16 +273,16 @@ class ConditionalAttention(HasHeads, Energy):
         )
 
 
-# Of the mean square of a token and the memory's answer, which is of order 1 mostly: a token of zeros
-# keeps a gradient that does not explode.
+# Added to the mean square of a token in ``c(x)``, which is mostly of order 1: the gradient of a token of
+# zeros stays bounded.
 EPSILON = 1e-2
 
 
 class EquilibriumEnergy(SummedEnergy):
     r"""``E(z; x) = 1/2 |z|^2 + E_attention(z; c(x)) + E_memory(z; x)``, the input inside, not beside z.
 
-    The attention is made of ``c(x) = rms_norm(x - dE_memory/dz(0; x))``, the input and what the memory
-    answers to it at once. The first gradient step from ``z = 0`` is therefore a feed-forward block followed
+    The attention is made of ``c(x) = rms_norm(x - dE_memory/dz(0; x))``: the input and the memory's first
+    gradient step. The first gradient step from ``z = 0`` is therefore a feed-forward block followed
     by multi-head attention; the equilibrium sends both back through the transposed weights.
 
     Where attention and memory have Hessians above ``-a`` and ``-b``, with ``a + b < 1``, E is strongly
@@ -287,7 +290,8 @@ class EquilibriumEnergy(SummedEnergy):
 
     Args:
         attention: a ``ConditionalAttention``, or None.
-        memory: a feed-forward energy with ``context_dim`` and without norm, or None; not both None.
+        memory: a feed-forward energy with ``context_dim`` and without norm, or None; not both None. (The
+            ``memory`` of an ``AttentionInput`` is something else: tokens, of which keys are made.)
         output: a map O of the state (..., s) to the width of x, where that is another one;
             ``c(x) = rms_norm(x - O dE_memory/dz(0; x))`` then.
 
@@ -316,7 +320,7 @@ class EquilibriumEnergy(SummedEnergy):
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What attention and memory prepare; nothing for ``1/2 |z|^2``.
 
-        A solve may start at ``-dE_memory/dz(0; x)``, which stands in attention's context.
+        A solve may start at ``-dE_memory/dz(0; x)``, which has been computed for ``c(x)``.
         """
         if isinstance(x, Prepared):
             return x
@@ -330,8 +334,8 @@ class EquilibriumEnergy(SummedEnergy):
             origin = tokens.new_zeros(*tokens.shape[:-1], self.memory.dim)
             answer = -self.memory.grad(origin, recalled, mask=mask)
         if self.attention is not None:
-            seen = tokens if answer is None else self.context(tokens, answer)
-            parts.append(self.attention.prepare(given._replace(tokens=seen), mask=mask))
+            context = tokens if answer is None else self.context(tokens, answer)
+            parts.append(self.attention.prepare(given._replace(tokens=context), mask=mask))
         if self.memory is not None:
             parts.append(recalled)
         return Prepared(tuple(parts), None if answer is None else answer.detach())
@@ -340,7 +344,7 @@ class EquilibriumEnergy(SummedEnergy):
         return super().with_parts(self.prepare(x, mask=mask), mask)
 
     def context(self, x: Any, answer: Tensor) -> Tensor:
-        """``c(x)``, like ``x``, where the memory's answer at once is ``answer`` (..., s)."""
+        """``c(x)``, like ``x``, of ``answer = -dE_memory/dz(0; x)`` (..., s)."""
         if self.output is not None:
             answer = self.output(answer)
         if answer.shape != x.shape:

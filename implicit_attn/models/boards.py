@@ -21,8 +21,10 @@ from solvers.methods.steps import Forward
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques
-CHANCE = 0.01  # expected pairs of free cells that never share a colour in the boards, at most
-CLEAR = 1 / 3  # of the weakest strong coupling, by which the next one must be weaker
+# So many pairs of free cells, at most, are expected to have different colours in all boards by chance.
+CHANCE_PAIRS = 0.01
+# Smallest gap between strong and weak couplings, as a share of the weakest strong one.
+SMALLEST_GAP = 1 / 3
 
 
 def learn_groups(
@@ -59,8 +61,8 @@ def learn_groups(
     high = require_count("colours", colours, low=2) - 1
     if require_integers("boards", boards, (None,), high=high).shape[1] < 3:
         raise ValueError(f"boards must be (M, N) with N >= 3, got {tuple(boards.shape)}")
-    agree = -math.log1p(-1 / colours)
-    least = math.ceil(math.log(math.comb(boards.shape[1], 2) / CHANCE) / agree)
+    per_board = -math.log1p(-1 / colours)  # what a board tells of a pair: -log P(colours differ)
+    least = math.ceil(math.log(math.comb(boards.shape[1], 2) / CHANCE_PAIRS) / per_board)
     if len(boards) < least:
         raise ValueError(
             f"boards must be at least {least} to learn groups of {boards.shape[1]} cells and {colours} "
@@ -74,10 +76,10 @@ def learn_groups(
         schedule="constant", seed=seed,
     )  # fmt: skip
     pairs, gap = strong_pairs(model.couplings().detach())
-    if not gap >= CLEAR:
+    if not gap >= SMALLEST_GAP:
         raise ValueError(
             f"boards must show which cells belong together: the widest gap of the {steps} steps' couplings "
-            f"is {gap:.2f} of the strength above it, below {CLEAR:.2f}; give more boards or steps"
+            f"is {gap:.2f} of the strength above it, below {SMALLEST_GAP:.2f}; give more boards or steps"
         )
     found = maximal_cliques(pairs)
     for group in found:
@@ -146,7 +148,7 @@ def maximal_cliques(pairs: Tensor) -> list[list[int]]:
     return sorted(found)
 
 
-MARKS = 3  # of a cell and a colour: given, another one is given, nothing is given
+MARKS = 3  # for each cell and colour: it is given; another colour is given; no colour is given
 
 
 class BoardUpdate(Update):
@@ -211,7 +213,9 @@ class BoardUpdate(Update):
         """The embedded marks e (B, N, q, M)."""
         return self.embedding(x)
 
-    context = prepare  # with ``advance``: what ``compile_step`` of the training looks for
+    context = (
+        prepare  # ``training.compile_step`` finds repeated layers by ``context`` and ``advance``
+    )
 
     def initial(self, x: Tensor) -> Tensor:
         """Zeros (B, N, q, m)."""
@@ -229,7 +233,7 @@ class BoardUpdate(Update):
         return self.advance(z, self.prepare(x) if x.shape[-1] == MARKS else x)
 
     def advance(self, z: Tensor, prepared: Tensor) -> Tensor:
-        """The same, of the embedded marks (B, N, q, M)."""
+        """One exchange, like ``forward``, from the embedded marks (B, N, q, M)."""
         batch = z.shape[0]
         cells = self.to_cell(z.sum(2) * self.colours**-0.5)
         scaled = self.members * self.members.sum(1, keepdim=True).rsqrt()
@@ -370,17 +374,17 @@ class BoardSolver(nn.Module):
         guesses: int = 0,
         **options: Any,
     ) -> BoardSolution:
-        """Every board until it rests, or until its answer agrees with the groups.
+        """Repeat the update for every board until it converges, or until its answer is consistent.
 
         Args:
             puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string of
                 a sign a cell, "." or "0" = unknown, or a list of such.
             stop: "converged", by ``layer.solve``; or "consistent", each board by plain iteration until
-                no group has a colour twice, without gradients. A consistent board is a solution, the
-                only one where a puzzle has one; if the groups are all the rules.
-            guesses: at most, for a board that is not consistent. The k-th is a copy
-                with its k-th most uncertain cell (by the entropy of its logits) set to its likeliest
-                colour, solved in the same way; it is taken if it agrees.
+                no group has a colour twice, without gradients. Where the groups are all the rules, a
+                consistent board solves the puzzle.
+            guesses: how many, at most, for a board that is not consistent. Guess k is a copy of the
+                puzzle in which the cell with the k-th largest entropy of its logits has its likeliest
+                colour. The copy is solved in the same way, and its answer is taken if it is consistent.
             options: of :meth:`DEQ.solve`; with "consistent" ``max_steps`` alone.
 
         Returns:
@@ -400,7 +404,7 @@ class BoardSolver(nn.Module):
     def _guess(
         self, found: BoardSolution, boards: Tensor, guesses: int, options: dict[str, Any]
     ) -> None:
-        """Try again the boards that do not agree; a copy that does is written into ``found``."""
+        """Guess for boards that are not consistent; consistent answers are written into ``found``."""
         first = found.value
         entropy = torch.special.entr(first.softmax(-1)).sum(-1).masked_fill(boards > 0, -1.0)
         order, favourites = entropy.argsort(1, descending=True), first.argmax(-1) + 1
@@ -453,7 +457,7 @@ class BoardSolver(nn.Module):
         return Solution(last, status, relative, moved, steps, steps + 1)
 
     def _digits(self, logits: Tensor, puzzles: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest colours (B, N) of unknown cells beside the givens, and whether they agree."""
+        """Givens, and the likeliest colours of other cells, (B, N); whether each board is consistent."""
         digits = torch.where(puzzles > 0, puzzles.long(), logits.argmax(-1) + 1)
         members = self.update.members
         counts = members @ nn.functional.one_hot(digits, self.update.colours + 1).to(members.dtype)
