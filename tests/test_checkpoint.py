@@ -400,6 +400,10 @@ def test_a_model_made_on_meta() -> None:
     restore_constants(half, classifier())  # buffers become real, and dtypes stay
     assert half.position.device.type == "cpu" and half.position.dtype == torch.bfloat16
     torch.testing.assert_close(half.position, classifier().position.bfloat16())
+    norm: Any = nn.BatchNorm1d(3)
+    norm.running_mean.fill_(2.0)
+    restore_constants(norm, nn.BatchNorm1d(3))  # what is in the state dict stays
+    assert (norm.running_mean == 2).all()
     restore_constants(shared.to_empty(device="cpu"), Shared())
     for name in ("a", "b"):
         assert torch.equal(shared.get_buffer(name), torch.arange(4.0))

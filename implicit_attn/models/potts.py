@@ -77,7 +77,7 @@ class ConditionalModel(nn.Module, ABC):
     def check_states(self, s: Tensor) -> Tensor:
         """``s`` as it is, if it is what :meth:`logits` takes; else ValueError."""
         n, d = self.sites, self.colours
-        if isinstance(s, Tensor) and len(s) == 0:
+        if isinstance(s, Tensor) and s.shape[:1] == (0,):
             raise ValueError("s must hold at least one sample, got none")
         if isinstance(s, Tensor) and s.is_floating_point():
             return check_tensor("s", s, "B N d", finite=False, N=n, d=d)
@@ -539,30 +539,32 @@ class BoardRun:
         clues = puzzles.unsqueeze(2) == torch.arange(1, SIDE + 1, device=puzzles.device)
         self.known = clues.any(2)  # (B, 81): clues, and fixed cells
         self.means = torch.where(self.known.unsqueeze(2), clues.to(start), start)
-        self.finished = torch.zeros_like(self.known[:, 0])
-        self.steps = torch.zeros_like(self.finished, dtype=torch.int64)
+        self.going = torch.arange(len(puzzles), device=puzzles.device)  # which are not finished
+        self.steps = torch.zeros_like(self.going)
         self.beta = start.new_zeros(len(puzzles), 1, 1)  # at the last step of each
 
-    def response(self) -> Tensor:
-        return torch.softmax(self.beta * self.model.field(self.means), -1)
+    def response(self, which: Tensor | slice) -> Tensor:
+        return torch.softmax(self.beta[which] * self.model.field(self.means[which]), -1)
 
     def advance(self, beta: float, damping: float) -> None:
         """One damped step of the mean field in the cells that are not known."""
-        self.steps += ~self.finished
-        self.beta[~self.finished] = beta
-        rests = (self.known | self.finished.unsqueeze(1)).unsqueeze(2)
-        self.means = torch.where(rests, self.means, self.means.lerp(self.response(), damping))
+        self.steps[self.going] += 1
+        self.beta[self.going] = beta
+        means, known = self.means[self.going], self.known[self.going].unsqueeze(2)
+        moved = means.lerp(self.response(self.going), damping)
+        self.means[self.going] = torch.where(known, means, moved)
 
     def finish(self) -> bool:
         """Note which boards are solved, known whole, or not finite for ever; whether all are finished."""
-        lost = ~self.means.flatten(1).isfinite().all(1)
-        self.finished |= solved(self.means.argmax(2) + 1) | self.known.all(1) | lost
-        return bool(self.finished.all())
+        means, known = self.means[self.going], self.known[self.going]
+        lost = ~means.flatten(1).isfinite().all(1)
+        self.going = self.going[~(solved(means.argmax(2) + 1) | known.all(1) | lost)]
+        return len(self.going) == 0
 
     def fix_surest(self) -> None:
         """In each board that goes on, make the most certain of the cells that are not known one-hot."""
-        rows = (~self.finished).nonzero().squeeze(1)
-        cells = self.means.amax(2).masked_fill(self.known, -1.0).argmax(1)[rows]
+        rows = self.going
+        cells = self.means[rows].amax(2).masked_fill(self.known[rows], -1.0).argmax(1)
         digits = self.means[rows, cells].argmax(1)
         self.means[rows, cells] = nn.functional.one_hot(digits, SIDE).to(self.means)
         self.known[rows, cells] = True
@@ -575,7 +577,7 @@ class BoardRun:
         status = torch.where(solved(boards), int(BoardStatus.SOLVED), status)
         finite = means.flatten(1).isfinite().all(1)
         status = torch.where(finite, status, int(BoardStatus.NONFINITE))
-        moves = (self.response() - means).masked_fill(self.known.unsqueeze(2), 0.0)
+        moves = (self.response(slice(None)) - means).masked_fill(self.known.unsqueeze(2), 0.0)
         return SudokuAnswer(boards, means, status, moves.abs().amax((1, 2)), self.steps)
 
 

@@ -440,6 +440,9 @@ def test_binary_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.train_labels.tolist() == 5 * list(range(10))
     images = torch.cat([data.train_images, data.test_images]) * 255
     assert np.array_equal(images.round().byte().flatten(1).numpy(), pixels.reshape(60, 3072))
+    for length in (0, 3072, 3074):
+        with pytest.raises(ValueError, match=f"here: {length} bytes, expected a multiple of 3073"):
+            cifar.parse_binary(bytes(length), source="here")
     del files[names[3]]
     write()
     with pytest.raises(ValueError, match=r"holds no cifar-10-batches-bin/data_batch_4\.bin"):

@@ -302,6 +302,8 @@ def random_images(*shape: int) -> Tensor:
 def test_a_patch_is_a_square_of_the_image() -> None:
     images = random_images(2, 3, 12, 12)
     patches = split_patches(images, 4)
+    with pytest.raises(ValueError, match=r"patch must divide .* 8 x 6"):
+        split_patches(torch.zeros(1, 1, 8, 6), 2)
     assert patches.shape == (2, 9, 48)
     for row in range(3):
         for column in range(3):
