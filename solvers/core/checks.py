@@ -142,8 +142,9 @@ def require_integers(
 
     On a GPU, to a compiler and within a transform numbers are not shown: asking would wait, or fail.
     """
-    sizes = tuple(value.shape[1:]) if isinstance(value, Tensor) and value.dim() else None
-    integers = sizes is not None and value.dtype in INTEGERS and len(sizes) == len(shape)
+    fits = isinstance(value, Tensor) and value.dim() == len(shape) + 1
+    sizes = tuple(value.shape[1:]) if fits else shape
+    integers = fits and value.dtype in INTEGERS
     if not integers or any(s not in (None, size) for s, size in zip(shape, sizes, strict=True)):
         wanted = ", ".join("N" if size is None else str(size) for size in ("B", *shape))
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
