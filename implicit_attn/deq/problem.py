@@ -494,9 +494,12 @@ class _Preparation:
 
     def _outputs(self, leaves: list[Any]) -> tuple[list[Any], _Outline]:
         leaves, _, outputs, spec = self._evaluate(leaves)
-        return self._told(leaves, outputs, spec)
+        return self._outlined(leaves, outputs, spec)
 
-    def _told(self, leaves: list[Any], outputs: list[Any], spec: Any) -> tuple[list[Any], _Outline]:
+    def _outlined(
+        self, leaves: list[Any], outputs: list[Any], spec: Any
+    ) -> tuple[list[Any], _Outline]:
+        """The outputs without a graph, :class:`_Same` in the place of an input, and their outline."""
         numbers = {id(leaf): n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         found, differentiable = [], []
         for n, each in enumerate(outputs):
@@ -519,11 +522,12 @@ class _Preparation:
     ) -> tuple[list[Any], list[Tensor | None]]:
         leaves, inputs, outputs, spec = self._evaluate(leaves)
         pulled = self._pulled(leaves, inputs, outputs, cotangents)
-        return self._told(leaves, outputs, spec)[0], pulled
+        return self._outlined(leaves, outputs, spec)[0], pulled
 
     def _pulled(
         self, leaves: list[Any], inputs: list[Tensor], outputs: list[Any], cotangents: list[Tensor]
     ) -> list[Tensor | None]:
+        """Gradients of the inputs from the cotangents of the outputs, which are no inputs themselves."""
         own = {id(leaf) for leaf in leaves}
         outputs = [t for t in outputs if isinstance(t, Tensor) and id(t) not in own]
         with torch.enable_grad():

@@ -1,4 +1,8 @@
-"""What energies of features share; with heads: inverse temperatures, inputs with pairs and a memory."""
+"""What attention and feed-forward energies share: features of tokens, heads, ``AttentionInput``.
+
+:class:`ProjectedEnergy` is an energy of features. :class:`HasHeads` has what heads need: their sizes and
+inverse temperatures, and the reading of an :class:`AttentionInput` (pairs, a memory) once a solve.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +209,7 @@ class HeadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Heads:
-    """The same with their defaults, checked."""
+    """:class:`HeadOptions` with their defaults, checked."""
 
     head_dim: int | None = None
     beta: Beta = None

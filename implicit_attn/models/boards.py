@@ -410,18 +410,18 @@ class BoardSolver(nn.Module):
         order, favourites = entropy.argsort(1, descending=True), first.argmax(-1) + 1
         for number in range(guesses):
             unknown = (boards == 0).sum(1) > number
-            left = (~found.consistent & unknown).nonzero().squeeze(1)
-            if len(left) == 0:
+            unsolved = (~found.consistent & unknown).nonzero().squeeze(1)
+            if len(unsolved) == 0:
                 break
-            cells = order[left, number].unsqueeze(1)
-            chosen = favourites[left].gather(1, cells).to(boards.dtype)
-            copies = self._solve(boards[left].scatter(1, cells, chosen), "consistent", options)
-            found.guesses[left] += 1
-            found.evaluations[left] += copies.evaluations
+            cells = order[unsolved, number].unsqueeze(1)
+            chosen = favourites[unsolved].gather(1, cells).to(boards.dtype)
+            copies = self._solve(boards[unsolved].scatter(1, cells, chosen), "consistent", options)
+            found.guesses[unsolved] += 1
+            found.evaluations[unsolved] += copies.evaluations
             agree, parts = copies.consistent, ("value", "status", "residual", "residual_norm")
             for name in (*parts, "steps", "digits", "consistent"):
                 old, new = getattr(found, name), getattr(copies, name)
-                setattr(found, name, old.index_put((left[agree],), new[agree]))
+                setattr(found, name, old.index_put((unsolved[agree],), new[agree]))
 
     def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
         """Boards (B, N), without guesses."""
@@ -439,17 +439,18 @@ class BoardSolver(nn.Module):
     def _solve_consistent(self, puzzles: Tensor, max_steps: int | None = None) -> Solution:
         most = self.layer.max_steps if max_steps is None else require_count("max_steps", max_steps)
         prepared, state = self._begin(puzzles)
-        last, left, rest = state.clone(), torch.arange(len(puzzles)).to(puzzles.device), prepared
-        steps = torch.full_like(left, most)
-        status = torch.full_like(left, int(Status.MAX_STEPS))
+        last, marks = state.clone(), prepared
+        unsolved = torch.arange(len(puzzles)).to(puzzles.device)  # numbers of the boards
+        steps = torch.full_like(unsolved, most)
+        status = torch.full_like(unsolved, int(Status.MAX_STEPS))
         for step in range(1, most + 1):
-            state = self.update.advance(state, rest)
-            done = self._digits(self.classify(state), puzzles[left])[1]
+            state = self.update.advance(state, marks)
+            done = self._digits(self.classify(state), puzzles[unsolved])[1]
             if step == most or bool(done.any()):
-                last[left], steps[left[done]] = state, step
-                status[left[done]] = int(Status.CONVERGED)
-                left, state, rest = left[~done], state[~done], rest[~done]
-            if len(left) == 0:
+                last[unsolved], steps[unsolved[done]] = state, step
+                status[unsolved[done]] = int(Status.CONVERGED)
+                unsolved, state, marks = unsolved[~done], state[~done], marks[~done]
+            if len(unsolved) == 0:
                 break
         after = self.update.advance(last, prepared)
         moved = torch.linalg.vector_norm((after - last).flatten(1), dim=1)
