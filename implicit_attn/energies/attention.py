@@ -195,9 +195,8 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
             force = frozen_key_attention(y, y, beta, mask=mask, **pairs)[0]
             return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
         attends = token_pairs(mask, False, y.shape[2], y.device)
-        if (
-            attends is not None
-        ):  # a masked token to itself alone, a row of zeros, so that none is NaN
+        if attends is not None:
+            # A masked token attends to itself alone, a row of zeros, so that none is NaN.
             attends = attends | torch.eye(y.shape[2], dtype=torch.bool, device=y.device)
         query = y
         if isinstance(beta, Tensor):
