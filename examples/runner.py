@@ -44,7 +44,9 @@ def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict
     with mpl.rc_context(STYLE):
         note = f"{sys.modules[main.__module__].__doc__}\nFiles go to runs/, or to --out FOLDER."
         comments = re.findall(r"^    (\w+): .*,  # (.+)$", inspect.getsource(main), re.MULTILINE)
-        main.__doc__ = "\n    ".join(["Args:", *(f"{name}: {text}" for name, text in comments)])
+        # Without a text before them the lines of the arguments would lose their indentation.
+        lines = ["Options.\n\nArgs:", *(f"{name}: {text}" for name, text in comments)]
+        main.__doc__ = "\n    ".join(lines)
         tables, figure = tyro.cli(main, args=others, description=note)
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / f"{folder.name}.png")

@@ -290,6 +290,14 @@ def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[s
         assert end.value.code == 2 and words[0] in capsys.readouterr().err
 
 
+def test_the_comment_beside_an_option_is_its_help(
+    load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load("runner").run(load("capacity").capacity, ["--help"])
+    assert "independent sets of patterns" in capsys.readouterr().out
+
+
 # Parity along a ring.
 
 
