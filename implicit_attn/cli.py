@@ -77,7 +77,10 @@ def main(words: Sequence[str] | None = None) -> None:
         kind: Any = getattr(importlib.import_module(f"implicit_attn.{module}"), member)
         words = given[len(name.split()) :]
         if not dataclasses.is_dataclass(kind):  # a function of the words
-            kind(words)
+            if words in (["--help"], ["-h"]):
+                print(f"usage: {kind.__doc__}")
+            else:
+                kind(words)
             return
         options.update(field.name for field in dataclasses.fields(kind))
         with mistakes():
@@ -174,7 +177,7 @@ def _in_one_line(box: str) -> str:
 
 
 def weights(words: Sequence[str]) -> None:
-    """``implicit-attn weights``: the shipped models; ``weights path NAME``: the file of one."""
+    """implicit-attn weights [path NAME]: the trained models of the package, or the file of one."""
     if list(words[:1]) == ["path"] and len(words) == 2:
         with mistakes():
             print(weights_path(words[1]))
@@ -206,7 +209,7 @@ SIZES = ((8, 4, 64, 16), (8, 4, 1024, 64))  # batch, heads, tokens, features of 
 
 
 def info(words: Sequence[str]) -> None:
-    """Print all sections."""
+    """implicit-attn info: versions, devices, kernels, folders, for a report of an error."""
     if words:
         raise SystemExit(f"info takes no options, got {' '.join(words)!r}")
     for number, section in enumerate((versions, devices, kernels, folders, extras)):
