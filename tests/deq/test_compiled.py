@@ -324,6 +324,8 @@ def test_a_change_between_forward_and_backward() -> None:
     value = layer(given())
     layer.update.scale = 0.1
     with pytest.raises(RuntimeError, match="was changed between"):
+        torch.autograd.grad(value.sum(), layer.update.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="was changed between"):
         value.sum().backward()
 
 

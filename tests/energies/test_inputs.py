@@ -266,12 +266,16 @@ def by_pairs(energy: Any, kind: str, z: Tensor, memory: Tensor, terms: Any) -> f
     return total if kind == "bisoftmax" else -total
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @each_kind
-def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str) -> None:
+def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str, masked: bool) -> None:
     energy, (z, _, memory) = build(kind), paired_state()
     pairs, bias = pattern(kind, shape)
-    value = energy(z, given(kind, memory, pairs=pairs, pair_bias=bias))
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    mask[1, 2] = not masked
+    x = given(kind, memory, pairs=pairs, pair_bias=bias)
+    value = energy(z, x, mask=mask if masked else None)
     wide = (BATCH, PAIR_HEADS, TOKENS, keys_of(kind))
     own = {"one": (1, 1), "sample": (BATCH, 1), "head": (BATCH, PAIR_HEADS)}[shape]
     pairs, bias = (t.view(*own, *wide[2:]).expand(wide) for t in (pairs, bias))
@@ -279,7 +283,8 @@ def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str) -> 
 
         def terms(head: int, i: int, j: int, sample: int = sample) -> float | None:
             place = sample, head, i, j
-            return bias[place].item() if pairs[place] else None
+            counts = mask[sample, i] and ("cross" in kind or mask[sample, j])
+            return bias[place].item() if pairs[place] and counts else None
 
         expected = by_pairs(energy, kind, z[sample], memory[sample], terms)
         assert value[sample].item() == pytest.approx(expected, rel=1e-12)
