@@ -554,6 +554,14 @@ def test_padding_changes_nothing(per_site: bool) -> None:
         torch.testing.assert_close(padded.log_partition[row], alone.log_partition[0])
 
 
+def test_a_sample_of_masked_tokens_alone_disturbs_no_other() -> None:
+    layer, x = saddle("input")
+    mask = torch.tensor([[True] * 5, [False] * 5, [True] * 5])
+    found = layer(x, mask)
+    torch.testing.assert_close(found[::2], layer(x)[::2])
+    assert not found[1].any()
+
+
 @pytest.mark.parametrize("per_site", [True, False])
 def test_free_couplings_of_masked_tokens_are_not_there(per_site: bool) -> None:
     layer, x = saddle("free", per_site=per_site)
