@@ -1,5 +1,5 @@
 // The native engine: solves of fixed points and of linear systems, sample by sample, so that the vectors of one
-// stay in the cache. Called by solvers/native/turns.py and systems.py, which hold the same records.
+// stay in the cache. Called by solvers/native/__init__.py, which holds the same records.
 #include "systems.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

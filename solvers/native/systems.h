@@ -1,5 +1,5 @@
 // Linear systems A u = g, A = I - M or A itself, by cycles of GMRES or conjugate gradients, each sample for itself.
-// The same decisions in torch: solvers/krylov/loop.py; the methods: solvers/krylov/gmres.py and cg.py.
+// The same decisions in torch: solvers/linear.py; the methods: solvers/krylov.py.
 #pragma once
 #include "turns.h"
 
