@@ -34,6 +34,7 @@ Row = dict[str, Any]
 
 BASE = {"B": 8, "N": 64, "d": 64}
 SWEEPS = {"B": (1, 2, 4, 8, 16, 32), "N": (16, 32, 64, 128, 256, 512), "d": (16, 32, 64, 128, 256)}
+MEANINGS = {"B": "samples", "N": "tokens", "d": "features of a token"}
 HEADS = 4
 COLORS = {"bi-softmax layer": BLUE, "equilibrium block": ORANGE, "transformer layer": GREY}
 
@@ -117,7 +118,7 @@ def draw_curves(path: Path, rows: list[Row]) -> None:
             if column == 0:
                 axes.set_ylabel({"ms": "CPU ms", "evaluations": "evaluations\n(dotted: backward)"}
                                 .get(key, key))  # fmt: skip
-        panels[2][column].set_xlabel(f"{axis}")
+        panels[2][column].set_xlabel(f"{axis}, {MEANINGS[axis]}")
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path, dpi=90)

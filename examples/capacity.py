@@ -91,7 +91,8 @@ def capacity(
             for axes, key in zip(row, ("overlap", "exact"), strict=True):
                 draw_rule(axes, rows, key, f"C{color}")
         row[0].set(title=f"N = {size} spins: mean overlap with the pattern", ylabel="overlap")
-        row[1].set(title=f"N = {size} spins: share of exact retrievals", ylabel="share")
+        row[1].set(title=f"N = {size} spins: share of exact retrievals (dotted: half)")
+        row[1].set_ylabel("share")
         row[1].axhline(0.5, color="black", linewidth=0.6, linestyle=":")
         row[0].legend(fontsize=8, loc="lower left")
         for each in tables[name]:  # why the overlap of the pseudo-inverse rises again

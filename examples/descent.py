@@ -168,7 +168,7 @@ def descent(
     right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
     right.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
     right.grid(axis="x", alpha=0.3)
-    legend_below(figure, left, 6, fontsize=9)
+    legend_below(figure, left, 6, fontsize=9, handlelength=3.6)  # shows dashes of wide lines
     return {"methods": methods, "curves": curves}, figure
 
 

@@ -464,7 +464,7 @@ def draw(title: str, tables: dict[str, Table], picture: Any, sizes: tuple[int, i
         methods.plot(*points, "s--", label=f"{name}, each ring stops by itself", **look)
     methods.set_xlabel("evaluations at most; squares: mean, tolerances 0.1 to 1e-4")
     methods.set_title(f"equilibrium: ways of solving, {middle} positions")
-    methods.legend(fontsize=8, loc="lower right")
+    methods.legend(fontsize=8, loc="upper right")
     factors = {budget: budget / trained for budget in multiples(trained)}
     names = [f"{b}\n{f:.3g}x" if f >= 1 else f"{b}\n1/{1 / f:.3g}x" for b, f in factors.items()]
     for panel in (iterations, methods):
@@ -472,6 +472,7 @@ def draw(title: str, tables: dict[str, Table], picture: Any, sizes: tuple[int, i
         panel.set_xticks(list(factors), names)
         panel.axvline(trained, color="black", linestyle=":", linewidth=1)
         panel.set_ylim(-0.03, 1.03)
+    methods.set(ylim=(-0.03, 1.75), yticks=larger.get_yticks())  # the legend stands above
     for panel in axes[0]:
         panel.set_ylabel("rings solved")
 

@@ -83,7 +83,8 @@ def effective_rbm(
         axes.plot(t, exact, color="C0", linewidth=2.2, label="K(t), exact", zorder=0)
         low, high = min(exact), max(exact)
         margin = 0.15 * (high - low)
-        axes.set(title=f"{name} units", xlabel="field t", ylim=(low - margin, high + margin))
+        axes.set(title=f"{name} units", xlabel="field t", ylabel="K(t)")
+        axes.set_ylim(low - margin, high + margin)
     for axes in panels.flat[len(curves) :]:
         axes.set_axis_off()
     panels.flat[-1].legend(*panels.flat[0].get_legend_handles_labels(), fontsize=9, loc="center")

@@ -245,7 +245,7 @@ def local_learning(
             for rule, color in zip(RULES, ("C4", "C3", "C0"), strict=True):
                 line = columns(table, unit, key, rule=rule)
                 panel.plot(*line, color=color, label=rule, linewidth=1.8)
-            panel.set_xlabel(unit)
+            panel.set(xlabel=unit, ylabel=key.replace("_", " "))
         bound = floor(16, False) if table is digits else floor(LENGTH, True)
         panels[0].axhline(bound, color="C4", linestyle=":", label="lower bound")
         panels[0].set_title(f"{data}: mean free energy")

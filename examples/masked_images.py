@@ -119,7 +119,8 @@ def masked_images(
         with torch.no_grad():
             pixels = found[0][0](inputs, iterations=number)
         error = means(task.evaluate(found[0][0], iterations=number))["test_loss"]
-        rows[f"after {number}\nerror {error:.4f}"] = torch.where(inputs.isnan(), pixels, inputs)
+        name = f"{number} iteration{'s' if number > 1 else ''}\nerror {error:.4f}"
+        rows[name] = torch.where(inputs.isnan(), pixels, inputs)
     rows[f"{GAUSSIAN}\nerror {fillings[-1]['test_loss']:.4f}"] = fill(GAUSSIAN, train, inputs)
     figure = plt.figure(figsize=(14, 0.8 * len(rows) + 0.6))
     figure.suptitle(f"{task.data.name}: {task.most} of {task.patches} patches hidden")
@@ -134,6 +135,7 @@ def masked_images(
     sheet = torch.cat([torch.cat([*line], 2) for line in lines], 1)
     axes.imshow(sheet.permute(1, 2, 0).numpy(), interpolation="nearest")
     axes.set_yticks([k * (side + gap) + side / 2 for k in range(len(rows))], list(rows))
+    axes.set_title(f"model: {errors[0]['model']}")
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

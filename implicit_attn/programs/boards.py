@@ -100,6 +100,7 @@ def filling_figure(
     curve.grid(alpha=0.3)
     curve.legend(fontsize=8, loc="lower right")
     for axes, frame in zip(boards, frames, strict=True):
+        axes.set_anchor("S")  # leaves room for titles
         draw_frame(axes, puzzle, solution, frame)
     figure.savefig(path, dpi=DPI)
 

@@ -341,7 +341,7 @@ def _draw_eigenvalues(axes: Any, eigenvalues: Sequence[dict[str, Any]], residual
     imaginary = [row["imaginary"] for row in eigenvalues]
     radius = max((a * a + b * b) ** 0.5 for a, b in zip(real, imaginary, strict=True))
     samples = len({row["sample"] for row in eigenvalues})
-    title = f"Jacobian ({samples} samples, residual {residual:.0e}): spectral radius {radius:.2f}"
+    title = f"Jacobian ({samples} samples, residual {residual:.0e}):\nspectral radius {radius:.2f}"
     if any(imaginary):
         axes.scatter(real, imaginary, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
         around = np.linspace(0.0, 2 * np.pi, 200)

@@ -333,13 +333,14 @@ def _at(rows: Table, evaluations: int) -> dict[str, Any]:
 
 def _draw_curves(axes: Any, curves: Table, key: str, trained: int) -> None:
     methods = list(dict.fromkeys(row["method"] for row in curves))
-    factor, drawn = 100.0 if key == "accuracy" else 1.0, list[float]()
+    factor, drawn = 100.0 if key == "accuracy" else 1.0, dict[str, list[float]]()
     for number, (name, marker) in enumerate(zip(methods, "osv^DP*", strict=False)):
         rows = [row for row in curves if row["method"] == name and row.get(key) is not None]
         values = [factor * row[key] for row in rows]
         look: Any = {"marker": marker, "markersize": 4, "linewidth": 1.2, "color": f"C{number}"}
         axes.plot([row["evaluations"] for row in rows], values, label=name, **look)
-        drawn += values
+        if values:
+            drawn[name] = values
     axes.set_xlabel("iterations (evaluations) at test time")
     if not drawn:
         leave_empty(axes, f"no {key} is defined")
@@ -348,7 +349,11 @@ def _draw_curves(axes: Any, curves: Table, key: str, trained: int) -> None:
         label = f"1x, 2x, ... training ({trained})" if multiple == 1 else None
         axes.axvline(multiple * trained, color=GREY, linestyle=":", linewidth=1, label=label)
     if key == "accuracy":
-        show_best(axes, drawn)
+        show_best(axes, [value for values in drawn.values() for value in values])
+        low, _ = axes.get_ylim()
+        below = {name: max(values) for name, values in drawn.items() if max(values) < low}
+        text = "\n".join(f"{name}: at most {most:.1f} %" for name, most in below.items())
+        axes.text(0.97, 0.03, text, transform=axes.transAxes, ha="right", fontsize=8)
     elif key == "loss":
         axes.set_yscale("log")
 
@@ -368,9 +373,9 @@ def _draw_adaptive(axes: Any, found: Extrapolation) -> None:
         steps, accuracy = zip(*((r["evaluations"], 100 * r["accuracy"]) for r in rows), strict=True)
         axes.plot(steps, accuracy, label=label, color=color, marker=marker, markersize=4)
         drawn += accuracy
-    for row in found.adaptive[::3]:  # labels of all would overlap
-        place = (row["evaluations"], 100 * row["accuracy"])
-        text: Any = {"textcoords": "offset points", "xytext": (0, -13), "ha": "center"}
+    for number, row in enumerate(found.adaptive[::3]):  # labels of all would overlap
+        place, down = (row["evaluations"], 100 * row["accuracy"]), (-13, -24)[number % 2]
+        text: Any = {"textcoords": "offset points", "xytext": (0, down), "ha": "center"}
         axes.annotate(f"{row['rtol']:g}", place, fontsize=8, **text)
     label = f"training ({found.trained})"
     axes.axvline(found.trained, color=GREY, linestyle=":", linewidth=1, label=label)

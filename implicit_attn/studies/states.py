@@ -49,11 +49,11 @@ class Paths(Study):
     summary: Table
     samples: Table
     printed = ("summary",)
-    size = (12, 8.6)
 
     def draw(self, figure: Any) -> None:
         """A row of panels for each run: distances of the ends, and agreement of the predictions."""
         runs = list(dict.fromkeys(row["run"] for row in self.summary))
+        figure.set_size_inches(12, 0.4 + 4.3 * len(runs))
         axes = figure.subplots(len(runs), 2, squeeze=False)
         for panels, name in zip(axes, runs, strict=True):
             _draw_distances(panels[0], name, [row for row in self.samples if row["run"] == name])
@@ -156,7 +156,7 @@ def _draw_distances(axes: Any, name: str, samples: Table) -> None:
     )
     axes.set(ylabel="share of samples up to there, %", xscale="log")
     axes.set_xlim(min(1e-3, 0.5 * min(every)), max(10.0, 2 * max(every)))
-    axes.legend(frameon=False)
+    axes.legend(edgecolor="none", framealpha=1)  # no line runs through its words
 
 
 def _draw_agreement(axes: Any, name: str, summary: Table) -> None:
