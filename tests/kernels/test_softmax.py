@@ -158,8 +158,12 @@ def test_half_precision_is_accumulated_in_float32() -> None:
     query, key, g, _ = state(80, 90)
     exact = frozen_key_attention(query.requires_grad_(), key, 0.3, backend="reference")
     (pullback,) = torch.autograd.grad(exact[0], query, g)
-    rough = query.detach().bfloat16().requires_grad_()
-    mean, lse = frozen_key_attention(rough, key.bfloat16(), 0.3, backend="flash")
+    rough, narrow = query.detach().bfloat16().requires_grad_(), key.bfloat16()
+    try:
+        torch.nn.functional.scaled_dot_product_attention(rough, narrow, narrow)
+    except RuntimeError as error:  # AMX, which ATEN_CPU_CAPABILITY hides from a part of torch
+        pytest.skip(f"torch's own attention: {error}")
+    mean, lse = frozen_key_attention(rough, narrow, 0.3, backend="flash")
     assert mean.dtype == torch.bfloat16 and lse.dtype == torch.float32
     (ours,) = torch.autograd.grad(mean, rough, g.bfloat16())
     for found, expected in ((mean, exact[0]), (lse, exact[1]), (ours, pullback)):
