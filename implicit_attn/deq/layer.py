@@ -23,7 +23,6 @@ from implicit_attn.deq.problem import (
     flat,
     initial_state,
     prepare,
-    prepare_plainly,
     prepares,
     refuse_sharded_parts,
 )
@@ -34,7 +33,14 @@ from solvers.adjoints.kinds import read_adjoint
 from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_number
 from solvers.core.layout import Layout, check_mask
-from solvers.core.modes import constant_weights, eager, in_transform, read_once, refuse_export
+from solvers.core.modes import (
+    constant_weights,
+    eager,
+    in_transform,
+    read_anew,
+    read_once,
+    refuse_export,
+)
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.fixed_points import read_solver
@@ -184,8 +190,7 @@ class DEQ(nn.Module):
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-        programs = None if record or callback is not None else self.programs()
-        f, args, prepared = self._map(x, mask, dropped, seeds, programs)
+        f, args, prepared = self._map(x, mask, dropped, seeds)
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
@@ -215,9 +220,9 @@ class DEQ(nn.Module):
 
         An evaluation of the update (with its energy and the energy's gradient, where there is one) and a
         product with its Jacobian become one program each; what depends on weights and inputs alone is
-        computed once a solve. What the update prepares of its input, with its gradient, is another program,
-        unless it cannot be traced. The solve itself is the ordinary one, with any solver: every sample has
-        the value, status and counts that it has without, but for rounding.
+        computed once a solve; what the update prepares of its input is computed as without. The solve
+        itself is the ordinary one, with any solver: every sample has the value, status and counts that it
+        has without, but for rounding.
 
         The first solve of a kind makes its programs: of new shapes, dtypes or devices, masked or not,
         training or not. With Inductor this takes some seconds, and about one where its cache on disk knows
@@ -290,15 +295,11 @@ class DEQ(nn.Module):
         return f, args
 
     def _map(
-        self,
-        x: Any,
-        mask: Tensor | None,
-        dropped: SolveMasks | None,
-        seeds: Tensor | None,
-        programs: Programs | None = None,
+        self, x: Any, mask: Tensor | None, dropped: SolveMasks | None, seeds: Tensor | None
     ) -> tuple[Map, tuple[Any, ...], Any]:
         """``f`` and ``args`` of ``fixed_point(f, z0, args)``, and what the update has prepared of x."""
-        prepared = prepare(self.update, x, mask, seeds, programs, dropped, compact=self.compact)
+        prepared = prepare(self.update, x, mask, seeds, dropped)
+        read_anew()  # a user's own code may have changed a module
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)
@@ -406,7 +407,7 @@ class UnrolledLayer(nn.Module):
         dropped = SolveMasks.of(self.update)
         with _weights_once():
             seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-            prepared = prepare_plainly(self.update, x, mask, seeds, dropped)
+            prepared = prepare(self.update, x, mask, seeds, dropped)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
             check_batched(x, start)
             if not prepares(self.update):  # a module in ``prepare`` may draw: it is called once

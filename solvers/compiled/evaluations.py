@@ -6,7 +6,7 @@ state is computed once a solve, by the first of its programs. Batches come in a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,20 +73,11 @@ class Padding:
             for leaf in leaves_of(problem.args)
             if isinstance(leaf, Tensor)
         )
-        fixed = not problem.compact
-        kind = (problem.layout.shapes, shapes)
-        return cls.to_size(problem.programs, kind, batch, fixed, state.device)
-
-    @classmethod
-    def to_size(
-        cls, programs: Any, kind: Hashable, batch: int, fixed: bool, device: torch.device
-    ) -> Padding:
-        """The padding of a batch of samples of this ``kind``; none where it is ``fixed``."""
-        sizes = programs.sizes.setdefault(kind, [])
-        size = batch if fixed else program_size(batch, sizes)
+        sizes = problem.programs.sizes.setdefault((problem.layout.shapes, shapes), [])
+        size = program_size(batch, sizes) if problem.compact else batch
         if size == batch:
             return cls(batch, None)
-        return cls(batch, torch.arange(size, device=device).clamp_max(batch - 1))
+        return cls(batch, torch.arange(size, device=state.device).clamp_max(batch - 1))
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, ...) -> (size, ...), contiguous."""

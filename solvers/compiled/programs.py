@@ -24,7 +24,7 @@ from solvers.core.modes import constant_weights, found_once, parts_of, uncompile
 from solvers.core.telling import warn_user
 
 if TYPE_CHECKING:
-    from solvers.compiled.graphs import Bound, Run
+    from solvers.compiled.graphs import Bound, Run, Stages
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,6 @@ class Packed:
     tensors: list[Tensor]
     skeleton: Skeleton
     kind: Hashable
-
-    def record(self) -> Any:
-        return unpack(self.tensors, self.skeleton)
 
     def get(self, name: str) -> Tensor:
         """The tensor in the field ``name`` of the record."""
@@ -206,20 +203,6 @@ class UntraceableError(RuntimeError):
     """No program can be made of a map."""
 
 
-@dataclass(eq=False)
-class Program:
-    """A compiled function from tensors to tensors.
-
-    Attributes:
-        run: takes the tensors one by one, returns a sequence of them.
-        after: the skeleton of what the tensors returned are part of.
-    """
-
-    run: Callable[..., Sequence[Tensor]]
-    after: Skeleton
-    kind: Hashable = None  # of the record that is returned, once it has been seen
-
-
 class Programs:
     """The programs of one map, which reads the weights of ``module`` and its inputs.
 
@@ -251,11 +234,10 @@ class Programs:
         self.name = type(module).__name__
         self.backend, self.mode, self.options = backend, mode, options
         check_backend(backend, mode, options)
-        self.made: dict[Hashable, Program] = {}
-        self.staged: dict[Hashable, Any] = {}  # stages with their skeleton, and examples
+        self.made: dict[Hashable, tuple[Stages, Skeleton]] = {}
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
-        self.kinds: dict[Hashable, int] = {}  # numbers of what programs return, and of modules
+        self.kinds: dict[Hashable, int] = {}  # numbers of modules' states
         self.clone: nn.Module | None = None  # see :meth:`cloned`
 
     def weights(self) -> Weights:
@@ -275,30 +257,6 @@ class Programs:
                 "attribute: change it after backward()"
             )
 
-    def call(
-        self, function: Callable[..., Any], key: Hashable, parts: Sequence[Packed], weights: Weights
-    ) -> Packed:
-        """``function(*records)``, compiled; records go in and out packed.
-
-        Args:
-            function: of some records, to a record; it may read the module, whose weights are inputs.
-            key: what ``function`` depends on beside the records, for example its name.
-            parts: the records.
-            weights: those of the module, from :meth:`weights`.
-        """
-        inputs, which = _inputs(key, parts, weights)
-        program = self.made.get(which)
-        if program is None:
-            with self._making(weights):
-                graph, examples, after = self._traced(function, inputs, parts, weights)
-                program = Program(self._compiled(graph, examples), after)
-            self.made[which] = program
-        results = list(program.run(*inputs))
-        if program.kind is None:  # a number for what further programs depend on
-            kind = (program.after.key, look(results))
-            program.kind = self.kinds.setdefault(kind, len(self.kinds))
-        return Packed(results, program.after, program.kind)
-
     def stages(
         self,
         function: Callable[..., Any],
@@ -313,27 +271,15 @@ class Programs:
         tensors that ``wanted`` says of the record that ``function`` returns, whose skeleton comes, too.
         """
         inputs, which = _inputs(key, parts, weights)
-        found = self.staged.get(which)
+        found = self.made.get(which)
         if found is None:
             with self._making(weights):
                 graph, examples, after = self._traced(function, inputs, parts, weights)
                 varying = range(len(parts[0].tensors))
-                made = _graphs().made(graph, examples, varying, wanted, self._compiled)
-                found = made, after
-            self.staged[which] = found
+                stages = _graphs().made(graph, examples, varying, wanted, self._compiled)
+                found = stages, after
+            self.made[which] = found
         return found[0].at(inputs), found[1]
-
-    def example(
-        self, function: Callable[..., Any], key: Hashable, parts: Sequence[Packed], weights: Weights
-    ) -> Any:
-        """A record like ``function(*records)``, of tensors without data; found once."""
-        inputs, which = _inputs(("example", key), parts, weights)
-        if which not in self.staged:
-            with self._making(weights):
-                graph, _, after = self._traced(function, inputs, parts, weights)
-                outputs: Any = graph.graph.output_node().args[0]
-                self.staged[which] = unpack([node.meta["val"] for node in outputs], after)
-        return self.staged[which]
 
     def of(self, module: nn.Module) -> Programs:
         """The same options for another module."""
@@ -380,7 +326,7 @@ class Programs:
     def _making(self, weights: Weights) -> Iterator[None]:
         """Within, a program is made; what prevents it becomes an error of ours."""
         self.check_unchanged(weights)
-        number = len(self.made) + len(self.staged)
+        number = len(self.made)
         if number >= MOST:
             self._forget()
         _LOG.info("compiling program %d of %s", number + 1, self.name)
@@ -424,7 +370,6 @@ class Programs:
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""
         self.made.clear()
-        self.staged.clear()
         warn_user(
             f"{MOST} programs were compiled for {self.name} and are dropped: the shapes of its inputs "
             "differ from call to call (pad them), or a plain attribute of one of its modules does",
@@ -435,7 +380,7 @@ class Programs:
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code belongs to its process.
-        return vars(self) | {"made": {}, "staged": {}, "sizes": {}, "known": {}, "kinds": {}}
+        return vars(self) | {"made": {}, "sizes": {}, "known": {}, "kinds": {}}
 
 
 def _inputs(

@@ -74,11 +74,6 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
-def with_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Autocast to ``dtype``; None leaves everything as it is."""
-    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
-
-
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast off; free where it is off already."""
     off = autocast_dtype(device) is None

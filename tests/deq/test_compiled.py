@@ -61,7 +61,7 @@ def pair(f: Any, *, backend: str = "eager", **options: Any) -> tuple[Any, Any]:
 def programs(layer: DEQ) -> int:
     """How many there are."""
     assert layer._programs is not None
-    return len(layer._programs.made) + len(layer._programs.staged)
+    return len(layer._programs.made)
 
 
 def loss_of(value: Tensor) -> Tensor:
@@ -688,7 +688,7 @@ def test_what_changes_between_the_passes() -> None:
 
 
 def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the backward pass, while the loss lives; and without a collection of garbage."""
+    """After the backward pass, while the loss lives; and without a collection of garbage."""
     saved: dict[int, StorageWeakRef] = {}
     at = graphs.Stages.at
 
@@ -710,9 +710,8 @@ def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.disable()
     try:
         loss = layer(sample().requires_grad_()).sum()
-        assert alive() == 2  # what was prepared, and the cosine in its derivative
         loss.backward()
-        assert len(saved) > 2 and alive() <= 1
+        assert saved and alive() == 0
         assert loss.grad_fn is not None
         with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
