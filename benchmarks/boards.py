@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from sudoku_belief import decimated, pairs_of_rules, propagated
-from sudoku_graph import HEAD, fitted
-from sudoku_potts import LEARNED, SINGLES, Solve, compare, load_boards
+from sudoku_graph import HEAD, couplings_of, fitted
+from sudoku_potts import LEARNED, SINGLES, Solve, annealed, compare, load_boards, scaled
 
 import solvers
 from benchmarks.measure import table
@@ -42,7 +42,7 @@ from implicit_attn.data.sudoku import (
     unique_puzzles,
     units,
 )
-from implicit_attn.models import BoardSolver, SudokuPotts, load_model
+from implicit_attn.models import BoardSolver, load_model
 from implicit_attn.weights import weights_file
 
 
@@ -479,14 +479,13 @@ def sudoku(
     drawn = load_boards(train, test, GIVENS, "auto", seed)
     few = {name: (each[0][:boards], each[1][:boards]) for name, each in drawn.test.items()}
     head = fitted(HEAD, drawn.train, fit_steps, seed, 1e-4)
-    learned = SudokuPotts.from_model(head)
-    rules = pairs_of_rules()
+    learned, rules = scaled(couplings_of(head)), pairs_of_rules()
     slow: dict[str, Solve] = {
         "true graph: belief propagation": partial(propagated, rules),
         "true graph: with decimation": partial(decimated, rules),
     }
     logic = {SINGLES: solve_by_singles}
-    slow[f"{LEARNED}, annealed"] = lambda puzzles: learned.solve(puzzles).boards
+    slow[f"{LEARNED}, annealed"] = partial(annealed, learned)
     found = compare(drawn.test, logic | learned_methods(model))
     found += compare(few, slow)
     rows: dict[str, dict[str, Any]] = {}

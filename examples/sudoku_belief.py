@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from runner import Result, run
-from sudoku_graph import HEAD, fitted
-from sudoku_potts import MIXED, SINGLES, Solve, compare, draw_shares, load_boards
+from sudoku_graph import HEAD, couplings_of, fitted
+from sudoku_potts import MIXED, SINGLES, Solve, compare, draw_shares, load_boards, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.data import solve_by_singles
+from implicit_attn.data import solve_by_singles, sudoku_pairs
 from implicit_attn.data.sudoku import solved
 from implicit_attn.energies.spins import zero_sum
-from implicit_attn.models import SudokuPotts, sudoku_pairs
 from solvers import Solution, Tolerance, belief_propagation, decimate
 
 BETA = 4.0  # inverse temperature of learned couplings
@@ -93,7 +92,7 @@ def sudoku_belief(
     data = load_boards(train, boards, clues, source, seed)
     test = {number: each for number, each in data.test.items() if number != MIXED}
     model = fitted(HEAD, data.train, fit_steps, seed, 1e-4)
-    learned = strongest_pairs(SudokuPotts.from_model(model).couplings.detach())
+    learned = strongest_pairs(scaled(couplings_of(model)))
     J = learned.couplings
     forbidden = torch.where(J < FORBIDDEN, -torch.inf, torch.zeros_like(J))
     hard, rules = learned._replace(couplings=forbidden), pairs_of_rules()

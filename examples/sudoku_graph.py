@@ -15,15 +15,15 @@ import torch
 from runner import Result, Table, columns, run
 from torch import Tensor
 
-from implicit_attn.data import load_sudoku, resolve_source, solve_sudoku
-from implicit_attn.energies.spins import zero_sum
-from implicit_attn.models import (
-    FactoredAttention,
-    PottsModel,
-    fit_pseudolikelihood,
-    random_symmetries,
+from implicit_attn.data import (
+    SudokuSymmetries,
+    load_sudoku,
+    resolve_source,
+    solve_sudoku,
     sudoku_pairs,
 )
+from implicit_attn.energies.spins import zero_sum
+from implicit_attn.models import FactoredAttention, PottsModel, fit_pseudolikelihood
 
 HEAD, POTTS, COUNTING = "factored, softmax head", "Potts", "counting equal pairs"
 # Rows of the factored head, or None for the Potts model; learning rate; are fields learned? All digits
@@ -47,6 +47,11 @@ def solved_boards(number: int, source: str, seed: int) -> tuple[str, Tensor]:
     return "generated boards", torch.tensor(boards)
 
 
+def random_symmetries(boards: Tensor, generator: torch.Generator) -> Tensor:
+    """A random symmetry of each solved board, colours (B, 81) in 0 .. 8: ``augment`` of a fit."""
+    return SudokuSymmetries()(boards + 1, boards + 1, generator)[1] - 1
+
+
 def fitted(
     name: str, boards: Tensor, steps: int, seed: int, l2: float = 0.0, watch: Any = None, **options: Any
 ) -> FactoredAttention | PottsModel:  # fmt: skip
@@ -63,10 +68,15 @@ def fitted(
     return model
 
 
+def couplings_of(model: FactoredAttention | PottsModel) -> Tensor:
+    """(81, 81, 9, 9), in the gauge where every pair's rows and columns sum to zero."""
+    found = model.couplings.weight if isinstance(model, PottsModel) else model.couplings()
+    return zero_sum(found.detach())
+
+
 def strengths(model: FactoredAttention | PottsModel) -> Tensor:
     """Of every pair of cells, (81, 81)."""
-    found = model.couplings.weight if isinstance(model, PottsModel) else model.couplings()
-    return torch.linalg.matrix_norm(zero_sum(found.detach()))
+    return torch.linalg.matrix_norm(couplings_of(model))
 
 
 def precision_of(scores: Tensor) -> float:

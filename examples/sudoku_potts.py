@@ -10,17 +10,18 @@ are generated.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 from runner import Result, Table, columns, legend_below, run
-from sudoku_graph import HEAD, POTTS, fitted, solved_boards
+from sudoku_graph import HEAD, POTTS, couplings_of, fitted, solved_boards
 from torch import Tensor
+from torch.nn import functional as F
 
 from implicit_attn.data import sudoku
-from implicit_attn.models import SudokuPotts
 from implicit_attn.programs.boards import draw_board
 
 MIXED = "mixed"  # puzzles with the package's own distribution of clues
@@ -28,6 +29,89 @@ LEARNED, BARE = "learned, factored", "learned, factored, no penalty"
 RULES, SINGLES = "the rules", "naked and hidden singles"
 COLOURS = ("C0", "C3", "C2", "C1", "C4", "#7d4fa3", "black")
 Solve = Callable[[Tensor], Tensor]  # puzzles (B, 81) -> boards (B, 81)
+FIRST, LAST = 0.5, 8.0  # inverse temperatures of an annealing
+DAMPING = 0.3  # share of the new means in a step
+NOISE = 1e-3  # of the start, relative to 1/9: parts digits that no clue tells apart
+
+
+def rules() -> Tensor:
+    """Couplings (81, 81, 9, 9) of the rules, ``-(delta_ab - 1/9)`` in rows, columns and boxes."""
+    return sudoku.sudoku_pairs().float()[..., None, None] * (1 / 9 - torch.eye(9))
+
+
+def scaled(couplings: Tensor) -> Tensor:
+    """Couplings as strong as those of the rules: of the 810 strongest pairs the mean diagonal is -8/9.
+
+    Learned ones have no scale of their own. A cell is certain given the 80 others, so that the likelihood
+    of solved boards grows with them for ever.
+    """
+    rows, columns = torch.triu_indices(81, 81, 1)
+    blocks = couplings[rows, columns]
+    strongest = torch.linalg.matrix_norm(blocks).topk(810).indices
+    mean = blocks[strongest].diagonal(dim1=1, dim2=2).mean()
+    if not mean < 0:
+        raise ValueError(f"couplings must repel equal digits, got a mean diagonal of {mean:.3g}")
+    return couplings * (-8 / 9 / mean)
+
+
+class MeanField:
+    """Means (B, 81, 9) of puzzles (B, 81), those of the clues fixed; a solved board rests.
+
+    A step is ``m <- (1 - eta) m + eta softmax(beta J m)`` with eta = DAMPING.
+    """
+
+    def __init__(self, couplings: Tensor, puzzles: Tensor) -> None:
+        self.matrix = couplings.transpose(1, 2).reshape(729, 729)
+        noise = torch.randn(81, 9, generator=torch.Generator().manual_seed(0))
+        clues = F.one_hot(puzzles, 10)[..., 1:].float()
+        self.puzzles, self.known = puzzles, clues.any(2)  # clues, and cells that are fixed
+        self.means = torch.where(self.known.unsqueeze(2), clues, (NOISE * noise).softmax(-1))
+        self.going = torch.arange(len(puzzles))
+
+    def step(self, beta: float) -> None:
+        means, known = self.means[self.going], self.known[self.going].unsqueeze(2)
+        field = (means.flatten(1) @ self.matrix).view(means.shape)  # the matrix is symmetric
+        moved = means.lerp((beta * field).softmax(-1), DAMPING)
+        self.means[self.going] = torch.where(known, means, moved)
+
+    def finish(self) -> bool:
+        """Leave solved boards alone; whether all are."""
+        self.going = self.going[~sudoku.solved(self.means[self.going].argmax(2) + 1)]
+        return len(self.going) == 0
+
+    def fix_surest(self) -> None:
+        """Make the most certain cell that is not known one-hot, of each board that has one."""
+        rows = self.going = self.going[~self.known[self.going].all(1)]
+        cells = self.means[rows].amax(2).masked_fill(self.known[rows], -1.0).argmax(1)
+        self.means[rows, cells] = F.one_hot(self.means[rows, cells].argmax(1), 9).float()
+        self.known[rows, cells] = True
+
+    @property
+    def boards(self) -> Tensor:
+        """The most probable digits (B, 81)."""
+        return torch.where(self.puzzles == 0, self.means.argmax(2) + 1, self.puzzles)
+
+
+def annealed(couplings: Tensor, puzzles: Tensor, steps: int = 600) -> Tensor:
+    """Boards (B, 81) after at most so many steps, in which beta grows geometrically."""
+    field = MeanField(couplings, puzzles)
+    for step in range(steps):
+        field.step(FIRST * (LAST / FIRST) ** (step / max(steps - 1, 1)))
+        if step % 25 == 24 and field.finish():
+            break
+    return field.boards
+
+
+def decimated(couplings: Tensor, puzzles: Tensor, beta: float = 2.0, steps: int = 10) -> Tensor:
+    """Boards (B, 81): the surest unknown cell is fixed, the others take so many steps, and again."""
+    field = MeanField(couplings, puzzles)
+    for _ in range(10 * steps):
+        field.step(beta)
+    while not field.finish() and not field.known[field.going].all():
+        field.fix_surest()
+        for _ in range(steps):
+            field.step(beta)
+    return field.boards
 
 
 class Boards(NamedTuple):
@@ -95,19 +179,19 @@ def sudoku_potts(
     seed: int = 0,  # of the boards, the fits and the symmetries
 ) -> Result:
     data = load_boards(train, boards, clues, source, seed)
-    solvers, fits, held_out = {RULES: SudokuPotts.from_rules()}, Table(), data.test[MIXED][1]
+    couplings, fits, held_out = {RULES: rules()}, Table(), data.test[MIXED][1]
     recipes = ((LEARNED, HEAD, l2), (BARE, HEAD, 0.0), (f"learned, {POTTS}", POTTS, 0.0))
     for name, recipe, weight in recipes:
         model = fitted(recipe, data.train, steps, seed, weight)
-        solvers[name] = SudokuPotts.from_model(model)
+        couplings[name] = scaled(couplings_of(model))
         with torch.no_grad():  # nats a cell
             loss = model.pseudo_likelihood(held_out - 1).item()
         fits.append({"model": name, "l2": weight, "held_out": loss})
     ways: dict[str, Solve] = {}
     for name in (LEARNED, BARE, RULES, f"learned, {POTTS}"):
-        ways[f"{name}, annealed"] = lambda p, by=solvers[name]: by.solve(p, steps=anneal).boards
+        ways[f"{name}, annealed"] = partial(annealed, couplings[name], steps=anneal)
         if name == BARE:
-            ways[f"{LEARNED}, decimated"] = lambda p: solvers[LEARNED].decimate(p).boards
+            ways[f"{LEARNED}, decimated"] = partial(decimated, couplings[LEARNED])
     ways[SINGLES] = sudoku.solve_by_singles
     table = compare(data.test, ways)
     there = [number for number in sorted(set(clues)) if str(number) in data.test]

@@ -22,6 +22,7 @@ from implicit_attn.data.sudoku import reveal as reveal
 from implicit_attn.data.sudoku import reveal_up_to as reveal_up_to
 from implicit_attn.data.sudoku import solve_by_singles as solve_by_singles
 from implicit_attn.data.sudoku import solve_sudoku as solve_sudoku
+from implicit_attn.data.sudoku import sudoku_pairs as sudoku_pairs
 from implicit_attn.data.sudoku import unique_puzzles as unique_puzzles
 from implicit_attn.data.text import HELP as HELP
 from implicit_attn.data.text import TextData as TextData

@@ -33,16 +33,11 @@ from implicit_attn.models.memories import fit_patterns as fit_patterns
 from implicit_attn.models.official import build_official as build_official
 from implicit_attn.models.official import load_official as load_official
 from implicit_attn.models.official import to_official as to_official
-from implicit_attn.models.potts import BoardStatus as BoardStatus
 from implicit_attn.models.potts import ConditionalModel as ConditionalModel
 from implicit_attn.models.potts import FactoredAttention as FactoredAttention
 from implicit_attn.models.potts import PottsModel as PottsModel
 from implicit_attn.models.potts import PseudoLikelihoodFit as PseudoLikelihoodFit
-from implicit_attn.models.potts import SudokuAnswer as SudokuAnswer
-from implicit_attn.models.potts import SudokuPotts as SudokuPotts
 from implicit_attn.models.potts import fit_pseudolikelihood as fit_pseudolikelihood
-from implicit_attn.models.potts import random_symmetries as random_symmetries
-from implicit_attn.models.potts import sudoku_pairs as sudoku_pairs
 from implicit_attn.models.registry import BACKBONES as BACKBONES
 from implicit_attn.models.registry import build_backbone as build_backbone
 from implicit_attn.models.registry import build_model as build_model

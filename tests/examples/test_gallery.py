@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import math
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ import solvers
 from cases.spin_models import all_colours, samples_of
 from cases.spin_models import couplings as random_couplings
 from implicit_attn.cli import main
+from implicit_attn.data import solve_sudoku
 from implicit_attn.data.images import join_patches
+from implicit_attn.data.sudoku import solved
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import FactoredAttention, PottsModel
 
@@ -278,6 +281,24 @@ def test_local_gradients_are_those_of_autograd(elastic: bool, load: Load) -> Non
     total = z.shape[0] * z.shape[1] * energy.value(inputs[0], h, *inputs[1:])
     found = energy.by_state(z, h, *weights), *energy.by_weights(z, h, *weights)
     torch.testing.assert_close(found, torch.autograd.grad(total, inputs))
+
+
+@pytest.mark.parametrize("how", ["annealed", "decimated"])
+def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Load) -> None:
+    """Clues stand, those that contradict each other too; a board without any ends."""
+    sudoku, chooser = load("sudoku_potts"), random.Random(0)
+    boards = torch.tensor([solve_sudoku([0] * 81, 1, chooser)[0] for _ in range(24)])
+    head = load("sudoku_graph").fitted("factored, softmax head", boards, 30, 0, batch=32)
+    learned = load("sudoku_graph").couplings_of(head)
+    torch.testing.assert_close(sudoku.scaled(7 * learned), sudoku.scaled(learned))
+    hidden = torch.rand(6, 81, generator=seeded()).argsort(1) < 31
+    puzzles = torch.cat([boards[:6].masked_fill(hidden, 0), torch.zeros(2, 81, dtype=torch.long)])
+    puzzles[6, :2] = 5
+    for couplings in (sudoku.rules(), sudoku.scaled(learned)):
+        found = getattr(sudoku, how)(couplings, puzzles)
+        assert solved(found[:6]).all() and ((found == puzzles) | (puzzles == 0)).all()
+    with pytest.raises(ValueError, match="repel"):
+        sudoku.scaled(-learned)
 
 
 def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,8 @@
-"""Potts models and factored attention; Sudoku by their couplings; learned groups; the board solver."""
+"""Potts models and factored attention; learned groups; the board solver."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +14,16 @@ from torch import Tensor
 import solvers
 from cases.spin_models import all_colours, coupling_error, draw_exactly, samples_of
 from cases.spin_models import couplings as random_couplings
-from implicit_attn.data import solve_sudoku
-from implicit_attn.data.sudoku import CELLS, SudokuSymmetries, solved, unique_puzzles, units
+from implicit_attn.data import sudoku_pairs
+from implicit_attn.data.sudoku import SudokuSymmetries, unique_puzzles, units
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import (
     BoardSolver,
-    BoardStatus,
     BoardUpdate,
     FactoredAttention,
     PottsModel,
-    SudokuPotts,
     fit_pseudolikelihood,
     learn_groups,
-    random_symmetries,
-    sudoku_pairs,
 )
 from implicit_attn.models.boards import maximal_cliques, strong_pairs
 from implicit_attn.models.potts import ROWS
@@ -587,122 +582,6 @@ def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
         model.solve(one, stop="consistent", tolerance=solvers.Tolerance())
 
 
-# Sudoku as a Potts model: couplings, clues, statuses, learned graphs.
-
-
-def full_boards(number: int, seed: int = 0) -> Tensor:
-    chooser = random.Random(seed)
-    boards = [solve_sudoku([0] * CELLS, most=1, chooser=chooser)[0] for _ in range(number)]
-    return torch.tensor(boards)
-
-
-def puzzles(number: int, clues: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random clues of random boards; with few, there may be several solutions."""
-    solutions = full_boards(number, seed)
-    generator = torch.Generator().manual_seed(seed)
-    place = torch.rand(solutions.shape, generator=generator).argsort(1).argsort(1)
-    return torch.where(place < clues, solutions, 0), solutions
-
-
-@pytest.fixture(scope="module")
-def rules() -> SudokuPotts:
-    return SudokuPotts.from_rules()
-
-
-@pytest.fixture(scope="module")
-def learned() -> FactoredAttention:
-    """A softmax head fitted to twenty boards, without fields and without symmetries."""
-    model = FactoredAttention(81, 9, rows="softmax")
-    model.field.requires_grad_(False)
-    fit_pseudolikelihood(
-        model, full_boards(20) - 1, solver="adam", steps=150, rate=0.1, batch=32,
-        schedule="constant",
-    )  # fmt: skip
-    return model
-
-
-def test_symmetries_show_the_graph_in_a_few_steps() -> None:
-    model = FactoredAttention(81, 9, rows="softmax")
-    fit_pseudolikelihood(
-        model, full_boards(30) - 1, solver="adam", steps=15, rate=0.1, batch=128,
-        schedule="constant", augment=random_symmetries,
-    )  # fmt: skip
-    scores = torch.linalg.matrix_norm(model.couplings()).triu(1)
-    assert bool(sudoku_pairs().flatten()[scores.flatten().topk(810).indices].all())
-
-
-def test_couplings_are_scaled_to_those_of_the_rules(
-    rules: SudokuPotts, learned: FactoredAttention
-) -> None:
-    found, seven = SudokuPotts.from_model(learned), SudokuPotts(7 * learned.couplings())
-    torch.testing.assert_close(found.couplings, seven.couplings, atol=1e-5, rtol=1e-4)
-    on_graph = found.couplings[sudoku_pairs()].diagonal(dim1=1, dim2=2)
-    assert float(on_graph.mean()) == pytest.approx(-8 / 9, abs=1e-5)
-    torch.testing.assert_close(found.matrix, found.matrix.mT)
-    assert coupling_error(rules.couplings, -3 * pair_identity()) == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize("scale", [1e-38, 1e38])
-def test_the_scale_of_the_couplings_has_no_effect(learned: FactoredAttention, scale: float) -> None:
-    found = SudokuPotts(learned.couplings() / learned.couplings().abs().max() * scale)
-    torch.testing.assert_close(
-        found.couplings, SudokuPotts.from_model(learned).couplings, atol=1e-5, rtol=1e-4
-    )
-
-
-def pair_identity() -> Tensor:
-    return sudoku_pairs().float()[..., None, None] * torch.eye(9)
-
-
-@pytest.mark.parametrize("how", ["solve", "decimate"])
-def test_puzzles_with_many_clues_are_solved(
-    rules: SudokuPotts, learned: FactoredAttention, how: str
-) -> None:
-    asked, _ = puzzles(6, 50)
-    for model in (rules, SudokuPotts.from_model(learned)):
-        answer = getattr(model, how)(asked)
-        assert bool(answer.solved.all())
-        assert bool(solved(answer.boards).all())  # there may be several solutions
-        assert bool((answer.steps < 600).all())  # a finished board leaves
-
-
-@pytest.mark.parametrize(
-    ("how", "options"), [("solve", {"steps": 100}), ("decimate", {"steps": 2})]
-)
-def test_clues_stand_and_the_status_is_true(
-    rules: SudokuPotts, how: str, options: dict[str, Any]
-) -> None:
-    asked, _ = puzzles(5, 22)
-    asked = torch.cat([asked, torch.zeros(1, 81, dtype=torch.long), puzzles(1, 60)[0]])
-    asked[0, :2] = 5  # two clues that contradict each other
-    answer = getattr(rules, how)(asked, **options)
-    assert torch.equal(answer.boards[asked != 0], asked[asked != 0])
-    assert torch.equal(answer.solved, solved(answer.boards))
-    assert bool(answer.solved[-1]) and not bool(answer.solved[0])
-    undecided = (answer.probabilities.amax(2) < 0.5).any(1)
-    wanted = torch.where(undecided, int(BoardStatus.UNDECIDED), int(BoardStatus.BROKEN))
-    assert torch.equal(answer.status[~answer.solved], wanted[~answer.solved])
-    torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(7, 81))
-
-
-@pytest.mark.parametrize("how", ["solve", "decimate"])
-def test_probabilities_that_are_not_finite_are_told(how: str) -> None:
-    huge = SudokuPotts.from_rules()
-    huge.matrix.mul_(1e38)
-    asked = torch.cat([puzzles(1, 22)[0], full_boards(1)])
-    answer = getattr(huge, how)(asked)
-    assert answer.status.tolist() == [int(BoardStatus.NONFINITE), int(BoardStatus.SOLVED)]
-    assert not bool(answer.residual[0].isfinite()) and int(answer.steps[0]) < 600  # it left
-    assert torch.equal(answer.boards[0][asked[0] != 0], asked[0][asked[0] != 0])
-
-
-def test_a_puzzle_without_clues_is_decimated_to_the_end(rules: SudokuPotts) -> None:
-    answer = rules.decimate(torch.zeros(1, 81, dtype=torch.long), steps=1)
-    assert int(answer.steps) == 10 + 80  # the last cell is what the others leave
-    torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(1, 81))
-    assert torch.equal((answer.probabilities.amax(2) < 1).sum(1), torch.tensor([1]))
-
-
 # Mistakes, by what the error says.
 
 
@@ -711,10 +590,6 @@ BLANK = torch.zeros(1, 81, dtype=torch.int64)
 
 def fit(**options: Any) -> object:
     return fit_pseudolikelihood(PottsModel(4, 3), data(), **options)
-
-
-def fill(board: Any = BLANK, **options: Any) -> object:
-    return SudokuPotts.from_rules().solve(board, **options)
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
@@ -771,17 +646,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         lambda: BoardUpdate(LATIN, 9, 3)(BLANK, BLANK, mask=torch.ones(1, 9, dtype=torch.bool)),
         "mask must be None",
     ),
-    (lambda: SudokuPotts.from_model(torch.nn.Linear(2, 2)), "model"),  # type: ignore[arg-type]
-    (lambda: SudokuPotts(torch.zeros(81, 81, 9, 8)), "81, 81, 9, 9"),
-    (lambda: SudokuPotts(pair_identity().long()), "floating"),
-    (lambda: SudokuPotts(pair_identity()), "repel"),
-    (lambda: SudokuPotts(float("nan") * pair_identity()), "finite"),
-    (lambda: fill(BLANK[:, :80]), "B, 81"),
-    (lambda: fill(BLANK.float()), r"puzzles must be integers \(B, 81\), got torch.float32"),
-    (lambda: fill(BLANK + 10), "10"),
-    (lambda: fill(beta=(2.0, 1.0)), "beta"),
-    (lambda: fill(beta=0.5), "beta"),
-    (lambda: fill(damping=0.0), "damping"),
 ]  # fmt: skip
 
 
