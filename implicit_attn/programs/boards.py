@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,36 +20,20 @@ from implicit_attn.data import (
 )
 from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
-from implicit_attn.optional import require
 from implicit_attn.programs import (
     Job,
     Program,
     Values,
     choose_threads,
-    make_folder,
     mistakes,
     save_weights,
     take_recipe,
 )
 from implicit_attn.programs.images import SOLVES, BackboneProgram, take
-from implicit_attn.studies.study import (
-    BLUE,
-    DPI,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    format_table,
-    new_figure,
-)
-from implicit_attn.training import (
-    CarriedStates,
-    SudokuCompletion,
-    Training,
-)
+from implicit_attn.studies.study import BLUE, RED, format_table
+from implicit_attn.training import CarriedStates, SudokuCompletion, Training
 from implicit_attn.weights import weights_file
 
-COLOURS = (RED, ORANGE, BLUE, GREEN, GREY, "black")
 FAINTEST = 0.15  # of a digit that has hardly any probability more than the others
 
 
@@ -72,55 +54,6 @@ def frames_of(model: BoardSolver, puzzle: Tensor, at: Sequence[int]) -> list[Fra
             certainty, digits = logits[0].softmax(-1).max(-1)
             frames.append(Frame(number, digits + 1, certainty))
     return frames
-
-
-def filling_figure(
-    path: str | Path,
-    curves: dict[str, list[float]],
-    marks: Sequence[int],
-    trained: int,
-    puzzle: Tensor,
-    solution: Tensor,
-    frames: Sequence[Frame],
-) -> None:
-    """Solved boards (%) against iterations, a curve a number of givens, and one board (81,) filling in.
-
-    ``curves`` are shares after ``marks`` iterations, of which training had at most ``trained``.
-    """
-    figure = new_figure((4.6 + 2.9 * len(frames), 3.9), "Sudoku by a learned update, repeated")
-    curve, *boards = figure.subplots(1, 1 + len(frames), width_ratios=[1.5] + [1] * len(frames))
-    for color, (name, shares) in zip(COLOURS, curves.items(), strict=False):
-        values = [100 * share for share in shares]
-        curve.plot(marks, values, color=color, marker="o", markersize=4, label=f"{name} givens")
-    curve.axvline(trained, color="black", linewidth=0.8, linestyle=":")
-    curve.text(trained, 2, " most in training", fontsize=8)
-    curve.set_xscale("log", base=2)
-    curve.set_xticks(list(marks), [str(mark) for mark in marks])
-    curve.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
-    curve.grid(alpha=0.3)
-    curve.legend(fontsize=8, loc="lower right")
-    for axes, frame in zip(boards, frames, strict=True):
-        axes.set_anchor("S")  # leaves room for titles
-        draw_frame(axes, puzzle, solution, frame)
-    figure.savefig(path, dpi=DPI)
-
-
-def filling_animation(
-    path: str | Path, puzzle: Tensor, solution: Tensor, frames: Sequence[Frame]
-) -> None:
-    """The board, one picture a frame, as a GIF; the last one stays for two seconds."""
-    image = require("PIL.Image", extra="examples")
-    figure, pictures = new_figure((3.6, 4.0)), []
-    figure.set_dpi(80)
-    canvas = require("matplotlib.backends.backend_agg", extra="examples").FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for frame in frames:
-        axes.clear()
-        draw_frame(axes, puzzle, solution, frame)
-        canvas.draw()
-        pictures.append(image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
-    times = [170] * (len(pictures) - 1) + [2000]  # in milliseconds
-    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
 
 
 def draw_frame(axes: Any, puzzle: Tensor, solution: Tensor, frame: Frame) -> None:
@@ -166,7 +99,6 @@ CELLS, DIGITS = 81, 9
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table at the end
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # the iterations of training
 RTOL = 1e-3
-PICTURES = 100  # of an animation, at most
 PRESET: Values = {
     "features": 24, "width": 48, "epochs": 20, "batch": 36, "rate": 3e-3, "weight_decay": 1e-3,
 }  # fmt: skip
@@ -211,8 +143,6 @@ class SolveSudoku(Program):
     """file, or name of shipped weights: train these on; with their seed, which chooses the test puzzles"""
     weights: str | None = None
     """file, or name of shipped weights: only test them"""
-    figure: Path | None = None
-    """PNG of the solved shares and a board; .gif: its animation"""
     boards: int = 200
     """puzzles of each number of givens in the table"""
 
@@ -234,11 +164,6 @@ class SolveSudoku(Program):
             raise ValueError(f"givens must be LEAST <= MOST <= {CELLS - 1}, got {least} {most}")
         if self.window > self.iterations:
             raise ValueError(f"window must be <= iterations, got {self.window}")
-        if self.figure is not None:  # before an hour of training
-            if self.figure.suffix not in (".png", ".gif"):
-                raise ValueError(f"figure must end in .png or .gif, got {self.figure}")
-            require("matplotlib", extra="examples")
-            make_folder(self.figure.parent)
 
     def _puzzles(self) -> tuple[SudokuData, SudokuData]:
         """Without further givens, and with 0 to 17 more, as the program ``sudoku`` has them."""
@@ -301,10 +226,10 @@ def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveS
     print(f"\n{mixed.name}, {number} parameters, trained with up to {trained} iterations")
     print("boards solved, %: by naked and hidden singles (logic), after so many iterations, and")
     print(f"with as many as each takes to a residual of {RTOL:g}, at most {max(marks)}")
-    curves, table = {}, []
+    table = []
     for name, boards, answers in test_sets(few, mixed, options):
         singles = _share(_solved(solve_by_singles(boards.cpu()), boards.cpu(), answers.cpu()))
-        curves[name] = shares = solved_after(model, boards, answers, marks)
+        shares = solved_after(model, boards, answers, marks)
         *own, evaluations = solved_when_converged(model, boards, answers, max(marks))
         heads = ("singles", *map(str, marks), "adaptive", "converged")
         shown = zip(heads, (singles, *shares, *own), strict=True)
@@ -312,35 +237,6 @@ def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveS
         row |= {head: f"{100 * share:.1f}" for head, share in shown}
         table.append(row | {"evaluations": f"{evaluations:.0f}"})
     print(format_table(table))
-    if options.figure is not None:
-        with mistakes():
-            draw(model, options.figure, test_sets(few, mixed, options)[0], curves, marks)
-
-
-@torch.no_grad()
-def draw(
-    model: BoardSolver,
-    path: Path,
-    boards: tuple[str, Tensor, Tensor],
-    curves: dict[str, list[float]],
-    marks: list[int],
-) -> None:
-    """The figure or the animation, of the first of the boards that is solved, or else the first."""
-    _, puzzles, solutions = boards
-    ends = model(puzzles, iterations=max(marks)).argmax(-1) + 1
-    index = int(_solved(ends, puzzles, solutions).int().argmax())
-    puzzle, solution = puzzles[index], solutions[index]
-    every = frames_of(model, puzzle, range(1, max(marks) + 1))
-    digits = torch.stack([frame.digits for frame in every])
-    done = _solved(digits, puzzle.expand_as(digits), solution.expand_as(digits))
-    last = int(done.int().argmax()) + 1 if done.any() else len(every)
-    if path.suffix == ".gif":
-        rare = -(-last // PICTURES)
-        filling_animation(path, puzzle, solution, every[last - 1 :: -rare][::-1])
-        return
-    shown = sorted({max(1, round(share * last)) for share in (0.1, 0.4, 0.8, 1)})
-    frames = [every[number - 1] for number in shown]
-    filling_figure(path, curves, marks, model.iterations, puzzle, solution, frames)
 
 
 def test_sets(

@@ -219,6 +219,10 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         "--clues 50 --boards 3 --fit-steps 10 --train 20 --source generated",
         decimation_on_the_rules_solves_easy_boards,
     ),
+    "sudoku_solver": (
+        "--givens 34 30 --boards 3",
+        lambda t: column(t["solved"], "solved", givens=34)[-1] == 1,
+    ),
     "descent": ("--draws 2 --steps 60", steps_come_in_the_order_of_the_rates),
     "local_learning": ("--epochs 30 --passes 1 --steps 2 --inner 2", states_become_alike),
     "boltzmann_learning": (

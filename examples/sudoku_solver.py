@@ -1,0 +1,106 @@
+"""A learned update solves Sudoku boards: how many after so many iterations, and one board filling in.
+
+The weights come with the package. Puzzles are those of the list with 17 clues (Gordon Royle, CC BY 2.5) in
+$IMPLICIT_ATTN_DATA/sudoku, with further cells revealed; without the list they are generated.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.animation import FuncAnimation
+from runner import Result, Table, run
+from torch import Tensor
+
+from implicit_attn import load_pretrained
+from implicit_attn.data import board_counts, load_sudoku, resolve_source, reveal_up_to
+from implicit_attn.models import BoardSolver
+from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_after
+
+TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # the iterations of training
+SHARES = (0.1, 0.4, 0.8, 1.0)  # of the iterations that a board takes, at which it is drawn
+PICTURES = 100  # of an animation, at most
+
+
+def first_solved(
+    model: Any, puzzles: Tensor, solutions: Tensor, most: int
+) -> tuple[int, list[Frame]]:
+    """The first puzzle that is solved in the end, or else the first, at each of its iterations until then."""
+    ends = model(puzzles, iterations=most).argmax(-1) + 1
+    right, unknown = board_counts(ends, puzzles, solutions)
+    index = int((right == unknown).int().argmax())
+    frames = frames_of(model, puzzles[index], range(1, most + 1))
+    done = [bool((frame.digits == solutions[index]).all()) for frame in frames]
+    return index, frames[: done.index(True) + 1 if any(done) else None]
+
+
+def animate(path: Path, puzzle: Tensor, solution: Tensor, frames: list[Frame]) -> None:
+    """A GIF of the board; its last picture stays for two seconds."""
+    rare = -(-len(frames) // PICTURES)
+    shown = frames[::-rare][::-1] + frames[-1:] * 11
+    figure, axes = plt.subplots(figsize=(3.6, 4.0), dpi=80)
+
+    def draw(frame: Frame) -> list[Any]:
+        axes.clear()
+        draw_frame(axes, puzzle, solution, frame)
+        return []
+
+    FuncAnimation(figure, draw, shown, init_func=list).save(path, writer="pillow", fps=6)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def sudoku_solver(
+    weights: str = "sudoku-solver-easy",  # a board solver that comes with the package
+    givens: tuple[int, ...] = (17, 20, 25, 30, 34),  # numbers of givens
+    boards: int = 200,  # puzzles of each
+    seed: int = 0,  # of the puzzles
+    animation: Path | None = None,  # a file .gif, to which the board is drawn at every iteration
+) -> Result:
+    model = load_pretrained(weights)
+    if not isinstance(model, BoardSolver):
+        raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
+    source = resolve_source("auto")
+    counts = (9000, 1000) if source == "list" else (1, boards)  # of the list: held out in training
+    data = load_sudoku(*counts, source=source, more=0, seed=seed)
+    generator, table = torch.Generator().manual_seed(seed), Table()
+    marks = [max(1, round(times * model.iterations)) for times in TIMES]
+    sets = []
+    for number in sorted(set(givens)):
+        there = ((data.test_puzzles != 0).sum(1) <= number).nonzero()[:boards, 0]
+        if len(there):  # generated puzzles have more than 17
+            puzzles, solutions = data.test_puzzles[there], data.test_solutions[there]
+            sets.append((number, reveal_up_to(puzzles, solutions, number, generator), solutions))
+    for number, puzzles, solutions in sets:
+        shares = solved_after(model, puzzles, solutions, marks)
+        pairs = zip(marks, shares, strict=True)
+        table += [{"givens": number, "iterations": n, "solved": share} for n, share in pairs]
+    _, puzzles, solutions = sets[0]
+    index, frames = first_solved(model, puzzles, solutions, max(marks))
+    if animation is not None:
+        animate(animation, puzzles[index], solutions[index], frames)
+    shown = sorted({max(1, round(share * len(frames))) for share in SHARES})
+    figure, (curve, *axes) = plt.subplots(
+        1, 1 + len(shown), figsize=(4.6 + 2.9 * len(shown), 3.9),
+        width_ratios=[1.5] + [1] * len(shown),
+    )  # fmt: skip
+    figure.suptitle("Sudoku by a learned update, repeated")
+    for number, *_ in sets:
+        solved = [100 * row["solved"] for row in table if row["givens"] == number]
+        curve.plot(marks, solved, marker="o", markersize=4, label=f"{number} givens")
+    curve.axvline(model.iterations, color="black", linewidth=0.8, linestyle=":")
+    curve.text(model.iterations, 2, " most in training", fontsize=8)
+    curve.set_xscale("log", base=2)
+    curve.set_xticks(marks, [str(mark) for mark in marks])
+    curve.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
+    curve.grid(alpha=0.3)
+    curve.legend(fontsize=8, loc="lower right")
+    for panel, number in zip(axes, shown, strict=True):
+        panel.set_anchor("S")  # leaves room for titles
+        draw_frame(panel, puzzles[index], solutions[index], frames[number - 1])
+    return {"solved": table}, figure
+
+
+if __name__ == "__main__":
+    run(sudoku_solver)
