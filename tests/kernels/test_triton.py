@@ -68,16 +68,16 @@ LARGE = [
     Case(129, 64, batch=2, strided=True),
     Case(129, 8, batch=2, mask="rows", normalised=False, dtype=HALF),
     Case(129, 24, batch=2, mask="random", causal=True),
-    Case(130, 16, batch=3, mask="padding", options={"triangular": True}),
+    Case(130, 16, batch=3, mask="padding"),
     Case(130, 16, batch=2, mask="padding", causal=True, normalised=False, dtype=HALF),
     Case(256, 128, heads=1, dtype=HALF),
     Case(257, 64, heads=1, normalised=False),
-    Case(257, 24, batch=2, mask="random", options={"triangular": True}),
+    Case(257, 24, batch=2, mask="random"),
     Case(257, 128, heads=1, causal=True, normalised=False, strided=True),
-    Case(257, 64, heads=1, dtype=HALF, options={"triangular": True}),
+    Case(257, 64, heads=1, dtype=HALF),
     Case(1000, 8, heads=1),
     Case(1000, 64, heads=1, dtype=HALF, mask="random", normalised=False),
-    Case(140, 72, batch=2, mask="random", options={"triangular": True}),
+    Case(140, 72, batch=2, mask="random"),
 ]
 # Norms from tiny to where P is a permutation: one shift a head up to a peak of 150, then two
 # exponentials. What float32 can say about such scores is what the dense formula has in float32.
@@ -215,16 +215,6 @@ def test_without_cotangent_and_without_lse(case: Case) -> None:
     check(product(case, problem, None), expected, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "mask", [pytest.param("none", marks=slow), pytest.param("rows", marks=slow), "padding"]
-)
-def test_slices_add_to_what_they_wrote(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five blocks in two slices a head: a slot is written once and added to twice."""
-    monkeypatch.setattr(backend, "MOST_SLICES", 2)
-    monkeypatch.setattr(backend, "INTERPRETER", backend.Tiles(32, 32, 4, 1))
-    check_case(Case(131, 16, batch=2, heads=1, mask=mask, options={"triangular": True}))
-
-
 @pytest.mark.parametrize("tokens", [40, pytest.param(129, marks=slow)])
 def test_layouts(tokens: int) -> None:
     """Results are contiguous; a transposed last axis and an expanded batch are read right."""
@@ -243,13 +233,13 @@ def test_layouts(tokens: int) -> None:
 
 
 @pytest.mark.defect("A14")
-def test_the_triangle_reads_no_masked_cotangent() -> None:
-    """The lse's, with its mean tangents from half of the tiles."""
+def test_no_masked_cotangent_is_read() -> None:
+    """The lse's."""
     z = problem_of(Case(130, 16), DEVICE).z
     mask = torch.arange(130, device=DEVICE)[None] != 77
     a = torch.where(mask[:, None], 1.0, torch.nan).expand(1, 2, 130)
     found = [
-        backend.bisoftmax_hvp(z, z, 0.25, mask, False, 60.0, None, each, triangular=True)
+        backend.bisoftmax_hvp(z, z, 0.25, mask, False, 60.0, None, each)
         for each in (a, a.nan_to_num(3.0))
     ]
     assert torch.equal(*found) and not found[0].isnan().any()
@@ -288,8 +278,6 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"single_tile": True}, "single_tile holds at most 128 tokens, got 130"),
-    ({"triangular": True}, "triangular needs a limit"),
-    ({"triangular": True, "limit": 9.0, "causal": True}, "triangular needs a limit"),
 ])  # fmt: skip
 def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -493,7 +481,7 @@ def test_whole_graph_compilation(compiler: str, tokens: int) -> None:
 @pytest.mark.defect("E7")
 def test_tiles_fit_the_chip() -> None:
     """Data centre cards have tables of their own; consumer cards of two generations share one."""
-    for kernel in ("lse", "triangle", "gradient", "curvature", "causal", "mean"):
+    for kernel in ("lse", "gradient", "curvature", "causal", "mean"):
         chosen = {device: backend.tiles(kernel, 256, 2, device) for device in (86, 89, 90, 120)}
         assert chosen[86] == chosen[89] == chosen[120] != chosen[90]
         for device in (80, 86, 90, 100, 120):
@@ -502,28 +490,7 @@ def test_tiles_fit_the_chip() -> None:
                 # Its own rows of z and v, and the columns in flight.
                 held = 4 * width * (shape.rows + shape.columns * shape.stages)
                 assert held <= (100 if device in (86, 89, 120) else 163) * 1024 * 1.6
-    assert backend.tiles("tangents", 64, 2, 80) != backend.tiles("tangents", 64, 2, 90)
     assert backend.tiles("lse", 64, 2, 80) != backend.tiles("lse", 64, 2, 86)
-
-
-@pytest.mark.defect("E4")
-@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 16, 33, 64, 65, 100])
-def test_slices_have_about_equally_many_tiles(blocks: int) -> None:
-    """Of the triangle: block b has b + 1 tiles, and no slice many more than its share."""
-    triangle = importlib.import_module("implicit_attn.kernels.bi_softmax.triton_kernels")
-    count_of, block_of = triangle.owned_blocks.fn, triangle.owned_block.fn
-    for heads in (1, 32, 200):
-        slices = backend.slices_of(heads, blocks)
-        owned = [
-            [block_of(s, slices, blocks, step) for step in range(count_of(s, slices, blocks))]
-            for s in range(slices)
-        ]
-        assert sorted(block for mine in owned for block in mine) == list(range(blocks))
-        assert all(mine == sorted(mine, reverse=True) for mine in owned)
-        tiles = [sum(block + 1 for block in mine) for mine in owned]
-        # What one round is worth, at most, beyond what the others have.
-        assert max(tiles) - min(tiles) <= slices
-        assert max(tiles) <= max(blocks, -(-sum(tiles) // slices) + slices // 2 + 1)
 
 
 @pytest.mark.gpu
@@ -550,15 +517,14 @@ def test_automatic_choice_on_a_card(tokens: int, monkeypatch: pytest.MonkeyPatch
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "workers" / "triton_compile.py"
 SINGLE_TILE = {"small_gradient_kernel", "small_hvp_kernel"}
-HALVES = {"triangle_kernel", "triangle_lse_kernel", "triangle_mean_kernel"}
 ROWS = {"lse_kernel", "gradient_kernel", "mean_kernel", "curvature_kernel"}
 CAUSAL = {"causal_rows_kernel", "causal_columns_kernel"}
 # What is tried: everything on Hopper; elsewhere the kernels of what is hardest for the tables.
 KERNELS = {
-    80: SINGLE_TILE | HALVES | ROWS | CAUSAL,
-    90: SINGLE_TILE | HALVES | ROWS | CAUSAL,
-    100: SINGLE_TILE | HALVES | ROWS,
-    120: (SINGLE_TILE | HALVES | ROWS | CAUSAL) - {"small_hvp_kernel", "lse_kernel"},
+    80: SINGLE_TILE | ROWS | CAUSAL,
+    90: SINGLE_TILE | ROWS | CAUSAL,
+    100: SINGLE_TILE | ROWS,
+    120: (SINGLE_TILE | ROWS | CAUSAL) - {"small_hvp_kernel", "lse_kernel"},
 }
 # The lowest Triton that setup.cfg allows, where "make triton-floor" has put it.
 FLOOR = Path(sys.prefix) / "triton-floor"
@@ -602,12 +568,11 @@ def check_code(reports: list[dict[str, Any]], capability: int) -> None:
             continue
         # A kernel that cannot be lowered may come out empty, and without an error.
         assert counts["all"] > 100, report
-        multiplies = report["kernel"] not in ("triangle_lse_kernel", "triangle_mean_kernel")
-        assert (counts["tensor-core product"] > 0) == multiplies, report
+        assert counts["tensor-core product"] > 0, report
         # Where ptxas serialises the products of Hopper it waits before and after each of them.
         assert counts["wait between products"] <= counts["tensor-core product"], report
         assert counts["load of 2 bytes"] == 0, report
-        if report["width"] % 16 and report["tokens"] > 128 and multiplies:
+        if report["width"] % 16 and report["tokens"] > 128:
             assert counts["copy of 16 bytes"] > 0, report
         # Two stages would leave the loads of a loop uncovered.
         if capability == 90 and report["width"] == 64 and report["tokens"] == 2048:
@@ -628,4 +593,4 @@ def test_the_lowest_triton_allowed_compiles_on_hopper(tmp_path: Path) -> None:
     assert [name for name in installed if name.startswith(f"triton-{floor[1]}.")] == installed
     assert installed
     reports = compiled(90, tmp_path, "few", floor=True)
-    assert {report["kernel"] for report in reports} >= SINGLE_TILE | HALVES | ROWS
+    assert {report["kernel"] for report in reports} >= SINGLE_TILE | ROWS

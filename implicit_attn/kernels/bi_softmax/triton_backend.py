@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from implicit_attn.kernels.arguments import LARGEST_EXPONENT, within_exponent, zero_masked
+from implicit_attn.kernels.arguments import within_exponent, zero_masked
 from implicit_attn.kernels.bi_softmax import triton_kernels as kernels
 from implicit_attn.kernels.bi_softmax.triton_single_tile import (
     small_gradient_kernel,
@@ -35,9 +35,6 @@ OLDEST_TRITON = (3, 3)  # that compiles all kernels; setup.cfg says so, too
 INTERPRETED = bool(kernels.INTERPRETED)
 LOG2E = math.log2(math.e)
 _LARGEST_ROW_STRIDE = 1 << 23  # offsets inside a tile are of 32 bits
-_TRIANGULAR_FROM = 1024  # tokens from which half the tiles outweigh the second launch
-# Slots of partial sums a head, at most; and programs enough to fill a large card.
-MOST_SLICES, PROGRAMS = 32, 1024
 
 # --- what kernels are launched with -------------------------------------------------------------------
 
@@ -55,17 +52,13 @@ class Tiles:
 # The interpreter checks the arithmetic, with rows and columns that differ and several of both.
 INTERPRETER = Tiles(128, 64, 4, 1)
 
-# (kernel, bytes of a number) -> largest padded width: tiles, for Hopper. The triangle has square ones.
+# (kernel, bytes of a number) -> largest padded width: tiles, for Hopper.
 # Chosen by what ptxas reports for sm_90: no or little spilling, two programs or more on a
 # multiprocessor where that can be had. Float32 products are split in registers: their tiles are small.
 Table = dict[tuple[str, int], dict[int, Tiles]]
 _HOPPER: Table = {
     ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
     ("lse", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 2)},
-    ("triangle", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    ("tangents", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 64, 8, 1)},
-    ("tangents", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
     ("gradient", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
     ("gradient", 4): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 1), 256: Tiles(32, 32, 8, 1)},
     ("curvature", 2): {
@@ -78,14 +71,12 @@ _HOPPER: Table = {
 }  # fmt: skip
 # What differs on other cards with much memory on the chip: B200 and its kin, and A100.
 _BLACKWELL: Table = {
-    ("tangents", 2): {128: Tiles(64, 64, 8, 2)},
     ("curvature", 2): {128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     ("free curvature", 2): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
     ("causal", 2): {64: Tiles(64, 64, 4, 3)},
 }
 _AMPERE: Table = {
     ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
-    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
     ("gradient", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
     ("causal", 2): {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 32, 8, 2)},
     ("curvature", 2): {64: Tiles(64, 32, 4, 3), 128: Tiles(32, 32, 4, 2)},
@@ -93,7 +84,6 @@ _AMPERE: Table = {
 # For every kernel of several tiles on cards with as little as 99 KiB on the chip: the others before
 # Hopper, and the later consumer cards (capability 12).
 _LESS_ON_CHIP: Table = {
-    ("tangents", 2): {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
     ("single tile", 2): {256: Tiles(128, 128, 8, 1)},
     ("", 2): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
     ("", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
@@ -337,60 +327,6 @@ def curvature(
     _over_columns(kernels.curvature_kernel, name, given, v, tensors, **options)
 
 
-def slices_of(heads: int, blocks: int) -> int:
-    """Slices of a head: two blocks each at least, as the largest alone takes as long as such a pair."""
-    return min(_ceil(blocks, 2), MOST_SLICES, _ceil(PROGRAMS, heads))
-
-
-def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, int]:
-    """Slots of partial sums, their number a head, and the block."""
-    shape = given.tiles("triangle" if v is None else "tangents")
-    tangent, v = v is not None, given.z if v is None else v
-    slices = slices_of(given.heads, _ceil(given.tokens, shape.rows))
-    slots = torch.empty(
-        (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
-    )
-    read, unit, strides = given.read(v)
-    args = (*read, given.keep, given.extent, slots, *given.sizes(slices, unit), *strides)
-    options = {"UNIT": unit, "TANGENT": tangent, "BLOCK": shape.rows, **given.even(shape)}
-    launch(kernels.triangle_kernel, given.heads * slices, args, options | given.constants(shape))
-    return slots, slices, shape.rows
-
-
-def _from_halves(
-    kernel: Any,
-    given: LaunchArguments,
-    v: Tensor | None,
-    tensors: tuple[Tensor | None, ...],
-    *numbers: float,
-) -> None:
-    """Both phases of sums from half of the tiles; the ``kernel`` of the second has ``tensors`` of its own."""
-    slots, slices, block = _triangle(given, v)
-    blocks = _ceil(given.tokens, block)
-    sizes = (given.z.shape[1], given.tokens, blocks, slices)
-    args = (slots, given.keep, given.extent, *tensors, *sizes, *numbers)
-    options = {"BLOCK": block, "BOOST": given.boost, "num_warps": 4, "enable_fp_fusion": True}
-    launch(kernel, given.heads * blocks, args, options)
-
-
-def triangle_lse(given: LaunchArguments, lse: Tensor, reciprocals: Tensor) -> None:
-    """``L`` and ``exp(-L)`` from half of the tiles."""
-    _from_halves(kernels.triangle_lse_kernel, given, None, (lse, reciprocals))
-
-
-def triangle_mean(
-    given: LaunchArguments,
-    v: Tensor,
-    lse: Tensor,
-    cotangent: Tensor | None,
-    mean: Tensor,
-    reciprocals: Tensor,
-) -> None:
-    """``r`` and ``exp(-L)`` from half of the tiles."""
-    tensors = (lse, cotangent, mean, reciprocals)
-    _from_halves(kernels.triangle_mean_kernel, given, v, tensors, given.beta)
-
-
 # --- the backend --------------------------------------------------------------------------------------
 
 
@@ -435,18 +371,15 @@ def bisoftmax_forward(
     causal: bool = False,
     limit: float | None = None,
     *,
-    triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.bisoftmax`` for what ``supports`` takes, not empty; both results are contiguous.
 
-    ``triangular`` finds ``L`` from half of the tiles (None: where ``limit`` and the registers allow it,
-    from 1024 tokens), ``single_tile`` takes the kernel that holds a whole head of up to 128 tokens on
-    the chip (None: where its registers suffice); ValueError where they are not possible.
+    ``single_tile`` takes the kernel that holds a whole head of up to 128 tokens on the chip (None: where
+    its registers suffice); ValueError where it is not possible.
     """
     # A single token needs its peak: log exp S would have the rounding of 1.
     given = _arguments(z, beta, mask, causal, None if z.shape[2] == 1 else limit)
-    triangular = _wants_triangle(given, "triangle", triangular)
     out = _contiguous_like(z)
     lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
     with device_of(z):
@@ -458,7 +391,7 @@ def bisoftmax_forward(
         if causal:
             causal_gradient(given, lse, normaliser, out)
             return out, lse
-        (triangle_lse if triangular else row_lse)(given, lse, normaliser)
+        row_lse(given, lse, normaliser)
         gradient(given, normaliser, out)
     return out, lse
 
@@ -473,20 +406,15 @@ def bisoftmax_hvp(
     lse: Tensor | None = None,
     lse_cotangent: Tensor | None = None,
     *,
-    triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> Tensor:
     """``H V + beta (diag(a) P + P^T diag(a)) Z``, contiguous, for the cotangent ``a`` of the lse.
 
-    ``triangular`` finds the mean tangents from half of the tiles; only then ``lse`` is used, and found
-    first where it is None. Else as ``bisoftmax_forward``.
+    ``lse`` is not used: its pass also finds the mean tangents. Else as ``bisoftmax_forward``.
     """
-    given = _arguments(z, beta, mask, causal, limit)
-    triangular = _wants_triangle(given, "tangents", triangular)
-    out = _contiguous_like(z)
-    lse, cotangent = (
-        None if t is None else t.to(torch.float32).contiguous() for t in (lse, lse_cotangent)
-    )
+    given, out, cotangent = _arguments(z, beta, mask, causal, limit), _contiguous_like(z), None
+    if lse_cotangent is not None:
+        cotangent = lse_cotangent.to(torch.float32).contiguous()
     with device_of(z):
         v = readable(v)
         if _wants_single_tile(given, "hvp", single_tile):
@@ -495,13 +423,7 @@ def bisoftmax_hvp(
         given, v = _zero_masked(given), zero_masked(v, mask)
         mean = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
         normaliser = torch.empty_like(mean)
-        if triangular:
-            if lse is None:
-                lse = torch.empty_like(mean)
-                triangle_lse(given, lse, normaliser)
-            triangle_mean(given, v, lse, cotangent, mean, normaliser)
-        else:
-            row_mean(given, v, cotangent, mean, normaliser)
+        row_mean(given, v, cotangent, mean, normaliser)
         curvature(given, v, normaliser, mean, out)
     return out
 
@@ -536,18 +458,6 @@ def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | 
     if kernel == "gradient":
         return tokens <= 64 or (tokens <= LARGEST_SINGLE_TILE and width <= 128)
     return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
-
-
-def _wants_triangle(given: LaunchArguments, kernel: str, triangular: bool | None) -> bool:
-    """Whether sums are from half of the tiles, "triangle" or "tangents", which the registers must hold."""
-    if triangular and not given.by_reciprocals:
-        raise ValueError(
-            f"triangular needs a limit of at most {LARGEST_EXPONENT} and no causal mask"
-        )
-    if triangular is not None or not given.by_reciprocals or given.tokens < _TRIANGULAR_FROM:
-        return bool(triangular)
-    widest = {"triangle": 128, "tangents": 32}[kernel]
-    return given.z.element_size() == 2 or given.padded_width <= widest
 
 
 def _zero_masked(given: LaunchArguments) -> LaunchArguments:
