@@ -34,14 +34,7 @@ from sudoku_potts import LEARNED, SINGLES, Solve, annealed, compare, load_boards
 import solvers
 from benchmarks.measure import table
 from implicit_attn.data import load_sudoku, solve_by_singles
-from implicit_attn.data.sudoku import (
-    CELLS,
-    SIDE,
-    read_list,
-    sudoku_pairs,
-    unique_puzzles,
-    units,
-)
+from implicit_attn.data.sudoku import CELLS, SIDE, read_list, sudoku_pairs, unique_puzzles, units
 from implicit_attn.models import BoardSolver, load_model
 from implicit_attn.weights import weights_file
 

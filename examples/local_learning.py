@@ -236,10 +236,7 @@ def local_learning(
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.4), dpi=90)
     title = "Attention that learns by a local rule"
     figure.suptitle(f"{title}: free energy, spread of the states, what is learned")
-    rows = (
-        (digits, "epoch", "test_accuracy", "digits"),
-        (text_rows, "step", "loss", words.name),
-    )
+    rows = ((digits, "epoch", "test_accuracy", "digits"), (text_rows, "step", "loss", words.name))
     for panels, (table, unit, measure, data) in zip(axes, rows, strict=True):
         for panel, key in zip(panels, ("free_energy", "spread", measure), strict=True):
             for rule, color in zip(RULES, ("C4", "C3", "C0"), strict=True):

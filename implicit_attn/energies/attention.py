@@ -37,11 +37,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
     sum_squares,
 )
-from implicit_attn.kernels import (
-    bisoftmax,
-    check_backend,
-    frozen_key_attention,
-)
+from implicit_attn.kernels import bisoftmax, check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from implicit_attn.kernels.reference import Attended, attend, forces
 from implicit_attn.kernels.strips import recomputed
@@ -253,12 +249,7 @@ class ScoreAttention(HeadsEnergy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        score: str = "sigmoid",
-        **shared: Unpack[HeadOptions],
+        self, dim: int, heads: int, *, score: str = "sigmoid", **shared: Unpack[HeadOptions]
     ) -> None:
         super().__init__(dim, heads, **shared)
         self.score = require_choice("score", score, SCORES)

@@ -351,10 +351,7 @@ def check_exclude_self(
 
 
 def fit_pairs(
-    given: Pairs,
-    shape: tuple[int, int, int, int],
-    device: torch.device,
-    exclude_self: bool = False,
+    given: Pairs, shape: tuple[int, int, int, int], device: torch.device, exclude_self: bool = False
 ) -> Pairs | None:
     """The pairs of an input for (B, H, N, M), without those of a token and itself; None: all."""
     pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")

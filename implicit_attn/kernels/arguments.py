@@ -114,10 +114,7 @@ class Pairs(NamedTuple):
 
 
 def check_pairs(
-    pairs: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, int, int, int],
-    name: str = "bias",
+    pairs: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int], name: str = "bias"
 ) -> Pairs | None:
     """``pairs`` (bool) and ``bias`` (floating) of two to four dimensions as four each, or None.
 

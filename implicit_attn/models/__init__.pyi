@@ -1,8 +1,3 @@
-from implicit_attn.models.around import ImageClassifier as ImageClassifier
-from implicit_attn.models.around import MaskedCodes as MaskedCodes
-from implicit_attn.models.around import MaskedImageModel as MaskedImageModel
-from implicit_attn.models.around import SpinClassifier as SpinClassifier
-from implicit_attn.models.around import SudokuModel as SudokuModel
 from implicit_attn.models.attention import ATTENTION_FORMS as ATTENTION_FORMS
 from implicit_attn.models.attention import AttentionForm as AttentionForm
 from implicit_attn.models.attention import CausalAttention as CausalAttention
@@ -24,7 +19,11 @@ from implicit_attn.models.backbones import Trajectory as Trajectory
 from implicit_attn.models.boards import BoardSolution as BoardSolution
 from implicit_attn.models.boards import BoardSolver as BoardSolver
 from implicit_attn.models.boards import BoardUpdate as BoardUpdate
+from implicit_attn.models.boards import SudokuModel as SudokuModel
 from implicit_attn.models.boards import learn_groups as learn_groups
+from implicit_attn.models.images import ImageClassifier as ImageClassifier
+from implicit_attn.models.images import MaskedCodes as MaskedCodes
+from implicit_attn.models.images import MaskedImageModel as MaskedImageModel
 from implicit_attn.models.language import EquilibriumLanguageModel as EquilibriumLanguageModel
 from implicit_attn.models.language import LanguageModel as LanguageModel
 from implicit_attn.models.language import generate as generate
@@ -42,3 +41,4 @@ from implicit_attn.models.registry import BACKBONES as BACKBONES
 from implicit_attn.models.registry import build_backbone as build_backbone
 from implicit_attn.models.registry import build_model as build_model
 from implicit_attn.models.registry import load_model as load_model
+from implicit_attn.models.spins import SpinClassifier as SpinClassifier

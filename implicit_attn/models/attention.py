@@ -14,12 +14,7 @@ from torch.nn import functional as F
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import AttentionInput, Projection
 from implicit_attn.energies.heads import Beta, Temperatures, head_width
-from implicit_attn.energies.tokens import (
-    accumulation_dtype,
-    check_tokens,
-    hide,
-    visible_input,
-)
+from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide, visible_input
 from implicit_attn.kernels import covariance_product
 from implicit_attn.kernels.arguments import dense_for_transforms
 from implicit_attn.updates.update import QueryDescent

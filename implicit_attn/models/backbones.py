@@ -22,12 +22,7 @@ from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
-from solvers.core.checks import (
-    require_choice,
-    require_count,
-    require_flag,
-    require_positive,
-)
+from solvers.core.checks import require_choice, require_count, require_flag, require_positive
 
 BEYOND = ("extrapolate", "hold")
 

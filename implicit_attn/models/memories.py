@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies import Hopfield
 from implicit_attn.energies.tokens import accumulation_dtype, check_tensor
-from solvers.core.checks import (
-    require_count,
-    require_flag,
-    require_nonnegative,
-    require_positive,
-)
+from solvers.core.checks import require_count, require_flag, require_nonnegative, require_positive
 
 __all__ = ["BinaryMemory", "Fit", "fit_patterns"]
 

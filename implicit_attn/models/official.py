@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.models.around import ImageClassifier, MaskedCodes, SudokuModel
 from implicit_attn.models.backbones import HyperSET
+from implicit_attn.models.boards import SudokuModel
+from implicit_attn.models.images import ImageClassifier, MaskedCodes
 from implicit_attn.updates.hyperset import DESCENTS, PlainStepSizes
 from solvers.core.checks import require_choice, require_count, require_positive
 

@@ -13,13 +13,6 @@ from torch import nn
 from implicit_attn.block import DEQTransformer
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data.files import damaged
-from implicit_attn.models.around import (
-    ImageClassifier,
-    MaskedCodes,
-    MaskedImageModel,
-    SpinClassifier,
-    SudokuModel,
-)
 from implicit_attn.models.backbones import (
     CRATE,
     EnergyTransformer,
@@ -29,8 +22,10 @@ from implicit_attn.models.backbones import (
     SharedTransformer,
     SpinTransformer,
 )
-from implicit_attn.models.boards import BoardSolver
+from implicit_attn.models.boards import BoardSolver, SudokuModel
+from implicit_attn.models.images import ImageClassifier, MaskedCodes, MaskedImageModel
 from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
+from implicit_attn.models.spins import SpinClassifier
 from solvers.core.checks import require_choice
 
 MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file

@@ -18,19 +18,11 @@ import solvers
 from implicit_attn.checkpoint import read_progress, save_checkpoint
 from implicit_attn.data import ImageData
 from implicit_attn.optional import require
-from implicit_attn.training import (
-    NonFiniteLoss,
-    Recipe,
-    Training,
-    alone,
-    in_first,
-    start_processes,
-)
+from implicit_attn.training import NonFiniteLoss, Recipe, Training, alone, in_first, start_processes
 from implicit_attn.training.tasks import Task
 
-SMALL = (
-    1_000_000  # parameters up to which one thread is as fast as two, and not disturbed by others
-)
+# Parameters up to which one thread is as fast as two, and not disturbed by others.
+SMALL = 1_000_000
 INTERRUPTED = 130  # exit code of Ctrl-C, as in a shell
 # What a wrong argument, a wrong file or a missing package raises.
 MISTAKES = (ValueError, TypeError, OverflowError, ImportError, OSError)

@@ -11,14 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.data import (
-    Compose,
-    ImageData,
-    RandomAffine,
-    RandomCrop,
-    RandomFlip,
-    load,
-)
+from implicit_attn.data import Compose, ImageData, RandomAffine, RandomCrop, RandomFlip, load
 from implicit_attn.models import ImageClassifier, SpinClassifier, build_model
 from implicit_attn.models.registry import BACKBONES
 from implicit_attn.optional import require

@@ -88,11 +88,7 @@ class Extrapolation(Study):
 
 
 def extrapolation(
-    layer: Any,
-    x: Any = None,
-    targets: Tensor | None = None,
-    *,
-    factor: int = 4,
+    layer: Any, x: Any = None, targets: Tensor | None = None, *, factor: int = 4
 ) -> Extrapolation:
     """Accuracy, loss, residual and energy for 1 to ``factor`` times the iterations of training.
 

@@ -31,9 +31,7 @@ from implicit_attn.data import (
     load_digits,
     read_idx,
 )
-from implicit_attn.data import (
-    images as image_sets,
-)
+from implicit_attn.data import images as image_sets
 from implicit_attn.data.files import RemoteFile, cache_folder, fetch, find, search_folders
 from implicit_attn.data.images import (
     hidden_patches,

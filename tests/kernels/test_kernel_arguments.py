@@ -12,19 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from implicit_attn import DEQ
-from implicit_attn.energies import (
-    BiSoftmaxAttention,
-    Energy,
-    Quadratic,
-    SoftmaxAttention,
-)
-from implicit_attn.kernels import (
-    bisoftmax,
-    bisoftmax_hvp,
-    explain,
-    frozen_key_attention,
-    strips,
-)
+from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, SoftmaxAttention
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain, frozen_key_attention, strips
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
 from solvers import Implicit, Tolerance

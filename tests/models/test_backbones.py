@@ -38,7 +38,7 @@ from implicit_attn.models import (
     build_model,
     load_model,
 )
-from implicit_attn.models.around import PatchEmbedding, grid_positions, sinusoidal_positions
+from implicit_attn.models.images import PatchEmbedding, grid_positions, sinusoidal_positions
 from implicit_attn.studies.extrapolating import layers_of_depth, small_classifier
 from implicit_attn.updates import ConditionedStepSizes
 from solvers import Implicit, Tolerance

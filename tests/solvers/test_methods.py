@@ -36,13 +36,7 @@ from problems.collected import (
     sum_of_squares,
     wood,
 )
-from problems.zoo import (
-    ENERGY,
-    PROBLEMS,
-    SOLVABLE,
-    ZooProblem,
-    make,
-)
+from problems.zoo import ENERGY, PROBLEMS, SOLVABLE, ZooProblem, make
 from solvers import (
     LBFGS,
     Anderson,

@@ -16,15 +16,7 @@ from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
 from problems import residual_norms, rows
 from problems import torchdeq_counts as oracle
 from problems.zoo import make
-from solvers import (
-    Anderson,
-    Broyden,
-    GradientDescent,
-    Implicit,
-    Solver,
-    Status,
-    fixed_point,
-)
+from solvers import Anderson, Broyden, GradientDescent, Implicit, Solver, Status, fixed_point
 from solvers.torchdeq_bridge import OPTIONS, TorchDEQ, register
 
 NAMES = ["anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter"]

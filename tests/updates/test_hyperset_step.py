@@ -15,12 +15,7 @@ from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import HyperSET
 from implicit_attn.studies import HeldStep
 from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
-from implicit_attn.updates.hyperset import (
-    DESCENTS,
-    Descent,
-    build_step_sizes,
-    sinusoids,
-)
+from implicit_attn.updates.hyperset import DESCENTS, Descent, build_step_sizes, sinusoids
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
 EPSILON = 1e-6

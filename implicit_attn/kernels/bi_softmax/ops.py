@@ -134,12 +134,7 @@ def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
 
 
 def _forward(
-    z: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    causal: bool,
-    limit: float | None,
-    backend: str,
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Gradient (B, H, N, p) and lse (B, H, N), contiguous."""
     return _chosen(backend, z, mask).bisoftmax_forward(z, beta, mask, causal, limit)

@@ -436,11 +436,7 @@ def _contiguous_like(z: Tensor) -> Tensor:
 
 
 def _arguments(
-    z: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    causal: bool,
-    limit: float | None,
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None
 ) -> LaunchArguments:
     keep = None if mask is None else mask.contiguous().view(torch.uint8)
     return LaunchArguments(readable(z), float(beta), keep, None, causal, within_exponent(limit))

@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from cases.spin_models import (
-    RING,
-    TREE,
-    TWO_TREES,
-    dense,
-    enumerated,
-    fields,
-    generator,
-    pair_list,
-)
+from cases.spin_models import RING, TREE, TWO_TREES, dense, enumerated, fields, generator, pair_list
 from solvers import (
     Beliefs,
     Implicit,

@@ -1,29 +1,14 @@
-"""Models of images, boards and codes: tokens of an input, a backbone, and a readout of its states.
-
-Image classifiers (one of spins), images with hidden patches, Sudoku boards, codes of a grid of patches.
-"""
+"""Models of images around any backbone: classifiers, hidden patches filled in, codes of patches."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data.images import hidden_patches, join_patches, split_patches
-from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
-from implicit_attn.deq import DEQ
-from implicit_attn.updates import MeanFieldAttention, NormedMLP
 from implicit_attn.updates.hyperset import LONGEST_PERIOD
-from solvers.core.checks import (
-    require_choice,
-    require_count,
-    require_flag,
-    require_integers,
-    require_number,
-)
+from solvers.core.checks import require_choice, require_count, require_flag, require_integers
 
 STEMS = ("patch", "conv")
 
@@ -307,78 +292,6 @@ class MaskedImageModel(nn.Module):
         return f"image_shape={self.image_shape}, patch={self.patch}, positions={self.positions}"
 
 
-SCALE = 0.02  # standard deviation of the initial embeddings and positions
-STARTS = ("random", "units")
-CELL_POSITIONS = ("learned", "sincos")
-FINAL_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-
-
-class SudokuModel(nn.Module):
-    """The 81 cells of a Sudoku as tokens of a backbone; logits of the nine digits in every cell.
-
-    A token is the embedding of the digit, or of "unknown", plus a position.
-
-    Args:
-        backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
-        dropout: dropout rate of the tokens in training.
-        start: initial positions: "random", as published, draws each; "units" adds a random vector
-            of the row, one of the column and one of the box, so that cells which constrain each
-            other begin with similar positions.
-        positions: "learned", or "sincos", the constants of ``grid_positions``.
-        final_norm: before the readout, "layer" or, as in the official code, "rms".
-
-    Shapes: puzzles (B, 81) of integers, 0 = unknown, rows of the board one after another ->
-    logits (B, 81, 9) of the digits 1 .. 9.
-
-    Source: the Sudoku experiments of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
-    """
-
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        dropout: float = 0.0,
-        start: str = "random",
-        positions: str = "learned",
-        final_norm: str = "layer",
-    ) -> None:
-        super().__init__()
-        dim = token_width(backbone)
-        require_choice("start", start, STARTS)
-        require_choice("final_norm", final_norm, FINAL_NORMS)
-        self.digits = nn.Embedding(SIDE + 1, dim)
-        nn.init.normal_(self.digits.weight, std=SCALE)
-        if require_choice("positions", positions, CELL_POSITIONS) == "learned":
-            places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
-            self.position = nn.Parameter(SCALE * places)
-        elif start != "random":
-            raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
-        else:
-            self.register_buffer("position", grid_positions(SIDE, dim), persistent=False)
-        self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
-        self.backbone = backbone
-        self.norm, self.head = FINAL_NORMS[final_norm](dim), nn.Linear(dim, SIDE, bias=False)
-
-    def tokens(self, puzzles: Tensor) -> Tensor:
-        """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""
-        require_integers("puzzles", puzzles, (CELLS,), high=SIDE)
-        return self.dropout(self.digits(puzzles) + self.position)
-
-    def classify(self, z: Tensor) -> Tensor:
-        """A state (B, 81, d) -> logits (B, 81, 9)."""
-        return self.head(self.norm(z))
-
-    def forward(self, puzzles: Tensor, iterations: int | None = None) -> Tensor:
-        return self.classify(self.backbone(self.tokens(puzzles), iterations=iterations))
-
-
-def _units(dim: int) -> Tensor:
-    """(81, dim): vectors of rows, columns and boxes summed to variance 1 per cell."""
-    rows, columns, boxes = torch.tensor(PLACES).T
-    vectors = torch.randn(3, SIDE, dim) / 3**0.5
-    return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]
-
-
 class MaskedCodes(nn.Module):
     """The codes of a square grid of patches as tokens of a backbone; logits of the codes everywhere.
 
@@ -422,104 +335,3 @@ class MaskedCodes(nn.Module):
 
     def forward(self, codes: Tensor, iterations: int | None = None) -> Tensor:
         return self.classify(self.backbone(self.tokens(codes), iterations=iterations))
-
-
-IMAGE_SIZE, SITES = 28, 4  # pixels and sites along a side of the image
-
-
-class SpinStem(nn.Module):
-    """Images (B, C, 28, 28) -> fields of 4 x 4 sites (B, 16, dim), by four convolutions.
-
-    Max pooling commutes with normalisation and ReLU where the gain is positive. Done before them,
-    it leaves them a quarter of the values.
-    """
-
-    def __init__(self, channels: int, dim: int, widths: tuple[int, int, int]) -> None:
-        super().__init__()
-        first, second, third = widths
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, first, 3, padding=1, bias=False),
-            nn.MaxPool2d(2),
-            nn.BatchNorm2d(first),
-            nn.ReLU(),
-            nn.Conv2d(first, second, 3, padding=1, bias=False),
-            nn.MaxPool2d(2),
-            nn.BatchNorm2d(second),
-            nn.ReLU(),
-            nn.Conv2d(second, third, 3, padding=1, bias=False),
-            nn.BatchNorm2d(third),
-            nn.ReLU(),
-            nn.Conv2d(third, dim, 3, stride=2, padding=1),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.layers(images).flatten(2).mT
-
-
-class SpinClassifier(TokenClassifier):
-    r"""Mean-field response of 16 sites and a class-token site to an image, and a linear readout.
-
-    The sites respond to each other and to their fields x by mean-field attention ::
-
-        z_i = sum_j J_ij z_j - f(z_i) + x_i
-
-    with learned couplings J, symmetric and without self-coupling. Their spectral norm is bounded, so
-    that training keeps to couplings for which the solver converges. Site 0 is the class token. Its
-    field is learned and the same for all images: only J carries information on the image to it.
-
-    Args:
-        channels, classes: image channels, number of classes.
-        dim: components d of a site.
-        hidden: hidden units of the correction network f.
-        widths: channels of the stem's first three convolutions.
-        bound: bound on the spectral norm of J, or None.
-        layer: further arguments for :class:`DEQ`.
-
-    Shapes: images (B, C, 28, 28) -> logits (B, classes).
-
-    Source: Bal, "Deep Implicit Attention: A Mean-Field Theory Perspective on Attention Mechanisms"
-    (2021, https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/),
-    which reports about 99.1 % on MNIST for a model of the same size, 25,828 parameters. Only the size
-    is matched.
-    """
-
-    def __init__(
-        self,
-        channels: int = 1,
-        classes: int = 10,
-        *,
-        dim: int = 10,
-        hidden: int = 40,
-        widths: tuple[int, int, int] = (16, 24, 24),
-        bound: float | None = 0.9,
-        layer: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(channels, IMAGE_SIZE, "class")
-        if not isinstance(widths, (tuple, list)) or len(widths) != 3:
-            raise ValueError(f"widths must be three integers >= 1, got {widths!r}")
-        for index, width in enumerate(widths):
-            require_count(f"widths[{index}]", width)
-        self.stem = SpinStem(channels, require_count("dim", dim), widths)
-        self.position = nn.Parameter(0.1 * torch.randn(SITES * SITES, dim))
-        self.class_token = nn.Parameter(torch.randn(dim))
-        correction = NormedMLP(dim, hidden)
-        attention = MeanFieldAttention(1 + SITES * SITES, dim, correction=correction, bound=bound)
-        self.layer = DEQ(attention, **(layer or {}))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, require_count("classes", classes))
-
-    @property
-    def attention(self) -> MeanFieldAttention:
-        """The update of the layer."""
-        update = self.layer.update
-        assert isinstance(update, MeanFieldAttention)  # made in __init__
-        return update
-
-    def tokens(self, images: Tensor) -> Tensor:
-        """Images -> the fields x of the sites, (B, 17, d), the class token first."""
-        return self.with_class_token(
-            self.stem(check_images(images, self.image_shape)) + self.position
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.classify(self.layer(self.tokens(images)))
