@@ -74,7 +74,7 @@ def test_tables_of_a_solver_at_its_fixed_points(
 ) -> None:
     hard = tmp_path / "hard.npz"
     boards.hard(boards=2, rounds=0, out=hard)
-    boards.fixed_points(weights, hard, boards=2, answers=2, longest=8)
+    boards.fixed_points(weights, hard, boards=2, answers=2, longest=4)
     text = capsys.readouterr().out
     assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
     assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text
@@ -180,6 +180,7 @@ def test_the_programs_take_every_command_line(
         assert read(program, run.command[1:]).seed == run.seed
 
 
+@pytest.mark.slow
 def test_runs_are_made_once_and_failures_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -468,6 +468,7 @@ def test_jpeg_files(folder: Path) -> None:
         load_cifar10()
 
 
+@pytest.mark.slow
 def test_the_real_copy() -> None:
     """Its test images; reading the training images as well takes four times as long."""
     pytest.importorskip("PIL", reason="needs the extra [examples]")

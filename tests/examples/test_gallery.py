@@ -652,7 +652,14 @@ def blocks(page: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", BUILDER.notebooks(), ids=lambda path: path.stem)
+LONGEST = "convergence"  # it solves by every solver, for 20 seconds
+NOTEBOOKS = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem == LONGEST else [], id=path.stem)
+    for path in BUILDER.notebooks()
+]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
 def test_a_notebook_runs_and_its_page_is_of_its_code(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
