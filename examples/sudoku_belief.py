@@ -83,7 +83,7 @@ def decimated(pairs: Pairs, puzzles: Tensor) -> Tensor:
 
 def sudoku_belief(
     clues: tuple[int, ...] = (17, 25, 30, 36),  # numbers of clues
-    boards: int = 25,  # puzzles of each; fewer may have so few clues
+    boards: int = 25,  # puzzles for each number of clues; fewer where the list has not enough
     fit_steps: int = 300,  # of training
     train: int = 5000,  # solved boards to learn from
     source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found

@@ -42,8 +42,8 @@ def rules() -> Tensor:
 def scaled(couplings: Tensor) -> Tensor:
     """Couplings as strong as those of the rules: of the 810 strongest pairs the mean diagonal is -8/9.
 
-    Learned ones have no scale of their own. A cell is certain given the 80 others, so that the likelihood
-    of solved boards grows with them for ever.
+    The likelihood of solved boards, where a cell is certain given the 80 others, grows with the scale of the
+    couplings and has no maximum: the scale is set here.
     """
     rows, columns = torch.triu_indices(81, 81, 1)
     blocks = couplings[rows, columns]
@@ -55,7 +55,7 @@ def scaled(couplings: Tensor) -> Tensor:
 
 
 class MeanField:
-    """Means (B, 81, 9) of puzzles (B, 81), those of the clues fixed; a solved board rests.
+    """Means (B, 81, 9) of puzzles (B, 81), those of the clues fixed; solved boards are not updated any more.
 
     A step is ``m <- (1 - eta) m + eta softmax(beta J m)`` with eta = DAMPING.
     """
@@ -80,7 +80,7 @@ class MeanField:
         return len(self.going) == 0
 
     def fix_surest(self) -> None:
-        """Make the most certain cell that is not known one-hot, of each board that has one."""
+        """Make the most certain unknown cell one-hot; a board without one is not updated any more."""
         rows = self.going = self.going[~self.known[self.going].all(1)]
         cells = self.means[rows].amax(2).masked_fill(self.known[rows], -1.0).argmax(1)
         self.means[rows, cells] = F.one_hot(self.means[rows, cells].argmax(1), 9).float()
@@ -170,10 +170,10 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], ways: dict[str, Solve]) -> T
 
 def sudoku_potts(
     clues: tuple[int, ...] = (17, 25, 30, 36),  # numbers of clues
-    boards: int = 100,  # puzzles of each; fewer may have so few clues
+    boards: int = 100,  # puzzles for each number of clues; fewer where the list has not enough
     steps: int = 300,  # of training
     train: int = 5000,  # solved boards to learn from
-    l2: float = 1e-4,  # penalty of the factored head; it is fitted without one too, the Potts model only so
+    l2: float = 1e-4,  # penalty of the factored head; both models are fitted without one, too
     anneal: int = 600,  # steps of an annealing at most
     source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
     seed: int = 0,  # of the boards, the fits and the symmetries

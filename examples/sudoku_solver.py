@@ -1,4 +1,4 @@
-"""A learned update solves Sudoku boards: how many after so many iterations, and one board filling in.
+"""A learned update solves Sudoku: the share solved against iterations, and one board being filled in.
 
 The weights come with the package. Puzzles are those of the list with 17 clues (Gordon Royle, CC BY 2.5) in
 $IMPLICIT_ATTN_DATA/sudoku, with further cells revealed; without the list they are generated.
@@ -18,8 +18,8 @@ from implicit_attn.data import board_counts, load_sudoku, resolve_source, reveal
 from implicit_attn.models import BoardSolver
 from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_after
 
-TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # the iterations of training
-SHARES = (0.1, 0.4, 0.8, 1.0)  # of the iterations that a board takes, at which it is drawn
+TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # multiples of the iterations of training
+SHARES = (0.1, 0.4, 0.8, 1.0)  # of the iterations that the board takes, at which it is drawn
 PICTURES = 100  # of an animation, at most
 
 
@@ -37,8 +37,8 @@ def first_solved(
 
 def animate(path: Path, puzzle: Tensor, solution: Tensor, frames: list[Frame]) -> None:
     """A GIF of the board; its last picture stays for two seconds."""
-    rare = -(-len(frames) // PICTURES)
-    shown = frames[::-rare][::-1] + frames[-1:] * 11
+    stride = -(-len(frames) // PICTURES)
+    shown = frames[::-stride][::-1] + frames[-1:] * 11
     figure, axes = plt.subplots(figsize=(3.6, 4.0), dpi=80)
 
     def draw(frame: Frame) -> list[Any]:
@@ -72,6 +72,9 @@ def sudoku_solver(
         if len(there):  # generated puzzles have more than 17
             puzzles, solutions = data.test_puzzles[there], data.test_solutions[there]
             sets.append((number, reveal_up_to(puzzles, solutions, number, generator), solutions))
+    if not sets:
+        least = int((data.test_puzzles != 0).sum(1).min())
+        raise SystemExit(f"--givens must be at least {least} for these puzzles, got {max(givens)}")
     for number, puzzles, solutions in sets:
         shares = solved_after(model, puzzles, solutions, marks)
         pairs = zip(marks, shares, strict=True)

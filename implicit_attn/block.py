@@ -445,7 +445,6 @@ class DEQTransformer(EncoderLayer):
             if count == "prefix":
                 start = {"z0": self._by_prefix(given, mask, tolerance), "max_steps": 1}
             z = self.deq(given, mask, tolerance=tolerance, **start)
-            self.deq.evaluations_before = 0
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
             z = self.deq.unrolled(count, window=window)(given, mask)  # type: ignore[arg-type]
@@ -455,7 +454,6 @@ class DEQTransformer(EncoderLayer):
             # Its one evaluation is linearised, and measures the residual.
             self.deq.evaluations_before = count
             z = self.deq(given, mask, z0=start, max_steps=1, on_failure="ignore")
-            self.deq.evaluations_before = 0
         return self._like(src, self.dropout(z))
 
     def _by_prefix(

@@ -133,9 +133,9 @@ def fixed_point(
         (tensor([True, True]), tensor([0.4502, 1.1872]), tensor([0.8213, 0.6832]))
 
     ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``record``; ``jvp``
-    only with ``Unrolled()``. That needs ``solver=Forward(...)`` or ``Anderson(...)`` there, makes
-    ``max_steps`` evaluations for every sample, of which those that have converged stand still, and has no
-    energy safeguard.
+    only with ``Unrolled()``. Inside of these transforms ``Unrolled()`` needs ``solver=Forward(...)`` or
+    ``Anderson(...)``; it makes ``max_steps`` evaluations for every sample, samples that have converged
+    stand still, and there is no energy safeguard.
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
@@ -193,25 +193,25 @@ def _transformed(
                 "or solvers.Anderson(...), whose steps look at no numbers, and checkpoint=False; got "
                 f"solver={solver}, {adjoint}; or use Implicit(), Phantom() or OneStep()"
             )
-        # The loop itself, with the transform at work on its every operation; no energy judges its trials.
+        # The loop itself, every operation transformed; without the energy safeguard.
         problem = Problem.of(f, energy, z0, args, mask, compact)
         start, image = problem.layout.vector(z0), problem.masked_map
         plain = replace(problem, f=image, compiled=image, energy=None, compact=False)
-        limit = criterion(tolerance, start.dtype, problem.autocast)[0]
+        allowed = criterion(tolerance, start.dtype, problem.autocast)[0]
         most, states_at = options["max_steps"], options["states_at"]
         with without_autocast(start.device.type):
             first = plain.evaluate(start)
-            solution = Loop(plain, first, solver, limit, most, states_at=states_at).run()
+            solution = Loop(plain, first, solver, allowed, most, states_at=states_at).run()
         _as_trees(solution, problem.layout)
         return solution
     refuse_in_transform(adjoint, record=record)
     # The same call, made where the tensors are ordinary ones.
-    plain = partial(fixed_point, adjoint=None, **options)
-    return transformed_solution(plain, adjoint, tolerance, compact, f, energy, z0, args, mask)
+    outside = partial(fixed_point, adjoint=None, **options)
+    return transformed_solution(outside, adjoint, tolerance, compact, f, energy, z0, args, mask)
 
 
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
-    """One ordinary evaluation of each kind, which refuses what no solve can serve."""
+    """Before the first compiled solve of a kind: one uncompiled evaluation, which checks f and autocast."""
     programs = problem.programs
     key = (problem.static_key(), programs.weights().kind)
     if key not in programs.known:
@@ -235,7 +235,7 @@ def _check_options(
     solver: Solver, max_steps: int, f: object, energy: object, record: object, compact: object,
     callback: object, on_failure: str, states_at: Any,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The numbers of ``states_at``, checked like the rest."""
+    """Check the options; the numbers of ``states_at`` as a tuple."""
     require_callable("f", f)
     require_callable("energy", energy, optional=True)
     require_count("max_steps", max_steps)
@@ -315,9 +315,10 @@ class Solving:
         return solution
 
     def _in_engine(self, problem: Problem, first: Point, tolerance: Tolerance) -> Solution | None:
-        """Anderson's method and plain steps in float32 and float64 on a CPU; None: by the loop.
+        """A solve by the C++ engine where it can; None: by the loop in torch.
 
-        So it is with an energy, and where somebody looks at single evaluations or autograd records them.
+        The engine has Anderson's method and plain steps, in float32 and float64 on a CPU, for maps without
+        an energy whose single evaluations nobody looks at and autograd does not record.
         """
         watched = self.record or self.callback is not None or bool(self.states_at)
         if watched or problem.has_energy or not serves(first.z):

@@ -65,8 +65,8 @@ class DEQ(nn.Module):
         max_steps: maximal number of evaluations of f for each sample.
         adjoint: how gradients are computed, ``solvers.Implicit()`` by default, an adjoint, its class or its
             name (``"unrolled"``); None: no gradients.
-        init: the initial state: "input" (``update.initial(x)``, for most updates x), "zeros" (like x),
-            or a function ``x -> z0``.
+        init: the initial state: "input" (``update.start(x, prepared)``, for most updates x), "zeros" (like
+            x), or a function ``x -> z0``.
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where the update holds batched tensors.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
@@ -82,8 +82,8 @@ class DEQ(nn.Module):
 
         observer: None, or a function that is called with (x, mask, solution) after every solve.
 
-        evaluations_before: evaluations that a module around the layer has made of an initial state which
-            it hands over, a number or (B,), 0 by default; ``last`` counts them with those of the solve.
+        evaluations_before: evaluations already spent on the initial state of the next solve, by a module
+            around the layer; a number or (B,). ``last`` counts them; the solve sets them back to 0.
 
     Example:
         >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
@@ -184,6 +184,7 @@ class DEQ(nn.Module):
             TypeError, ValueError: for arguments that do not fit, naming the argument.
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
+        before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         refuse_sharded_parts(self.update)
@@ -194,15 +195,15 @@ class DEQ(nn.Module):
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
-        elif not prepares(self.update):  # a module in ``prepare`` may draw: it is called once
+        elif not prepares(self.update):  # modules in ``prepare``, called once, may draw
             refuse_drawing_modules(self.update, "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
         solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
-        if not in_transform():  # a transform's tensors are good only within it
-            spent = solution.evaluations + self.evaluations_before
+        if not in_transform():  # whose tensors must not be kept
+            spent = solution.evaluations + before
             self.last = replace(solution, value=None, evaluations=spent)
             self._seeds = seeds
         if self.observer is not None:
@@ -220,7 +221,7 @@ class DEQ(nn.Module):
 
         An evaluation of the update (with its energy and the energy's gradient, where there is one) and a
         product with its Jacobian become one program each; what depends on weights and inputs alone is
-        computed once a solve; what the update prepares of its input is computed as without. The solve
+        computed once a solve; what the update prepares of its input is computed uncompiled. The solve
         itself is the ordinary one, with any solver: every sample has the value, status and counts that it
         has without, but for rounding.
 
@@ -244,7 +245,7 @@ class DEQ(nn.Module):
             self._programs = Programs(self.update, backend=backend, mode=mode, options=options)
 
     def programs(self) -> Programs | None:
-        """Those of the update that the layer has now; None where it is not compiled."""
+        """The compiled programs of the current update; None where the layer is not compiled."""
         made = self._programs
         if made is not None and made.module is not self.update:
             made = self._programs = made.of(self.update)
@@ -332,7 +333,7 @@ class DEQ(nn.Module):
         fixed = UnrolledLayer(
             self.update, evaluations, init=self.init, damping=damping, window=window
         )
-        fixed.training = self.training  # of the update, which it shares, the modes are as they are
+        fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
 
 
@@ -410,13 +411,13 @@ class UnrolledLayer(nn.Module):
             prepared = prepare(self.update, x, mask, seeds, dropped)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
             check_batched(x, start)
-            if not prepares(self.update):  # a module in ``prepare`` may draw: it is called once
+            if not prepares(self.update):  # modules in ``prepare``, called once, may draw
                 refuse_drawing_modules(self.update, "the update")
             given, spec = flat(prepared)
             f, rest = Map(self.update, self, spec, dropped), (given, mask, seeds)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
-                with torch.no_grad(), _weights_once():  # anew: those around have a graph
+                with torch.no_grad(), _weights_once():  # computed again, without a graph
                     start = self._iterate(early, f, start, *rest)
             return self._iterate(self.evaluations - early, f, start, *rest)
 

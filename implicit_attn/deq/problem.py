@@ -27,7 +27,7 @@ from solvers.core.modes import found_once, in_transform, parts_of, read_anew
 
 
 def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:
-    """Check shapes, finiteness and, without autocast, the dtype: that of the parameters.
+    """Check the mask, shapes, finiteness and, unless autocast is on, the dtype: that of the parameters.
 
     Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
 
@@ -255,7 +255,7 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
 
 
 class Held:
-    """A map with the masked tokens held constant: their rows and columns of its Jacobian are zero."""
+    """A map in which masked tokens are constant: their rows and columns of the Jacobian are zero."""
 
     def __init__(self, function: Map) -> None:
         self.function = function

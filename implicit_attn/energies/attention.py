@@ -39,7 +39,7 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels import bisoftmax, check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
-from implicit_attn.kernels.reference import Attended, attend, forces
+from implicit_attn.kernels.reference import Attended, attend, query_key_gradients
 from implicit_attn.kernels.strips import recomputed
 from solvers.core.checks import require_choice
 from solvers.core.modes import without_autocast
@@ -101,10 +101,10 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         return HeadsContext(query=query, pairs=pairs)
 
     def potential(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[0]
+        return self.potential_and_gradient(y, given)[0]
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[1]
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_gradient(y, given)[1]
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, {self.described()}, {super().extra_repr()}"
@@ -153,26 +153,28 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.backend = check_backend(backend)
         self.exclude_self = check_exclude_self(exclude_self, backend)
 
-    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        limit = self.temperatures.largest  # |y_i| <= sqrt(p) after the norm
-        limit = None if self.norm is None or limit is None else limit * self.width
+    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
+        largest, limit = self.temperatures.largest, None
+        if self.norm is not None and largest is not None:
+            limit = (
+                largest * self.width
+            )  # |beta y_i.y_j| <= beta p, as |y_i| <= sqrt(p) after the norm
         pairs, bias = given.pairs or Pairs()
         options: dict[str, Any] = {"causal": self.causal, "limit": limit, "backend": self.backend}
         options |= {"mask": given.mask, "pairs": pairs, "bias": bias}
-        force, lse = bisoftmax(y, self.beta_like(y), **options)
-        return sum_samples(lse / self.beta_like(lse)), force
+        gradient, lse = bisoftmax(y, self.beta_like(y), **options)
+        return sum_samples(lse / self.beta_like(lse)), gradient
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
 
 
 class RowSoftmaxAttention(BiSoftmaxAttention):
-    """Softmax attention of a step in which each token descends its own term, the others held fixed.
+    """Softmax attention: a step in which each token descends its own term, the others held fixed.
 
-    Value and gradient are those of ``BiSoftmaxAttention``. Only
-    ``straight_gradient`` differs: its force is ``P Y``, the row term of ``(P + P^T) Y``, which is the
-    gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by ``y_i`` with the keys ``k = y`` constant.
-    Such a step descends no energy of all tokens.
+    Value and gradient are those of ``BiSoftmaxAttention``; only ``straight_gradient`` differs. It is made
+    of ``P Y``, the row term of ``(P + P^T) Y``: the gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by
+    ``y_i`` with the keys ``k = y`` constant. Such a step descends no joint energy of all tokens.
 
     Shapes and arguments as for ``BiSoftmaxAttention``, but for ``causal``, which must be False.
 
@@ -184,12 +186,12 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         if self.causal:
             raise ValueError("causal must be False for a RowSoftmaxAttention (pairs may be given)")
 
-    def straight_force(self, y: Tensor, given: Given) -> Tensor:
+    def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
         beta, mask = self.beta_like(y), given.mask
         if given.pairs is not None:
             pairs: dict[str, Any] = {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
-            force = frozen_key_attention(y, y, beta, mask=mask, **pairs)[0]
-            return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
+            mean = frozen_key_attention(y, y, beta, mask=mask, **pairs)[0]
+            return mean if mask is None else mean.masked_fill(~mask[:, None, :, None], 0.0)
         attends = token_pairs(mask, False, y.shape[2], y.device)
         if attends is not None:
             # A masked token attends to itself alone, a row of zeros, so that none is NaN.
@@ -200,7 +202,10 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
 
 
-DENSE_TOKENS, STRIP_ROWS = 256, 128  # of scores: up to so many tokens at once, else so many rows
+DENSE_TOKENS, STRIP_ROWS = (
+    256,
+    128,
+)  # up to so many tokens scores are dense, beyond in strips of rows
 
 
 class Score(NamedTuple):
@@ -240,8 +245,8 @@ class ScoreAttention(HeadsEnergy):
     Args:
         score: F, one of those names.
 
-    From ``DENSE_TOKENS`` tokens on scores are computed by strips of rows, and again for derivatives, so
-    that memory is linear in N.
+    Beyond ``DENSE_TOKENS`` tokens scores are computed in strips of rows, and again in the backward pass,
+    so that memory is linear in N.
 
     Source: the forms are those of the code of Hu, Zou, Xu, "Hyper-SET"
     (https://arxiv.org/abs/2502.11646, table 18 for the sigmoid), with the sign and the factors that
@@ -254,14 +259,14 @@ class ScoreAttention(HeadsEnergy):
         super().__init__(dim, heads, **shared)
         self.score = require_choice("score", score, SCORES)
 
-    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
         count, wide = y.shape[2], y.to(accumulation_dtype(y.dtype))
         rows = count if count <= DENSE_TOKENS else STRIP_ROWS
         with without_autocast(y.device.type):
             parts = recomputed(self._strip, count, rows, wide, self.beta_like(y), given.mask)
             values = torch.stack([value for value, _ in parts]).sum(0)
-            force = torch.cat([force for _, force in parts], 2)
-        return sum_samples(values / self.beta_like(values)), force.to(y.dtype)
+            gradient = torch.cat([each for _, each in parts], 2)
+        return sum_samples(values / self.beta_like(values)), gradient.to(y.dtype)
 
     def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Tensor | None) -> Pair:
         """The sum of F (B, H) over some rows of the scores, and their ``w(S) Y``."""
@@ -297,7 +302,7 @@ class LinearAttention(HeadsEnergy):
         super().__init__(dim, heads, **shared)
         self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
-    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
         mapped, beta = FEATURE_MAPS[self.feature_map](y), self.beta_like(y)
         phi = mapped.value
         if given.mask is not None:  # phi(0) may be another number than 0
@@ -378,7 +383,8 @@ class SoftmaxAttention(HasHeads, Energy):
         self.context_dim = options.context_dim or (dim if cross else None)
         rows, seen = heads * self.width, None if cross else self.context_dim
         self.query = Projection(dim, rows, options.bound)
-        self.key = Projection(self.context_dim or dim if cross else dim, rows, options.bound)
+        source = self.context_dim if cross and self.context_dim else dim
+        self.key = Projection(source, rows, options.bound)
         self.query_context = None if seen is None else Projection(seen, rows)
         self.key_context = None if seen is None else Projection(seen, rows)
         biased = options.bias or seen is not None
@@ -405,22 +411,22 @@ class SoftmaxAttention(HasHeads, Energy):
     def _within(
         self, query: Tensor, key: Tensor, context: HeadsContext, mask: Tensor | None
     ) -> tuple[Attended, Tensor, Tensor]:
-        """What attends to what among the tokens of the state, and the forces on both sides."""
+        """What attends to what among the tokens of the state, and the gradients by queries and keys."""
         order = token_pairs(mask, self.causal, query.shape[2], query.device)
         _, _, pairs = fit_keys(context.pairs, query, key, None, self.exclude_self)
         pairs = pairs.intersect(order)
         largest, limit = self.temperatures.largest, None
         if self.norm is not None and largest is not None:
-            limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
+            limit = 1.5 * largest * self.width  # |beta (q.k - |k|^2 / 2)| for |q|, |k| <= sqrt(p)
         options: dict[str, Any] = {"elastic": self._elastic, "pairs": pairs, "limit": limit}
         attended = attend(query, key, self.beta_like(query), **options)
-        return attended, *forces(query, key, attended, elastic=self._elastic)
+        return attended, *query_key_gradients(query, key, attended, elastic=self._elastic)
 
     def _across(
         self, own: Tensor, context: HeadsContext, mask: Tensor | None
     ) -> tuple[Attended, Tensor]:
-        """Likewise among keys that stay, without the weights; the force on the queries."""
-        assert context.key is not None  # made of the memory
+        """Among keys that stay: the log-sum-exps, without weights, and the gradient by the queries."""
+        assert context.key is not None  # set by ``read`` of a cross-attention
         query = own
         key, seen, (allowed, bias) = fit_keys(context.pairs, query, context.key, context.mask)
         if self._elastic:  # q.k - |k|^2 / 2, as a product of wider features
@@ -436,9 +442,9 @@ class SoftmaxAttention(HasHeads, Energy):
         if mask is not None:
             attends = mask[:, None] if attends is None else attends & mask[:, None]
         lse = lse if attends is None else lse.masked_fill(~attends, 0.0)
-        attended = Attended(mean[..., : self.width].to(own.dtype), lse, attends)
-        force = -attended.only(attended.weights)
-        return attended, force + attended.only(own) if self._elastic else force
+        attended = Attended(None, lse, attends)
+        gradient = -mean[..., : self.width].to(own.dtype)
+        return attended, attended.only(gradient + own if self._elastic else gradient)
 
     def sees(self, x: Any) -> bool:
         return self.cross or isinstance(x, AttentionInput) or self.query_context is not None

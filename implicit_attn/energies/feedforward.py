@@ -145,7 +145,7 @@ class ReLUFeedForward(MemoryEnergy):
         wide = active.to(accumulation_dtype(active.dtype))
         return -0.5 * gated(wide.square(), given).sum(-1)
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         return -gated(F.relu(y), given)
 
 
@@ -165,7 +165,7 @@ class GELUFeedForward(MemoryEnergy):
         integral = (wide.square() - 1.0) * below + wide * normal_density(wide)
         return -0.5 * gated(integral, given).sum(-1)
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         return -gated(F.gelu(y), given)
 
 
@@ -187,7 +187,7 @@ class SoftmaxFeedForward(MemoryEnergy):
     def token_value(self, y: Tensor, given: Given) -> Tensor:
         return -y.to(accumulation_dtype(y.dtype)).logsumexp(-1)
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         return -y.softmax(-1)
 
 
@@ -218,7 +218,7 @@ class GatedFeedForward(MemoryEnergy):
         phi = FEATURE_MAPS[self.activation](y).value
         return -0.5 * _total(phi, given).squeeze(-1).square()
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         phi, slope = FEATURE_MAPS[self.activation](y)
         assert slope is not None  # no map here is linear
         return -_total(phi, given).to(y.dtype) * gated(slope, given)

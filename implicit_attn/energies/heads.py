@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """What a function of features is given besides them.
+    """What a potential is given besides the features y.
 
     Attributes:
         mask: (B, N) bool, False at masked tokens.
@@ -57,13 +57,13 @@ class Given(NamedTuple):
 class ProjectedEnergy(Energy):
     """``E(z) = potential(y)`` of features ``y = norm(z W^T)``, with its gradient in closed form.
 
-    A subclass sets ``projection`` (or overrides ``weight``) and says what the potential is, by methods of
-    the features ``y``, (B, heads, N, p) or (B, ..., rows), and of what else is :class:`Given`::
+    A subclass sets ``projection`` (or overrides ``weight``) and defines ``by_features`` and one of the two
+    values below, of the features ``y``, (B, heads, N, p) or (B, ..., rows), and what is :class:`Given`::
 
         token_value(y, given)         of each token, (B, ...); masked tokens are left out of their sum
         potential(y, given)           in place of that, the value of each sample, (B,)
-        force(y, given)               the gradient of the potential by y, like y
-        potential_and_force(...)      both at once, where they share work
+        by_features(y, given)         the gradient of the potential by y, like y
+        potential_and_gradient(...)   both at once, where they share work
 
     What features see of the input comes from ``seen(x, mask, z)``. Features of masked tokens may be
     anything finite: the gradient is zero there all the same.
@@ -94,13 +94,13 @@ class ProjectedEnergy(Energy):
         raise NotImplementedError(f"{type(self).__name__} must define token_value or potential")
 
     @abstractmethod
-    def force(self, y: Tensor, given: Given) -> Tensor: ...
+    def by_features(self, y: Tensor, given: Given) -> Tensor: ...
 
     def potential(self, y: Tensor, given: Given) -> Tensor:
         return sum_samples(hide(self.token_value(y, given), given.mask))
 
-    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
-        return self.potential(y, given), self.force(y, given)
+    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
+        return self.potential(y, given), self.by_features(y, given)
 
     def features(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
@@ -119,12 +119,12 @@ class ProjectedEnergy(Energy):
         Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
         """
         at, given = self._at(z, x, mask, weight)
-        force = self.straight_force(at.unit, given)
-        return like_state(at.pull_back(force, straight=True), z, mask)
+        gradient = self.straight_by_features(at.unit, given)
+        return like_state(at.pull_back(gradient, straight=True), z, mask)
 
-    def straight_force(self, y: Tensor, given: Given) -> Tensor:
-        """The force of a :meth:`straight_gradient`."""
-        return self.force(y, given)
+    def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
+        """The gradient by y that a :meth:`straight_gradient` takes for that of the potential."""
+        return self.by_features(y, given)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         at, given = self._at(z, x, mask)
@@ -132,12 +132,12 @@ class ProjectedEnergy(Energy):
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at, given = self._at(z, x, mask)
-        value, force = self.potential_and_force(at.unit, given)
-        return value, like_state(at.pull_back(force), z, mask)
+        value, gradient = self.potential_and_gradient(at.unit, given)
+        return value, like_state(at.pull_back(gradient), z, mask)
 
     def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         at, given = self._at(z, x, mask)
-        return like_state(at.pull_back(self.force(at.unit, given)), z, mask)
+        return like_state(at.pull_back(self.by_features(at.unit, given)), z, mask)
 
     def _at(
         self, z: Tensor, x: Any, mask: Tensor | None, weight: Tensor | None = None
@@ -239,7 +239,7 @@ class HasHeads(nn.Module):
         return options
 
     def sees(self, x: Any) -> bool:
-        """Whether anything comes from such an input."""
+        """Whether such an input is used at all."""
         return True
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
@@ -253,7 +253,7 @@ class HasHeads(nn.Module):
         return Prepared(self.read(x, mask)) if self.sees(x) else None
 
     def context_of(self, x: Any, z: Tensor, mask: Tensor | None) -> HeadsContext:
-        """That of an input or of what was prepared of it, checked against the state (B, N, d)."""
+        """What was prepared of the input ``x``, or is now, checked against the state (B, N, d)."""
         prepared = self.prepare(x, mask=mask)
         return check_held(prepared.parts if prepared else HeadsContext(), z, type(self).__name__)
 

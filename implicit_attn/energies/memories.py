@@ -149,7 +149,7 @@ class Hopfield(PatternEnergy):
     def token_value(self, y: Tensor, given: Given) -> Tensor:
         return (y.to(accumulation_dtype(y.dtype)) * self.beta).logsumexp(-1) / -self.beta
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         return -(y * self.beta).softmax(-1)
 
     def log_partition(self, cooling: int = 1) -> Tensor:
@@ -261,7 +261,7 @@ class DenseAssociative(PatternEnergy):
         powers = (wide - self.shift).exp() if isinstance(self.power, str) else wide.pow(self.power)
         return -powers.sum(-1)
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         if isinstance(self.power, str):
             return -(y - self.shift).exp()
         return -self.power * y.pow(self.power - 1)
@@ -597,7 +597,7 @@ class EffectiveRBM(PatternEnergy):
     def token_value(self, y: Tensor, given: Given) -> Tensor:
         return -self.prior.token_value(self._fields(y)).sum(-1)
 
-    def force(self, y: Tensor, given: Given) -> Tensor:
+    def by_features(self, y: Tensor, given: Given) -> Tensor:
         return -self.prior.activation(self._fields(y)).flatten(-2).to(y.dtype)
 
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -335,11 +335,11 @@ class Features(NamedTuple):
         unit, radius = (raw, None) if norm is None else norm.normalise(raw)
         return cls(unit, radius, weight, heads)
 
-    def pull_back(self, force: Tensor, *, straight: bool = False) -> Tensor:
+    def pull_back(self, gradient: Tensor, *, straight: bool = False) -> Tensor:
         """A gradient by the features as one by the state; ``straight``: without the norm's derivative."""
         if self.radius is not None and not straight:
-            force = RMSNorm.jacobian_product(self.unit, self.radius, force)
-        return (force if self.heads is None else merge_heads(force)) @ self.weight
+            gradient = RMSNorm.jacobian_product(self.unit, self.radius, gradient)
+        return (gradient if self.heads is None else merge_heads(gradient)) @ self.weight
 
 
 def like_state(gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:

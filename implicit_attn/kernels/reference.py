@@ -1,6 +1,6 @@
 """Attention in dense tensor operations: the definition that the other backends must match.
 
-*Softmax attention* of queries among keys: weights, free energy and forces. With scores
+*Softmax attention* of queries among keys: weights, free energy and its gradients. With scores
 ``S = beta Q K^T + bias``, for the elastic form ``beta (Q K^T - |k_j|^2 / 2) + bias``, rows
 ``L_i = log sum_j exp S_ij`` over the allowed pairs and ``P_ij = exp(S_ij - L_i)`` the Helmholtz free energy
 is ``F = -beta^-1 sum_i L_i``, plus ``1/2 |q_i|^2`` of each query that has a key in the elastic form, which
@@ -11,7 +11,7 @@ completes ``-beta^-1 log sum_j exp(-beta |q_i - k_j|^2 / 2 + bias_ij)``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,9 +68,9 @@ def softmax_over_pairs(
 
 
 class Attended(NamedTuple):
-    """Weights P (B, H, N, M) and L (B, H, N), float32 or wider, and which queries have a key."""
+    """Weights P (B, H, N, M) where they are formed, L (B, H, N), and which queries have a key."""
 
-    weights: Tensor
+    weights: Any
     lse: Tensor
     attends: Tensor | None  # (B or 1, H or 1, N) bool; None: all
 
@@ -107,7 +107,7 @@ def attend(
     return Attended(*softmax_over_pairs(scores, pairs, within_exponent(limit)))
 
 
-def forces(
+def query_key_gradients(
     query: Tensor, key: Tensor, attended: Attended, *, elastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``dF/dQ = -P K`` and ``dF/dK = -P^T Q``; elastic ``Q - P K`` and ``diag(1^T P) K - P^T Q``."""

@@ -27,9 +27,9 @@ from solvers.core.checks import (
 )
 from solvers.methods.steps import Forward
 
-RATE, BATCH, L2 = 0.1, 128, 1e-4
+RATE, BATCH, L2 = 0.1, 128, 1e-4  # of :func:`learn_groups`
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques
-# So many pairs of free cells, at most, are expected to have different colours in all boards by chance.
+# Pairs of unrelated cells, at most, that are expected to differ in all boards by chance.
 CHANCE_PAIRS = 0.01
 # Smallest gap between strong and weak couplings, as a share of the weakest strong one.
 SMALLEST_GAP = 1 / 3
@@ -45,7 +45,7 @@ def learn_groups(
     widest gap. The stronger pairs are the edges of a graph, and its maximal cliques are the groups.
     For Sudoku these are the 27 rows, columns and boxes.
 
-    In few boards cells that are free to agree differ everywhere by chance: less than 0.01 such pairs are
+    With few boards two unrelated cells may differ in every board by chance: less than 0.01 such pairs are
     expected from ``log(50 N (N - 1)) / log(q / (q - 1))`` boards on, 108 for Sudoku. Fewer are refused.
     What was learned is checked: the gap is clear, and a group has each colour at most once in a board.
 
@@ -206,7 +206,7 @@ class BoardUpdate(Update):
         self.cells, self.colours = require_count("cells", cells), require_count("colours", colours)
         self.features = require_count("features", features)
         self.width = require_count("width", width)
-        if width == MARKS:
+        if width == MARKS:  # by the last dimension :meth:`forward` tells marks from embedded ones
             raise ValueError(f"width must not be {MARKS}, the number of marks, got {width}")
         # Not in the state dict: the groups are arguments, as the sizes are.
         self.register_buffer("members", _incidence(groups, self.cells), persistent=False)
@@ -221,15 +221,15 @@ class BoardUpdate(Update):
         """The embedded marks e (B, N, q, M)."""
         return self.embedding(x)
 
-    context = (
-        prepare  # ``training.compile_step`` finds repeated layers by ``context`` and ``advance``
-    )
+    # ``training.compile_step`` compiles ``advance`` of modules that have ``context`` and ``advance``.
+    context = prepare
 
     def initial(self, x: Tensor) -> Tensor:
         """Zeros (B, N, q, m)."""
         return x.new_zeros(*x.shape[:-1], self.features)
 
     def start(self, x: Tensor, prepared: Tensor) -> Tensor:
+        """Zeros like the embedded marks, in whose dtype autocast computes."""
         return self.initial(prepared)
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
@@ -298,8 +298,8 @@ class BoardSolver(nn.Module):
     """Fills in boards by repeating a :class:`BoardUpdate`; logits of the colours of every cell.
 
     In training the last ``window`` iterations have gradients and logits of their own. With random
-    numbers of iterations (``Recipe(iterations=(window, iterations))``) no iteration is the last one:
-    what is found must stay.
+    numbers of iterations (``Recipe(iterations=(window, iterations))``) the model cannot know which one is
+    the last, so that what is found must stay.
 
     Args:
         groups: cells of each group, as :func:`learn_groups` finds them.
@@ -307,8 +307,8 @@ class BoardSolver(nn.Module):
         iterations: of the update in training, at most; a call may ask for any other number.
         window: iterations with gradients; None: all.
         layer: options of the ``DEQ`` for :meth:`solve`. By default plain iteration, for which the map is
-            trained, to a relative residual of 1e-3 in at most eight times the iterations. Solved states
-            of the shipped ``sudoku-solver-easy`` move by more: ``stop="consistent"`` tells them.
+            trained, to a relative residual of 1e-3 in at most eight times the iterations. States of the
+            shipped ``sudoku-solver-easy`` move by more even when solved: use ``stop="consistent"``.
 
     Shapes: puzzles (B, N) of integers in 0 .. q, 0 = unknown -> logits (B, N, q) of the colours
     1 .. q. In training (window, B, N, q), after each of the last iterations.
@@ -345,7 +345,7 @@ class BoardSolver(nn.Module):
     def forward(
         self, puzzles: Tensor, iterations: int | None = None, state: Tensor | None = None
     ) -> Any:
-        """Logits after ``iterations`` of the update, in training at least ``window``; see above.
+        """Logits after ``iterations`` of the update; in training after each of the last ``window``.
 
         With a ``state`` (C, N, q, m), C <= B, the last C boards go on from it, the others begin at zero,
         and the answer is a pair: the logits, and the states (B, N, q, m) at the end without gradient.
@@ -354,18 +354,18 @@ class BoardSolver(nn.Module):
         window = self.window if self.training else 0
         if count < window:
             raise ValueError(f"iterations must be >= the window, {window}, got {iterations}")
-        prepared, last = self._begin(puzzles)
+        prepared, z = self._begin(puzzles)
         if state is not None:
-            last = torch.cat([last[: len(last) - len(state)], state])
+            z = torch.cat([z[: len(z) - len(state)], state])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.training):
             for _ in range(count - window):
-                last = self.update.advance(last, prepared)
+                z = self.update.advance(z, prepared)
         kept = []
         for _ in range(window):
-            last = self.update.advance(last, prepared)
-            kept.append(self.classify(last))
-        logits = torch.stack(kept) if self.training else self.classify(last)
-        return logits if state is None else (logits, last.detach())
+            z = self.update.advance(z, prepared)
+            kept.append(self.classify(z))
+        logits = torch.stack(kept) if self.training else self.classify(z)
+        return logits if state is None else (logits, z.detach())
 
     def trajectory(self, puzzles: Tensor, iterations: int) -> Iterator[Tensor]:
         """Logits (B, N, q) after each of so many iterations, one after the other."""
@@ -447,17 +447,17 @@ class BoardSolver(nn.Module):
     def _solve_consistent(self, puzzles: Tensor, max_steps: int | None = None) -> Solution:
         most = self.layer.max_steps if max_steps is None else require_count("max_steps", max_steps)
         prepared, state = self._begin(puzzles)
-        last, marks = state.clone(), prepared
+        last, embedded = state.clone(), prepared
         unsolved = torch.arange(len(puzzles)).to(puzzles.device)  # numbers of the boards
         steps = torch.full_like(unsolved, most)
         status = torch.full_like(unsolved, int(Status.MAX_STEPS))
         for step in range(1, most + 1):
-            state = self.update.advance(state, marks)
+            state = self.update.advance(state, embedded)
             done = self._digits(self.classify(state), puzzles[unsolved])[1]
             if step == most or bool(done.any()):
                 last[unsolved], steps[unsolved[done]] = state, step
                 status[unsolved[done]] = int(Status.CONVERGED)
-                unsolved, state, marks = unsolved[~done], state[~done], marks[~done]
+                unsolved, state, embedded = unsolved[~done], state[~done], embedded[~done]
             if len(unsolved) == 0:
                 break
         after = self.update.advance(last, prepared)

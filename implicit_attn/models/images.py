@@ -67,7 +67,7 @@ def count_patches(image_size: int, patch: int) -> int:
 
 
 def check_images(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """``images`` themselves, if they are (B, channels, image_size, image_size)."""
+    """``images`` as they are, if they have the shape (B, *shape); else ValueError."""
     if images.dim() != 4 or tuple(images.shape[1:]) != shape:
         expected = ", ".join(map(str, shape))
         raise ValueError(f"images must have shape (B, {expected}), got {tuple(images.shape)}")
@@ -146,7 +146,7 @@ class ImageClassifier(TokenClassifier):
     """Patch tokens of an image through a backbone, then a linear readout.
 
     Args:
-        backbone: module with ``dim``, ``iterations`` and ``forward(tokens, *, iterations)``.
+        backbone: module with ``dim`` and ``forward(tokens, *, iterations)``.
         image_size: height = width of an image, a multiple of ``patch``.
         channels, classes: image channels, number of classes.
         patch: height = width of a patch in pixels. ("Patch 8" of the Hyper-SET paper on CIFAR-10
@@ -203,7 +203,7 @@ class ImageClassifier(TokenClassifier):
         """Images -> the backbone's input, (B, N, d)."""
         patches = self.embed(check_images(images, self.image_shape))
         x = self.with_class_token(self.embedding_norm(patches))
-        # Some loaders convert weights to half precision and leave what is no weight as it is.
+        # A buffer, which loaders that convert parameters alone leave in its dtype.
         return x + self.position.to(self.norm.weight.dtype)
 
     def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
@@ -222,9 +222,8 @@ class MaskedImageModel(nn.Module):
     a hidden patch but its place reaches the backbone.
 
     Args:
-        backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``; of
-            Hyper-SET the paper conditions the step sizes on the input here
-            (``step_size="conditioned-input"``).
+        backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``; Hyper-SET's
+            paper takes ``step_size="conditioned-input"`` here.
         image_size: height = width S of an image, a multiple of ``patch``.
         channels: C.
         patch: height = width of a patch in pixels.

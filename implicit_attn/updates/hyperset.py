@@ -500,7 +500,7 @@ class NormGains(nn.Module):
         weight = energy.weight if weight is None else weight
         raw = split_heads(F.linear(hide(z, mask), weight), energy.heads)
         if isinstance(energy, MemoryEnergy):
-            force = energy.force(self.memory(raw), Given(mask))
+            force = energy.by_features(self.memory(raw), Given(mask))
         else:
             query = self.query(raw)
             key = query if self.key is None else self.key(raw)

@@ -60,7 +60,7 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
-    lost: ClassVar[Status] = Status.NONFINITE  # of a row whose trials were all not finite
+    lost: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
     def init(self, point: Point, problem: Problem) -> Any:
@@ -101,7 +101,7 @@ PATIENCE = 100  # evaluations without a better residual after which a sample has
 
 
 def keeps_failures_out(device: torch.device) -> bool:
-    """Whether a recorded solve takes samples out whose first evaluation is not finite.
+    """Whether a solve that autograd records drops samples whose first evaluation is not finite.
 
     Not on a GPU, where asking for them would wait for the device, and not in transforms.
     """
@@ -111,10 +111,10 @@ def keeps_failures_out(device: torch.device) -> bool:
 class Loop:
     """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
 
-    Within a transform of ``torch.func`` it decides nothing by numbers: it goes on to its last evaluation.
-
-    The solver proposes a trial point for every row of the working batch. A row whose trial is
-    accepted moves there; a rejected row stays at its current point.
+    Each turn judges the trial, updates the statuses, drops rows that have finished, and asks the solver for
+    the next trial of every row. A row that accepts its trial moves there; a rejected row stays at its
+    current point. Within a transform of ``torch.func`` nothing is decided by numbers: all evaluations are
+    made.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Loop:
         """Go on until every sample has ended."""
         evaluation = 1
         while True:
-            over = self._account(evaluation)
+            over = self._judge(evaluation)
             if self.snapshots.at:
                 self.snapshots.note([*self.finished, self.rows], evaluation)
             if over:
@@ -162,7 +162,7 @@ class Loop:
             self.trial = self.problem.evaluate(self._propose())
             evaluation += 1
 
-    def _account(self, evaluation: int) -> bool:
+    def _judge(self, evaluation: int) -> bool:
         """Judge the trial and update every row by it; True when the solve is over."""
         self.trial = self.problem.exact(self.trial)
         accepted = acceptable(self.trial, self.current, self.rows.limit, self.guarded)
@@ -192,7 +192,7 @@ class Loop:
         if self.growth is not None:
             growing = self.growth.note(trial, taken)
             if growing is not None:
-                # A residual of zero is a rounded one there.
+                # A residual of exactly 0 may be rounding where the energy grows without bound.
                 small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)
                 converged = converged & (small | ~growing)
         better = (taken & (relative < rows.best.relative)) | converged
@@ -238,9 +238,7 @@ class Loop:
         hopeless = rejected & (rejections >= tried)
         reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.lost))
         status = torch.where(hopeless, reason, status)
-        if (
-            self.guarded and trial.energy is not None
-        ):  # descent will find a step that is short enough
+        if self.guarded and trial.energy is not None:  # backtracking finds a short enough step
             return status
         diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
         return torch.where(diverged, int(Status.DIVERGED), status)
@@ -296,7 +294,7 @@ class Loop:
         if not (self.some_ended and self.problem.compact and readable(self.trial.z.device)):
             return
         ended = self.rows.status != RUNNING
-        # Where rows count evaluations of their own, each one that is made counts.
+        # Where rows make evaluations of their own, a finished row must not make more.
         if self.snapshots.uneven or shrinks(self.rows.status, self.trial.z):
             self._take_out(ended)
 

@@ -1,4 +1,7 @@
-"""Anderson acceleration (type II)."""
+"""Anderson acceleration (type II).
+
+On a CPU, without an energy or recorded steps, the same method runs in C++: ``native/turns.h``.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +97,9 @@ class Anderson(Solver):
     def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
         """Factor of the Gram matrix' diagonal, and what is added to it.
 
-        The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
-        smallest normal number gives a zero difference (a rejected step) the weight zero.
+        The ridge is relative to each diagonal entry: a scaling of the problem scales it too. A rejected
+        step leaves a zero difference, whose row and column are zero: adding the smallest normal number
+        keeps the matrix regular and gives that difference the weight zero.
         """
         limits = torch.finfo(dtype)
         return 1 + max(self.regularization, 4 * limits.eps), limits.tiny
@@ -103,7 +107,7 @@ class Anderson(Solver):
 
 @dataclass
 class _Differences:
-    """Differences of the last steps, in slots of which the oldest is written over."""
+    """Differences of the last steps; the newest overwrites the oldest."""
 
     kept: int  # slots at most
     gram: Tensor  # (B, m, m) dR^T dR with its ridge

@@ -576,6 +576,12 @@ def test_tokens_rest_when_their_prefix_has_converged() -> None:
     with torch.no_grad():
         block(x)
     assert bool((block.evaluations == 1).all())
+    strict = transformer(
+        causal=True, iterations="prefix", layer={"max_steps": 2, "on_failure": "raise"}
+    )
+    with torch.no_grad(), pytest.raises(solvers.SolveError):
+        strict(inputs())
+    assert strict.deq.evaluations_before == 0  # or the next solve would count these
     loose = transformer(causal=True, iterations="prefix", layer={"max_steps": 2})
     with pytest.warns(solvers.SolveWarning), torch.no_grad():
         loose(inputs())

@@ -22,7 +22,7 @@ from implicit_attn.kernels import (
     frozen_key_attention,
 )
 from implicit_attn.kernels.arguments import Pairs
-from implicit_attn.kernels.reference import attend, forces
+from implicit_attn.kernels.reference import attend, query_key_gradients
 
 HOLES = torch.tensor([[True, False, True], [False, False, False]])
 
@@ -287,7 +287,7 @@ def test_forces_are_derivatives_of_the_free_energy(elastic: bool, paired: bool) 
     points = [t.clone().requires_grad_() for t in (query, key)]
     expected = torch.autograd.grad(total(*points), points)
     attended = attend(query, key, beta, elastic=elastic, pairs=pairs)
-    found = forces(query, key, attended, elastic=elastic)
+    found = query_key_gradients(query, key, attended, elastic=elastic)
     for ours, theirs in zip(found, expected, strict=True):
         assert difference(ours, theirs) <= 1e-12
 

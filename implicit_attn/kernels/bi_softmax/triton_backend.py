@@ -1,9 +1,11 @@
 """Bi-softmax by Triton kernels: memory linear in the number of tokens, on CUDA devices.
 
-The functions trust their arguments, which ``dispatch`` has checked. The formulas are there and beside the
-kernels. Products take the dtype of ``z`` and accumulate in float32; float32 products are
-split into three TF32 ones. Set ``TRITON_INTERPRET=1`` before Triton is imported to run the kernels on
-the CPU, slowly.
+The functions trust their arguments, which ``dispatch.bisoftmax`` has checked; the formulas are there. Names:
+``S = beta Z Z^T``, L its log-sum-exps by rows, ``P = exp(S - L)``; ``H V`` the product with the Hessian, r
+the row means that it needs. The ``normaliser`` is ``2^boost exp(-L)`` where scores are bounded, else L in
+base 2, and ``peaks`` its maximum for each head. Products take the dtype of ``z`` and accumulate in float32;
+float32 products are split into three TF32 ones. Set ``TRITON_INTERPRET=1`` before Triton is imported to run
+the kernels on the CPU, slowly.
 
 Tile sizes come from static tables by kernel, head width, bytes per number and architecture. Nothing is tuned
 at run time: the same shapes take the same kernel, so results repeat bit by bit.
@@ -199,7 +201,7 @@ class LaunchArguments:
 
     @property
     def boost(self) -> int:
-        """Weights are held larger by this power of two: small ones of float16 would be lost."""
+        """Weights are scaled by this power of two: small ones of float16 would underflow."""
         return 14 if self.z.dtype == torch.float16 else 0
 
     def by_rows(self, kernel: str, unit: int) -> tuple[int, dict[str, Any]]:
@@ -284,7 +286,7 @@ def _over_columns(
 
 
 def row_lse(given: LaunchArguments, lse: Tensor, normaliser: Tensor) -> None:
-    """``L`` from all tiles; ``normaliser``: ``exp(-L)`` if scores are bounded, else ``L`` in base 2."""
+    """``L`` from all tiles; ``normaliser``: the module's text says what it is."""
     tensors = (lse, normaliser)
     _over_columns(kernels.lse_kernel, "lse", given, None, tensors, BOUNDED=given.bounded)
 
@@ -410,7 +412,7 @@ def bisoftmax_hvp(
 ) -> Tensor:
     """``H V + beta (diag(a) P + P^T diag(a)) Z``, contiguous, for the cotangent ``a`` of the lse.
 
-    ``lse`` is not used: its pass also finds the mean tangents. Else as ``bisoftmax_forward``.
+    ``lse``, which other backends use, is found again in the pass for r. Else as ``bisoftmax_forward``.
     """
     given, out, cotangent = _arguments(z, beta, mask, causal, limit), _contiguous_like(z), None
     if lse_cotangent is not None:
@@ -457,7 +459,7 @@ def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | 
 
 
 def _zero_masked(given: LaunchArguments) -> LaunchArguments:
-    """With zeros at masked tokens: tiled kernels then need the mask at the ends only; an extent."""
+    """With masked tokens zero and each sample's length: kernels then need the mask at the ends only."""
     keep = given.keep
     if keep is None:
         return given
