@@ -14,7 +14,7 @@ from torch import Tensor
 
 from solvers import IsingSite, glauber, kinetic_trajectory
 
-SITE, SPREAD = IsingSite(), 0.1  # of the couplings, in units of 1 / sqrt N
+SITE, SPREAD = IsingSite(), 0.1  # standard deviation of the couplings, times sqrt N
 CLOSURES = {"naive": "naive mean field", "tap": "TAP", "gaussian": "Gaussian closure"}
 STYLES: dict[str, Any] = {
     "naive": {"color": "C1"},
@@ -31,7 +31,10 @@ def draw_model(spins: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def critical_beta() -> float:
-    """Where zero mean turns unstable: ``beta <1 - tanh^2 beta (u + 0.1 g)> = 1``, u uniform, g normal."""
+    """beta at which means of zero become unstable: ``beta <1 - tanh^2(beta (u + SPREAD g))> = 1``.
+
+    The average is over u, uniform between -1/2 and 1/2, and g, standard normal.
+    """
     uniform = (torch.arange(1001, dtype=torch.float64) + 0.5) / 1001 - 0.5
     normal = torch.linspace(-8, 8, 97, dtype=torch.float64)
     weight, field = torch.softmax(-normal.square() / 2, 0), uniform[:, None] + SPREAD * normal
@@ -59,20 +62,21 @@ def kinetic_ising(
     for factor in (0.5, 1, 2):  # beta, in units of the critical one: closures beside simulation
         x, J = factor * critical * field, factor * critical * couplings
         fields = x.expand(starts, -1, -1)
-        fans[factor] = kinetic_trajectory(levels, fields, J, steps=steps, site=SITE).mean((2, 3))
+        fan = kinetic_trajectory(levels, fields, J, steps=steps, site=SITE, closure="gaussian")
+        fans[factor] = fan.mean((2, 3))
         means = {
             name: kinetic_trajectory(up, x, J, steps=steps, site=SITE, closure=name)[:, 0, :, 0]
             for name in CLOSURES
         }
         copies = up.expand(chains, -1, -1).contiguous()
         simulated = glauber(copies, x[0], J, steps=steps, site=SITE, generator=generator).means
-        exact = simulated[-1, :, 0]
-        noise = ((1 - exact.square()) / chains).mean().sqrt().item()
+        end = simulated[-1, :, 0]
+        noise = ((1 - end.square()) / chains).mean().sqrt().item()
         for name, each in means.items():
-            error = (each[-1] - exact).square().mean().sqrt().item()
+            error = (each[-1] - end).square().mean().sqrt().item()
             row = {"factor": factor, "closure": name, "mean": each[-1].mean().item()}
-            errors.append(row | {"exact": exact.mean().item(), "error": error, "noise": noise})
-        shown = means | {"exact": simulated[..., 0]} if factor == 1 else shown
+            errors.append(row | {"simulated": end.mean().item(), "error": error, "noise": noise})
+        shown = means | {"simulated": simulated[..., 0]} if factor == 1 else shown
 
     # The transition: other models, many temperatures, no simulation.
     generator.manual_seed(seed)  # the same models whatever was simulated
@@ -110,7 +114,7 @@ def kinetic_ising(
     over.plot(last.mean(1), color="black", linewidth=1.8, label="mean over all spins, -1 to 1")
     over.set(ylim=(-1, 1), yticks=[])
     over.legend(loc="lower right", fontsize=9)
-    for name, label in (CLOSURES | {"exact": "simulation"}).items():
+    for name, label in (CLOSURES | {"simulated": "simulation"}).items():
         mean.plot(shown[name].mean(1), label=label, **STYLES.get(name, {"color": "black"}))
     mean.set(title="mean over all spins at the critical β", xlabel="time step", ylabel="mean")
     rows = [row for row in errors if row["factor"] == 1]

@@ -200,6 +200,8 @@ def sudoku_potts(
     note = "".join(f"; {counts.get(number, 'none')} with {number} clues" for number in few)
     title = f"Sudoku solved by a Potts model learned from solved boards ({data.name}{note})"
     figure, board = draw_shares(title, table, panels=3, size=(13, 4.8), legend=3)
+    if not there:
+        raise SystemExit(f"--clues must have a number of clues that a puzzle has, got {clues}")
     shown = there[(len(there) - 1) // 2]
     puzzles, solutions = data.test[str(shown)]
     filled = ways[f"{LEARNED}, annealed"](puzzles)
