@@ -24,7 +24,7 @@ from cases.spin_models import couplings as random_couplings
 from implicit_attn.cli import main
 from implicit_attn.data import solve_sudoku
 from implicit_attn.data.images import join_patches
-from implicit_attn.data.sudoku import solved
+from implicit_attn.data.sudoku import solved, unique_puzzles
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import FactoredAttention, PottsModel
 
@@ -303,6 +303,25 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Loa
         assert solved(found[:6]).all() and ((found == puzzles) | (puzzles == 0)).all()
     with pytest.raises(ValueError, match="repel"):
         sudoku.scaled(-learned)
+
+
+def test_a_board_filling_in_as_an_animation(load: Load, tmp_path: Path) -> None:
+    """At most so many pictures, the last one among them, and that one for two seconds."""
+    (puzzle,), (solution,) = unique_puzzles(1, 0)
+    example, image = load("sudoku_solver"), importlib.import_module("PIL.Image")
+    frames = [example.Frame(k, solution, torch.ones(81)) for k in range(1, 5)]
+    example.PICTURES = 2
+    example.animate(tmp_path / "a.gif", puzzle, solution, frames)
+    with image.open(tmp_path / "a.gif") as animation:
+        times = []
+        for number in range(animation.n_frames):  # equal ones may be one
+            animation.seek(number)
+            times.append(animation.info["duration"])
+        assert (
+            animation.format == "GIF"
+            and times[0] < 200
+            and sum(times) == pytest.approx(2200, abs=200)
+        )
 
 
 def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[str]) -> None:

@@ -525,7 +525,7 @@ KERNELS = {
     80: SINGLE_TILE | ROWS | CAUSAL,
     90: SINGLE_TILE | ROWS | CAUSAL,
     100: SINGLE_TILE | ROWS,
-    120: (SINGLE_TILE | ROWS | CAUSAL) - {"small_hvp_kernel", "lse_kernel"},
+    120: (SINGLE_TILE | ROWS | CAUSAL) - {"small_hvp_kernel"},
 }
 # The lowest Triton that setup.cfg allows, where "make triton-floor" has put it.
 FLOOR = Path(sys.prefix) / "triton-floor"
