@@ -308,7 +308,8 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Loa
 def test_a_board_filling_in_as_an_animation(load: Load, tmp_path: Path) -> None:
     """At most so many pictures, the last one among them, and that one for two seconds."""
     (puzzle,), (solution,) = unique_puzzles(1, 0)
-    example, image = load("sudoku_solver"), importlib.import_module("PIL.Image")
+    example: Any = load("sudoku_solver")
+    image = importlib.import_module("PIL.Image")
     frames = [example.Frame(k, solution, torch.ones(81)) for k in range(1, 5)]
     example.PICTURES = 2
     example.animate(tmp_path / "a.gif", puzzle, solution, frames)
