@@ -152,6 +152,9 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
         if few.any():
             puzzles = sudoku.reveal_up_to(minimal[few], solutions[few], number, generator)
             sets[str(number)] = puzzles, solutions[few]
+    if not sets:
+        least = int((minimal != 0).sum(1).min())
+        raise SystemExit(f"--clues must be at least {least} for these puzzles, got {max(clues)}")
     sets[MIXED] = sudoku.reveal(minimal, solutions, more, generator), solutions
     return Boards(name, learned, sets)
 
@@ -200,8 +203,6 @@ def sudoku_potts(
     note = "".join(f"; {counts.get(number, 'none')} with {number} clues" for number in few)
     title = f"Sudoku solved by a Potts model learned from solved boards ({data.name}{note})"
     figure, board = draw_shares(title, table, panels=3, size=(13, 4.8), legend=3)
-    if not there:
-        raise SystemExit(f"--clues must have a number of clues that a puzzle has, got {clues}")
     shown = there[(len(there) - 1) // 2]
     puzzles, solutions = data.test[str(shown)]
     filled = ways[f"{LEARNED}, annealed"](puzzles)

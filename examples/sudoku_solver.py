@@ -13,16 +13,17 @@ from matplotlib.animation import FuncAnimation
 from runner import Result, Table, run
 from torch import Tensor
 
-from implicit_attn import load_pretrained
 from implicit_attn.data import board_counts, load_sudoku, resolve_source, reveal_up_to
-from implicit_attn.models import BoardSolver
+from implicit_attn.models import BoardSolver, load_model
 from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_after
+from implicit_attn.weights import weights_file
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # multiples of the iterations of training
 SHARES = (0.1, 0.4, 0.8, 1.0)  # of the iterations that the board takes, at which it is drawn
 PICTURES = 100  # of an animation, at most
 
 
+@torch.no_grad()
 def first_solved(
     model: Any, puzzles: Tensor, solutions: Tensor, most: int
 ) -> tuple[int, list[Frame]]:
@@ -50,17 +51,20 @@ def animate(path: Path, puzzle: Tensor, solution: Tensor, frames: list[Frame]) -
     plt.close(figure)
 
 
-@torch.no_grad()
 def sudoku_solver(
-    weights: str = "sudoku-solver-easy",  # a board solver that comes with the package
+    weights: str = "sudoku-solver-easy",  # a board solver: a file, or a name of shipped weights
     givens: tuple[int, ...] = (17, 20, 25, 30, 34),  # numbers of givens
     boards: int = 200,  # puzzles of each
     seed: int = 0,  # of the puzzles
     animation: Path | None = None,  # a file .gif, to which the board is drawn at every iteration
 ) -> Result:
-    model = load_pretrained(weights)
+    model, _ = load_model(weights_file(weights))
     if not isinstance(model, BoardSolver):
         raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
+    if animation is not None:
+        if animation.suffix != ".gif":
+            raise SystemExit(f"--animation must end in .gif, got {animation}")
+        animation.parent.mkdir(parents=True, exist_ok=True)
     source = resolve_source("auto")
     counts = (9000, 1000) if source == "list" else (1, boards)  # of the list: held out in training
     data = load_sudoku(*counts, source=source, more=0, seed=seed)

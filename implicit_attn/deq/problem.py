@@ -162,7 +162,7 @@ def prepare(
     x: Any,
     mask: Tensor | None,
     seeds: Tensor | None,
-    dropped: SolveMasks | None = None,
+    dropped: SolveMasks | None,
 ) -> Any:
     """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``.
 

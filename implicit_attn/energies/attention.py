@@ -158,7 +158,7 @@ class BiSoftmaxAttention(HeadsEnergy):
         if self.norm is not None and largest is not None:
             limit = (
                 largest * self.width
-            )  # |beta y_i.y_j| <= beta p, as |y_i| <= sqrt(p) after the norm
+            )  # |beta y_i.y_j| <= beta p, as the norm gives |y_i| <= sqrt(p)
         pairs, bias = given.pairs or Pairs()
         options: dict[str, Any] = {"causal": self.causal, "limit": limit, "backend": self.backend}
         options |= {"mask": given.mask, "pairs": pairs, "bias": bias}
@@ -202,10 +202,8 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
 
 
-DENSE_TOKENS, STRIP_ROWS = (
-    256,
-    128,
-)  # up to so many tokens scores are dense, beyond in strips of rows
+# Up to so many tokens scores are dense, beyond in strips of so many rows.
+DENSE_TOKENS, STRIP_ROWS = 256, 128
 
 
 class Score(NamedTuple):

@@ -500,13 +500,13 @@ class NormGains(nn.Module):
         weight = energy.weight if weight is None else weight
         raw = split_heads(F.linear(hide(z, mask), weight), energy.heads)
         if isinstance(energy, MemoryEnergy):
-            force = energy.by_features(self.memory(raw), Given(mask))
+            gradient = energy.by_features(self.memory(raw), Given(mask))
         else:
             query = self.query(raw)
             key = query if self.key is None else self.key(raw)
             value = query if self.value is None else self.value(raw)
-            force = merge_heads(mix(energy, query, key, value, mask))
-        return like_state(force @ weight, z, mask)
+            gradient = merge_heads(mix(energy, query, key, value, mask))
+        return like_state(gradient @ weight, z, mask)
 
 
 def mix(

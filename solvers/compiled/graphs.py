@@ -183,7 +183,7 @@ class Part:
     examples: list[Tensor]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bound:
     """A second part as a function of the varying inputs alone; it holds all else that it takes."""
 

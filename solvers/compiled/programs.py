@@ -36,10 +36,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A record with places where its tensors were, and the key of all else in it."""
+    """A record with places where its tensors were."""
 
     record: Any
-    key: Hashable
 
 
 @dataclass
@@ -47,16 +46,12 @@ class Packed:
     """A record as the list of its tensors, each once, and its skeleton.
 
     ``kind`` tells records apart for which programs differ: by their structure and by what :func:`look`
-    sees of the tensors. Whoever knows that it is always the same may say so by another value.
+    sees of the tensors.
     """
 
     tensors: list[Tensor]
     skeleton: Skeleton
     kind: Hashable
-
-    def get(self, name: str) -> Tensor:
-        """The tensor in the field ``name`` of the record."""
-        return self.tensors[getattr(self.skeleton.record, name).number]
 
 
 def pack(record: Any) -> Packed:
@@ -95,7 +90,7 @@ def pack(record: Any) -> Packed:
         return bare, (type(value), *keys)
 
     bare, key = walk(record)
-    return Packed(tensors, Skeleton(bare, key), (key, look(tensors)))
+    return Packed(tensors, Skeleton(bare), (key, look(tensors)))
 
 
 def _sequence(like: Any, parts: list[Any]) -> Any:
@@ -197,10 +192,6 @@ def _graphs() -> Any:
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MOST = 64  # programs that are kept
 LOCK = threading.RLock()  # torch traces in one thread at a time
-
-
-class UntraceableError(RuntimeError):
-    """No program can be made of a map."""
 
 
 class Programs:
@@ -334,7 +325,7 @@ class Programs:
             with self.cloned():
                 yield
         except Exception as error:
-            raise UntraceableError(
+            raise RuntimeError(
                 f"{self.name} cannot be compiled ({type(error).__name__}: {error}); "
                 "use the layer without compile(), or state its step by torch's operators alone"
             ) from error

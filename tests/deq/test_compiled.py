@@ -687,8 +687,18 @@ def test_what_changes_between_the_passes() -> None:
             value.sum().backward()
 
 
-def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the backward pass, while the loss lives; and without a collection of garbage."""
+class WithinPrepares(Prepares):
+    """The same map, whose ``sin(V x)`` is computed within: once a solve, as it sees no state."""
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return x
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return super().forward(z, torch.sin(x @ self.v.mT))
+
+
+def test_what_programs_save_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each pass, while the loss lives; and without a collection of garbage."""
     saved: dict[int, StorageWeakRef] = {}
     at = graphs.Stages.at
 
@@ -703,15 +713,17 @@ def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     def alive() -> int:
         return sum(not reference.expired() for reference in saved.values())
 
-    layer = pair(DEQ(Prepares(), **EXACT))[1]
+    layer = pair(DEQ(WithinPrepares(), **EXACT))[1]
     results(layer, sample())
     monkeypatch.setattr(graphs.Stages, "at", noting)
     gc.collect()
     gc.disable()
     try:
         loss = layer(sample().requires_grad_()).sum()
+        forward = len(saved)
+        assert forward and alive() == 0
         loss.backward()
-        assert saved and alive() == 0
+        assert len(saved) > forward and alive() == 0
         assert loss.grad_fn is not None
         with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import inspect
 import math
 import random
 import re
@@ -335,12 +336,16 @@ def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[s
         assert end.value.code == 2 and words[0] in capsys.readouterr().err
 
 
-def test_the_comment_beside_an_option_is_its_help(
-    load: Load, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_comments_beside_the_options_are_their_help(
+    name: str, load: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    experiment = getattr(load(name), name)
+    comments = re.findall(r"^    \w+: .*,  # (.+)$", inspect.getsource(experiment), re.MULTILINE)
     with pytest.raises(SystemExit):
-        load("runner").run(load("capacity").capacity, ["--help"])
-    assert "independent sets of patterns" in capsys.readouterr().out
+        load("runner").run(experiment, ["--help"])
+    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert comments and all(re.sub(r"\s+", " ", text) in shown for text in comments)
 
 
 # Parity along a ring.

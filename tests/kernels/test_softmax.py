@@ -274,7 +274,7 @@ def test_derivatives_by_tokens_bias_and_temperature() -> None:
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("paired", [False, True])
-def test_forces_are_derivatives_of_the_free_energy(elastic: bool, paired: bool) -> None:
+def test_gradients_are_derivatives_of_the_free_energy(elastic: bool, paired: bool) -> None:
     query, key, allowed, bias = tokens_and_pairs()
     beta = torch.tensor([0.4, 1.1], dtype=torch.float64).view(H, 1, 1)
     pairs = Pairs(allowed, bias) if paired else None
