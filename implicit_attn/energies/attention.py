@@ -156,9 +156,7 @@ class BiSoftmaxAttention(HeadsEnergy):
     def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
         largest, limit = self.temperatures.largest, None
         if self.norm is not None and largest is not None:
-            limit = (
-                largest * self.width
-            )  # |beta y_i.y_j| <= beta p, as the norm gives |y_i| <= sqrt(p)
+            limit = largest * self.width  # |beta y_i.y_j| <= beta p, as |y_i| <= sqrt(p)
         pairs, bias = given.pairs or Pairs()
         options: dict[str, Any] = {"causal": self.causal, "limit": limit, "backend": self.backend}
         options |= {"mask": given.mask, "pairs": pairs, "bias": bias}
