@@ -3,7 +3,7 @@
     python benchmarks/trainings.py cifar10 [--rows hyperset transformer] [--epochs 3] [--logistic]
     python benchmarks/trainings.py masked [--data digits] [--rows hyperset transformer] [--seeds 3]
     python benchmarks/trainings.py forms [--size tiny small] [--rows plain momentum] [--figure FILE]
-    python benchmarks/trainings.py equilibrium [--rows drawn] [--seeds 3] [--steps 1200]
+    python benchmarks/trainings.py equilibrium [--size small] [--rows drawn] [--rates 1e-2] [--seeds 3]
 
 Every run is ``implicit-attn train`` with the words of a row, a process in a folder of its own, several at a
 time; a command that was interrupted goes on where it stopped, ``--no-train`` only shows what is done.
@@ -433,6 +433,7 @@ def draw(path: Path, losses: Losses) -> None:
 NUMBERS = (12, 24, 48)  # evaluations of the block after which it is judged
 DRAWN = ("--model", "equilibrium")
 RATES = ("3e-3", "6e-3", "1e-2", "2e-2")
+WINDOWS = {"tiny": ("dim=64", "length=64", "16"), "small": ("dim=96", "length=128", "32")}  # a step's
 BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
     "one block": (("layers=1",), ("1e-2", "2e-2")),
     "one pass": ((*DRAWN, "iterations=1"), RATES),
@@ -447,7 +448,9 @@ BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learnin
 
 def equilibrium(
     text: str = "austen",
+    size: Literal["tiny", "small"] = "tiny",
     rows: tuple[str, ...] = tuple(BLOCKS),
+    rates: tuple[str, ...] = (),
     seeds: int = 3,
     steps: int = 1200,
     workers: int = 2,
@@ -456,24 +459,26 @@ def equilibrium(
 ) -> None:
     """One block at its fixed point, beside stacks of blocks and its own forms.
 
-    Width 64, 4 heads, windows of 64 characters, each row at several learning rates. "drawn" is the default
-    of ``implicit-attn train language-model --model equilibrium``: iterations drawn from 4 to 20, gradients
-    through all; judged after 12, 24 and 48 by the loss on held-out text. One block has as many parameters.
+    4 heads; "tiny" has width 64 and sees 16 windows of 64 characters a step, "small" 96 and 32 of 128.
+    "drawn" is the default of ``implicit-attn train language-model --model equilibrium``: iterations drawn
+    from 4 to 20, gradients through all; judged after 12, 24 and 48 by the loss on held-out text.
 
     Args:
         text: name or path.
         rows: of the table.
+        rates: learning rates in place of each row's own.
         workers: processes at a time.
         out: folder of the runs.
         train: what is missing.
     """
-    words = ("language-model", "--text", text, "dim=64", "length=64", "dropout=0")
-    words = (*words, "betas=[0.9,0.95]", "--batch", "16", "--steps", str(steps))
+    dim, length, batch = WINDOWS[size]
+    words = ("language-model", "--text", text, dim, length, "dropout=0", "betas=[0.9,0.95]")
+    words = (*words, "--batch", batch, "--steps", str(steps))
     runs = [
-        Run(f"{row}, {rate}", seed, (*words, *BLOCKS[row][0], "--rate", rate), "tiny")
+        Run(f"{row}, {rate}", seed, (*words, *BLOCKS[row][0], "--rate", rate), size)
         for seed in range(seeds)
         for row in rows
-        for rate in BLOCKS[row][1]
+        for rate in rates or BLOCKS[row][1]
     ]
     done = perform(runs, out, workers, train)
     lines = []

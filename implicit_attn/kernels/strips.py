@@ -431,9 +431,9 @@ def _row_pullback(
         mean_v = (weights * tangent_v).sum(-1, keepdim=True)
         mean_c = (weights * tangent_c).sum(-1, keepdim=True)
         by_a[heads, rows] = mean_c.squeeze(-1)
-        force = crossed.addcmul_(tangent_v, tangent_c, value=1.0 / beta)
-        force.add_((a - mean_v / beta) * tangent_c).addcmul_(mean_c, tangent_v, value=-1.0 / beta)
-        by_scores = weights * force.sub_((weights * force).sum(-1, keepdim=True))
+        inner = crossed.addcmul_(tangent_v, tangent_c, value=1.0 / beta)
+        inner.add_((a - mean_v / beta) * tangent_c).addcmul_(mean_c, tangent_v, value=-1.0 / beta)
+        by_scores = weights * inner.sub_((weights * inner).sum(-1, keepdim=True))
         by_tangent_c = weights * (tangent_v.sub_(mean_v) / beta + a)
         by_tangent_v = weights * tangent_c.sub_(mean_c) / beta
         out_z, out_v = by_z[heads], by_v[heads]

@@ -57,7 +57,8 @@ def test_the_search_finds_what_is_there_and_counts_its_guesses() -> None:
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file of a small board solver that has learned nothing."""
-    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))  # boards are generated
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))  # boards are generated, from few
+    monkeypatch.setattr("implicit_attn.data.sudoku.BASES", 8)
     torch.manual_seed(0)
     specification = {
         "kind": "board-solver", "groups": units().tolist(), "cells": 81, "colours": 9,

@@ -33,7 +33,7 @@ from implicit_attn.data.sudoku import find_list, solved, units
 from implicit_attn.data.text import split_text
 
 PUZZLES, SOLUTIONS = unique_puzzles(4, seed=0)
-GENERATED = load_sudoku(12, 6, source="generated", seed=3)
+GENERATED = load_sudoku(12, 6, source="generated", seed=7)
 
 
 def drawn(seed: int = 0) -> torch.Generator:
