@@ -57,6 +57,13 @@ def test_a_map_without_fixed_point_is_never_called_solved(solver: str) -> None:
     assert (solution.residual >= 1 / 3 - 1e-9).all()
 
 
+@pytest.mark.parametrize("solver", [Forward(), Broyden(), GradientDescent()])
+def test_a_solution_that_is_the_start_has_memory_of_its_own(solver: Solver) -> None:
+    start = torch.zeros(2, 3)
+    fixed_point(lambda z: z / 2, start, solver=solver).value.add_(1.0)
+    assert not start.any()
+
+
 @pytest.mark.parametrize("solver", ["forward", "gradient"])
 def test_plain_iterates_that_run_away_are_called_diverged_in_time(solver: str) -> None:
     solution = solve(make("runaway"), solver, max_steps=200)
