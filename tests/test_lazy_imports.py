@@ -53,6 +53,7 @@ def run(program: str) -> list[set[str]]:
     return [set(line.split()) for line in found.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_imports_steps_and_weights_load_nothing_that_is_not_needed() -> None:
     """No torchdeq, no scipy; of torch's compiler, which takes seconds, nothing before a model needs it."""
     imported, loaded, with_weights = run(PROGRAM)
@@ -106,6 +107,7 @@ def test_a_lazy_name_is_what_its_stub_states(stub: Path) -> None:
             assert home is package or alias.name not in below, "a module would hide the name"
 
 
+@pytest.mark.slow
 def test_sub_packages_and_their_modules_are_attributes() -> None:
     packages = [m.name for m in pkgutil.iter_modules(implicit_attn.__path__) if m.ispkg]
     lines = [f"implicit_attn.{name}.__path__" for name in packages]
@@ -266,6 +268,7 @@ for use in (
 """
 
 
+@pytest.mark.slow
 def test_neither_is_needed_and_what_needs_one_says_so() -> None:
     """Solves, a block and all weights work; the spectrum of a large map and the bridge ask for one."""
     command = [sys.executable, "-W", "error", "-c", WITHOUT_SCIPY_AND_TORCHDEQ]

@@ -29,7 +29,7 @@ from implicit_attn.kernels.bi_softmax import ops
 pytest.importorskip("triton", reason="Triton is not installed")
 backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton_backend")
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow  # the interpreter runs a program of a kernel at a time
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN = torch.float16, torch.bfloat16
 TILED, ON_CHIP = {"single_tile": False}, {"single_tile": True}
@@ -88,11 +88,6 @@ NORMS = [
 ]
 
 
-def quick(cases: list[Case]) -> list[Any]:
-    """Of so many tokens the interpreter takes long."""
-    return [pytest.param(case, marks=slow) if case.tokens > 100 else case for case in cases]
-
-
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """What torch allocates without filling it holds NaN."""
@@ -141,12 +136,12 @@ def test_the_kernels_run_somewhere() -> None:
     assert (DEVICE == "cpu") == backend.INTERPRETED
 
 
-@pytest.mark.parametrize("case", quick(SMALL + LARGE), ids=str)
+@pytest.mark.parametrize("case", SMALL + LARGE, ids=str)
 def test_against_float64(case: Case) -> None:
     check_case(case)
 
 
-@pytest.mark.parametrize("case", quick(NORMS), ids=str)
+@pytest.mark.parametrize("case", NORMS, ids=str)
 def test_any_norm_is_as_good_as_the_dense_formula_in_float32(case: Case) -> None:
     problem = problem_of(case, DEVICE)
     expected = dense(case, problem, cotangent=False)
@@ -215,7 +210,7 @@ def test_without_cotangent_and_without_lse(case: Case) -> None:
     check(product(case, problem, None), expected, 1e-5)
 
 
-@pytest.mark.parametrize("tokens", [40, pytest.param(129, marks=slow)])
+@pytest.mark.parametrize("tokens", [40, 129])
 def test_layouts(tokens: int) -> None:
     """Results are contiguous; a transposed last axis and an expanded batch are read right."""
     case = Case(tokens, 16, batch=2)
@@ -548,7 +543,6 @@ def compiled(
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.slow
 @on_x86
 @pytest.mark.defect("E1")
 @pytest.mark.defect("E2")
@@ -581,7 +575,6 @@ def check_code(reports: list[dict[str, Any]], capability: int) -> None:
             assert counts["store to the stack"] == counts["load from the stack"] == 0, report
 
 
-@pytest.mark.slow
 @on_x86
 @pytest.mark.defect("C8")
 @pytest.mark.skipif(not FLOOR.exists(), reason="`make triton-floor` has not been run")
