@@ -131,7 +131,7 @@ BACKBONES: dict[str, tuple[tuple[str, ...], str]] = {
     "energy-transformer": (("width=660",), "75.98 %"),
     "crate": (("dim=80",), "86.97 %"),
 }
-MASKED = ("hyperset", "transformer", "energy-transformer", "hyperset-equilibrium")
+MASKED = ("deq-transformer", "transformer", "hyperset", "energy-transformer")
 
 
 def cifar10(
