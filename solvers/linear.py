@@ -206,6 +206,7 @@ class LinearLoop:
         self.all_rows = torch.arange(len(system.b), device=system.b.device)
         self.x, self.moved = torch.zeros_like(system.b), False
         self.r, self.residual_norm, self.target = system.b, system.reference, system.limit
+        self.matrix_norm = torch.zeros_like(system.reference)  # the largest lower bound of |A| seen
         self.open = system.finite & (system.reference > 0)
         self.steps = self.evaluations = torch.zeros_like(self.open, dtype=torch.int64)
         self.status = self.steps + int(Status.MAX_STEPS)
@@ -288,6 +289,7 @@ class LinearLoop:
         whole = len(index) == len(self.all_rows)
         r = self.r if whole else self.r.index_select(0, index)
         run = self.solver.start(r, limit, active)
+        run.matrix_norm = self.matrix_norm[index]  # what earlier cycles have learned of it
         cycle = Cycle(run, index, self.system, self.residual_norm)
         budget = self.max_steps - self.evaluations
         ends = set(budget[rows].flatten().tolist())
@@ -357,6 +359,7 @@ class LinearLoop:
         system = self.system
         self.steps = self.steps + result.used
         self.evaluations = self.evaluations + result.used
+        self.matrix_norm = torch.fmax(self.matrix_norm, result.matrix_norm)
         x = self.x + result.correction if self.moved else result.correction
         gap = self._residual_gap(self.x, x, system.reference, result.matrix_norm)
         small_gap = gap <= torch.maximum(result.residual_norm, system.limit)

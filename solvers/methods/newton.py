@@ -14,7 +14,7 @@ from solvers.core.loop import Solver, Turn
 from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Point, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
-from solvers.krylov import CG, GMRES, LINEAR, KrylovRun, LinearSolver
+from solvers.krylov import CG, GMRES, LINEAR, LinearSolver
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Newton(Solver):
         base, problem = state.base, turn.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
         left = turn.max_steps - state.evaluations - state.products - self.recordings - 1
-        wanted = rows & (left > 0)
+        wanted = rows & (left > 0) & torch.isfinite(base.norm)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
         if index.numel():
@@ -100,13 +100,12 @@ class Newton(Solver):
             else:  # f closes over the whole batch: all rows go along
                 index = torch.arange(rows.numel(), device=rows.device)
             point = select_rows(base, index)
-            run = self._solve(part, point, state.forcing[index], left[index], wanted[index])
-            found = run.solution().to(point.z.dtype)
+            found, used = self._solve(part, point, state.forcing[index], left[index], wanted[index])
             # A direction that does not descend (or none at all) gives way to the residual.
             uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
-            spent = (run.used.flatten() + self.recordings) * wanted[index]
+            spent = (used + self.recordings) * wanted[index]
             if leaves_alone(problem.compact, point.z.device):
                 state.products = state.products.index_add(0, index, spent)
             else:
@@ -119,21 +118,24 @@ class Newton(Solver):
 
     def _solve(
         self, problem: Problem, point: Point, forcing: Tensor, left: Tensor, wanted: Tensor
-    ) -> KrylovRun:
-        """Run the Krylov method in the ``wanted`` rows, with at most ``left`` products each."""
+    ) -> tuple[Tensor, Tensor]:
+        """Solutions (n, D) of ``(I - J) s = r`` in the ``wanted`` rows, and the products of each.
+
+        A method is given ``r / |r|``: the squares of r itself may leave the range of the dtype.
+        """
         chosen: Any = self.linear  # an instance, since __post_init__
         solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
         product = self._product(problem, point)
         dtype = point.z.dtype
         working = torch.promote_types(dtype, torch.float32)
-        limit = (forcing * point.norm).to(working)[:, None]
-        run = solver.start(point.residual.to(working), limit, wanted[:, None])
+        size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
+        run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])
         while not run.exhausted and bool(run.running.any()):
             run.zero_stopped()
             along = run.direction
             run.absorb(along - product(along.to(dtype)).to(working))
             run.stop(run.used >= left[:, None])
-        return run
+        return (run.solution() * size).to(dtype), run.used.flatten()
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 from solvers.core.device import leaves_alone
 from solvers.core.loop import Loop, Solver
 from solvers.core.problem import JacobianProduct, Problem
-from solvers.core.rows import Best, Point, Progress, row_norm, where_rows
+from solvers.core.rows import Best, Point, Progress, row_norm, scaled_norm, where_rows
 from solvers.core.safeguard import rounding
 from solvers.core.solution import Solution, Status, Tolerance, Trace
 from solvers.methods.newton import Newton
@@ -42,7 +42,7 @@ class DifferenceNewton(Newton):
     recordings: ClassVar[int] = 0
 
     def _product(self, problem: Problem, point: Point) -> JacobianProduct:
-        size = row_norm(point.z) + point.reference
+        size = scaled_norm(point.z) + point.reference
         length = torch.finfo(point.z.dtype).eps ** 0.5 * size
 
         def product(v: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def rescue(
         index = rows if problem.compact else torch.arange(batch, device=rows.device)
         part = problem.rows(index, batch) if problem.compact else problem
         spent = spent[index]
-        start = part.evaluate(solution.value[index])
+        start = part.exact(part.evaluate(solution.value[index]))
         report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
         loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
         loop.snapshots.uneven = True  # rows go on counting their evaluations

@@ -49,7 +49,6 @@ inline void start_cycle(const Systems& all, int64_t b) {
   all.used[b] = all.columns[b] = 0;
   if (!all.running[b]) return (void)std::fill(direction, direction + size, T(0));
   *of<T>(all.left, b) = norm;
-  *of<T>(all.matrix_norm, b) = 0;
   all.broken[b] = false;
   T* correction = of<T>(all.correction, b * size);
   if (all.iterate) {
@@ -242,6 +241,7 @@ int64_t begin(const Systems& all) {
     std::copy(right, right + size, of<T>(all.residual, b * size));
     *of<T>(all.reference, b) = *of<T>(all.norm, b) = norm;
     *of<T>(all.target, b) = limit_of<T>(all, b);
+    *of<T>(all.matrix_norm, b) = 0;
     all.steps[b] = all.products[b] = 0;
     all.status[b] = norm <= limit_of<T>(all, b) ? CONVERGED : RUNNING;
     start_cycle<T>(all, b);

@@ -505,6 +505,24 @@ def test_a_pytree_is_solved_as_one_vector(solver: LinearSolver) -> None:
     assert parts.value["a"].shape == (5, 2, 3)
 
 
+@pytest.mark.defect("A21")
+@pytest.mark.parametrize("record", [False, True], ids=["engine", "loop"])
+def test_the_residual_of_a_singular_system_is_the_true_one_after_a_restart(record: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(200, 8, 8, generator=generator) / 8**0.5
+    matrix = a @ (a[:, :1].mT > 0).float().mul(a.mT) * 2.0**-23  # half of the columns, twice
+    b = torch.randn(200, 8, generator=generator)
+    solution = solve_linear(
+        lambda v, matrix: (matrix @ v[:, :, None])[:, :, 0], b, args=(matrix,), solver=GMRES(5),
+        tolerance=Tolerance(1e-6), max_steps=8, record=record, on_failure="ignore",
+    )  # fmt: skip
+    wide, x = matrix.double(), solution.value.double()
+    true = (b.double() - (wide @ x[:, :, None])[:, :, 0]).norm(dim=1)
+    size = torch.linalg.matrix_norm(wide) * x.norm(dim=1) + b.norm(dim=1)
+    apart = (solution.residual_norm - true).abs()
+    assert (apart <= 1e-2 * true + 50 * torch.finfo(torch.float32).eps * size).all()
+
+
 @ALL
 def test_starts(solver: LinearSolver) -> None:
     matrix, right = mixed(6)

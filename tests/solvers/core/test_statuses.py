@@ -450,6 +450,21 @@ def test_no_sample_is_in_more_calls_than_allowed(
         assert len(counter.sizes) <= max_steps
 
 
+@pytest.mark.defect("A20")
+@pytest.mark.parametrize("scale", [2.0**-93, 2.0**90])
+def test_second_attempts_solve_and_count_where_squares_leave_the_range(scale: float) -> None:
+    matrix = torch.tensor([[-8e3, 1.0, 0.5], [2.0, 7e3, -3.0], [0.3, -1.0, 9e3]])
+    offset, calls = torch.tensor([[1.0, -2.0, 0.5]]) * scale, 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return z @ matrix.mT + offset
+
+    solution = fixed_point(f, offset, tolerance=Tolerance(1e-2), max_steps=50, adjoint=None)
+    assert solution.converged.all() and solution.evaluations.tolist() == [calls]
+
+
 @pytest.mark.parametrize("max_steps", [1, 3, 20, 60])
 def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
     """One sample alone: evaluations of f and pullbacks, each counted inside f."""
