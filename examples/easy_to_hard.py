@@ -28,8 +28,7 @@ EQUILIBRIUM, ALWAYS, ONCE = "equilibrium", "same block, iterations not random", 
 SAME_PARAMETERS, SAME_DEPTH = "transformer, equal parameters", "transformer, equal evaluations"
 MAJORITY = "majority class"
 FORWARD, DAMPED, ANDERSON, ANNEALED = "forward", "damped, 1/2", "Anderson", "annealed"
-FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)  # sizes of the test, as multiples of the largest of training
-FOLLOWED = (1.0, 2.0, 4.0)  # of which solved shares are followed over iterations
+FOLLOWED = (1.0, 2.0, 4.0)  # factors of size of which solved shares are followed over iterations
 LONG = 4  # times the iterations of training: what the equilibrium is given on any size
 RTOLS = (0.1, 0.03, 0.01, 1e-3, 1e-4)
 WAYS: dict[str, dict[str, float]] = {
@@ -343,6 +342,7 @@ def easy_to_hard(
     tests: int = 100,  # rings of each size in the test
     seeds: int = 3,  # trainings of each model
     seed: int = 0,  # the first of them
+    factors: tuple[float, ...] = (1.5, 3.0),  # further sizes of the test than size, 2 size, 4 size
 ) -> Result:
     sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
     long, twice = LONG * trained, 2 * steps
@@ -362,7 +362,7 @@ def easy_to_hard(
     }  # fmt: skip
     rings = {
         factor: draw_rings(tests, number, torch.Generator().manual_seed(TEST_SEED + number))
-        for factor in FACTORS
+        for factor in sorted({*FOLLOWED, *factors})
         for number in [round(size * factor)]
     }
     tables = {name: Table() for name in ("sizes", "curves", "adaptive", "stops", "needed")}

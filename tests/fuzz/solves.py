@@ -663,8 +663,8 @@ def check_adjoint(draw: Draw) -> None:
         draw.expect(False, "backward", f"{type(backward.error).__name__}: {backward.error}"[:300])
         return
     exact = _exact(solution.value.detach(), g, (b, s, w), mask, lost, adjoint)
-    for name, value, expected in zip("bsw", backward.result, exact, strict=True):
-        apart = float((value.detach() - expected).norm() / expected.norm().clamp_min(1e-6))
+    for name, value, (expected, size) in zip("bsw", backward.result, exact, strict=True):
+        apart = float((value.detach() - expected).norm() / size.clamp_min(1e-6))
         draw.expect(apart <= 1e-6, "gradient", f"of {name} is off by {apart:.3g}")
     if second:
         _check_second(draw, backward.result, inputs, (z0, g, mask))
@@ -685,10 +685,11 @@ def _adjoint(draw: Draw, kind: str) -> solvers.Adjoint:
 
 def _exact(
     z: Tensor, g: Tensor, inputs: Any, mask: Tensor | None, lost: bool, adjoint: solvers.Adjoint
-) -> list[Tensor]:
-    """Gradients of b, s and w by dense Jacobians; a lost sample has none."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of b, s and w by dense Jacobians, and their sizes; a lost sample has none."""
     b, s, w = (t.detach() for t in inputs)
     total_b, total_s, total_w = torch.zeros_like(b), torch.zeros_like(s), torch.zeros_like(w)
+    size_w = w.new_zeros(())
     unit = torch.eye(z.shape[1], dtype=z.dtype)
     for row in range(int(lost), len(z)):
         free = unit[0] * 0 + 1 if mask is None else mask[row].to(z.dtype)
@@ -708,8 +709,9 @@ def _exact(
             matrix = damping * torch.stack(powers).sum(0).T
         u = matrix @ (free * g[row])
         total_b[row], total_s[row] = u @ others[0], u @ others[1]
-        total_w += torch.einsum("d,d...->...", u, others[2])
-    return [total_b, total_s, total_w]
+        part = torch.einsum("d,d...->...", u, others[2])
+        total_w, size_w = total_w + part, size_w + part.norm()  # the parts may cancel
+    return [(total_b, total_b.norm()), (total_s, total_s.norm()), (total_w, size_w)]
 
 
 def _check_second(draw: Draw, first: Any, inputs: Any, constants: Any) -> None:
