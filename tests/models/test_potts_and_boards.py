@@ -636,6 +636,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         ({"window": 6}, "window must be <= iterations, 5, got 6"),
     )],
     *[(lambda board=board: solver()(board), message) for board, message in (
+        (PUZZLES[None], r"puzzles must be integers \(B, 9\)"),
         (PUZZLES[:, :8], r"puzzles must be integers \(B, 9\)"),
         (PUZZLES.double(), "puzzles must be integers"),
         (PUZZLES + 1, r"puzzles must lie in \[0, 3\], got 1 to 4"),
