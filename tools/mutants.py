@@ -32,7 +32,7 @@ PLACES = (
 TOGETHER = {"solvers/linear": "solvers/krylov"}  # tested in one file
 # Tests of other rooms that look at these, too.
 MORE = {"krylov": "solvers/adjoints", "adjoints": "deq", "core": "solvers", "deq": "block",
-        "kernels": "energies", "updates": "energies", "regularization": "block"}  # fmt: skip
+        "kernels": "energies", "updates": "block", "regularization": "block"}  # fmt: skip
 SWAPS = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.MatMult: "*",
     ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "==",

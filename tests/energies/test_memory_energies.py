@@ -428,6 +428,13 @@ def test_gibbs_samples_have_the_law_of_the_effective_energy(
     assert ((found - exact).abs() <= 4 * error).all()
 
 
+def test_hidden_units_of_tokens_are_drawn_as_those_of_samples() -> None:
+    energy, v = EffectiveRBM(draw(5, 3, 4), "one-hot", visible="ising"), draw(2, 6, 4).sign()
+    tokens = energy.sample_hidden(v, torch.Generator().manual_seed(0))
+    samples = energy.sample_hidden(v.flatten(0, 1), torch.Generator().manual_seed(0))
+    assert tokens.shape == (2, 6, 5, 3) and torch.equal(tokens.flatten(0, 1), samples)
+
+
 def test_gibbs_samples_of_real_units() -> None:
     """Normal units on both sides: a Gaussian with covariance ``(I - W^T W)^-1``."""
     weights, bias = 0.25 * draw(3, 3), draw(3, seed=5)
