@@ -33,7 +33,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --timeout 600 --timeout-method thread
 test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/test.stamp ## the others: compilers, processes, Triton's kernels
+test-slow: $(VENV)/test.stamp ## the others: examples, compilers, processes, Triton's kernels
 	OMP_NUM_THREADS=1 $(PYTEST) -m slow $(ARGS)
 
 # Code that is compiled for one processor must not be found by another. Two threads wait for each other at

@@ -260,6 +260,7 @@ def test_every_example_is_listed_and_imports_public_names() -> None:
             assert not re.match(r"\s*(from|import) (implicit_attn|solvers)\S*.*[. ]_\w", line), line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment(name: str, load: Load, tmp_path: Path) -> None:
     words, check = EXPERIMENTS[name]
@@ -306,6 +307,7 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Loa
         sudoku.scaled(-learned)
 
 
+@pytest.mark.slow
 def test_a_board_filling_in_as_an_animation(load: Load, tmp_path: Path) -> None:
     """At most so many pictures, the last one among them, and that one for two seconds."""
     (puzzle,), (solution,) = unique_puzzles(1, 0)
@@ -618,6 +620,7 @@ def test_the_other_guesses(load: Load) -> None:
 # Examples to be read.
 
 
+@pytest.mark.slow
 def test_wrap_your_energy(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     """The filters learn: the error ends well below that of the noisy signals themselves."""
     with torch.random.fork_rng(devices=[]):
@@ -684,6 +687,7 @@ NOTEBOOKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_a_notebook_runs_and_its_page_is_of_its_code(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
