@@ -433,10 +433,10 @@ def draw(path: Path, losses: Losses) -> None:
 NUMBERS = (12, 24, 48)  # evaluations of the block after which it is judged
 DRAWN = ("--model", "equilibrium")
 RATES = ("3e-3", "6e-3", "1e-2", "2e-2")
-WINDOWS = {
+WINDOWS = {  # width, length of a window, windows of a step
     "tiny": ("dim=64", "length=64", "16"),
     "small": ("dim=96", "length=128", "32"),
-}  # a step's
+}
 BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
     "one block": (("layers=1",), ("1e-2", "2e-2")),
     "one pass": ((*DRAWN, "iterations=1"), RATES),
