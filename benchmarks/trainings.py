@@ -99,7 +99,7 @@ def _train(run: Run, out: Path) -> str:
     (place / "words.json").write_text(json.dumps(run.command))
     words = [sys.executable, "-m", "implicit_attn", "train", *run.command]
     known = (place / "checkpoint.safetensors").exists()  # a new folder holds words and log alone
-    words += ["--out", str(place), "--accelerator", "cpu", "--resume" if known else "--overwrite"]
+    words += ["--out", str(place), "--resume" if known else "--overwrite"]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with (place / "log.txt").open("ab") as log:
@@ -499,8 +499,9 @@ def equilibrium(
 def judged(folder: Path, text: str) -> dict[str, float]:
     """What a trained model gives after 12, 24 and 48 evaluations; a stack has one number."""
     model, progress = load_model(folder / WEIGHTS)
-    settings = progress["settings"]
+    settings, device = progress["settings"], "cuda" if torch.cuda.is_available() else "cpu"
     task = NextToken(load_text(text), settings["model"]["length"], settings["windows"])
+    model, task = model.to(device), task.to(device)
     found: dict[str, float] = {"parameters": parameters(folder)}
     trained = settings["model"].get("iterations")
     solved = isinstance(model, EquilibriumLanguageModel) and trained != 1

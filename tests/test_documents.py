@@ -330,7 +330,7 @@ def test_each_defect_has_a_number_and_a_test() -> None:
 
     What is gone from the code needs no test.
     """
-    lines = {"A": 21, "B": 6, "C": 8, "D": 13, "E": 8}
+    lines = {"A": 21, "B": 6, "C": 8, "D": 13, "E": 9}
     rows = re.findall(r"^\| ([A-E]\d+) \|.*\| (.*) \|$", text_of("docs/defects.md"), flags=re.M)
     stated, gone = [name for name, _ in rows], {name for name, now in rows if now[:5] == "Gone:"}
     assert stated == [f"{part}{k + 1}" for part, count in lines.items() for k in range(count)]

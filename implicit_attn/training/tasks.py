@@ -192,10 +192,12 @@ class CarriedStates:
             return index, inputs, targets, torch.empty(0, device=inputs.device)
         puzzles, solutions, states = (rows[index] for rows in self._rows[:3])
         if self.noise > 0:
-            strength = self.noise * torch.rand(number, generator=generator)
-            drawn = torch.randn(states.shape, generator=generator)
-            drawn *= strength.view(-1, *[1] * (drawn.dim() - 1))
-            states = states + drawn.to(states)
+            strength = self.noise * torch.rand(number, generator=generator).to(states)
+            if states.is_cuda:  # where as many numbers as a state has are drawn in no time
+                seed = int(torch.randint(2**62, (), generator=generator))
+                generator = torch.Generator(states.device).manual_seed(seed)
+            drawn = torch.randn(states.shape, generator=generator, device=states.device)
+            states = states + strength.view(-1, *[1] * (drawn.dim() - 1)) * drawn.to(states)
         return index, torch.cat([inputs, puzzles]), torch.cat([targets, solutions]), states
 
     def put(
