@@ -35,17 +35,8 @@ import solvers
 from benchmarks.measure import table
 from implicit_attn.data import load_sudoku, solve_by_singles
 from implicit_attn.data.sudoku import CELLS, SIDE, read_list, sudoku_pairs, unique_puzzles, units
-from implicit_attn.models import BoardSolver, load_model
-from implicit_attn.weights import weights_file
-
-
-def board_solver(weights: str) -> BoardSolver:
-    """A board solver by the name of shipped weights, or from a file."""
-    model, _ = load_model(weights_file(weights))
-    if not isinstance(model, BoardSolver):
-        raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
-    return model.eval()
-
+from implicit_attn.models import BoardSolver
+from implicit_attn.programs.boards import load_solver
 
 # --- boards that are hard for a search ---------------------------------------------------------------
 
@@ -375,11 +366,12 @@ def fixed_points(
         boards: of each kind.
         answers: boards that solve is to answer.
         longest: times the iterations of training.
-        seed: of the boards.
+        seed: of the search's orders. The boards are those that the training of the weights held out.
     """
-    model = board_solver(weights)
+    model, settings = load_solver("weights", weights)
     few, mixed = (
-        load_sudoku(9000, max(boards, answers), more=more, seed=seed) for more in (0, None)
+        load_sudoku(settings["train"], max(boards, answers), more=more, seed=settings["seed"])
+        for more in (0, None)
     )
     sets = {
         "17 givens": (few.test_puzzles, few.test_solutions),
@@ -464,14 +456,14 @@ def sudoku(
         weights: of a board solver; a name of shipped weights, or a file.
         boards: of each number, for slow methods.
         test: of each number, for the others.
-        train: boards that are not for the test.
-        fit_steps: of the fit of couplings to them.
-        seed: of the boards.
+        train: boards to which couplings are fitted.
+        fit_steps: of this fit.
+        seed: of this fit. The boards are those that the training of the weights held out.
     """
-    model = board_solver(weights)
-    drawn = load_boards(train, test, GIVENS, "auto", seed)
+    model, settings = load_solver("weights", weights)
+    drawn = load_boards(settings["train"], test, GIVENS, "auto", settings["seed"])
     few = {name: (each[0][:boards], each[1][:boards]) for name, each in drawn.test.items()}
-    head = fitted(HEAD, drawn.train, fit_steps, seed, 1e-4)
+    head = fitted(HEAD, drawn.train[:train], fit_steps, seed, 1e-4)
     learned, rules = scaled(couplings_of(head)), pairs_of_rules()
     slow: dict[str, Solve] = {
         "true graph: belief propagation": partial(propagated, rules),

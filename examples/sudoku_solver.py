@@ -14,9 +14,7 @@ from runner import Result, Table, run
 from torch import Tensor
 
 from implicit_attn.data import board_counts, load_sudoku, resolve_source, reveal_up_to
-from implicit_attn.models import BoardSolver, load_model
-from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_after
-from implicit_attn.weights import weights_file
+from implicit_attn.programs.boards import Frame, draw_frame, frames_of, load_solver, solved_after
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # multiples of the iterations of training
 SHARES = (0.1, 0.4, 0.8, 1.0)  # of the iterations that the board takes, at which it is drawn
@@ -55,19 +53,22 @@ def sudoku_solver(
     weights: str = "sudoku-solver-easy",  # a board solver: a file, or a name of shipped weights
     givens: tuple[int, ...] = (17, 20, 25, 30, 34),  # numbers of givens
     boards: int = 200,  # puzzles of each
-    seed: int = 0,  # of the puzzles
+    seed: int = 0,  # of further cells that are revealed, and of puzzles that are generated
     animation: Path | None = None,  # a file .gif, to which the board is drawn at every iteration
 ) -> Result:
-    model, _ = load_model(weights_file(weights))
-    if not isinstance(model, BoardSolver):
-        raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
+    try:
+        model, settings = load_solver("--weights", weights)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if animation is not None:
         if animation.suffix != ".gif":
             raise SystemExit(f"--animation must end in .gif, got {animation}")
         animation.parent.mkdir(parents=True, exist_ok=True)
     source = resolve_source("auto")
-    counts = (9000, 1000) if source == "list" else (1, boards)  # of the list: held out in training
-    data = load_sudoku(*counts, source=source, more=0, seed=seed)
+    counts, drawn = (1, boards), seed
+    if source == "list":  # what the training of the weights has held out
+        counts, drawn = (settings["train"], 1000), settings["seed"]
+    data = load_sudoku(*counts, source=source, more=0, seed=drawn)
     generator, table = torch.Generator().manual_seed(seed), Table()
     marks = [max(1, round(times * model.iterations)) for times in TIMES]
     sets = []

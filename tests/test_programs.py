@@ -77,7 +77,7 @@ RUNS = {
     "train mnist-spins": "--limit 64 --epochs 1 --options dim=4",
     "train sudoku": "--source generated --train 8 --test 4 --epochs 1 --iterations 2 "
     f"--options {SMALL} width=16",
-    "train solve-sudoku": "--train 110 --test 2 --epochs 1 --iterations 2 "
+    "train solve-sudoku": "--source generated --train 110 --test 2 --epochs 1 --iterations 2 "
     "--window 1 --batch 60 --boards 2 --carried 50 --start sudoku-solver --options features=4 width=8",
     "train language-model": "--steps 4 --batch 2 --options dim=8 heads=2 layers=1 length=8 windows=3 "
     "evaluate_every=2",

@@ -140,9 +140,9 @@ class SolveSudoku(Program):
     carried: int = 0
     """boards of the pool of carried states, of which a batch has as many as of fresh ones; 0: none"""
     start: str | None = None
-    """file, or name of shipped weights: train these on; with their seed, which chooses the test puzzles"""
+    """file, or name of shipped weights: train these on, with the same puzzles"""
     weights: str | None = None
-    """file, or name of shipped weights: only test them"""
+    """file, or name of shipped weights: only test them, on puzzles of the list that they have not seen"""
     boards: int = 200
     """puzzles of each number of givens in the table"""
 
@@ -153,7 +153,9 @@ class SolveSudoku(Program):
             super().run()
             return
         with mistakes():
-            model = _load("weights", self.weights)
+            model, settings = load_solver("weights", self.weights)
+            if resolve_source(self.source) == "list":  # what their training has not seen
+                self.train, self.seed = settings["train"], settings["seed"]
             few, mixed = self._puzzles()
         choose_threads(model)
         show(model, few, mixed, self)
@@ -182,9 +184,16 @@ class SolveSudoku(Program):
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
             print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
         values = self.values(PRESET) | {"random_iterations": (self.window, self.iterations)}
-        start = None if self.start is None else _load("start", self.start)
-        if start is not None:
+        start = None
+        if self.start is not None:
+            start, settings = load_solver("start", self.start)
             values |= {"features": start.update.features, "width": start.update.width}
+            for name in ("train", "seed") if settings["data"] == self.mixed.name else ():
+                if getattr(self, name) != settings[name]:
+                    raise ValueError(
+                        f"{name} must be {settings[name]}, as in the training of {self.start}, which has "
+                        f"seen the other puzzles, got {getattr(self, name)}"
+                    )
         recipe = take_recipe(values, self.seed)
         built = {"kind": "board-solver", "groups": groups, "cells": CELLS, "colours": DIGITS}
         built |= {"iterations": self.iterations, "window": self.window, **values}
@@ -209,12 +218,12 @@ class SolveSudoku(Program):
             show(training.model.eval(), self.few, self.mixed, self)
 
 
-def _load(option: str, name: str) -> BoardSolver:
-    """A board solver by a file or by the name of shipped weights."""
-    model, _ = load_model(weights_file(name))
+def load_solver(option: str, name: str) -> tuple[BoardSolver, Values]:
+    """A board solver by a file or by the name of shipped weights, and the settings of its training."""
+    model, progress = load_model(weights_file(name))
     if not isinstance(model, BoardSolver):
         raise ValueError(f"{option} must be of a board solver, got a {type(model).__name__}")
-    return model
+    return model, progress["settings"]
 
 
 def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveSudoku) -> None:
