@@ -444,6 +444,8 @@ BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learnin
     "six blocks": (("layers=6", "initial=torch"), RATES),
     "drawn": (DRAWN, RATES),
     "fixed": ((*DRAWN, "iterations=12"), ("1e-2",)),
+    "drawn, 8 to 40": ((*DRAWN, "iterations=[8,40]"), ("1e-2",)),
+    "drawn, 16 to 80": ((*DRAWN, "iterations=[16,80]"), ("1e-2",)),
     "drawn, last 4": ((*DRAWN, "gradient=4"), ("1e-2",)),
     "drawn, implicit": ((*DRAWN, "gradient=implicit"), ("1e-2",)),
 }

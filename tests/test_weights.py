@@ -12,8 +12,9 @@ import torch
 import implicit_attn
 from implicit_attn import studies
 from implicit_attn.checkpoint import read_progress
-from implicit_attn.data import load, load_sudoku, load_text
+from implicit_attn.data import SudokuData, load, load_sudoku, load_text
 from implicit_attn.models.language import SymbolModel
+from implicit_attn.programs.boards import load_solver
 from implicit_attn.training import NextToken, accuracy
 from implicit_attn.weights import (
     find_pretrained,
@@ -91,6 +92,12 @@ def test_images_are_read(name: str) -> None:
     assert right == pytest.approx(find_pretrained(name).share, abs=few)
 
 
+def solver_and_boards(name: str) -> tuple[Any, SudokuData]:
+    """A board solver and the boards that its training has held out."""
+    model, settings = load_solver("weights", name)
+    return model, load_sudoku(settings["train"], 1000, source="list", seed=settings["seed"])
+
+
 @needs("sudoku")
 @pytest.mark.parametrize(
     ("name", "times", "least"),
@@ -98,8 +105,7 @@ def test_images_are_read(name: str) -> None:
 )
 def test_sudoku(name: str, times: int, least: float) -> None:
     """On the first of the held-out boards, with so many times the iterations of training."""
-    data = load_sudoku(9000, 1000, source="list", seed=0)
-    model: Any = load_pretrained(name)
+    model, data = solver_and_boards(name)
     boards, answers = data.test_puzzles[:60], data.test_solutions[:60]
     with torch.no_grad():
         found = model(boards, iterations=times * model.iterations).argmax(-1) + 1
@@ -110,8 +116,7 @@ def test_sudoku(name: str, times: int, least: float) -> None:
 @needs("sudoku")
 def test_most_boards_converge_by_default_and_those_are_right() -> None:
     """A solved board is told from others without its solution, and strings are boards."""
-    data = load_sudoku(9000, 1000, source="list", seed=0)
-    model: Any = load_pretrained("sudoku-solver")
+    model, data = solver_and_boards("sudoku-solver")
     boards, answers = data.test_puzzles[:24], data.test_solutions[:24]
     texts = ["".join(map(str, board)) for board in boards.tolist()]
     with torch.no_grad():

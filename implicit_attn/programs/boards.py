@@ -175,6 +175,15 @@ class SolveSudoku(Program):
 
     def job(self, first: bool) -> Job:
         self.few, self.mixed = self._puzzles()
+        start = None
+        if self.start is not None:
+            start, settings = load_solver("start", self.start)
+            for name in ("train", "seed") if settings["data"] == self.mixed.name else ():
+                if getattr(self, name) != settings[name]:
+                    raise ValueError(
+                        f"{name} must be {settings[name]}, as in the training of {self.start}, which has "
+                        f"seen the other puzzles, got {getattr(self, name)}"
+                    )
         try:
             groups = learn_groups(self.few.train_solutions - 1, DIGITS, seed=self.seed)
         except ValueError as error:  # of the argument "boards", whose number is the option "train"
@@ -184,16 +193,8 @@ class SolveSudoku(Program):
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
             print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
         values = self.values(PRESET) | {"random_iterations": (self.window, self.iterations)}
-        start = None
-        if self.start is not None:
-            start, settings = load_solver("start", self.start)
+        if start is not None:
             values |= {"features": start.update.features, "width": start.update.width}
-            for name in ("train", "seed") if settings["data"] == self.mixed.name else ():
-                if getattr(self, name) != settings[name]:
-                    raise ValueError(
-                        f"{name} must be {settings[name]}, as in the training of {self.start}, which has "
-                        f"seen the other puzzles, got {getattr(self, name)}"
-                    )
         recipe = take_recipe(values, self.seed)
         built = {"kind": "board-solver", "groups": groups, "cells": CELLS, "colours": DIGITS}
         built |= {"iterations": self.iterations, "window": self.window, **values}

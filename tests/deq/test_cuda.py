@@ -1,8 +1,4 @@
-"""On a CUDA card as on the CPU: solvers, gradients, layers, models. Skipped where there is no card.
-
-On a card the host does not wait for numbers, so that samples which have ended stay in their batch
-(``solvers.core.device``): another path through every loop.
-"""
+"""On a CUDA card, where the host does not wait for numbers (``solvers.core.device``), as on the CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from torch import Tensor
 
 import solvers
 from cases.deq import EXACT, LAYERS, gradients, make, relative_error, specification, tokens
-from cases.solves import SOLVERS, multiply, solve, true_residuals
+from cases.solves import SOLVERS, solve, true_residuals
 from implicit_attn import DEQTransformer, EquilibriumBlock, load_pretrained
 from implicit_attn.models import BACKBONES, build_model
 from problems.zoo import make as problem_named
-from solvers import CG, GMRES, MINRES, OneStep, Phantom, Status, Unrolled
+from solvers import OneStep, Phantom, Status, Unrolled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,10 +27,6 @@ PLAIN = ("linear_normal_0.9", "linear_one_hard_sample", "tanh_0.9", "relu_symmet
 ENERGIES = ("energy_quadratic_10", "energy_bisoftmax_0.2_0.2")
 
 
-def on_card(module: torch.nn.Module) -> Any:
-    return copy.deepcopy(module).cuda()
-
-
 @pytest.mark.parametrize("name", ENERGIES + PLAIN)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers(solver: str, name: str) -> None:
@@ -43,7 +35,6 @@ def test_solvers(solver: str, name: str) -> None:
         pytest.skip("needs an energy")
     moved = replace(problem, z0=problem.z0.cuda(), args=tuple(each.cuda() for each in problem.args))
     here, there = solve(problem, solver), solve(moved, solver)
-    assert there.value.is_cuda and there.status.is_cuda
     done = here.converged
     assert torch.equal(there.converged.cpu(), done)
     assert bool((true_residuals(moved, there.value)[0].cpu()[done] < 2e-6).all())
@@ -54,11 +45,9 @@ def test_solvers(solver: str, name: str) -> None:
 
 def test_failures_are_told() -> None:
     def f(z: Tensor, x: Tensor) -> Tensor:
-        return torch.where(
-            x > 1, z + 1, torch.where(x > 0, z.new_tensor(float("nan")), 0.5 * z + 1)
-        )
+        return z * (1 + x) / 2 + 1 + 0 * x / (2 - x)  # no fixed point for x = 1, NaN for x = 2
 
-    x = torch.tensor([[0.0], [0.5], [2.0], [0.0]], device="cuda")
+    x = torch.tensor([[0.0], [2.0], [1.0], [0.0]], device="cuda")
     found = solvers.fixed_point(f, torch.zeros_like(x), (x,), max_steps=400, on_failure="ignore")
     assert found.status.tolist()[0] == found.status.tolist()[3] == Status.CONVERGED
     assert Status.CONVERGED not in found.status[1:3].tolist()
@@ -66,34 +55,19 @@ def test_failures_are_told() -> None:
         solvers.fixed_point(f, torch.zeros_like(x), (x,), max_steps=400, on_failure="raise")
 
 
-@pytest.mark.parametrize("linear", [CG(), MINRES(), GMRES()], ids=str)
-def test_linear_solvers(linear: solvers.LinearSolver) -> None:
-    generator = torch.Generator().manual_seed(0)
-    root, right = (torch.randn(4, 12, n, generator=generator).double().cuda() for n in (12, 1))
-    matrix = root @ root.mT + torch.eye(12).to(root)
-    found = solvers.solve_linear(
-        multiply, right.squeeze(-1), solver=linear, tolerance=1e-10, args=(matrix,)
-    )
-    assert bool(found.converged.all())
-    assert relative_error(found.value, torch.linalg.solve(matrix, right).squeeze(-1)) < 1e-6
-
-
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("adjoint", ["implicit", "unrolled", "phantom", "one_step"])
-def test_layers(name: str, adjoint: str) -> None:
-    kinds: dict[str, Any] = {"implicit": EXACT["adjoint"], "unrolled": Unrolled()}
-    kinds |= {"phantom": Phantom(3), "one_step": OneStep()}
-    layer, x = make(name, **EXACT | {"adjoint": kinds[adjoint]}), tokens()
-    other, y = on_card(layer), x.cuda().requires_grad_()
+@pytest.mark.parametrize("adjoint", [EXACT["adjoint"], Unrolled(), Phantom(3), OneStep()])
+def test_layers(name: str, adjoint: Any) -> None:
+    layer, x = make(name, **EXACT | {"adjoint": adjoint}), tokens()
+    other, y = copy.deepcopy(layer).cuda(), x.cuda().requires_grad_()
     x.requires_grad_()
     one, two = layer(x), other(y)
     assert relative_error(two.cpu(), one) < 1e-9
     one.square().sum().backward()
     two.square().sum().backward()
     assert relative_error(y.grad.cpu(), x.grad) < 1e-8
-    expected = gradients(layer)
-    for parameter, gradient in gradients(other).items():
-        torch.testing.assert_close(gradient.cpu(), expected[parameter], rtol=1e-6, atol=1e-8)
+    there = {name: gradient.cpu() for name, gradient in gradients(other).items()}
+    torch.testing.assert_close(there, gradients(layer), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", BACKBONES)
@@ -101,9 +75,8 @@ def test_models(name: str) -> None:
     torch.manual_seed(0)
     model = build_model(specification(name)).eval()
     images = torch.rand(3, 1, 8, 8)
-    torch.testing.assert_close(
-        on_card(model)(images.cuda()).cpu(), model(images), rtol=1e-2, atol=2e-3
-    )
+    here, there = model(images), model.cuda()(images.cuda())
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-2, atol=2e-3)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -122,8 +95,7 @@ def test_blocks_train(block: type[torch.nn.Module], how: str) -> None:
 
 @pytest.mark.parametrize("stop", ["converged", "consistent"])
 def test_boards(stop: str) -> None:
-    puzzle = ("53..7...." "6..195..." ".98....6." "8...6...3" "4..8.3..1" "7...2...6" ".6....28." "...419..5"
-              "....8..79")  # fmt: skip
+    puzzle = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
     model = load_pretrained("sudoku-solver")
-    here, there = model.solve(puzzle, stop=stop), on_card(model).solve(puzzle, stop=stop)
+    here, there = (m.solve(puzzle, stop=stop) for m in (model, copy.deepcopy(model).cuda()))
     assert bool(there.consistent.all()) and torch.equal(here.digits, there.digits.cpu())
