@@ -322,9 +322,6 @@ def test_what_is_used_most_has_an_example(thing: object) -> None:
     assert ">>> " in (thing.__doc__ or "")
 
 
-# --- the page of defects ---------------------------------------------------------------------------
-
-
 def test_each_defect_has_a_number_and_a_test() -> None:
     """The page lists A1 to A21, B1 to B6, ... in order; tests are marked with these names and no others.
 

@@ -311,7 +311,8 @@ class BoardSolver(nn.Module):
             shipped ``sudoku-solver-easy`` move by more even when solved: use ``stop="consistent"``.
 
     Shapes: puzzles (B, N) of integers in 0 .. q, 0 = unknown -> logits (B, N, q) of the colours
-    1 .. q. In training (window, B, N, q), after each of the last iterations.
+    1 .. q, where a cell is given -infinity but for its own. In training (window, B, N, q), after each of
+    the last iterations.
     """
 
     def __init__(
@@ -364,7 +365,7 @@ class BoardSolver(nn.Module):
         for _ in range(window):
             z = self.update.advance(z, prepared)
             kept.append(self.classify(z))
-        logits = torch.stack(kept) if self.training else self.classify(z)
+        logits = self._clamped(torch.stack(kept) if self.training else self.classify(z), puzzles)
         return logits if state is None else (logits, z.detach())
 
     def trajectory(self, puzzles: Tensor, iterations: int) -> Iterator[Tensor]:
@@ -372,7 +373,7 @@ class BoardSolver(nn.Module):
         prepared, state = self._begin(puzzles)
         for _ in range(require_count("iterations", iterations)):
             state = self.update.advance(state, prepared)
-            yield self.classify(state)
+            yield self._clamped(self.classify(state), puzzles)
 
     def solve(
         self,
@@ -437,7 +438,7 @@ class BoardSolver(nn.Module):
             found = self.layer.solve(self.marks(boards), **options)
         else:
             found = self._solve_consistent(boards, **options)
-        logits = self.classify(found.value)
+        logits = self._clamped(self.classify(found.value), boards)
         digits, consistent = self._digits(logits, boards)
         parts = {each.name: getattr(found, each.name) for each in fields(found)}
         parts |= {"value": logits, "digits": digits, "consistent": consistent}
@@ -505,6 +506,12 @@ class BoardSolver(nn.Module):
     def classify(self, state: Tensor) -> Tensor:
         """A state (B, N, q, m) -> logits (B, N, q)."""
         return self.head(state).squeeze(-1)
+
+    def _clamped(self, logits: Tensor, puzzles: Tensor) -> Tensor:
+        """Logits with -infinity for all colours of a given cell but its own: no loss has seen these cells."""
+        colours = torch.arange(1, self.update.colours + 1, device=puzzles.device)
+        other = (puzzles > 0).unsqueeze(2) & (puzzles.unsqueeze(2) != colours)
+        return logits.masked_fill(other, -math.inf)
 
     def _begin(self, puzzles: Tensor) -> tuple[Tensor, Tensor]:
         """The embedded marks and the state before the first iteration."""

@@ -134,9 +134,6 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-# --- classifiers of images -------------------------------------------------------------------------
-
-
 def specification(name: str, **options: Any) -> dict[str, Any]:
     """Of a model for 8x8 images, 4 tokens of 8 features, two heads."""
     backbone: dict[str, Any] = {"name": name, "dim": 8, "heads": 2, **options}
