@@ -28,7 +28,7 @@ from implicit_attn.weights import load_pretrained
 
 BOARD_MARKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of iterations
 TEXT_MARKS = (1, 2, 3, 4, 6, 8, 12, 24, 48)
-FRAMES = (1, 4, 8, 16, 32)
+FRAMES = (1, 4, 16, 32, 64)
 DRAWN = (4, 20)  # iterations of the language model in training
 REPEATED = "one block, repeated"
 LANGUAGE = {"one block, once": 1, "three blocks": 3, REPEATED: 0}  # layers of each
