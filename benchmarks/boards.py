@@ -253,14 +253,14 @@ def curve(name: str, solved: Tensor, trained: int) -> dict[str, Any]:
 
 
 def kept(model: BoardSolver, boards: Boards, iterations: int) -> list[dict[str, Any]]:
-    """Boards with one blank cell and none: the answer after so many iterations."""
-    blank = boards[1].clone()
-    blank[torch.arange(len(blank)), torch.arange(len(blank)) % 81] = 0
+    """Boards with one and ten blank cells: the answer after so many iterations."""
+    order = torch.rand(boards[1].shape, generator=torch.Generator().manual_seed(0)).argsort(1)
     rows = []
-    for name, puzzles in (("one blank cell", blank), ("complete", boards[1])):
+    for number in (1, 10):
+        puzzles = boards[1].scatter(1, order[:, :number], 0)
         digits = torch.cat(chunks(lambda p: model(p, iterations).argmax(-1) + 1, puzzles))
-        share = percent((digits == boards[1]).all(1))
-        rows.append({"boards": name, "number": len(puzzles), f"{iterations} iterations": share})
+        row = {"blank cells": number, "number": len(puzzles)}
+        rows.append({**row, f"{iterations} iterations": percent((digits == boards[1]).all(1))})
     return rows
 
 
@@ -353,7 +353,7 @@ def fixed_points(
 
     - solved boards by iterations, at any time, and how many of those solved at 4x are lost at the end; the
       same by the guesses that a search needs;
-    - boards with one blank cell and complete ones;
+    - boards with one blank cell and with ten;
     - where ``solve`` stops by itself: who is answered, and how many of the answers are wrong, beside an
       answer that is given where the least certain cell's largest probability is large enough;
     - what guesses add;
@@ -448,7 +448,7 @@ def sudoku(
 
     - naked and hidden singles, belief propagation: the rules of the game;
     - couplings: nothing but 9,000 solved boards, from which a Potts model is fitted within this command;
-    - board solver: nothing but 9,000 puzzles with their solutions.
+    - board solver: nothing but the puzzles of its training with their solutions.
 
     Each cell: the share of solved boards in per cent.
 
@@ -456,7 +456,7 @@ def sudoku(
         weights: of a board solver; a name of shipped weights, or a file.
         boards: of each number, for slow methods.
         test: of each number, for the others.
-        train: boards to which couplings are fitted.
+        train: boards to which couplings are fitted, at most as many as the weights have seen.
         fit_steps: of this fit.
         seed: of this fit. The boards are those that the training of the weights held out.
     """

@@ -154,7 +154,7 @@ def test_an_earlier_run_is_kept_resumed_or_replaced(
         ("train vit-images --accelerator cuda", "accelerator must be 'cpu' or 'auto'"),
         ("train sudoku --source list --train 100000", "train"),
         ("train solve-sudoku --givens 30 20", "argument --givens: givens must be LEAST <= MOST"),
-        ("train solve-sudoku --source list --start sudoku-solver --train 9", "must be 38000"),
+        ("train solve-sudoku --source list --start sudoku-solver --train 9", "or 38000"),
         ("train solve-sudoku --window 40", "argument --window: window must be <= iterations"),
         ("train solve-sudoku --weights digits-hyperset", "argument --weights: weights must be"),
         ("train language-model --epochs 3", "argument --epochs: epochs must be left out"),

@@ -42,8 +42,8 @@ print("converged ", answer.converged.tolist())
 print("iterations", answer.evaluations.tolist())
 
 # %% [markdown]
-# The answer says which boards have converged, without knowing their solutions. One that has not is not to
-# be trusted.
+# The answer says which boards have converged and which agree with the learned groups (`answer.consistent`),
+# without knowing their solutions. One of which either is false is not to be trusted.
 #
 # ## One board
 #

@@ -283,7 +283,7 @@ class BoardSolution(Solution):
     """Boards filled in by :meth:`BoardSolver.solve`: a ``solvers.Solution`` whose value are logits.
 
     Attributes:
-        value: logits (B, N, q).
+        value: logits (B, N, q); in given and guessed cells -infinity but for that colour.
         digits: the likeliest colours 1 .. q, the givens as they are, int64, shaped like the puzzles.
         consistent: (B,) bool, no group of the board has a colour twice.
         guesses: (B,) int64, made for the board.

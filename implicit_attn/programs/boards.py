@@ -140,7 +140,7 @@ class SolveSudoku(Program):
     carried: int = 0
     """boards of the pool of carried states, of which a batch has as many as of fresh ones; 0: none"""
     start: str | None = None
-    """file, or name of shipped weights: train these on, with the same puzzles"""
+    """file, or name of shipped weights: train these on, with their puzzles and seed"""
     weights: str | None = None
     """file, or name of shipped weights: only test them, on puzzles of the list that they have not seen"""
     boards: int = 200
@@ -154,8 +154,7 @@ class SolveSudoku(Program):
             return
         with mistakes():
             model, settings = load_solver("weights", self.weights)
-            if resolve_source(self.source) == "list":  # what their training has not seen
-                self.train, self.seed = settings["train"], settings["seed"]
+            self._take_split(settings)
             few, mixed = self._puzzles()
         choose_threads(model)
         show(model, few, mixed, self)
@@ -167,6 +166,24 @@ class SolveSudoku(Program):
         if self.window > self.iterations:
             raise ValueError(f"window must be <= iterations, got {self.window}")
 
+    def _take_split(self, settings: Values) -> None:
+        """Tests are made on puzzles of the list that these weights have not seen in their training."""
+        if resolve_source(self.source) != "list":
+            return
+        if "list" not in settings["data"]:
+            if settings.get("start") is not None:
+                raise ValueError(
+                    "source must be generated: weights trained on do not tell what they have seen"
+                )
+            return
+        for name in ("train", "seed"):
+            if getattr(self, name) not in (getattr(SolveSudoku, name), settings[name]):
+                raise ValueError(
+                    f"{name} must be left out, or {settings[name]} as in the training of the weights, "
+                    f"which has seen the other puzzles, got {getattr(self, name)}"
+                )
+            setattr(self, name, settings[name])
+
     def _puzzles(self) -> tuple[SudokuData, SudokuData]:
         """Without further givens, and with 0 to 17 more, as the program ``sudoku`` has them."""
         options: Any = {"source": resolve_source(self.source), "seed": self.seed}
@@ -174,16 +191,11 @@ class SolveSudoku(Program):
         return few, mixed
 
     def job(self, first: bool) -> Job:
-        self.few, self.mixed = self._puzzles()
         start = None
         if self.start is not None:
             start, settings = load_solver("start", self.start)
-            for name in ("train", "seed") if settings["data"] == self.mixed.name else ():
-                if getattr(self, name) != settings[name]:
-                    raise ValueError(
-                        f"{name} must be {settings[name]}, as in the training of {self.start}, which has "
-                        f"seen the other puzzles, got {getattr(self, name)}"
-                    )
+            self._take_split(settings)
+        self.few, self.mixed = self._puzzles()
         try:
             groups = learn_groups(self.few.train_solutions - 1, DIGITS, seed=self.seed)
         except ValueError as error:  # of the argument "boards", whose number is the option "train"
@@ -224,7 +236,13 @@ def load_solver(option: str, name: str) -> tuple[BoardSolver, Values]:
     model, progress = load_model(weights_file(name))
     if not isinstance(model, BoardSolver):
         raise ValueError(f"{option} must be of a board solver, got a {type(model).__name__}")
-    return model, progress["settings"]
+    settings = progress["settings"]
+    missing = [each for each in ("data", "train", "seed") if each not in settings]
+    if missing:
+        raise ValueError(
+            f"{option} must tell of its training {', '.join(missing)}, {name} does not"
+        )
+    return model, settings
 
 
 def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveSudoku) -> None:

@@ -65,8 +65,8 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "features": 4, "width": 4, "iterations": 4, "window": 2,
     }  # fmt: skip
     path = tmp_path / "solver.safetensors"
-    progress = {"settings": {"model": specification}}
-    save_checkpoint(path, build_model(specification), progress=progress)
+    settings = {"model": specification, "data": "", "train": 9, "seed": 0}
+    save_checkpoint(path, build_model(specification), progress={"settings": settings})
     return str(path)
 
 
@@ -77,7 +77,7 @@ def test_tables_of_a_solver_at_its_fixed_points(
     boards.hard(boards=2, rounds=0, out=hard)
     boards.fixed_points(weights, hard, boards=2, answers=2, longest=4)
     text = capsys.readouterr().out
-    assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
+    assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| 10 | 2 |" in text
     assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text
 
 
