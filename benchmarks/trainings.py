@@ -40,7 +40,7 @@ from implicit_attn.models import EquilibriumLanguageModel, load_model
 from implicit_attn.training import NextToken
 
 WEIGHTS = "weights.safetensors"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the trainings, of which it is a part
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of all runs; kept with their words
 
 # --- runs ------------------------------------------------------------------------------------------------
 

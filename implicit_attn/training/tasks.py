@@ -193,9 +193,7 @@ class CarriedStates:
         puzzles, solutions, states = (rows[index] for rows in self._rows[:3])
         if self.noise > 0:
             strength = self.noise * torch.rand(number, generator=generator).to(states)
-            if (
-                states.device.type != "cpu"
-            ):  # where as many numbers as a state has are drawn in no time
+            if states.device.type != "cpu":  # the processor would draw longer than a step takes
                 seed = int(torch.randint(2**62, (), generator=generator))
                 generator = torch.Generator(states.device).manual_seed(seed)
             drawn = torch.randn(states.shape, generator=generator, device=states.device)
