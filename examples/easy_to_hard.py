@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, float]] = {
 }
 SOLVERS = {FORWARD: solvers.Forward(), ANDERSON: solvers.Anderson()}
 DIM, HEADS, LAYERS = 32, 4, 4  # LAYERS: of the transformer of equal parameters
+SURE = 0.99  # a largest probability with which a model without a residual counts as answering
 FORBIDDEN = -1e4  # a score whose exponential is zero; infinity would be refused as a layer's input
 TEST_SEED = 1_000_000_007  # apart from those of training
 
@@ -261,6 +262,13 @@ def shares(logits: Tensor, rings: Rings) -> dict[str, float]:
     return {"solved": mean(right.all(1)), "accuracy": mean(right)}
 
 
+def answers(logits: Tensor, rings: Rings, converged: Tensor | None = None) -> dict[str, float]:
+    """Of rings that are answered, and answered wrong: where they converged, or all positions seem sure."""
+    said = logits.softmax(2).amax(2).amin(1) > SURE if converged is None else converged
+    right = (logits.argmax(2) == rings.targets).all(1)
+    return {"answered": mean(said), "wrong": mean(said & ~right)}
+
+
 def mean(numbers: Tensor) -> float:
     return numbers.double().mean().item()
 
@@ -342,7 +350,12 @@ def easy_to_hard(
     tests: int = 100,  # rings of each size in the test
     seeds: int = 3,  # trainings of each model
     seed: int = 0,  # the first of them
-    factors: tuple[float, ...] = (1.5, 3.0),  # further sizes of the test than size, 2 size, 4 size
+    factors: tuple[float, ...] = (
+        1.5,
+        3.0,
+        8.0,
+        16.0,
+    ),  # further sizes of the test than size, 2 size, 4 size
 ) -> Result:
     sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
     long, twice = LONG * trained, 2 * steps
@@ -376,10 +389,13 @@ def easy_to_hard(
             with torch.no_grad():
                 for label, budget in ways.items():
                     for test in rings.values():
-                        evaluations = float(budget or 0)
+                        evaluations, said = float(budget or 0), None
                         if budget is None:
-                            end = model.solve(test.inputs, SOLVERS[FORWARD], LONG * long, rtol=1e-3)
+                            end = model.solve(
+                                test.inputs, SOLVERS[FORWARD], LONG**2 * long, rtol=1e-3
+                            )
                             logits, evaluations = model.decode(end.value), mean(end.evaluations)
+                            said = end.converged
                         elif isinstance(model, EquilibriumRing):
                             logits = model(test.inputs, iterations=budget)
                         else:
@@ -387,6 +403,7 @@ def easy_to_hard(
                         row = {"model": label, "seed": now, "size": test.targets.shape[1]}
                         row["parameters"] = sum(each.numel() for each in model.parameters())
                         row |= {"evaluations": evaluations, **shares(logits, test)}
+                        row |= answers(logits, test, said)
                         tables["sizes"].append(row)
                 if name == EQUILIBRIUM:
                     for factor in FOLLOWED:
@@ -398,12 +415,14 @@ def easy_to_hard(
     common = F.one_hot(drawn.flatten().mode().values, 2)
     for test in rings.values():
         row = {"model": MAJORITY, "seed": 0, "size": test.targets.shape[1], "parameters": 0}
-        tables["sizes"].append({**row, "evaluations": 0.0, **shares(common[None, None], test)})
+        row |= {"evaluations": 0.0, **shares(common[None, None], test)}
+        tables["sizes"].append({**row, "answered": 1.0, "wrong": 1 - row["solved"]})
     summary: dict[str, dict[str, Any]] = {}  # a row for each model, means over seeds
     named = ["model", "parameters", "size"]
-    for row in over_seeds(tables["sizes"], named, ["solved", "accuracy"]):
+    shown = ["solved", "accuracy", "answered", "wrong"]
+    for row in over_seeds(tables["sizes"], named, shown):
         known = {name: row[name] for name in named[:2]}
-        for measure in ("solved", "accuracy"):
+        for measure in shown:
             summary.setdefault(row["model"], known)[f"{measure}_{row['size']}"] = row[measure]
     measures = ["evaluations", "evaluations_90", "converged", "solved", "accuracy"]
     stopping = over_seeds(tables["adaptive"], ["method", "size", "rtol"], measures)
@@ -425,6 +444,7 @@ def draw(title: str, tables: dict[str, Table], picture: Any, sizes: tuple[int, i
     (larger, iterations, methods), (need, stop, unfold) = axes
     size, trained, curves = sizes[1], 2 * sizes[1], tables["curves"]
     labels = {
+        f"{EQUILIBRIUM}, stops by itself": ("#8c6bb1", "-"),
         f"{EQUILIBRIUM}, {LONG * trained} iterations": ("C0", "-"),
         f"{EQUILIBRIUM}, {trained} iterations as in training": ("C0", ":"),
         f"{ALWAYS}, {LONG * trained} iterations": ("C2", "--"),
@@ -434,10 +454,12 @@ def draw(title: str, tables: dict[str, Table], picture: Any, sizes: tuple[int, i
         rows = [row for row in tables["sizes"] if row["model"] == label]
         draw_seeds(larger, rows, "size", color=color, label=label, linestyle=style)
     larger.axvspan(*sizes, color="C4", alpha=0.15, linewidth=0)
-    larger.set_xticks(sorted({row["size"] for row in tables["sizes"]}))
+    tested = sorted({row["size"] for row in tables["sizes"]})
+    larger.set_xscale("log", base=2)
+    larger.set_xticks(tested, [str(number) for number in tested])
     larger.set_xlabel("positions of the ring (grey: in training)")
     larger.set_title("larger rings than in training")
-    larger.set(ylim=(-0.03, 1.85), yticks=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # the legend stands above
+    larger.set(ylim=(-0.03, 2.1), yticks=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # the legend stands above
     larger.legend(fontsize=8, loc="upper right")
 
     followed = sorted({row["size"] for row in tables["needed"]})

@@ -254,11 +254,11 @@ each_energy = pytest.mark.parametrize("case", ENERGIES, ids=[case.id for case in
 
 
 FAMILIES = """
-quadratic-input field function composition hyperset-context hopfield-learnable dense-2
-queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
-bisoftmax-others sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
-softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu
-bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
+quadratic-input field function composition hyperset-context hopfield-learnable dense-2 queries-cross
+spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4 bisoftmax-others
+sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1 softmax-elastic-trained
+softmax-cross-trained conditional equilibrium-relu bisoftmax-context relu-soft-gates gelu-none
+softmax-ff-soft gated-gelu-none
 """.split()  # noqa: SIM905
 
 

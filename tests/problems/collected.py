@@ -280,9 +280,8 @@ class Collected:
     """A textbook problem as its source states it, float64, with its standard start.
 
     Attributes:
-        kind: ``map`` (``z = function(z)``), ``system`` (``function(z) = 0``, posed as
-            ``z = z - function(z)``) or ``minimiser`` (the least ``function(z)``, posed as
-            ``z = z - gradient``).
+        kind: ``map`` (``z = function(z)``), ``system`` (``function(z) = 0``, posed as ``z - function(z)``)
+            or ``minimiser`` (the least ``function(z)``, posed as ``z - gradient``).
         name: in the collection.
         function: (B, n) -> (B, n), for a minimiser (B, n) -> (B,); row by row.
         start: the published start, n numbers.

@@ -1,9 +1,8 @@
 """How many evaluations torchdeq's solvers, and ours, need on the zoo.
 
-The count of a sample is the number of calls of f up to the first one at a point z whose *true*
-relative residual ``|f(z) - z| / |f(z)|`` is within the tolerance; infinite if there is none. It is
-taken inside f, so it means the same for every solver: no solver's own bookkeeping enters, stopping
-late costs nothing and neither does a bad choice of the iterate to return.
+The count of a sample is the number of calls of f up to the first one at a point z whose *true* relative
+residual ``|f(z) - z| / |f(z)|`` is within the tolerance; infinite if there is none. It is taken inside f:
+stopping late costs nothing, and neither does a bad choice of the iterate to return.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def true_residual(z: Tensor, fz: Tensor) -> Tensor:
 class Recorder:
     """``problem.f`` that notes at which call each sample's true residual met the tolerance.
 
-    Pass the recorder as f and ``recorder.args`` as args: these end with the sample numbers, batched like
-    everything else, so that a solver whose batch shrinks is followed too.
+    ``recorder.args`` end with the sample numbers, so that a solver whose batch shrinks is followed too.
 
     Attributes:
         calls: (B,) evaluations of f spent on each sample.

@@ -1,9 +1,8 @@
 """Each method against its definition; second attempts; every solver on every problem of the zoo.
 
-On the zoo a sample passes when it is CONVERGED, its recomputed residual is within the tolerance and, where
-there is no other fixed point in reach, its value is the known answer. An entry of the tables of exceptions
-that starts to pass fails the test: take it out. An entry EITHER may pass or not; there only the converged
-samples are checked. Entries SLOW are told and not run.
+On the zoo a sample passes when it is CONVERGED, its true residual is within the tolerance and, where no
+other fixed point is in reach, its value is the known answer. An entry of the tables of exceptions that
+passes fails the test: take it out. Of an EITHER the converged samples alone are checked; SLOW is not run.
 """
 
 from __future__ import annotations

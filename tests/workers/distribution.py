@@ -2,10 +2,9 @@
 
     PYTHONPATH=.:tests python tests/workers/distribution.py dist    # one wheel and one sdist
 
-The wheel is installed into an empty environment in a folder outside of the repository. To save the time
-of an installation that environment sees the third-party packages of the one that runs this program, by
-links, and nothing else of it. Then: the contents of the wheel against those of the sdist, its metadata
-against its imports, the command, the shipped models, and some tests of the sdist.
+The wheel is installed into an environment outside of the repository, which has nothing but links to the
+third-party packages of the one that runs this program. Then: the contents of the wheel against those of
+the sdist, its metadata against its imports, the command, the shipped models, some tests of the sdist.
 """
 
 from __future__ import annotations
