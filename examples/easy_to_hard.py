@@ -39,7 +39,11 @@ WAYS: dict[str, dict[str, float]] = {
 }
 SOLVERS = {FORWARD: solvers.Forward(), ANDERSON: solvers.Anderson()}
 DIM, HEADS, LAYERS = 32, 4, 4  # LAYERS: of the transformer of equal parameters
-SURE = 0.99  # a largest probability with which a model without a residual counts as answering
+MOST = 64  # times the iterations of training, at most, where a ring stops by itself
+FURTHER = (1.5, 3.0, 8.0, 16.0)
+SURE = (
+    0.99  # a largest probability above which a position counts as answered, where no residual tells
+)
 FORBIDDEN = -1e4  # a score whose exponential is zero; infinity would be refused as a layer's input
 TEST_SEED = 1_000_000_007  # apart from those of training
 
@@ -263,7 +267,7 @@ def shares(logits: Tensor, rings: Rings) -> dict[str, float]:
 
 
 def answers(logits: Tensor, rings: Rings, converged: Tensor | None = None) -> dict[str, float]:
-    """Of rings that are answered, and answered wrong: where they converged, or all positions seem sure."""
+    """Shares of all rings: answered (converged, or every position above SURE), and answered wrong."""
     said = logits.softmax(2).amax(2).amin(1) > SURE if converged is None else converged
     right = (logits.argmax(2) == rings.targets).all(1)
     return {"answered": mean(said), "wrong": mean(said & ~right)}
@@ -350,12 +354,7 @@ def easy_to_hard(
     tests: int = 100,  # rings of each size in the test
     seeds: int = 3,  # trainings of each model
     seed: int = 0,  # the first of them
-    factors: tuple[float, ...] = (
-        1.5,
-        3.0,
-        8.0,
-        16.0,
-    ),  # further sizes of the test than size, 2 size, 4 size
+    factors: tuple[float, ...] = FURTHER,  # further sizes of the test than size, 2 size, 4 size
 ) -> Result:
     sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
     long, twice = LONG * trained, 2 * steps
@@ -370,7 +369,8 @@ def easy_to_hard(
         SAME_PARAMETERS: (partial(layers, DIM // 2, layers=LAYERS), twice * depth // LAYERS, 3e-3, None,
                           {SAME_PARAMETERS: LAYERS}),
         ALWAYS: (partial(ring, iterations=depth), steps, 3e-3, depth,
-                 {f"{ALWAYS}, {number} iterations": number for number in (depth, long)}),
+                 {f"{ALWAYS}, {number} iterations": number for number in (depth, long)}
+                 | {f"{ALWAYS}, stops by itself": None}),
         ONCE: (partial(ring, iterations=1), twice, 3e-3, 1, {ONCE: 1}),
     }  # fmt: skip
     rings = {
@@ -389,13 +389,11 @@ def easy_to_hard(
             with torch.no_grad():
                 for label, budget in ways.items():
                     for test in rings.values():
-                        evaluations, said = float(budget or 0), None
+                        evaluations, converged = float(budget or 0), None
                         if budget is None:
-                            end = model.solve(
-                                test.inputs, SOLVERS[FORWARD], LONG**2 * long, rtol=1e-3
-                            )
+                            end = model.solve(test.inputs, SOLVERS[FORWARD], MOST * trained, 1e-3)
                             logits, evaluations = model.decode(end.value), mean(end.evaluations)
-                            said = end.converged
+                            converged = end.converged
                         elif isinstance(model, EquilibriumRing):
                             logits = model(test.inputs, iterations=budget)
                         else:
@@ -403,7 +401,7 @@ def easy_to_hard(
                         row = {"model": label, "seed": now, "size": test.targets.shape[1]}
                         row["parameters"] = sum(each.numel() for each in model.parameters())
                         row |= {"evaluations": evaluations, **shares(logits, test)}
-                        row |= answers(logits, test, said)
+                        row |= answers(logits, test, converged)
                         tables["sizes"].append(row)
                 if name == EQUILIBRIUM:
                     for factor in FOLLOWED:
@@ -416,7 +414,7 @@ def easy_to_hard(
     for test in rings.values():
         row = {"model": MAJORITY, "seed": 0, "size": test.targets.shape[1], "parameters": 0}
         row |= {"evaluations": 0.0, **shares(common[None, None], test)}
-        tables["sizes"].append({**row, "answered": 1.0, "wrong": 1 - row["solved"]})
+        tables["sizes"].append(row | answers(common[None, None], test, torch.ones(tests) > 0))
     summary: dict[str, dict[str, Any]] = {}  # a row for each model, means over seeds
     named = ["model", "parameters", "size"]
     shown = ["solved", "accuracy", "answered", "wrong"]

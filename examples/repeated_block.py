@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from implicit_attn import DEQTransformer
 from implicit_attn.data import load
+from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 
 DIM, HEADS, HIDDEN = 64, 4, 128
 RATES = {"one block, once": 1e-2, "one block, repeated": 6e-3, "three blocks": 3e-3}
+ENERGY, ENERGY_RATE = "an energy, repeated", 3e-3
 DRAWN = (4, 12)  # iterations in training; 8 in evaluation
 MARKS = (1, 2, 4, 8, 16, 32)
 
@@ -42,7 +44,31 @@ class Classifier(nn.Module):
         return self.head(self.norm(self.blocks(tokens, **iterations)[:, 0]))
 
 
+class RepeatedEnergy(nn.Module):
+    """``z <- -s grad E(LN(z + x))``: attention and memories, each with its weights tied.
+
+    LN is the gradient of the Lagrangian ``sqrt(d) |z - mean(z)|``, so a fixed point is a stationary point of
+    an energy: Hoover et al., "Energy Transformer" (2023), https://arxiv.org/abs/2302.07253.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention = SoftmaxAttention(DIM, HEADS, norm=None)
+        self.energy = attention + ReLUFeedForward(DIM, 2 * HIDDEN, bias=True, norm=None)
+        self.norm = nn.LayerNorm(DIM, elementwise_affine=False)
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor, iterations: int | None = None) -> Tensor:
+        drawn = int(torch.randint(DRAWN[0], DRAWN[1] + 1, ())) if self.training else sum(DRAWN) // 2
+        z = torch.zeros_like(x)
+        for _ in range(iterations or drawn):
+            z = -self.scale * self.energy.grad(self.norm(z + x))
+        return z
+
+
 def blocks_of(name: str) -> nn.Module:
+    if name == ENERGY:
+        return RepeatedEnergy()
     if name == "three blocks":
         options: Any = {"activation": "gelu", "batch_first": True, "norm_first": True}
         layer = nn.TransformerEncoderLayer
@@ -87,6 +113,7 @@ def repeated_block(
     patch: int = 4,  # pixels of a side
     epochs: int = 5,  # of training
     seeds: int = 2,  # trainings of each model
+    energy: bool = False,  # the repeated gradient of an energy, too
 ) -> Result:
     loaded = load(data)
     chosen = torch.Generator().manual_seed(0)
@@ -97,7 +124,7 @@ def repeated_block(
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     images, tests = (images - mean) / std, (tests - mean) / std
     accuracies, by_iterations = Table(), Table()
-    for name, rate in RATES.items():
+    for name, rate in (RATES | ({ENERGY: ENERGY_RATE} if energy else {})).items():
         for seed in range(seeds):
             torch.manual_seed(seed)
             model = Classifier(images, patch, loaded.classes, blocks_of(name))
@@ -107,14 +134,17 @@ def repeated_block(
             row["accuracy"] = accuracy(model, tests, answers)
             row["parameters"] = sum(each.numel() for each in model.parameters())
             accuracies.append(row | {"seconds": seconds})
-            if name == "one block, repeated":
-                for mark in MARKS:
-                    found = accuracy(model, tests, answers, iterations=mark)
-                    by_iterations.append({"seed": seed, "iterations": mark, "accuracy": found})
+            for mark in MARKS if name in ("one block, repeated", ENERGY) else ():
+                found = accuracy(model, tests, answers, iterations=mark)
+                by_iterations.append(
+                    {"model": name, "seed": seed, "iterations": mark, "accuracy": found}
+                )
     figure, axes = plt.subplots(figsize=(6.2, 4.2))
     for seed in range(seeds):
-        (curve,) = columns(by_iterations, "accuracy", seed=seed)
-        axes.plot(MARKS, curve, "o-", color="C0", label=None if seed else "one block, repeated")
+        for name, color in (("one block, repeated", "C0"), (ENERGY, "C2")):
+            (curve,) = columns(by_iterations, "accuracy", model=name, seed=seed)
+            if curve:
+                axes.plot(MARKS, curve, "o-", color=color, label=None if seed else name)
         for name, color in (("one block, once", "C1"), ("three blocks", "C4")):
             ((height,),) = columns(accuracies, "accuracy", model=name, seed=seed)
             axes.axhline(height, color=color, linestyle="--", label=None if seed else name)

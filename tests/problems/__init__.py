@@ -30,7 +30,7 @@ class ZooProblem:
         source: where the problem comes from.
         reference: computes the fixed point in float64 by a method that is none of our solvers.
         energy: ``energy(z, *args) -> (B,)`` with gradient ``z - f(z)``, where there is one.
-        converges_plain: whether ``z <- f(z)`` reaches 1e-6 from every row within ``PLAIN_LIMIT`` evaluations.
+        converges_plain: whether ``z <- f(z)`` reaches a relative 1e-6 from all z0 in ``PLAIN_LIMIT`` steps.
         expect: ``converges`` (an iteration finds a fixed point), ``diverges`` (there is none), ``mixed``
             (some rows converge, others leave the domain of f: their rows of ``solution`` are NaN).
         unique: whether no other fixed point is in reach, so an answer must agree with ``solution``.

@@ -55,7 +55,7 @@ def true_residual(z: Tensor, fz: Tensor) -> Tensor:
 class Recorder:
     """``problem.f`` that notes at which call each sample's true residual met the tolerance.
 
-    ``recorder.args`` end with the sample numbers, so that a solver whose batch shrinks is followed too.
+    Pass the recorder as f and ``recorder.args`` as args, which end with the numbers of the samples.
 
     Attributes:
         calls: (B,) evaluations of f spent on each sample.

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:tests python tests/workers/distribution.py dist    # one wheel and one sdist
 
-The wheel is installed into an environment outside of the repository, which has nothing but links to the
-third-party packages of the one that runs this program. Then: the contents of the wheel against those of
-the sdist, its metadata against its imports, the command, the shipped models, some tests of the sdist.
+The wheel is installed into an environment outside of the repository, which has third-party packages by
+links to those that run this program. Then: the contents of the wheel against those of the sdist, its
+metadata against its imports, the command, the shipped models, and some tests of the sdist.
 """
 
 from __future__ import annotations
