@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
 
 class RepeatedEnergy(nn.Module):
-    """``z <- -s grad E(LN(z + x))``: attention and memories, each with its weights tied.
+    """``z <- -grad E(LN(z + x))``: attention and memories with learned factors, their weights tied.
 
     LN is the gradient of the Lagrangian ``sqrt(d) |z - mean(z)|``, so a fixed point is a stationary point of
     an energy: Hoover et al., "Energy Transformer" (2023), https://arxiv.org/abs/2302.07253.
@@ -53,16 +53,17 @@ class RepeatedEnergy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        attention = SoftmaxAttention(DIM, HEADS, norm=None)
-        self.energy = attention + ReLUFeedForward(DIM, 2 * HIDDEN, bias=True, norm=None)
+        self.attention = SoftmaxAttention(DIM, HEADS, norm=None)
+        self.memories = ReLUFeedForward(DIM, 2 * HIDDEN, bias=True, norm=None)
         self.norm = nn.LayerNorm(DIM, elementwise_affine=False)
-        self.scale = nn.Parameter(torch.tensor(0.1))
+        self.factors = nn.Parameter(torch.tensor([0.1, 0.1]))
 
     def forward(self, x: Tensor, iterations: int | None = None) -> Tensor:
         drawn = int(torch.randint(DRAWN[0], DRAWN[1] + 1, ())) if self.training else sum(DRAWN) // 2
         z = torch.zeros_like(x)
         for _ in range(iterations or drawn):
-            z = -self.scale * self.energy.grad(self.norm(z + x))
+            n = self.norm(z + x)
+            z = -self.factors[0] * self.attention.grad(n) - self.factors[1] * self.memories.grad(n)
         return z
 
 
