@@ -4,7 +4,7 @@ The answer at a position is the parity of the bits since the last mark, which ta
 a run is long. A local block is trained with random numbers of iterations, so that its answer is a fixed
 point; larger rings then take more iterations and nothing else. Beside it: transformers of equal parameters
 and of equal evaluations, the same block with a number of iterations that is not random, one iteration, and
-the majority class. It takes a quarter of an hour.
+the majority class. It takes twenty minutes.
 """
 
 from collections import deque
@@ -41,9 +41,7 @@ SOLVERS = {FORWARD: solvers.Forward(), ANDERSON: solvers.Anderson()}
 DIM, HEADS, LAYERS = 32, 4, 4  # LAYERS: of the transformer of equal parameters
 MOST = 64  # times the iterations of training, at most, where a ring stops by itself
 FURTHER = (1.5, 3.0, 8.0, 16.0)
-SURE = (
-    0.99  # a largest probability above which a position counts as answered, where no residual tells
-)
+SURE = 0.99  # least largest probability of an answered position, where no residual tells
 FORBIDDEN = -1e4  # a score whose exponential is zero; infinity would be refused as a layer's input
 TEST_SEED = 1_000_000_007  # apart from those of training
 

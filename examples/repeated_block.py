@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
 
 class RepeatedEnergy(nn.Module):
-    """``z <- -grad E(LN(z + x))``: attention and memories with learned factors, their weights tied.
+    """``z <- -grad E(LN(z + x))``, (B, N, d): attention and memories with learned factors, weights tied.
 
     LN is the gradient of the Lagrangian ``sqrt(d) |z - mean(z)|``, so a fixed point is a stationary point of
     an energy: Hoover et al., "Energy Transformer" (2023), https://arxiv.org/abs/2302.07253.
