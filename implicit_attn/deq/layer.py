@@ -27,7 +27,7 @@ from implicit_attn.deq.problem import (
     refuse_sharded_parts,
 )
 from implicit_attn.dropout import SolveMasks, dropout_seeds
-from implicit_attn.energies.energy import Energy, FunctionEnergy
+from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.compiled.programs import Programs
@@ -318,6 +318,20 @@ class DEQ(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
+
+    def replace(self, old: Energy, new: Energy) -> DEQ:
+        """This layer with the energy ``new`` in the place of ``old``, a part of its energy.
+
+        The two layers share all other parameters and have the same options. The question that a trained
+        layer answers can be changed so, as :class:`implicit_attn.energies.DataTerm` shows.
+
+        Raises:
+            TypeError: if ``new`` is no energy.
+            ValueError: if ``old`` is no part of this layer.
+        """
+        changed = replace_part(self, old, new)
+        changed.last, changed._programs = None, None
+        return changed
 
     def unrolled(
         self, evaluations: int, *, damping: float = 1.0, window: int | None = None

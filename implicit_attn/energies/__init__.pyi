@@ -35,6 +35,8 @@ from implicit_attn.energies.memories import EffectiveRBM as EffectiveRBM
 from implicit_attn.energies.memories import HiddenPrior as HiddenPrior
 from implicit_attn.energies.memories import Hopfield as Hopfield
 from implicit_attn.energies.memories import QueryEnergy as QueryEnergy
+from implicit_attn.energies.restoration import DataTerm as DataTerm
+from implicit_attn.energies.restoration import NetworkEnergy as NetworkEnergy
 from implicit_attn.energies.spins import BareAttention as BareAttention
 from implicit_attn.energies.spins import ConditionalMixture as ConditionalMixture
 from implicit_attn.energies.spins import Couplings as Couplings

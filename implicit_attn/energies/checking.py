@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.energy import Energy, FunctionEnergy
+from implicit_attn.energies.energy import Energy, FunctionEnergy, twice_differentiable
 from implicit_attn.energies.tokens import check_values
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.layout import Layout, check_mask
@@ -124,7 +124,8 @@ class Probe:
         """Autograd's gradient of ``forward``'s sum by the state."""
         with torch.enable_grad():
             leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
-            value = self.energy(self.like(leaves), self.x, mask=self.mask)
+            with twice_differentiable():
+                value = self.energy(self.like(leaves), self.x, mask=self.mask)
             return derivatives(value.sum(), leaves, create_graph=create_graph)
 
     def like(self, leaves: Sequence[Tensor]) -> Any:

@@ -8,17 +8,19 @@ influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.tokens import (
@@ -185,6 +187,24 @@ class Energy(nn.Module):
     def weighted(self, initial: float = 1.0, maximum: float | None = None) -> Weighted:
         """This energy times a learned positive weight, below ``maximum`` where that is given."""
         return Weighted(self, initial, maximum)
+
+    def replace(self, old: Energy, new: Energy) -> Any:
+        """This energy with ``new`` in the place of its part ``old``; all other parts are shared.
+
+        A data term of a trained sum, for example, can be exchanged for that of another task. Weights
+        around the part, such as those of :meth:`weighted`, stay.
+
+        Raises:
+            TypeError: if ``new`` is no energy.
+            ValueError: if ``old`` is no part of this energy.
+
+        Example:
+            >>> from implicit_attn.energies import Hopfield, Quadratic
+            >>> first, memory = Quadratic(), Hopfield(torch.eye(4))
+            >>> (0.5 * first + memory).replace(first, -first).terms[1] is memory
+            True
+        """
+        return replace_part(self, old, new)
 
     def __add__(self, other: Any) -> Sum:
         return Sum([self, other]) if isinstance(other, Energy) else NotImplemented
@@ -392,6 +412,32 @@ def _check_energy_type(energy: Any) -> Energy:
     )
 
 
+def replace_part(whole: nn.Module, old: Energy, new: Energy) -> Any:
+    """A copy of ``whole`` with ``new`` in the place of ``old``, which shares all other modules with it."""
+    _check_energy_type(new)
+    if all(part is not old for part in whole.modules()):
+        raise ValueError(
+            f"old must be a part of the {type(whole).__name__}, the very object that it was made of, got "
+            f"{type(old).__name__}"
+        )
+    return _copied_around(whole, old, new)
+
+
+def _copied_around(module: nn.Module, old: Energy, new: Energy) -> nn.Module:
+    """``module`` itself where it does not contain ``old``, ``new`` in the place of ``old``."""
+    if module is old:
+        return new
+    if all(part is not old for part in module.modules()):
+        return module
+    copied = copy.copy(module)
+    copied._modules = {
+        name: child and _copied_around(child, old, new) for name, child in module._modules.items()
+    }
+    if isinstance(copied, Energy):
+        copied.concave = False  # not known of the new energy
+    return copied
+
+
 class Quadratic(Energy):
     """``E = 1/2 |z - x|^2``, or ``1/2 |z|^2`` where there is no input.
 
@@ -476,8 +522,8 @@ def value_and_gradient(
     if in_transform() or torch.compiler.is_dynamo_compiling():
         return _by_transform(function, z, inputs)
     record = torch.is_grad_enabled()
-    # What a compiler makes of the function could not be differentiated twice.
-    with recording(), uncompiled() if record else nullcontext():
+    # Neither what a compiler makes of the function nor fused attention can be differentiated twice.
+    with recording(), twice_differentiable() if record else nullcontext():
         point, leaves, spec = _fresh(z, record)
         value = function(point, *ordinary(inputs))
         found: tuple[Tensor | None, ...] = (None,) * len(leaves)
@@ -493,6 +539,13 @@ def value_and_gradient(
     gradients = [torch.zeros_like(t) if slope is None else slope for slope, t in pairs]
     gradient = pytree.tree_unflatten(gradients, spec)
     return (value if record else value.detach()), gradient
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Within, attention is computed by torch's plain formula, and compiled functions run uncompiled."""
+    with uncompiled(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def _by_transform(
@@ -514,7 +567,8 @@ def _by_transform(
         value = function(pytree.tree_unflatten(leaves, spec), *inputs)
         return value.sum(), value
 
-    gradients, value = torch.func.grad(total, has_aux=True)(leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        gradients, value = torch.func.grad(total, has_aux=True)(leaves)
     return value, pytree.tree_unflatten(list(gradients), spec)
 
 

@@ -41,4 +41,6 @@ from implicit_attn.models.registry import BACKBONES as BACKBONES
 from implicit_attn.models.registry import build_backbone as build_backbone
 from implicit_attn.models.registry import build_model as build_model
 from implicit_attn.models.registry import load_model as load_model
+from implicit_attn.models.restoration import ImageRestorer as ImageRestorer
+from implicit_attn.models.restoration import Restorer as Restorer
 from implicit_attn.models.spins import SpinClassifier as SpinClassifier

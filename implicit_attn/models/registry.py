@@ -25,6 +25,7 @@ from implicit_attn.models.backbones import (
 from implicit_attn.models.boards import BoardSolver, SudokuModel
 from implicit_attn.models.images import ImageClassifier, MaskedCodes, MaskedImageModel
 from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
+from implicit_attn.models.restoration import ImageRestorer
 from implicit_attn.models.spins import SpinClassifier
 from solvers.core.checks import require_choice
 
@@ -65,6 +66,7 @@ MODELS: dict[str, Model] = {
     "language-model": Model(LanguageModel, "whole"),
     "equilibrium-language-model": Model(EquilibriumLanguageModel, "whole", True),
     "board-solver": Model(BoardSolver, "whole", True),
+    "image-restorer": Model(ImageRestorer, "whole", True),
     "spin-classifier": Model(SpinClassifier, "whole", True),
 }
 BACKBONES = {name: row for name, row in MODELS.items() if row.role == "backbone"}

@@ -1,4 +1,4 @@
-"""What fixed points buy, and where they buy nothing: ``implicit-attn demo``."""
+"""``implicit-attn demo``: three things that equilibrium layers can do, in two minutes, with pictures."""
 
 from __future__ import annotations
 
@@ -7,152 +7,226 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
-from implicit_attn.data import HELP, load_sudoku, load_text, solve_by_singles
-from implicit_attn.models import EquilibriumLanguageModel, LanguageModel
-from implicit_attn.programs.boards import Frame, draw_frame, frames_of, solved_after
-from implicit_attn.programs.images import Classify
-from implicit_attn.studies.study import (
-    BLUE,
-    DPI,
-    GREY,
-    ORANGE,
-    Table,
-    format_table,
-    new_figure,
-    write_table,
+from implicit_attn.data import ImageData, load, load_sudoku, solve_by_singles
+from implicit_attn.deq import DEQ
+from implicit_attn.optional import require
+from implicit_attn.programs import make_folder, mistakes
+from implicit_attn.programs.boards import Frame, draw_frame
+from implicit_attn.programs.restoration import (
+    best_linear,
+    draw,
+    restore,
+    tasks_of,
+    title_of,
+    train_digits,
 )
-from implicit_attn.training import NextToken, Recipe, Training
+from implicit_attn.studies.study import BLUE, DPI, GREY, ORANGE, Table, format_table, new_figure
+from implicit_attn.studies.study import write_table as write
 from implicit_attn.weights import load_pretrained
 
-BOARD_MARKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of iterations
-TEXT_MARKS = (1, 2, 3, 4, 6, 8, 12, 24, 48)
-FRAMES = (1, 4, 16, 32, 64)
-DRAWN = (4, 20)  # iterations of the language model in training
-REPEATED = "one block, repeated"
-LANGUAGE = {"one block, once": 1, "three blocks": 3, REPEATED: 0}  # layers of each
+MARKS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations on Sudoku boards
+FRAMES = (1, 8, 16, 32, 64)
+DIM, HEADS, HIDDEN = 32, 4, 64
+LAYERS = {
+    "no layer": 1e-2,
+    "your own energy": 1e-2,
+    "encoder layer": 3e-3,
+}  # and their learning rates
 
 
 @dataclass(kw_only=True)
-class Demo(Classify):
-    """Boards filled in by a shipped solver, one transformer block at its fixed point, digits (two minutes).
+class Demo:
+    """Three things that equilibrium layers can do (two minutes on one core).
 
-    A solver of Sudoku boards, which was told no rule, is repeated for up to 256 iterations. A transformer
-    block learns the characters of Python's help texts, once as a usual layer and once repeated to its
-    fixed point, with equal parameters; three usual layers stand beside them. Then digits as implicit-attn
-    train classify reads them, a task on which an equilibrium is no more accurate than simpler layers.
-    Results of the last time are replaced.
+    1. One energy, many tasks: a layer learns to remove noise from handwritten digits. Then its data term is
+    exchanged, and it fills in missing pixels, doubles the resolution and deblurs, without new training.
+    2. Sudoku: a learned update, which was told no rule, solves more boards the longer it iterates.
+    3. Your own energy: a layer defined by a few lines learns to read digits, next to no layer and to an
+    encoder layer after equally many steps.
+
+    The pictures and tables go to runs/demo; those of an earlier run are replaced.
     """
 
+    epochs: int = 15
+    """training passes of the first and the third part"""
     boards: int = 100
-    """puzzles that the shipped solver fills in"""
-    steps: int = 300
-    """of the training of each language model"""
+    """Sudoku boards to solve"""
+    seed: int = 0
+    """of the weights and the noise"""
+    out: Path = Path("runs/demo")
+    """folder of the results"""
 
     def run(self) -> None:
-        self.overwrite = not self.resume
-        folder = (self.out or Path("runs")) / "fixed-points"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.set_num_threads(1)  # small models: a second thread would wait more than it computes
-        fixed_points(folder, self.boards, self.steps, self.seed)
-        print("\nDigits, where simpler layers are as accurate:\n")
-        super().run()
+        torch.set_num_threads(1)  # these models are so small that a second thread would mostly wait
+        with mistakes():
+            make_folder(self.out)
+            digits = load("digits")
+        restoration = restore_digits(self.out, digits, self.epochs, self.seed)
+        boards = solve_boards(self.out, self.boards)
+        classes = classify_digits(self.out, digits, self.epochs, self.seed)
+        names = "\n".join(f"  {path}" for path in (restoration, boards, classes))
+        print(
+            f"\nThe pictures:\n{names}\n"
+            'Next: write an energy of your own. The tutorial is docs/notebooks/own_energy.md, or "An energy '
+            'of your own" on the site that `make docs-serve` shows.'
+        )
 
 
-def fixed_points(folder: Path, boards: int, steps: int, seed: int) -> dict[str, Table]:
-    """Both tables as CSV and text, and the picture ``fixed-points.png``, written to ``folder``."""
-    print(f"Sudoku: {boards} puzzles by the shipped solver ...", flush=True)
-    board_table, singles, puzzle, solution, frames = fill_boards(boards)
-    print(f"\n{format_table(board_table)}\nnaked and hidden singles alone solve {singles:.1f} %")
-    text_table = learn_text(folder, steps, seed)
-    print(f"\n{format_table(text_table)}\n(validation loss in nats a character)")
-    tables = {"boards": board_table, "text": text_table}
-    for name, table in tables.items():
-        write_table(folder / f"{name}.csv", table)
-    path = folder / "fixed-points.png"
-    title = "What iterating to a fixed point buys"
-    figure = new_figure((13.0, 6.8), title)
-    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.15])
-    for axes, frame in zip(above.subplots(1, len(frames)), frames, strict=True):
-        draw_frame(axes, puzzle, solution, frame)
-    left, right = below.subplots(1, 2)
-    _draw_boards(left, board_table, singles)
-    _draw_text(right, text_table)
-    figure.savefig(path, dpi=DPI)
-    print(f"picture: {path}", flush=True)
-    return tables
+def heading(number: int, text: str) -> None:
+    print(f"\n{number}. {text}\n", flush=True)
+
+
+def progress(items: Any, title: str) -> Any:
+    """A progress bar around ``items``, shown on a terminal."""
+    return require("tqdm", extra="training").tqdm(items, title, disable=None)
+
+
+def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> Path:
+    """Train an energy to remove noise; solve six tasks with it; write a table and a picture."""
+    heading(1, "One energy, many tasks: trained to remove noise, asked for more afterwards.")
+    model = train_digits(digits.train_images, epochs, seed)
+    test, table, panels, titles = digits.test_images, [], {}, {}
+    for task in progress(tasks_of(8), "tasks"):
+        y, weight = task.observe(test, torch.Generator().manual_seed(1000 + seed))
+        solution = restore(model, task, y, weight)
+        linear = best_linear(task, y, weight, digits.train_images)
+        mine, other = (
+            (each.clamp(0, 1) - test).square().mean().item() for each in (solution.value, linear)
+        )
+        table.append({
+            "task": task.name, "one energy": mine, "best linear answer": other,
+            "converged (%)": 100 * solution.converged.float().mean().item(),
+        })  # fmt: skip
+        seen = torch.where(weight > 0, y, 0.0)[:9]
+        panels[task.name] = {"seen": seen, "restored": solution.value[:9], "true": test[:9]}
+        titles[task.name] = title_of(task, 8, mine, other)
+    print(f"{format_table(table)}\n(mean squared error of the pixels of {len(test)} test images)")
+    write(folder / "one-energy.csv", table)
+    path = folder / "one-energy.png"
+    draw(panels, titles).savefig(path, dpi=DPI)
+    return path
 
 
 @torch.no_grad()
-def fill_boards(number: int) -> tuple[Table, float, Tensor, Tensor, list[Frame]]:
-    """The share of puzzles solved (%) after each of BOARD_MARKS iterations, that of singles, and a board."""
+def solve_boards(folder: Path, number: int) -> Path:
+    """Solve generated Sudoku boards by the shipped update; write a table and a picture."""
+    heading(2, "Sudoku: a learned update solves more boards the longer it iterates.")
     data = load_sudoku(1, number, source="generated", seed=17)
     puzzles, solutions = data.test_puzzles, data.test_solutions
     model: Any = load_pretrained("sudoku-solver")
-    shares = solved_after(model, puzzles, solutions, BOARD_MARKS)
-    pairs = zip(BOARD_MARKS, shares, strict=True)
-    table = [{"iterations": count, "boards solved (%)": 100 * share} for count, share in pairs]
     singles = 100 * (solve_by_singles(puzzles) == solutions).all(1).float().mean().item()
-    hardest = int((puzzles > 0).sum(1).argmin())
-    frames = frames_of(model, puzzles[hardest], FRAMES)
-    return table, singles, puzzles[hardest], solutions[hardest], frames
-
-
-def learn_text(folder: Path, steps: int, seed: int) -> Table:
-    """Validation losses after TEXT_MARKS iterations of one block that was trained to be repeated, beside
-    those of the same block as a usual layer and of three such layers, all at the best rate of four."""
-    data = load_text(HELP)
-    sizes: dict[str, Any] = {"dim": 64, "heads": 4, "length": 64, "dropout": 0.0}
-    task = NextToken(data, sizes["length"], 128, samples=16 * steps)
-    words = len(data.alphabet)
-    recipe = Recipe(
-        epochs=1, batch=16, rate=1e-2, warmup=0.1, floor=0.0, betas=(0.9, 0.95), seed=seed,
-        decay="linear", decayed="matrices",
-    )  # fmt: skip
-    losses: dict[str, dict[int, float]] = {}
-    for name, layers in LANGUAGE.items():
-        torch.manual_seed(seed)
-        model: Any
-        if layers:
-            model = LanguageModel(words, layers=layers, initial="torch", **sizes)
-        else:
-            model = EquilibriumLanguageModel(words, iterations=DRAWN, gradient=4, **sizes)
-        parameters = sum(each.numel() for each in model.parameters())
-        print(f"\n{name}, {parameters:,} parameters, {steps} steps on {data.name}:", flush=True)
-        path = folder / f"{name.replace(', ', '-').replace(' ', '-')}.safetensors"
-        training = Training(model, task, recipe, path, {})
-        training.run(overwrite=True)
-        marks = (1,) if layers else TEXT_MARKS
-        losses[name] = {mark: training.evaluate(mark)["validation_loss"] for mark in marks}
-    repeated = losses.pop(REPEATED)
-    others = {name: found[1] for name, found in losses.items()}
-    return [{"iterations": mark, REPEATED: loss, **others} for mark, loss in repeated.items()]
-
-
-def _draw_boards(axes: Any, table: Table, singles: float) -> None:
-    solved = [row["boards solved (%)"] for row in table]
-    label = "learned update, 42,193 weights, repeated"
-    axes.plot(BOARD_MARKS, solved, color=BLUE, marker="o", label=label)
+    hardest, frames, table = int((puzzles > 0).sum(1).argmin()), [], []
+    steps = model.trajectory(puzzles, MARKS[-1])
+    for count, logits in enumerate(progress(steps, "iterations"), start=1):
+        certainty, found = logits.softmax(-1).max(-1)
+        if count in FRAMES:
+            frames.append(Frame(count, found[hardest] + 1, certainty[hardest]))
+        if count in MARKS:
+            filled = torch.where(puzzles > 0, puzzles, found + 1)
+            solved = 100 * (filled == solutions).all(1).float().mean().item()
+            table.append({"iterations": count, "boards solved (%)": solved})
+    print(
+        f"{format_table(table)}\n(naked and hidden singles, applied by rule, solve {singles:.0f} %)"
+    )
+    write(folder / "sudoku.csv", table)
+    figure = new_figure((13.0, 6.2), "A learned update solves Sudoku; it was told no rule")
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+    for axes, frame in zip(above.subplots(1, len(frames)), frames, strict=True):
+        draw_frame(axes, puzzles[hardest], solutions[hardest], frame)
+    axes, shares = below.subplots(), [row["boards solved (%)"] for row in table]
+    axes.plot(MARKS, shares, color=BLUE, marker="o", label="learned update, 42,193 weights")
     axes.axhline(singles, color=GREY, linestyle="--", label="naked and hidden singles, by rule")
-    axes.set(ylabel="boards solved (%)", ylim=(-3, 103), title="Sudoku, generated puzzles")
-    _finish(axes, BOARD_MARKS, "upper left")
-
-
-def _draw_text(axes: Any, table: Table) -> None:
-    losses = [row[REPEATED] for row in table]
-    axes.plot(TEXT_MARKS, losses, color=BLUE, marker="o", label=REPEATED)
-    for name, color in zip(list(table[0])[2:], (ORANGE, GREY), strict=True):
-        axes.axhline(table[0][name], color=color, linestyle="--", label=name)
-    axes.axvspan(*DRAWN, color=GREY, alpha=0.15, linewidth=0, label="drawn in training")
-    axes.set(ylabel="validation loss, nats a character", title="Characters of Python's help texts")
-    _finish(axes, TEXT_MARKS, "upper right")
-
-
-def _finish(axes: Any, marks: tuple[int, ...], place: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(list(marks), [str(mark) for mark in marks])
-    axes.minorticks_off()
-    axes.set_xlabel("iterations")
+    axes.set_xticks(MARKS, [str(mark) for mark in MARKS])
+    axes.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc=place)
+    axes.legend(loc="upper left")
+    path = folder / "sudoku.png"
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+class OwnEnergy(nn.Module):
+    """``1/2 |z|^2 - 1/2 |relu(0.7 W z + U x)|^2 - sum log sum exp((0.7 Q z + q x) . k)``, convex in z.
+
+    The input x is inside the hidden units and the attention. The keys k are made of x and have length 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = spectral_norm(nn.Linear(DIM, HIDDEN, bias=False))
+        self.Q = spectral_norm(nn.Linear(DIM, DIM, bias=False))
+        self.U, self.q, self.k = nn.Linear(DIM, HIDDEN), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # (B, N, d), (B, N, d) -> (B,)
+        hidden = F.relu(0.7 * self.W(z) + self.U(x))
+        queries = (0.7 * self.Q(z) + self.q(x)).unflatten(-1, (HEADS, -1))
+        keys = F.normalize(self.k(x).unflatten(-1, (HEADS, -1)), dim=-1)
+        scores = torch.einsum("bihc,bjhc->bhij", queries, keys)
+        squares = 0.5 * z.square().sum((1, 2)) - 0.5 * hidden.square().sum((1, 2))
+        return squares - scores.logsumexp(-1).sum((1, 2))
+
+
+class Classifier(nn.Module):
+    """Patches (B, 16, 4) to logits (B, 10): tokens with positions, one layer, the mean of the tokens."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Linear(4, DIM), nn.Parameter(0.5 * torch.randn(16, DIM))
+        self.layer: nn.Module | None = None
+        if name == "encoder layer":
+            self.layer = nn.TransformerEncoderLayer(DIM, HEADS, HIDDEN, 0.0, batch_first=True)
+        elif name == "your own energy":
+            self.layer = DEQ.from_energy(OwnEnergy(), init="zeros", tolerance=1e-3)
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 10)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        x = self.embed(patches) + self.position
+        if isinstance(self.layer, DEQ):
+            x = x + self.layer(x)
+        elif self.layer is not None:
+            x = self.layer(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def classify_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> Path:
+    """Train three classifiers for equally many steps; write a table and a picture."""
+    heading(3, "Your own energy: a layer of fifteen lines reads digits.")
+    train, test = (
+        F.unfold(images, 2, stride=2).mT for images in (digits.train_images, digits.test_images)
+    )
+    table: Table = []
+    for name, rate in LAYERS.items():
+        torch.manual_seed(seed)
+        model = Classifier(name)
+        optimiser = torch.optim.Adam(model.parameters(), rate)
+        for epoch in progress(range(epochs), name):
+            optimiser.param_groups[0]["lr"] = rate * (1 - epoch / epochs)
+            for rows in torch.randperm(len(train)).split(64):
+                optimiser.zero_grad()
+                F.cross_entropy(model(train[rows]), digits.train_labels[rows]).backward()
+                optimiser.step()
+        model.eval()
+        with torch.no_grad():
+            right = (model(test).argmax(1) == digits.test_labels).float().mean().item()
+        last = model.layer.last if isinstance(model.layer, DEQ) else None
+        solves = "" if last is None else f"{100 * last.converged.float().mean().item():.1f}"
+        size = sum(each.numel() for each in model.layer.parameters()) if model.layer else 0
+        row = {"layer": name, "test accuracy (%)": 100 * right, "weights of the layer": size}
+        table.append(row | {"converged (%)": solves})
+    print(format_table(table))
+    write(folder / "own-energy.csv", table)
+    figure = new_figure((7, 2.6), "Handwritten digits, one seed")
+    axes = figure.subplots()
+    shares = [row["test accuracy (%)"] for row in table]
+    bars = axes.barh([*LAYERS], shares, color=[GREY, BLUE, ORANGE])
+    axes.bar_label(bars, fmt="%.1f", padding=4)
+    axes.set(xlim=(0, 108), xlabel="test accuracy (%)")
+    axes.invert_yaxis()
+    path = folder / "own-energy.png"
+    figure.savefig(path, dpi=DPI)
+    return path

@@ -16,6 +16,7 @@ from implicit_attn.energies import (
     BiSoftmaxAttention,
     ConditionalAttention,
     Couplings,
+    DataTerm,
     DenseAssociative,
     EffectiveRBM,
     Energy,
@@ -29,6 +30,7 @@ from implicit_attn.energies import (
     IsingLagrangian,
     Lagrangian,
     LinearAttention,
+    NetworkEnergy,
     Quadratic,
     QueryEnergy,
     ReLUFeedForward,
@@ -96,6 +98,19 @@ def _double_well(z: Tensor, *, mask: Tensor | None = None) -> Tensor:
     if mask is not None:
         z = torch.where(mask.unsqueeze(-1), z, 0.0)
     return (0.25 * z**4 - 0.5 * z**2).flatten(1).sum(1)
+
+
+class _Mixing(torch.nn.Module):
+    """A network of tokens that mixes the visible ones by their mean, and takes the input."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.state, self.input = torch.nn.Linear(dim, dim), torch.nn.Linear(dim, dim)
+
+    def forward(self, z: Tensor, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            z, x = (t.masked_fill(~mask.unsqueeze(-1), 0.0) for t in (z, x))
+        return torch.tanh(self.state(z) + self.input(x) + z.sum(1, keepdim=True))
 
 
 def _composition(dim: int) -> Energy:
@@ -234,6 +249,8 @@ def _cases() -> list[EnergyCase]:
         ("quadratic", lambda dim: Quadratic(), False, False),
         ("quadratic-input", lambda dim: Quadratic(), True, False),
         ("field", lambda dim: Field(), True, False),
+        ("data", lambda dim: DataTerm(), True, False),
+        ("network", lambda dim: NetworkEnergy(_Mixing(dim)), True, False),
         ("function", lambda dim: FunctionEnergy(_double_well), False, False),
         ("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
         ("bare", lambda dim: BareAttention(COUNT, dim, lam=1.5), False, True),

@@ -1,0 +1,188 @@
+"""Models that restore images by one trained energy and a data term for each task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import solvers
+from implicit_attn.data.images import join_patches, split_patches
+from implicit_attn.deq import DEQ
+from implicit_attn.energies.energy import Energy, Weighted
+from implicit_attn.energies.restoration import DataTerm, NetworkEnergy
+from implicit_attn.models.images import count_patches
+from solvers.core.checks import require_choice, require_count
+
+NETWORKS = ("convolution", "transformer")
+
+
+class ConvolutionalNetwork(nn.Module):
+    """Images (B, C, S, S) -> (B, C, S, S), S a multiple of 4, over two coarser resolutions."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        half: Any = {"kernel_size": 4, "stride": 2, "padding": 1}
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.down = nn.Conv2d(width, 2 * width, **half)
+        self.lower = nn.Conv2d(2 * width, 4 * width, **half)
+        self.raised = nn.ConvTranspose2d(4 * width, 2 * width, **half)
+        self.up = nn.ConvTranspose2d(2 * width, width, **half)
+        self.last = nn.Conv2d(width, channels, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        full = F.gelu(self.first(z))
+        half = F.gelu(self.down(full))
+        coarse = F.gelu(self.lower(half))
+        half = F.gelu(self.raised(coarse)) + half
+        return self.last(F.gelu(self.up(half)) + full)
+
+
+class PatchTransformer(nn.Module):
+    """Images (B, C, S, S) -> (B, C, S, S): a transformer encoder on patches, added to the image."""
+
+    def __init__(
+        self, image_size: int, channels: int, dim: int, patch: int, layers: int, heads: int
+    ) -> None:
+        super().__init__()
+        self.patch = patch
+        self.embed = nn.Linear(channels * patch**2, dim)
+        self.position = nn.Parameter(0.02 * torch.randn(count_patches(image_size, patch), dim))
+        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+        layer = nn.TransformerEncoderLayer(dim, heads, 2 * dim, norm_first=True, **options)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.read = nn.Linear(dim, channels * patch**2)
+
+    def forward(self, z: Tensor) -> Tensor:
+        tokens = self.embed(split_patches(z, self.patch)) + self.position
+        return z + join_patches(self.read(self.layers(tokens)), self.patch)
+
+
+class Restorer(nn.Module):
+    """Restores what is partly known: one trained energy, and data terms that are exchanged from task to task.
+
+    The layer returns ``z* = argmin_z  c/2 |sqrt(w) (A z - y)|^2 + R(z)``. The observation y, its weights
+    ``w = 1 / s^2`` and the operator A belong to the task; the energy R and the factor c are learned. After
+    training with ``A = I``, :meth:`solve` takes any differentiable operator without new training.
+
+    Args:
+        prior: R, an energy of the state z (B, ...).
+        mean: (...), the state from which a solve begins where nothing is known, such as the mean of the
+            training set; a buffer.
+        factor: c at first, > 0.
+        layer: options of the :class:`DEQ`, such as ``tolerance``.
+
+    Source: Venkatakrishnan, Bouman, Wohlberg (GlobalSIP 2013),
+    https://doi.org/10.1109/GlobalSIP.2013.6737048; trained through its fixed point as in Gilton, Ongie,
+    Willett, "Deep Equilibrium Architectures for Inverse Problems in Imaging" (2021),
+    https://arxiv.org/abs/2102.07944.
+    """
+
+    mean: Tensor
+
+    def __init__(
+        self,
+        prior: Energy,
+        mean: Tensor,
+        *,
+        factor: float = 0.05,
+        layer: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean.detach().clone())
+        options: dict[str, Any] = {"tolerance": 3e-3, "max_steps": 200}
+        energy = DataTerm().weighted(factor) + prior
+        self.layer = DEQ(energy, **options | dict(layer or {}))
+
+    @property
+    def data(self) -> Weighted:
+        """The data term with its learned factor c."""
+        update: Any = self.layer.update
+        return update.energy.terms[0]
+
+    @property
+    def prior(self) -> Any:
+        """The energy R."""
+        update: Any = self.layer.update
+        return update.energy.terms[1]
+
+    def solve(
+        self,
+        y: Tensor,
+        weight: Tensor | None = None,
+        operator: Callable[[Tensor], Tensor] | None = None,
+        *,
+        start: Tensor | None = None,
+        **options: Any,
+    ) -> solvers.Solution:
+        """The :class:`solvers.Solution`, whose ``value`` (B, ...) is what was restored.
+
+        Args:
+            y: the observations (B, ...), shaped like the operator's result.
+            weight: ``1 / s^2`` of each number of y, for noise of deviation s, and 0 where nothing was seen;
+                None: ones.
+            operator: A, from states to observations; None: the identity.
+            start: initial states; None: y where its weight is positive, ``mean`` elsewhere, and ``mean``
+                everywhere if there is an operator.
+            options: of :meth:`DEQ.solve`.
+        """
+        weight = torch.ones_like(y) if weight is None else weight
+        layer = self.layer
+        if operator is not None:
+            layer = layer.replace(self.data.energy, DataTerm(operator))
+        if start is None:
+            start = self.mean.expand(y.shape[0], *self.mean.shape)
+            if operator is None:
+                start = torch.where(weight > 0, y, start)
+        return layer.solve({"y": y, "weight": weight}, z0=start, **options)
+
+    def forward(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The states restored from y with these weights, with implicit gradients."""
+        return self.solve(y, weight).value
+
+
+class ImageRestorer(Restorer):
+    """Restores square images by the energy of a network, ``R(z) = 1/2 |z - N(z)|^2``.
+
+    Args:
+        image_size, channels: of images (B, channels, image_size, image_size).
+        network: N, "convolution" (whose channels are multiples of ``width``, and which needs an image size
+            that 4 divides) or "transformer" (on patches, ``width`` features a token).
+        width: of the network.
+        patch, layers, heads: of the transformer.
+        layer: options of the :class:`DEQ`.
+
+    Source: Hurault, Leclaire, Papadakis (ICLR 2022), https://arxiv.org/abs/2110.03220; see also
+    :class:`Restorer`.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 28,
+        channels: int = 1,
+        *,
+        network: str = "convolution",
+        width: int = 24,
+        patch: int = 4,
+        layers: int = 4,
+        heads: int = 4,
+        layer: Mapping[str, Any] | None = None,
+    ) -> None:
+        size, channels = (
+            require_count("image_size", image_size),
+            require_count("channels", channels),
+        )
+        if require_choice("network", network, NETWORKS) == "transformer":
+            made: nn.Module = PatchTransformer(size, channels, width, patch, layers, heads)
+        elif size % 4:
+            raise ValueError(f"image_size must be a multiple of 4 for a convolution, got {size}")
+        else:
+            made = ConvolutionalNetwork(channels, require_count("width", width))
+        super().__init__(NetworkEnergy(made), torch.zeros(channels, size, size), layer=layer)
+
+    def denoise(self, y: Tensor) -> Tensor:
+        """One gradient step on the network's energy, which the first stage of training trains."""
+        return self.prior.denoise(y)
