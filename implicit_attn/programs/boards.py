@@ -304,7 +304,7 @@ def solved_when_converged(
     rows = []
     for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
         found = model.solve(
-            part, solver=solvers.Forward(), max_steps=most,
+            part, stop="converged", solver=solvers.Forward(), max_steps=most,
             tolerance=solvers.Tolerance(rtol=RTOL), on_failure="ignore",
         )  # fmt: skip
         right = _solved(found.value.argmax(-1) + 1, part, answers)
