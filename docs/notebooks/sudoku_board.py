@@ -43,8 +43,8 @@ print("consistent", answer.consistent.tolist())
 print("iterations", answer.evaluations.tolist())
 
 # %% [markdown]
-# `answer.consistent` says which boards agree with the learned groups, without knowing their solutions. A board
-# that does not agree is reported with a warning. `print` draws a board:
+# `answer.consistent` says which boards agree with the learned groups, without knowing their solutions. A
+# board that does not agree is reported with a warning. `print` draws a board:
 
 # %%
 with torch.no_grad():
