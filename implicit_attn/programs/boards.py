@@ -190,6 +190,9 @@ class SolveSudoku(Program):
         few, mixed = (load_sudoku(self.train, self.test, more=n, **options) for n in (0, None))
         return few, mixed
 
+    def defaults(self) -> Values:
+        return PRESET
+
     def job(self, first: bool) -> Job:
         start = None
         if self.start is not None:
@@ -204,7 +207,7 @@ class SolveSudoku(Program):
             print(f"data: {self.mixed.name}, {self.train} training and {self.test} test puzzles")
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
             print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
-        values = self.values(PRESET) | {"random_iterations": (self.window, self.iterations)}
+        values = self.values() | {"random_iterations": (self.window, self.iterations)}
         if start is not None:
             values |= {"features": start.update.features, "width": start.update.width}
         recipe = take_recipe(values, self.seed)
@@ -358,14 +361,17 @@ class Sudoku(BackboneProgram):
     source: Literal["auto", "list", "generated"] = "auto"
     """of the puzzles"""
 
+    def defaults(self) -> Values:
+        preset = SUDOKU[self.preset]
+        if self.further().get("positions") == "sincos":
+            preset = preset | {"start": "random"}
+        return self.adjusted(preset, {**SOLVES, "rtol": None})
+
     def job(self, first: bool) -> Job:
         source = resolve_source(self.source)
         puzzles = {"train": self.train, "test": self.test, "source": source, "seed": self.seed}
         data = load_sudoku(**puzzles)
-        preset = SUDOKU[self.preset]
-        if self.further().get("positions") == "sincos":
-            preset = preset | {"start": "random"}
-        values = self.values_of(preset, {**SOLVES, "rtol": None})
+        values = self.values("iterations", "layers")
         symmetries = values.pop("symmetries")
         recipe = take_recipe(values, self.seed)
         around = {"kind": "sudoku", **take(values, "start", "dropout", "positions", "final_norm")}
