@@ -22,7 +22,7 @@ import torch
 import implicit_attn
 import solvers
 from implicit_attn import kernels
-from implicit_attn.optional import require
+from implicit_attn.optional import progress, require
 
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = sorted(
@@ -216,6 +216,22 @@ def test_a_module_blocked_by_its_own_import_is_reported(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ImportError, match=r"pooch could not be imported.*\[test\]"):
         require("pooch", extra="test")
+
+
+def test_a_bar_is_drawn_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And only where tqdm is installed."""
+    pytest.importorskip("tqdm", reason="it draws the bar")
+
+    def drawn(terminal: bool) -> str:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+        assert list(progress([3, 5], "numbers")) == [3, 5]
+        return capsys.readouterr().err
+
+    assert "numbers" in drawn(True) and not drawn(False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert not drawn(True)
 
 
 WITHOUT_SCIPY_AND_TORCHDEQ = """

@@ -20,6 +20,7 @@ from implicit_attn.data import (
 )
 from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
+from implicit_attn.optional import progress
 from implicit_attn.programs import (
     Job,
     Program,
@@ -293,7 +294,8 @@ def solved_after(
     """Shares of boards (B, 81) that are solved after each number of iterations ``at``."""
     found: dict[int, list[Tensor]] = {number: [] for number in at}
     for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
-        for number, logits in enumerate(model.trajectory(part, max(at)), start=1):
+        numbers = progress(range(1, max(at) + 1), "iterations")
+        for number, logits in zip(numbers, model.trajectory(part, max(at)), strict=True):
             if number in found:
                 found[number].append(_solved(logits.argmax(-1) + 1, part, answers))
     return [_share(torch.cat(found[number])) for number in at]
@@ -305,7 +307,8 @@ def solved_when_converged(
 ) -> tuple[float, float, float]:
     """Where each board stops by itself: shares solved and converged, and the mean of the evaluations."""
     rows = []
-    for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
+    pairs = list(zip(puzzles.split(batch), solutions.split(batch), strict=True))
+    for part, answers in progress(pairs, "solves"):
         found = model.solve(
             part, stop="converged", solver=solvers.Forward(), max_steps=most,
             tolerance=solvers.Tolerance(rtol=RTOL), on_failure="ignore",

@@ -335,8 +335,8 @@ class Classify(Program):
         write_report(self, training, title, explicit=(ENCODER, right))
         models[EQUILIBRIUM] = model, sum(row["seconds"] for row in history)
         beside = compare(EQUILIBRIUM, models, self.logistic, data)
-        beside.save(self.place / "comparison", title)
-        print(f"\n{beside}\ncomparison: {self.place / 'comparison.png'}")
+        saved = beside.save(self.place / "comparison", title)
+        print(f"\n{beside}\nsaved: {', '.join(map(str, saved))}")
 
 
 def write_report(program: Program, training: Training, title: str, **options: Any) -> None:
@@ -346,9 +346,9 @@ def write_report(program: Program, training: Training, title: str, **options: An
     tests = data.test_images, data.test_labels
     subject = Subject(training.model.eval(), *tests, spent, rtol, title=title, history=history)
     found = report(subject, **options)
-    found.save(program.place / "report", title)
+    saved = found.save(program.place / "report", title)
     print(f"\n{title}\n\n{found}\n\n{training.summary()}")
-    print(f"report: {program.place / 'report.png'} (tables beside it as CSV)")
+    print(f"saved: {', '.join(map(str, saved))}")
 
 
 # Simpler models: what an equilibrium must beat to be worth its solves.
