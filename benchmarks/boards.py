@@ -266,8 +266,7 @@ def kept(model: BoardSolver, boards: Boards, iterations: int) -> list[dict[str, 
 
 def solved_by(model: BoardSolver, puzzles: Tensor, stop: str, **options: Any) -> list[Tensor]:
     """Of ``solve``: digits, which boards have converged, are consistent, evaluations, guesses."""
-    if stop == "converged":
-        options["on_failure"] = "ignore"
+    options["on_failure"] = "ignore"
     found = chunks(lambda part: model.solve(part, stop=stop, **options), puzzles)
     names = ("digits", "converged", "consistent", "evaluations", "guesses")
     return [torch.cat([getattr(each, name) for each in found]) for name in names]
@@ -317,8 +316,7 @@ def adaptive(name: str, model: BoardSolver, boards: Boards, solved: Tensor) -> l
 
     rows = []
     for stop in ("consistent", "converged"):
-        options: dict[str, Any] = {"on_failure": "ignore"} if stop == "converged" else {}
-        found, seconds = timed(lambda p, s=stop, o=options: model.solve(p, stop=s, **o))
+        found, seconds = timed(lambda p, s=stop: model.solve(p, stop=s, on_failure="ignore"))
         good = right(torch.cat([each.digits for each in found]), boards)
         spent = torch.cat([each.evaluations for each in found]).double().mean()
         row = {"boards": name, "number": len(good)}
@@ -416,7 +414,7 @@ def learned_methods(model: BoardSolver) -> dict[str, Solve]:
     most = round(TIMES[-1] * model.iterations)
     options: dict[str, Any] = {
         "solver": solvers.Forward(), "max_steps": most, "tolerance": solvers.Tolerance(rtol=RTOL),
-        "on_failure": "ignore",
+        "on_failure": "ignore", "stop": "converged",
     }  # fmt: skip
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ from implicit_attn import kernels as kernels
 from implicit_attn import models as models
 from implicit_attn import programs as programs
 from implicit_attn import regularization as regularization
+from implicit_attn import solvers as solvers
 from implicit_attn import studies as studies
 from implicit_attn import training as training
 from implicit_attn import updates as updates

@@ -15,6 +15,7 @@ from implicit_attn.energies.conditional import ConditionalAttention, Equilibrium
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.energies.tokens import hide
+from implicit_attn.hints import hint_names
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
@@ -202,6 +203,7 @@ class EquilibriumBlock(EncoderLayer):
     A stack of them: ``nn.Sequential(*(EquilibriumBlock(64, heads=4) for _ in range(3)))``.
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,
@@ -380,6 +382,7 @@ class DEQTransformer(EncoderLayer):
     "Scaling up Test-Time Compute with Latent Reasoning" (2025), https://arxiv.org/abs/2502.05171.
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
 
@@ -151,6 +151,8 @@ def read(kind: Any, words: Sequence[str], prog: str = PROGRAM) -> Any:
     tyro: Any = require("tyro", extra="training")
     options: Any = {"prog": prog, "config": (tyro.conf.FlagCreatePairsOff,)}
     said = io.StringIO()
+    if asks := {"--help", "-h"}.intersection(words):
+        kind, words = _explained(kind, [word for word in words if word not in asks]), ["--help"]
     try:
         with contextlib.redirect_stderr(said):
             found = tyro.cli(kind, args=list(words), **options)
@@ -166,6 +168,37 @@ def read(kind: Any, words: Sequence[str], prog: str = PROGRAM) -> Any:
             if isinstance(each, float) and not 0 <= each < math.inf:
                 raise ValueError(f"{field.name} must be a finite number >= 0, got {each}")
     return found
+
+
+def _explained(kind: Any, words: Sequence[str]) -> Any:
+    """The same options, whose help shows the defaults that the program chooses with the other words."""
+    conf: Any = require("tyro", extra="training").conf
+    chosen: dict[str, Any] = {}
+    try:
+        program: Any = read(kind, words)
+    except ValueError:  # a wrong word does not keep the help from being shown
+        program = kind()
+    if hasattr(program, "defaults"):
+        chosen = {"out": program.place, **program.defaults()}
+        chosen["iterations"] = chosen.get("random_iterations") or chosen.get("iterations")
+
+    def hint(field: dataclasses.Field[Any]) -> Callable[[str], str]:
+        value = chosen.get(field.name) if field.default is None else None
+        own = " to ".join(map(str, value)) if isinstance(value, list) else value
+
+        def text(label: str) -> str:
+            shown = label if own is None else own
+            return "" if shown in ("", "None") else f"(default: {shown})"
+
+        return text
+
+    types = get_type_hints(kind, include_extras=True)
+    fields: Any = {
+        field.name: Annotated[types[field.name], conf.arg(help_behavior_hint=hint(field))]
+        for field in dataclasses.fields(kind)
+    }
+    body = {"__annotations__": fields, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    return dataclasses.dataclass(kw_only=True)(type(kind.__name__, (kind,), body))
 
 
 def _in_one_line(box: str) -> str:

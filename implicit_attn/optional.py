@@ -1,12 +1,15 @@
-"""Optional dependencies: imported with an error that names the extra, and which ones are installed."""
+"""Optional dependencies: imported with an error that names the extra; progress bars; what is installed."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 DISTRIBUTION = "implicit-attn"
 # Of a requirement as metadata have it: the name, its extras, and the extra that brings it along.
@@ -27,6 +30,15 @@ def require(module: str, *, extra: str | None) -> ModuleType:
             f"{module} could not be imported ({error}); it comes with `pip install {wanted}` in a checkout "
             "of implicit-attn"
         ) from error
+
+
+def progress(items: Collection[Item], title: str) -> Iterable[Item]:
+    """The items, with a bar on standard error where tqdm is installed and that is a terminal."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=title, leave=False, disable=None)  # None: silent without a terminal
 
 
 def installed_version(distribution: str) -> str | None:

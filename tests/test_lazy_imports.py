@@ -22,7 +22,7 @@ import torch
 import implicit_attn
 import solvers
 from implicit_attn import kernels
-from implicit_attn.optional import require
+from implicit_attn.optional import progress, require
 
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = sorted(
@@ -67,7 +67,7 @@ def test_imports_steps_and_weights_load_nothing_that_is_not_needed() -> None:
 def test_the_core_is_what_dir_shows() -> None:
     names = set(dir(implicit_attn))
     packages = {m.name for m in pkgutil.iter_modules(implicit_attn.__path__) if m.ispkg}
-    packages |= {"checkpoint", "regularization"}  # one module each
+    packages |= {"checkpoint", "regularization", "solvers"}  # one module each
     assert {
         name for name in names if isinstance(getattr(implicit_attn, name), ModuleType)
     } == packages
@@ -79,7 +79,8 @@ def test_the_core_is_what_dir_shows() -> None:
 def modules() -> list[str]:
     packages = (solvers, implicit_attn)
     found = [m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]
-    return [name for name in found if not name.endswith("__main__")]
+    # implicit_attn.solvers is the module solvers, which keeps its own name.
+    return [name for name in found if not name.endswith(("__main__", "attn.solvers"))]
 
 
 def test_modules_are_found_under_their_names() -> None:
@@ -113,6 +114,31 @@ def test_sub_packages_and_their_modules_are_attributes() -> None:
     lines = [f"implicit_attn.{name}.__path__" for name in packages]
     run("\n".join(["import implicit_attn", *lines, "implicit_attn.deq.layer.DEQ"]))
     run("import solvers; solvers.eigen, solvers.spins")
+
+
+SOLVERS = """
+import sys
+{first}
+import solvers
+import implicit_attn.solvers
+import implicit_attn.solvers.core.solution as by_this_name
+from implicit_attn.solvers import Status, fixed_point
+from implicit_attn import solvers as ours
+import solvers.core.solution
+
+assert implicit_attn.solvers is solvers is ours is sys.modules["implicit_attn.solvers"]
+assert by_this_name is solvers.core.solution and Status is solvers.Status
+assert fixed_point is solvers.fixed_point and solvers.__name__ == solvers.__spec__.name == "solvers"
+assert solvers.core.__spec__.name == "solvers.core"
+"""
+
+
+@pytest.mark.parametrize(
+    "first", ["", "import solvers", "import implicit_attn.solvers.spins.sites"]
+)
+def test_solvers_are_a_part_of_the_package_too(first: str) -> None:
+    """The very same modules, whichever name is imported first."""
+    run(SOLVERS.format(first=first))
 
 
 def test_lazy_classes_can_be_pickled() -> None:
@@ -216,6 +242,22 @@ def test_a_module_blocked_by_its_own_import_is_reported(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ImportError, match=r"pooch could not be imported.*\[test\]"):
         require("pooch", extra="test")
+
+
+def test_a_bar_is_drawn_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And only where tqdm is installed."""
+    pytest.importorskip("tqdm", reason="it draws the bar")
+
+    def drawn(terminal: bool) -> str:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+        assert list(progress([3, 5], "numbers")) == [3, 5]
+        return capsys.readouterr().err
+
+    assert "numbers" in drawn(True) and not drawn(False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert not drawn(True)
 
 
 WITHOUT_SCIPY_AND_TORCHDEQ = """

@@ -93,7 +93,8 @@ def test_a_study_of_ones_own_layer(name: str, kind: str, tmp_path: Path) -> None
     study: Any = getattr(studies, name)
     found = study(layer, x, **options, **labels)
     assert set(tables) <= set(found.tables)
-    found.save(tmp_path / "out" / name, "a title")
+    saved = found.save(tmp_path / "out" / name, "a title")
+    assert sorted(saved) == sorted((tmp_path / "out").iterdir())
     assert is_picture(tmp_path / "out" / f"{name}.png")
     for table in tables:
         with (tmp_path / "out" / f"{name}-{table}.csv").open(newline="") as file:

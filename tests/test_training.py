@@ -658,7 +658,7 @@ def test_boards_are_learned_by_a_solver_with_several_answers(tmp_path: Path) -> 
     assert found == [after(1), after(4)]
     solution = model.solve(
         boards, solver=solvers.Forward(), tolerance=solvers.Tolerance(rtol=RTOL), max_steps=9,
-        on_failure="ignore",
+        stop="converged", on_failure="ignore",
     )  # fmt: skip
     ends = (solution.converged, solution.evaluations)
     expected = [share(solution.value), *(each.double().mean().item() for each in ends)]

@@ -10,8 +10,7 @@
 import matplotlib.pyplot as plt
 import torch
 
-import solvers
-from implicit_attn import DEQ
+from implicit_attn import DEQ, solvers
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
 from implicit_attn.updates import GradientStep
 

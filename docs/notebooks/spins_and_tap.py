@@ -15,7 +15,7 @@
 import matplotlib.pyplot as plt
 import torch
 
-import solvers
+from implicit_attn import solvers
 from implicit_attn.studies import exact_moments, random_ising
 
 model = random_ising(10, strength=1.0, generator=torch.Generator().manual_seed(0))

@@ -2,8 +2,8 @@
 # # A Sudoku board filling in
 #
 # This model has learned to solve Sudoku from boards alone; nobody told it a rule. It repeats one update,
-# whose weights are the same for all cells and all digits, until nothing changes any more. Harder boards
-# take more repetitions, more than it ever saw in training.
+# whose weights are the same for all cells and all digits, until its answer is consistent. Harder boards
+# take more repetitions.
 
 # %%
 from typing import Any
@@ -30,21 +30,27 @@ print("givens:", (puzzles > 0).sum(1).tolist())
 # %% [markdown]
 # ## Solving
 #
-# `model.solve` repeats the update until the state of each board changes by less than a thousandth. Boards may
-# also be strings; `stop="consistent"` ends each at its first answer that agrees with the learned groups.
+# `model.solve` repeats the update until the answer of each board is consistent: no learned group has a digit
+# twice. Boards may also be strings. With `stop="converged"` it goes on until the state changes by less than
+# a thousandth.
 
 # %%
 with torch.no_grad():
-    answer = model.solve(puzzles, on_failure="ignore")
+    answer = model.solve(puzzles)
 solved = (answer.digits == solutions).all(1)
 print("solved    ", solved.tolist())
-print("converged ", answer.converged.tolist())
+print("consistent", answer.consistent.tolist())
 print("iterations", answer.evaluations.tolist())
 
 # %% [markdown]
-# The answer says which boards have converged and which agree with the learned groups (`answer.consistent`),
-# without knowing their solutions. One of which either is false is not to be trusted.
-#
+# `answer.consistent` says which boards agree with the learned groups, without knowing their solutions. A
+# board that does not agree is reported with a warning. `print` draws a board:
+
+# %%
+with torch.no_grad():
+    print(model.solve(puzzles[0]))
+
+# %% [markdown]
 # ## One board
 #
 # Found digits are the fainter the less certain the model is; wrong ones are red.

@@ -92,8 +92,8 @@ class DEQ(nn.Module):
         >>> x = torch.randn(2, 5, 64)
         >>> layer(x).shape
         torch.Size([2, 5, 64])
-        >>> layer.solve(x, max_steps=200).status  # solvers.Status.CONVERGED is 0
-        tensor([0, 0])
+        >>> layer.solve(x, max_steps=200).statuses
+        ['CONVERGED', 'CONVERGED']
 
     Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377.
     """

@@ -18,15 +18,19 @@ from solvers.core.layout import Layout, check_mask
 
 
 class Finding(NamedTuple):
-    """One check: whether it passed (None: it was not made), why not, and the relative error."""
+    """One check: whether it passed (None: it was not made), why not, and the relative error.
+
+    A ``warning`` is about an energy that is right but may not learn; its check has passed.
+    """
 
     check: str
     passed: bool | None
     text: str
     error: float | None = None
+    warning: bool = False
 
     def __str__(self) -> str:
-        mark = {True: "ok", False: "FAIL", None: "-"}[self.passed]
+        mark = "warn" if self.warning else {True: "ok", False: "FAIL", None: "-"}[self.passed]
         size = "" if self.error is None else f" (relative error {self.error:.1e})"
         return f"{mark:<5}{self.check:<14}{self.text}{size}"
 
@@ -37,7 +41,7 @@ class EnergyReport:
 
     Attributes:
         name: of the energy.
-        findings: one for each check, with ``check``, ``passed``, ``text`` and ``error``.
+        findings: one for each check, with ``check``, ``passed``, ``text``, ``error`` and ``warning``.
     """
 
     name: str
@@ -53,6 +57,11 @@ class EnergyReport:
         """The findings that say what is wrong."""
         return tuple(finding for finding in self.findings if finding.passed is False)
 
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings about a right energy that may not learn."""
+        return tuple(finding for finding in self.findings if finding.warning)
+
     def __str__(self) -> str:
         done = sum(finding.passed is not None for finding in self.findings)
         head = f"{self.name}: {done - len(self.failures)} of {done} checks passed"
@@ -67,6 +76,10 @@ HIDE = "hide(z, mask) of implicit_attn.energies.tokens"
 
 class Unchecked(Exception):
     """Why a check cannot be made."""
+
+
+class Doubtful(Exception):
+    """Why an energy that is right may not learn."""
 
 
 class Broken(Exception):
@@ -352,6 +365,26 @@ def check_second_order(p: Probe) -> Comparisons:
         )
 
 
+@check("proximal", "the input enters by more than |z - x|^2")
+def check_proximal(p: Probe) -> Comparisons:
+    """Whether d2E/dz dx is a multiple c of the identity: then its product with a random v is c v."""
+    if not isinstance(p.x, Tensor) or p.x.shape != getattr(p.z, "shape", None):
+        raise Unchecked("x is no tensor like z")
+    with torch.enable_grad():
+        x = p.x.clone().requires_grad_()
+        mixed = derivatives(inner(p.energy.grad(p.z, x), p.v), [x])[0]
+    if not mixed.count_nonzero():
+        raise Unchecked("the gradient does not depend on x")
+    factor = (inner(mixed, p.v) / inner(p.v, p.v)).item()
+    if relative_error(mixed, factor * p.v) <= DIFFERENCE:
+        raise Doubtful(
+            f"d2E/dz dx is {factor:.3g} times the identity: x enters only through |z - x|^2 or <z, x>, so "
+            "the layer is a proximal step of its other terms and may learn little; let x enter another "
+            "term, by a weight that is learned"
+        )
+    return ()
+
+
 @check("concave", "no positive curvature along two random directions")
 def check_concave(p: Probe) -> Comparisons:
     """``<v, H v> <= 0`` for energies that say that they are concave."""
@@ -456,7 +489,9 @@ def check_energy(
     A deep copy is evaluated in float64, in the mode (training or evaluation) that the energy is in. Each
     finding of the report says what was checked: values, derivatives of first and second order against
     autograd and central differences, that samples and masked tokens influence nothing, ``prepare``,
-    ``concave`` and dtypes. Tensors that a plain function reads from around it stay as they are.
+    ``concave`` and dtypes. A warning says that the input enters only through ``|z - x|^2``: the
+    energy is right, but the layer may learn little. Tensors that a plain function reads from around it stay
+    as they are.
 
     It looks at one state; try a few, among them those of a solve. What depends on an input that was not
     given is not checked, and the report says so.
@@ -482,8 +517,8 @@ def check_energy(
         ...     def forward(self, z, x):
         ...         return (0.5 * (z - x) ** 2 + 0.1 * z**4).flatten(1).sum(1)
         >>> report = check_energy(Well(), torch.randn(3, 5, 8), torch.randn(3, 5, 8))
-        >>> report.ok
-        True
+        >>> report.ok, [finding.check for finding in report.warnings]
+        (True, ['proximal'])
         >>> print(report)  # doctest: +SKIP
     """
     require_positive("tolerance", tolerance)
@@ -518,6 +553,8 @@ def _made(name: str, probe: Probe, tolerance: float) -> Finding:
             worst = max(error, worst or 0.0)
     except Unchecked as reason:
         return Finding(name, None, f"not checked: {reason}")
+    except Doubtful as doubt:
+        return Finding(name, True, str(doubt), warning=True)
     except Broken as broken:
         return Finding(name, False, str(broken), broken.error)
     except Exception as error:  # somebody's code, which may raise anything: this is the finding

@@ -69,6 +69,11 @@ class FunctionCall(NamedTuple):
             signature = inspect.signature(called)
         except ValueError as error:
             raise TypeError(f"the signature of {name} cannot be read; wrap it") from error
+        if list(signature.parameters)[:2] == ["x", "z"]:
+            raise TypeError(
+                f"{name} must take the state z before the input x, got {name}{signature}: it would be "
+                "called with the state as x; swap the two parameters"
+            )
         for takes_x, takes_mask in ((True, True), (False, True), (True, False), (False, False)):
             try:
                 signature.bind(*[None] * (1 + takes_x), **{"mask": None} if takes_mask else {})

@@ -20,6 +20,7 @@ from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import check_tokens, hide
+from implicit_attn.hints import hint_names
 from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import require_choice, require_count, require_flag, require_positive
@@ -178,6 +179,7 @@ class SharedTransformer(RecurrentBackbone):
     of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
     """
 
+    @hint_names
     def __init__(
         self, dim: int, heads: int, hidden: int | None = None, *, layers: int = 1, **recurrence: Any
     ) -> None:
@@ -226,6 +228,7 @@ class CRATE(RecurrentBackbone):
     https://arxiv.org/abs/2306.01129), with the learned output matrix of its implementation.
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,
@@ -304,6 +307,7 @@ class EnergyTransformer(RecurrentBackbone):
     equations 1 to 6.
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,
@@ -361,6 +365,7 @@ class HyperSET(RecurrentBackbone):
     Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,
@@ -415,6 +420,7 @@ class HyperSETEquilibrium(nn.Module):
     the ``DEQ``; ``layer.last`` tells how the latest solve went.
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,
@@ -459,6 +465,7 @@ class EquilibriumTransformer(nn.Module):
         torch.Size([3, 16, 64])
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,
@@ -524,6 +531,7 @@ class SpinTransformer(nn.Module):
         torch.Size([3, 16, 64])
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,

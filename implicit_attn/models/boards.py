@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -17,7 +18,7 @@ from implicit_attn.energies.tokens import check_tensor
 from implicit_attn.models.images import grid_positions, token_width
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
-from solvers import Solution, Status, Tolerance
+from solvers import Solution, SolveError, Status, Tolerance
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -25,6 +26,7 @@ from solvers.core.checks import (
     require_integers,
     require_number,
 )
+from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.methods.steps import Forward
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4  # of :func:`learn_groups`
@@ -275,12 +277,15 @@ def _incidence(groups: Sequence[Sequence[int]], cells: int) -> Tensor:
     return incidence
 
 
-STOPS = ("converged", "consistent")
+STOPS = ("consistent", "converged")
+DRAWN = 4  # boards that ``print`` draws
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class BoardSolution(Solution):
     """Boards filled in by :meth:`BoardSolver.solve`: a ``solvers.Solution`` whose value are logits.
+
+    ``print`` draws the boards, and says of each whether it is consistent.
 
     Attributes:
         value: logits (B, N, q); in given and guessed cells -infinity but for that colour.
@@ -292,6 +297,33 @@ class BoardSolution(Solution):
     digits: Tensor
     consistent: Tensor
     guesses: Tensor
+
+    def __str__(self) -> str:
+        boards = self.digits.reshape(-1, self.value.shape[1]).tolist()
+        columns = self.statuses, self.consistent.tolist(), self.evaluations.tolist()
+        parts = []
+        for board, status, consistent, count in list(zip(boards, *columns, strict=True))[:DRAWN]:
+            said = "consistent" if consistent else "NOT CONSISTENT: a digit is twice in a group"
+            parts.append(f"{_drawn(board)}\n{status}, {said}, {count} evaluations")
+        if len(boards) > DRAWN:
+            parts.append(f"... and {len(boards) - DRAWN} more boards")
+        return "\n\n".join(parts)
+
+
+def _drawn(board: list[int]) -> str:
+    """The cells of a board in lines, with the usual separators of Sudoku where the side is a square."""
+    side = math.isqrt(len(board))
+    if side**2 != len(board):
+        return " ".join(map(str, board))
+    box, width = math.isqrt(side), len(str(max(board)))
+    box = box if box > 1 and box**2 == side else side
+    cells, lines = [str(digit).rjust(width) for digit in board], []
+    for start in range(0, len(board), side):
+        groups = [" ".join(cells[k : k + box]) for k in range(start, start + side, box)]
+        lines.append(" | ".join(groups))
+        if start // side % box == box - 1 and start + side < len(board):
+            lines.append("".join("+" if sign == "|" else "-" for sign in lines[-1]))
+    return "\n".join(lines)
 
 
 class BoardSolver(nn.Module):
@@ -307,8 +339,7 @@ class BoardSolver(nn.Module):
         iterations: of the update in training, at most; a call may ask for any other number.
         window: iterations with gradients; None: all.
         layer: options of the ``DEQ`` for :meth:`solve`. By default plain iteration, for which the map is
-            trained, to a relative residual of 1e-3 in at most eight times the iterations. States of the
-            shipped ``sudoku-solver-easy`` move by more even when solved: use ``stop="consistent"``.
+            trained, to a relative residual of 1e-3 in at most eight times the iterations.
 
     Shapes: puzzles (B, N) of integers in 0 .. q, 0 = unknown -> logits (B, N, q) of the colours
     1 .. q, where a cell is given -infinity but for its own. In training (window, B, N, q), after each of
@@ -379,35 +410,54 @@ class BoardSolver(nn.Module):
         self,
         puzzles: Tensor | str | Sequence[str],
         *,
-        stop: str = "converged",
+        stop: str = "consistent",
         guesses: int = 0,
+        on_failure: str | None = None,
         **options: Any,
     ) -> BoardSolution:
-        """Repeat the update for every board until it converges, or until its answer is consistent.
+        """Repeat the update for every board until its answer is consistent, or until it converges.
 
         Args:
-            puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string of
-                a sign a cell, "." or "0" = unknown, or a list of such.
-            stop: "converged", by ``layer.solve``; or "consistent", each board by plain iteration until
-                no group has a colour twice, without gradients. Where the groups are all the rules, a
-                consistent board solves the puzzle.
+            puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string with
+                a sign for each cell, "." or "0" = unknown, in one line or several, in which white space
+                and ``|``, ``-``, ``+`` count for nothing; or a list of such strings.
+            stop: "consistent" ends each board by plain iteration as soon as no group has a colour twice,
+                without gradients. Where the groups are all the rules, a consistent board solves the
+                puzzle. "converged" goes on until the state no longer changes, by ``layer.solve``. A board
+                that has converged may be wrong, and a right one may go on changing a little.
             guesses: how many, at most, for a board that is not consistent. Guess k is a copy of the
                 puzzle in which the cell with the k-th largest entropy of its logits has its likeliest
                 colour. The copy is solved in the same way, and its answer is taken if it is consistent.
+            on_failure: what to do about boards that are not consistent, and with "converged" about those
+                that do not converge: "warn", "raise" or "ignore"; None: as the layer does.
             options: of :meth:`DEQ.solve`; with "consistent" ``max_steps`` alone.
 
         Returns:
             :class:`BoardSolution`, CONVERGED where the board, or the guess that was taken, has met
             ``stop``; residuals are those of the last states, for "consistent" at the cost of an
-            evaluation more. Evaluations count those of all guesses.
+            evaluation more. Evaluations count those of all guesses. ``print`` draws the boards.
+
+        Raises:
+            solvers.SolveError: with ``on_failure="raise"``; its ``solution`` has all boards.
         """
         boards, shape = self._read(puzzles)
         require_choice("stop", stop, STOPS)
         if require_count("guesses", guesses, low=0) > 0 and stop != "consistent":
             raise ValueError(f"guesses need stop='consistent', got {stop!r}")
+        policy = self.layer.on_failure if on_failure is None else on_failure
+        check_on_failure(policy)
+        if stop == "converged":
+            options["on_failure"] = policy
         found = self._solve(boards, stop, options)
         self._guess(found, boards, guesses, options)
         found.digits = found.digits.view(shape)
+        wrong = int((~found.consistent).sum())
+        if wrong and policy != "ignore":
+            message = (
+                f"{wrong} of {len(boards)} boards are not consistent: a group has a colour twice. "
+                'Allow guesses (guesses=8 with stop="consistent") or raise max_steps'
+            )
+            warn_or_raise(SolveError(message, found), policy, "inconsistent boards", self)
         return found
 
     def _guess(
@@ -478,12 +528,15 @@ class BoardSolver(nn.Module):
         cells = self.update.cells
         texts = [puzzles] if isinstance(puzzles, str) else puzzles
         if isinstance(texts, (list, tuple)) and all(isinstance(each, str) for each in texts):
+            numbers = []
             for text in texts:
-                if len(text) != cells or not set(text) <= set(".0123456789"):
+                signs = re.sub(r"[\s|+-]", "", text)
+                if len(signs) != cells or not set(signs) <= set(".0123456789"):
                     raise ValueError(
-                        f"puzzles must be strings of {cells} digits or dots, got {text!r}"
+                        f"puzzles must be strings of {cells} digits or dots, besides white space and "
+                        f"the separators | - +; got {len(signs)} signs in {text!r}"
                     )
-            numbers = [[int(sign) for sign in text.replace(".", "0")] for text in texts]
+                numbers.append([int(sign) for sign in signs.replace(".", "0")])
             boards = torch.tensor(numbers, device=self.head.weight.device).view(-1, cells)
             return boards, (cells,) if isinstance(puzzles, str) else tuple(boards.shape)
         require_instance("puzzles", puzzles, Tensor, "a tensor, a string or a list of strings")

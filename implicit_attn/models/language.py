@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from implicit_attn.block import DEQTransformer, Iterations
 from implicit_attn.data.text import decode, encode
+from implicit_attn.hints import hint_names
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.update import DescentStep
 from solvers.core.checks import (
@@ -113,6 +114,7 @@ class SymbolModel(nn.Module):
             )
         return self.dropout(self.embedding(symbols.long()) + self.position[: symbols.shape[1]])
 
+    @hint_names
     def generate(self, prompt: str, count: int, **options: Any) -> str:
         """``prompt`` continued by ``count`` characters; options as of :func:`generate`.
 
@@ -161,6 +163,7 @@ class LanguageModel(SymbolModel):
     head untied, as its sizes require.
     """
 
+    @hint_names
     def __init__(
         self,
         vocabulary: int,
@@ -225,6 +228,7 @@ class EquilibriumLanguageModel(SymbolModel):
     Shapes: symbols (B, N) -> logits (B, N, V), causal.
     """
 
+    @hint_names
     def __init__(
         self,
         vocabulary: int,
@@ -257,6 +261,7 @@ class EquilibriumLanguageModel(SymbolModel):
 
 
 @torch.no_grad()
+@hint_names
 def generate(
     model: nn.Module,
     prompt: Tensor,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -84,7 +84,7 @@ class Program:
     options: tuple[str, ...] = ()
     """further values of the preset, model or recipe, as KEY=VALUE: dim=32 weight_decay=0.1"""
     out: Path | None = None
-    """folder of the results (default: named after the run, in runs)"""
+    """folder of the results"""
     resume: bool = False
     """continue from the checkpoint in that folder"""
     overwrite: bool = False
@@ -123,11 +123,15 @@ class Program:
                 found[key.replace("-", "_")] = json.loads(text)
         return found
 
-    def values(self, preset: Mapping[str, Any], *names: str) -> Values:
-        """The preset, over it the named options and those of the recipe, over them ``options``."""
+    def defaults(self) -> Values:
+        """The values of options that are not given, which may depend on others; ``--help`` shows them."""
+        return {}
+
+    def values(self, *names: str) -> Values:
+        """The defaults, over them the named options and the recipe's, over these ``options``."""
         given = {name: getattr(self, name) for name in ("epochs", "batch", "rate", *names)}
         given = {name: value for name, value in given.items() if value is not None}
-        return {**preset, **given, **self.further()}
+        return {**self.defaults(), **given, **self.further()}
 
     def run(self) -> None:
         """Train to the end and report; SystemExit as of :func:`mistakes`, 130 after Ctrl-C."""

@@ -20,6 +20,7 @@ from implicit_attn.data import (
 )
 from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
+from implicit_attn.optional import progress
 from implicit_attn.programs import (
     Job,
     Program,
@@ -190,6 +191,9 @@ class SolveSudoku(Program):
         few, mixed = (load_sudoku(self.train, self.test, more=n, **options) for n in (0, None))
         return few, mixed
 
+    def defaults(self) -> Values:
+        return PRESET
+
     def job(self, first: bool) -> Job:
         start = None
         if self.start is not None:
@@ -204,7 +208,7 @@ class SolveSudoku(Program):
             print(f"data: {self.mixed.name}, {self.train} training and {self.test} test puzzles")
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
             print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
-        values = self.values(PRESET) | {"random_iterations": (self.window, self.iterations)}
+        values = self.values() | {"random_iterations": (self.window, self.iterations)}
         if start is not None:
             values |= {"features": start.update.features, "width": start.update.width}
         recipe = take_recipe(values, self.seed)
@@ -290,7 +294,8 @@ def solved_after(
     """Shares of boards (B, 81) that are solved after each number of iterations ``at``."""
     found: dict[int, list[Tensor]] = {number: [] for number in at}
     for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
-        for number, logits in enumerate(model.trajectory(part, max(at)), start=1):
+        numbers = progress(range(1, max(at) + 1), "iterations")
+        for number, logits in zip(numbers, model.trajectory(part, max(at)), strict=True):
             if number in found:
                 found[number].append(_solved(logits.argmax(-1) + 1, part, answers))
     return [_share(torch.cat(found[number])) for number in at]
@@ -302,9 +307,10 @@ def solved_when_converged(
 ) -> tuple[float, float, float]:
     """Where each board stops by itself: shares solved and converged, and the mean of the evaluations."""
     rows = []
-    for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
+    pairs = list(zip(puzzles.split(batch), solutions.split(batch), strict=True))
+    for part, answers in progress(pairs, "solves"):
         found = model.solve(
-            part, solver=solvers.Forward(), max_steps=most,
+            part, stop="converged", solver=solvers.Forward(), max_steps=most,
             tolerance=solvers.Tolerance(rtol=RTOL), on_failure="ignore",
         )  # fmt: skip
         right = _solved(found.value.argmax(-1) + 1, part, answers)
@@ -358,14 +364,17 @@ class Sudoku(BackboneProgram):
     source: Literal["auto", "list", "generated"] = "auto"
     """of the puzzles"""
 
+    def defaults(self) -> Values:
+        preset = SUDOKU[self.preset]
+        if self.further().get("positions") == "sincos":
+            preset = preset | {"start": "random"}
+        return self.adjusted(preset, {**SOLVES, "rtol": None})
+
     def job(self, first: bool) -> Job:
         source = resolve_source(self.source)
         puzzles = {"train": self.train, "test": self.test, "source": source, "seed": self.seed}
         data = load_sudoku(**puzzles)
-        preset = SUDOKU[self.preset]
-        if self.further().get("positions") == "sincos":
-            preset = preset | {"start": "random"}
-        values = self.values_of(preset, {**SOLVES, "rtol": None})
+        values = self.values("iterations", "layers")
         symmetries = values.pop("symmetries")
         recipe = take_recipe(values, self.seed)
         around = {"kind": "sudoku", **take(values, "start", "dropout", "positions", "final_norm")}

@@ -56,8 +56,8 @@ class BackboneProgram(Program):
     layers: int | None = None
     """with weights of their own, each repeated"""
 
-    def values_of(self, preset: Mapping[str, Any], solves: Mapping[str, Any] = SOLVES) -> Values:
-        """The values of the run, without those of the preset that the model does not take."""
+    def adjusted(self, preset: Mapping[str, Any], solves: Mapping[str, Any] = SOLVES) -> Values:
+        """A preset without the values that the model does not take."""
         preset = {**preset, **(solves if self.model in SOLVED else {})}
         own = self.further()
         if self.iterations is not None:  # asked for: no random numbers unless these are, too
@@ -68,7 +68,7 @@ class BackboneProgram(Program):
             preset.pop("initial_step", None)
         if isinstance(BACKBONES[self.model].width, str):  # it takes none
             preset.pop("width", None)
-        return self.values(preset, "iterations", "layers")
+        return preset
 
     def build(self, around: Values, values: Values, step_size: str) -> tuple[Values, nn.Module]:
         """The specification and the model: ``around`` of it, of ``values`` the backbone and rtol."""
@@ -172,12 +172,15 @@ class VitImages(BackboneProgram):
     no_augment: bool = False
     """train on the images as they are"""
 
-    def job(self, first: bool) -> Job:
-        data = load(self.data).first(self.limit)
-        preset = PRESETS[self.preset].get(self.data, PRESETS[self.preset]["other"])
+    def defaults(self) -> Values:
+        chosen = PRESETS[self.preset]
         # At the minimum of its energy a class token has gathered little of the image: all are read out.
         solves = SOLVES | ({"readout": "tokens"} if self.model == "hyperset-equilibrium" else {})
-        values = self.values_of(preset, solves)
+        return self.adjusted(chosen.get(self.data, chosen["other"]), solves)
+
+    def job(self, first: bool) -> Job:
+        data = load(self.data).first(self.limit)
+        values = self.values("iterations", "layers")
         kept = {"data": self.data, "augmented": not self.no_augment, "limit": self.limit}
         kept |= {"rtol": values.get("rtol")}
         recipe = take_recipe(values, self.seed)
@@ -216,14 +219,17 @@ class MaskedPatches(BackboneProgram):
     test: int = 2000
     """test images, at most"""
 
-    def job(self, first: bool) -> Job:
-        data = load(self.data).first(self.limit)
+    def defaults(self) -> Values:
         preset = MASKED_PAPER | ({"patch": 2} if self.data == "digits" else {})
         if self.preset == "small":
             preset = MASKED_SMALL | ({"width": WIDTHS[self.model]} if self.model in WIDTHS else {})
             if self.data == "digits":
                 preset |= MASKED_DIGITS | DIGITS_OF.get(self.model, {})
-        values = self.values_of(preset, SOLVES | {"iterations": 24})
+        return self.adjusted(preset, SOLVES | {"iterations": 24})
+
+    def job(self, first: bool) -> Job:
+        data = load(self.data).first(self.limit)
+        values = self.values("iterations", "layers")
         masked, patch = values.pop("masked"), values.pop("patch")
         task = MaskedImages(data, patch, masked=masked, test=self.test)
         kept = {"data": self.data, "masked": masked}
@@ -270,11 +276,14 @@ class Classify(Program):
     limit: int | None = None
     """use only so many training images"""
 
+    def defaults(self) -> Values:
+        return PRESET
+
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
         # Before minutes of training, and with a message of one line.
         self.logistic = logistic_regression(data)
-        values = self.values(PRESET)
+        values = self.values()
         kept = {"data": self.data, "limit": self.limit, "rtol": values["rtol"]}
         self.recipe = take_recipe(values, self.seed)
         _, channels, side, _ = data.train_images.shape
@@ -326,8 +335,8 @@ class Classify(Program):
         write_report(self, training, title, explicit=(ENCODER, right))
         models[EQUILIBRIUM] = model, sum(row["seconds"] for row in history)
         beside = compare(EQUILIBRIUM, models, self.logistic, data)
-        beside.save(self.place / "comparison", title)
-        print(f"\n{beside}\ncomparison: {self.place / 'comparison.png'}")
+        saved = beside.save(self.place / "comparison", title)
+        print(f"\n{beside}\nsaved: {', '.join(map(str, saved))}")
 
 
 def write_report(program: Program, training: Training, title: str, **options: Any) -> None:
@@ -337,9 +346,9 @@ def write_report(program: Program, training: Training, title: str, **options: An
     tests = data.test_images, data.test_labels
     subject = Subject(training.model.eval(), *tests, spent, rtol, title=title, history=history)
     found = report(subject, **options)
-    found.save(program.place / "report", title)
+    saved = found.save(program.place / "report", title)
     print(f"\n{title}\n\n{found}\n\n{training.summary()}")
-    print(f"report: {program.place / 'report.png'} (tables beside it as CSV)")
+    print(f"saved: {', '.join(map(str, saved))}")
 
 
 # Simpler models: what an equilibrium must beat to be worth its solves.
@@ -481,9 +490,12 @@ class MnistSpins(Program):
     limit: int | None = None
     """use only so many training images"""
 
+    def defaults(self) -> Values:
+        return SPINS
+
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
-        values = self.values(SPINS)
+        values = self.values()
         kept = {name: values[name] for name in ("dim", "bound", "rtol", "max_steps")}
         kept |= {"data": self.data, "limit": self.limit}
         recipe = take_recipe(values, self.seed)

@@ -90,11 +90,14 @@ class Language(Program):
         else:
             self._write(self.generate)
 
+    def defaults(self) -> Values:
+        return SHARED | OWN[self.model]
+
     def job(self, first: bool) -> Job:
         if self.epochs is not None:
             raise ValueError("epochs must be left out, steps say how long the training is")
         data = load_text(self.text)
-        values = self.values(SHARED | OWN[self.model], "attention", "descent", "iterations")
+        values = self.values("attention", "descent", "iterations")
         own = {name: values.pop(name) for name in ("windows", "evaluate_every")}
         self.windows, self.length = own["windows"], values["length"]
         # Each ends in a validation.

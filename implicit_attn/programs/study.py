@@ -42,8 +42,8 @@ class OnWeights:
             print(f"{stem}: {subject.title}", flush=True)
             with mistakes(kinds=(TypeError,)):
                 found = self.study(subject)
-            found.save(self.out / stem, f"{subject.title}\n{len(subject.inputs)} test samples")
-            print(f"\n{found}\n\nfigure: {self.out / stem}.png (tables beside it as CSV)")
+            title = f"{subject.title}\n{len(subject.inputs)} test samples"
+            print(f"\n{found}\n\nsaved: {', '.join(map(str, found.save(self.out / stem, title)))}")
         print(f"{time.perf_counter() - start:.0f} s")
 
     def study(self, subject: Subject) -> studies.Study:
@@ -133,5 +133,4 @@ class TradeOff:
         with mistakes(kinds=(NonFiniteLoss,)):
             found = studies.trade_off(data, pairs, recipes, place)
         title = f"{self.data}, hyperset, depth {self.depth}, {self.epochs} epochs of training"
-        found.save(place, title)
-        print(f"\n{found}\n\nfigure: {place}.png (tables beside it as CSV)")
+        print(f"\n{found}\n\nsaved: {', '.join(map(str, found.save(place, title)))}")

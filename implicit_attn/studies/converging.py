@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq import DEQ
+from implicit_attn.optional import progress
 from implicit_attn.studies.study import (
     BLUE,
     GREY,
@@ -184,7 +185,7 @@ def solve_curves(
 ) -> Table:
     """The table ``curves`` of :class:`Convergence`, of layers with their solvers by name."""
     traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, (layer, solver) in choices.items():
+    for name, (layer, solver) in progress(choices.items(), "curves"):
         with with_energies(layer):
             traces[name] = _trace(layer, x, mask, solver, max_steps)
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
@@ -229,7 +230,7 @@ def _costs(
     ends: Table = []
     steps: Table = []
     options: Any = {"tolerance": tolerance, "max_steps": max_steps, "on_failure": "ignore"}
-    for name, (owner, solver) in solver_choices(layer).items():
+    for name, (owner, solver) in progress(solver_choices(layer).items(), "costs"):
         times: list[float] = []
         with with_energies(layer):
             solution = owner.solve(x, mask, solver=solver, **options)

@@ -18,6 +18,7 @@ import solvers
 from implicit_attn.data import ImageData
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone, build_model
+from implicit_attn.optional import progress
 from implicit_attn.studies.converging import (
     draw_energies,
     draw_residuals,
@@ -120,7 +121,7 @@ def extrapolation(
         if name in choices:
             runs[label] = partial(accuracy_by_evaluations, subject, budgets, *choices[name])
     curves: Table = []
-    for name, run in runs.items():
+    for name, run in progress(runs.items(), "methods"):
         curves += [{"method": name, **row} for row in run()]
     adaptive, depths = adaptive_stopping(subject, factor * subject.trained)
     reach = _reach(curves, subject.trained, factor)
@@ -197,7 +198,7 @@ def _pooled(subject: Subject, run: Run) -> list[tuple[dict[str, float], list[Ten
     """For each state that ``run`` gives, with columns (B,), its measures and whole columns."""
     outputs: dict[int, list[Tensor]] = {}
     columns: dict[int, list[list[Tensor]]] = {}
-    for inputs, targets in subject.parts():
+    for inputs, targets in progress(list(subject.parts()), "batches"):
         for k, (z, *values) in enumerate(run(inputs)):
             columns.setdefault(k, []).append([each for each in values if each is not None])
             if targets is not None:

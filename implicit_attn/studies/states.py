@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.models import HyperSET
+from implicit_attn.optional import progress
 from implicit_attn.studies.study import (
     BLUE,
     GREEN,
@@ -105,7 +106,7 @@ def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Tab
     if not isinstance(usual, Tensor):
         raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
     ends: dict[str, Tensor] = {}
-    for name, z0 in starts_like(usual, random).items():
+    for name, z0 in progress(starts_like(usual, random).items(), "starts"):
         if subject.recurrence is None:
             tolerance = solvers.Tolerance(rtol=RTOL)
             ends[name] = solve(z0=z0, tolerance=tolerance, max_steps=MAX_STEPS).value
@@ -250,7 +251,7 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
     kinds: dict[str, list[Tensor]] = {}
     spaces: list[Tensor] = []
     with torch.no_grad():
-        for inputs, _ in subject.parts():
+        for inputs, _ in progress(list(subject.parts()), "batches"):
             energies, seen = _observe(subject, inputs, number)
             for name, values in energies.items():
                 kinds.setdefault(name, []).append(values.double())

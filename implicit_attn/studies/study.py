@@ -103,13 +103,19 @@ class Study(ABC):
             figure.savefig(path, dpi=DPI)
         return figure
 
-    def save(self, base: str | Path, title: str = "") -> None:
-        """Write ``base.png`` and ``base-NAME.csv`` for each table; folders are made."""
+    def save(self, base: str | Path, title: str = "") -> list[Path]:
+        """Write ``base.png`` and ``base-NAME.csv`` for each table, and return their paths.
+
+        Folders are made.
+        """
         base = Path(base)
         base.parent.mkdir(parents=True, exist_ok=True)
-        self.figure(base.with_name(f"{base.name}.png"), title)
+        paths = [base.with_name(f"{base.name}.png")]
+        self.figure(paths[0], title)
         for name, table in self.tables.items():
-            write_table(base.with_name(f"{base.name}-{name}.csv"), table)
+            paths.append(base.with_name(f"{base.name}-{name}.csv"))
+            write_table(paths[-1], table)
+        return paths
 
     def __str__(self) -> str:
         shown = [name for name in self.printed if name in self.tables]

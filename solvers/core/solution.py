@@ -131,6 +131,7 @@ class _HalfWatch(TorchFunctionMode):
 
 
 POLICIES = ("warn", "raise", "ignore")
+_LONGEST = 120  # characters of the shapes that ``repr`` shows
 
 
 class Status(IntEnum):
@@ -212,7 +213,7 @@ class Solution:
 
     Attributes:
         value: the best iterate seen, same structure as the initial state.
-        status: (B,) int64, values of :class:`Status`.
+        status: (B,) int64, values of :class:`Status`; ``statuses`` has their names.
         residual: (B,) relative residual measured at exactly ``value``:
             ``|f(z) - z| / |f(z)|`` for a fixed point, ``|b - A x| / |b|`` for a linear system.
         residual_norm: (B,) the same, absolute.
@@ -231,6 +232,8 @@ class Solution:
         >>> solution = solvers.fixed_point(torch.sqrt, start, record=True)
         >>> solution.counts(), bool((solution.residual < 1e-4).all())
         ({'CONVERGED': 2}, True)
+        >>> solution.statuses
+        ['CONVERGED', 'CONVERGED']
     """
 
     value: Any
@@ -254,8 +257,15 @@ class Solution:
         number = torch.bincount(self.status, minlength=len(Status)).tolist()
         return {status.name: number[status] for status in Status if number[status]}
 
+    @property
+    def statuses(self) -> list[str]:
+        """The name of each sample's status, such as "CONVERGED"."""
+        return [Status(number).name for number in self.status.tolist()]
+
     def summary(self) -> str:
         """One line for a log: statuses, worst residual, median and largest evaluations."""
+        if not self.status.numel():
+            return "no samples"
         statuses = ", ".join(f"{name} {number}" for name, number in self.counts().items())
         evaluations = self.evaluations
         return (
@@ -263,6 +273,20 @@ class Solution:
             f"{self.residual.max().item():.2e}; evaluations median "
             f"{evaluations.median().item()}, most {evaluations.max().item()}"
         )
+
+    def __repr__(self) -> str:
+        """The summary and the shape of the value, without its numbers."""
+        shapes = pytree.tree_map(
+            lambda t: tuple(t.shape) if isinstance(t, Tensor) else t, self.value
+        )
+        shown = repr(shapes)
+        if len(shown) > _LONGEST:
+            shown = f"{len(pytree.tree_leaves(self.value))} tensors"
+        try:
+            summary = self.summary()
+        except Exception:  # tensors have no numbers within a transform of torch.func or a compiler
+            summary = "without numbers"
+        return f"{type(self).__name__}({summary}; value {shown})"
 
 
 _ADVICE = {

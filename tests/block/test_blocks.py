@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 import solvers
 from cases.energies import relative_error
-from implicit_attn import DEQTransformer, EquilibriumBlock, apply_norm
+from implicit_attn import DEQTransformer, EquilibriumBlock, apply_norm, models
 from implicit_attn.deq import unroll
 from implicit_attn.energies import AttentionInput, Couplings
 from implicit_attn.energies.conditional import EPSILON
@@ -705,4 +705,22 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.parametrize(("call", "message"), MISTAKES)
 def test_mistakes(call: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "ours"),
+    [
+        (lambda: EquilibriumBlock(d_model=8, nhead=2), "dim"),  # type: ignore[call-arg]
+        (lambda: EquilibriumBlock(8, num_heads=2), "heads"),  # type: ignore[call-arg]
+        (lambda: DEQTransformer(8, 2, dim_feedforward=16), "hidden"),  # type: ignore[call-arg]
+        (lambda: models.HyperSET(hidden_size=8, heads=2), "dim"),  # type: ignore[call-arg]
+        (lambda: models.LanguageModel(vocab_size=9), "vocabulary"),  # type: ignore[call-arg]
+        (lambda: models.generate(nn.Linear(1, 1), X, max_new_tokens=3), "count"),  # type: ignore[call-arg]
+    ],
+)
+def test_names_of_other_libraries_are_answered_by_ours(
+    call: Callable[[], object], ours: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"\b{ours}\b"):
         call()

@@ -16,6 +16,8 @@ from implicit_attn import cli, kernels
 from implicit_attn.cli import COMMANDS, main, one_line, read
 from implicit_attn.optional import installed_version, requirements
 from implicit_attn.programs import mistakes
+from implicit_attn.programs.boards import PRESET
+from implicit_attn.programs.images import PAPER, SMALL, SMALL_DIGITS
 from implicit_attn.weights import pretrained_models, weights_path
 from solvers import native
 
@@ -48,6 +50,27 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         else:
             shown = said([*name.split(), "--help"], capsys)
         assert shown.startswith(f"usage: implicit-attn {name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("train vit-images", SMALL_DIGITS),
+        ("train vit-images --data mnist", SMALL),
+        ("train vit-images --data nothing", SMALL_DIGITS),
+        ("train vit-images --data mnist --preset paper", PAPER),
+        ("train solve-sudoku", PRESET),
+    ],
+)
+def test_the_help_shows_the_defaults_of_the_preset(
+    words: str, values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that the program takes with the other words of the line."""
+    shown = " ".join(said([*words.split(), "--help"], capsys).replace("│", " ").split())
+    assert "None)" not in shown
+    for name in ("epochs", "batch", "rate"):
+        text = shown.partition(f" --{name} {{None}}|")[2].partition(" --")[0]
+        assert text.endswith(f"(default: {values[name]})"), text
 
 
 @pytest.mark.defect("C6")

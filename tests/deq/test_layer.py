@@ -171,6 +171,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
             (lambda z, x: (z - x).square().sum(), r"\(2,\), got a scalar"),
             (lambda z, x: (z - x).square().sum(-1), r"\(2,\).*got shape \(2, 3\)"),
             (lambda z, x: 3.0, "must return a tensor of shape"),
+            (lambda x, z: (z - x).square().flatten(1).sum(1), "state z before the input x"),
         )
     ],
     *[
@@ -179,6 +180,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
             (lambda z: z.sum(-1), r"must return shape \(2, 3, 4\).*got \(2, 3\)"),
             (lambda z: z.float(), r"must return dtype torch.float64.*got torch.float32"),
             (lambda z: (z, z), "structured like z0"),
+            (lambda x, z: z, "state z before the input x"),
         )
     ],
 ]  # fmt: skip

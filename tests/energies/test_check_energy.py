@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cases.energies import masks
-from implicit_attn.energies import Energy, Prepared, Quadratic, check_energy
+from implicit_attn.energies import Energy, Field, Hopfield, Prepared, Quadratic, check_energy
 from implicit_attn.energies.checking import CHECKS
 from implicit_attn.energies.tokens import hide, sum_samples
 
@@ -122,7 +122,7 @@ def test_a_right_one_passes_every_check() -> None:
     assert [finding.check for finding in report.findings] == list(CHECKS)
     assert [f.check for f in report.findings if f.passed is None] == ["concave"]
     assert report.failures == () and report.name == "Right"
-    assert str(report).startswith("Right: 13 of 13 checks passed\n  ok   value ")
+    assert str(report).startswith("Right: 14 of 14 checks passed\n  ok   value ")
 
 
 # Check -> energies that fail it, with words of the sentence that says so.
@@ -226,7 +226,35 @@ def test_each_mistake_is_named(check: str, factory: Callable[[], Energy], words:
 
 
 def test_every_check_has_a_mistake() -> None:
-    assert {check for check, _, _ in WRONG} == set(CHECKS)
+    assert {check for check, _, _ in WRONG} == set(CHECKS) - {"proximal"}  # which warns
+
+
+def with_matrix(z: Tensor, x: Tensor) -> Tensor:
+    mixed = x @ torch.arange(16.0, dtype=x.dtype).view(4, 4)
+    return 0.5 * (z - mixed).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("energy", "warned"),
+    [
+        (Quadratic(), True),
+        (Quadratic() + Hopfield(torch.eye(4)), True),
+        (2 * Quadratic() + Field(), True),
+        (Right(), False),
+        (Quadratic() + Right(), False),
+        (with_matrix, False),
+        (lambda z, x: z.square().flatten(1).sum(1), False),  # x is the start alone
+    ],
+)
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_an_input_that_enters_by_its_distance_alone_is_a_warning(
+    energy: Any, warned: bool, mask: Tensor | None
+) -> None:
+    """Which is no failure: a memory is a right energy of this kind."""
+    mask = mask if isinstance(energy, Energy) else None
+    report = check_energy(energy, STATE, INPUT, mask=mask, strict=True)
+    assert [finding.check for finding in report.warnings] == ["proximal"] * warned
+    assert report.ok and ("\n  warn " in str(report)) == warned
 
 
 def test_after_a_broken_value_nothing_else_is_checked() -> None:

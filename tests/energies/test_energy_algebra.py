@@ -327,6 +327,12 @@ def test_signatures_that_nobody_could_call() -> None:
             def forward(self, z: Tensor, x: Tensor, temperature: float) -> Tensor:
                 return z.sum()
 
+    with pytest.raises(TypeError, match="Swapped"):
+
+        class Swapped(Energy):
+            def forward(self, x: Tensor, z: Tensor) -> Tensor:  # type: ignore[override]
+                return z.sum()
+
     class Fine(Energy):
         def forward(self, z: Tensor, *inputs: Any, rate: float = 0.5, **options: Any) -> Tensor:
             assert not options and len(inputs) == 1

@@ -15,7 +15,7 @@ import solvers
 from cases.spin_models import all_colours, coupling_error, draw_exactly, samples_of
 from cases.spin_models import couplings as random_couplings
 from implicit_attn.data import sudoku_pairs
-from implicit_attn.data.sudoku import SudokuSymmetries, unique_puzzles, units
+from implicit_attn.data.sudoku import SudokuSymmetries, solve_sudoku, unique_puzzles, units
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import (
     BoardSolver,
@@ -25,8 +25,9 @@ from implicit_attn.models import (
     fit_pseudolikelihood,
     learn_groups,
 )
-from implicit_attn.models.boards import maximal_cliques, strong_pairs
+from implicit_attn.models.boards import _drawn, maximal_cliques, strong_pairs
 from implicit_attn.models.potts import ROWS
+from implicit_attn.weights import load_pretrained
 
 # The Potts model: its conditionals by enumeration, its gradient by the formula, its gauge.
 
@@ -478,8 +479,9 @@ def test_it_learns_to_complete_boards_that_it_has_not_seen(trained: Any) -> None
 def test_guesses_are_taken_only_where_they_agree_with_the_groups(trained: Any) -> None:
     given, _ = latin_puzzles(60, 11, torch.Generator().manual_seed(2))
     with torch.no_grad():
-        plain = trained.solve(given, stop="consistent", max_steps=8)
-        found = trained.solve(given, stop="consistent", max_steps=8, guesses=4)
+        options: Any = {"max_steps": 8, "on_failure": "ignore"}
+        plain = trained.solve(given, **options)
+        found = trained.solve(given, guesses=4, **options)
     assert not plain.guesses.any() and not plain.consistent.all()
     assert found.consistent.sum() > plain.consistent.sum()
     assert torch.equal(found.guesses == 0, plain.consistent) and found.guesses.max() == 4
@@ -507,15 +509,15 @@ def test_a_given_cell_is_never_guessed() -> None:
 
     model._solve = unsure_of_givens
     with torch.no_grad():
-        model.solve(boards, stop="consistent", max_steps=1, guesses=3)
+        model.solve(boards, max_steps=1, guesses=3, on_failure="ignore")
     assert [int((each > 0).sum()) for each in asked] == [4, 5, 5, 5]
     assert all(torch.equal(each[:, :4], boards[:, :4]) for each in asked)
 
 
 def test_a_board_without_a_cell_to_guess() -> None:
     full = torch.full((1, 9), 1)  # contradicts itself
-    assert solver().solve(full, stop="consistent", guesses=2).guesses.item() == 0
-    for wrong in ({"guesses": -1}, {"guesses": 1}):
+    assert solver().solve(full, guesses=2, on_failure="ignore").guesses.item() == 0
+    for wrong in ({"guesses": -1}, {"guesses": 1, "stop": "converged"}):
         with pytest.raises(ValueError, match="guesses"):
             solver().solve(full, **wrong)
 
@@ -541,7 +543,9 @@ def test_no_boards_have_no_answers() -> None:
     assert model(PUZZLES[:0]).shape == (0, 9, 3)
     assert model.train()(PUZZLES[:0]).shape == (2, 0, 9, 3)
     with pytest.raises(ValueError, match="at least one sample"):
-        model.solve(PUZZLES[:0])
+        model.solve(PUZZLES[:0], stop="converged")
+    answer = model.eval().solve(PUZZLES[:0])
+    assert answer.digits.shape == (0, 9) and answer.statuses == [] and "no samples" in repr(answer)
 
 
 SOLVED_BOARD = "".join(str(digit) for digit in unique_puzzles(1, 0)[1][0].tolist())
@@ -551,16 +555,17 @@ def test_boards_are_read_and_answered_in_the_shape_they_have() -> None:
     model = solver(UNITS, cells=81, colours=9).float()
     text = SOLVED_BOARD[:-1] + "."
     board = torch.tensor([int(sign) for sign in SOLVED_BOARD[:-1] + "0"])
+    lines = "\n".join(" | ".join(text[k : k + 9]) for k in range(0, 81, 9))
     forms: list[Any] = [text, text.replace(".", "0"), [text] * 2, board, board.view(9, 9)]
-    forms += [board[None], board.view(1, 9, 9).to(torch.uint8)]
-    shapes = [(81,), (81,), (2, 81), (81,), (9, 9), (1, 81), (1, 9, 9)]
+    forms += [board[None], board.view(1, 9, 9).to(torch.uint8), f"{lines}\n", [lines, text]]
+    shapes = [(81,), (81,), (2, 81), (81,), (9, 9), (1, 81), (1, 9, 9), (81,), (2, 81)]
     for form, shape in zip(forms, shapes, strict=True):
         found = model.solve(form, max_steps=2, on_failure="ignore")
         assert found.digits.shape == shape and found.digits.dtype == torch.int64
         assert torch.equal(found.digits.view(-1, 81)[0, :80], board[:80])
         assert found.value.shape == (found.digits.numel() // 81, 81, 9)
     for wrong in (text[:80], "x" + text[1:], [text, text + "."]):
-        with pytest.raises(ValueError, match="puzzles must be strings of 81 digits or dots"):
+        with pytest.raises(ValueError, match="puzzles"):
             model.solve(wrong)
     with pytest.raises(TypeError, match="puzzles must be a tensor, a string or a list"):
         model.solve(board.tolist())
@@ -570,7 +575,11 @@ def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
     model = solver(UNITS, cells=81, colours=9)
     one = "." + SOLVED_BOARD[1:]
     wrong = SOLVED_BOARD[:80] + SOLVED_BOARD[79]  # twice in the last row
-    answer = model.solve([SOLVED_BOARD, wrong], stop="consistent", max_steps=4)
+    with pytest.warns(solvers.SolveWarning):
+        answer = model.solve([SOLVED_BOARD, wrong], max_steps=4)
+    with pytest.raises(solvers.SolveError) as caught:
+        model.solve([SOLVED_BOARD, wrong], max_steps=4, on_failure="raise")
+    assert torch.equal(caught.value.solution.digits, answer.digits)  # type: ignore[attr-defined]
     assert answer.consistent.tolist() == answer.converged.tolist() == [True, False]
     assert answer.steps.tolist() == [1, 4] and answer.evaluations.tolist() == [2, 5]
     state = [model.update.initial(model.update.prepare(model.marks(answer.digits[:1])))]
@@ -584,7 +593,39 @@ def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
     with pytest.raises(ValueError, match="stop must be one of"):
         model.solve(one, stop="never")
     with pytest.raises(TypeError, match="tolerance"):
-        model.solve(one, stop="consistent", tolerance=solvers.Tolerance())
+        model.solve(one, tolerance=solvers.Tolerance())
+
+
+HARD = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
+
+
+def test_a_hard_board_is_solved_or_drawn_as_what_it_is() -> None:
+    """The drawing of a board is itself a board."""
+    model: Any = load_pretrained("sudoku-solver")
+    right = torch.tensor(solve_sudoku([int(sign) for sign in HARD.replace(".", "0")])[0])
+    with pytest.warns(solvers.SolveWarning):
+        answer = model.solve(HARD)
+    assert not answer.consistent.any() and not answer.converged.any()
+    drawn, _, state = str(answer).rpartition("\n")
+    assert len(drawn.splitlines()) == 9 + 2 and "NOT CONSISTENT" in state
+    assert torch.equal(model._read(drawn)[0][0], answer.digits)
+    answer = model.solve(HARD, guesses=8)
+    assert answer.consistent.all() and answer.converged.all() and torch.equal(answer.digits, right)
+    assert len(repr(answer)) <= 300 and "NOT" not in str(answer)
+    assert len(str(model.solve([HARD] * 9, max_steps=1, on_failure="ignore"))) < 2000
+
+
+def test_a_board_with_one_blank_cell_is_solved() -> None:
+    model: Any = load_pretrained("sudoku-solver")
+    for cell in (0, 40, 80):
+        answer = model.solve(SOLVED_BOARD[:cell] + "." + SOLVED_BOARD[cell + 1 :])
+        assert answer.statuses == ["CONVERGED"]
+        assert "".join(map(str, answer.digits.tolist())) == SOLVED_BOARD
+
+
+@pytest.mark.parametrize(("cells", "lines"), [(5, 1), (9, 3), (16, 5), (81, 11)])
+def test_boards_of_any_size_are_drawn(cells: int, lines: int) -> None:
+    assert len(_drawn([10] * cells).splitlines()) == lines
 
 
 # Mistakes, by what the error says.

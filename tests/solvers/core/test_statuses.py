@@ -157,6 +157,29 @@ def test_the_summary_and_the_counts() -> None:
     assert solution.counts() == {"CONVERGED": 4, "NONFINITE": 1}
     assert solution.summary().startswith("CONVERGED 4, NONFINITE 1 of 5; worst relative residual")
     assert solution.converged.tolist() == [True, True, False, True, True]
+    assert solution.statuses == ["CONVERGED"] * 2 + ["NONFINITE"] + ["CONVERGED"] * 2
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 50])
+def test_a_printed_solution_is_short(leaves: int) -> None:
+    """It shows the summary and the shapes of the value, however many tensors it holds."""
+    z0 = {f"part {number}": torch.zeros(3, 20, 30) for number in range(leaves)}
+    solution = fixed_point(lambda z: {key: 0.5 * t + 1 for key, t in z.items()}, z0)
+    assert len(str(solution)) <= 300 and solution.summary() in repr(solution)
+    assert ("(3, 20, 30)" in repr(solution)) == (leaves < 50)
+
+
+def test_a_solution_can_be_printed_within_a_transform() -> None:
+    printed: list[str] = []
+
+    def solved(x: Tensor) -> Tensor:
+        solution = fixed_point(lambda z, x: 0.5 * z + x, torch.zeros_like(x), (x,))
+        printed.append(repr(solution))
+        return solution.value
+
+    torch.func.grad(lambda x: solved(x).sum())(torch.ones(2, 3))
+    torch.func.vmap(solved)(torch.ones(2, 2, 3))
+    assert all("(2, 3)" in text for text in printed) and len(printed) == 2
 
 
 def test_a_point_whose_image_is_zero_has_a_finite_residual() -> None:

@@ -1,0 +1,30 @@
+"""The package ``solvers`` under a name within this one: the same modules, not copies of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import solvers
+
+if TYPE_CHECKING:
+    from solvers import *  # noqa: F403
+
+
+class _Modules(MetaPathFinder, Loader):
+    """``implicit_attn.solvers.X`` is ``solvers.X``: Python would load its file a second time."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.startswith("implicit_attn.solvers.") else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        own = module.__name__.removeprefix("implicit_attn.")
+        sys.modules[module.__name__] = importlib.import_module(own)
+
+
+sys.meta_path.insert(0, _Modules())
+sys.modules[__name__] = solvers
