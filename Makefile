@@ -24,7 +24,7 @@ REQUIREMENTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard sol
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/examples.stamp ## what fixed points buy: boards, text, digits; pictures in runs/, over earlier ones
+demo: $(VENV)/examples.stamp ## three things that equilibrium layers can do; pictures in runs/demo
 	$(BIN)/implicit-attn demo $(ARGS)
 
 # A test that hangs fails after ten minutes. "thread" also ends what waits within a library, where a signal

@@ -29,7 +29,7 @@ from solvers import native
 
 PROGRAM, LONGEST = "implicit-attn", 1000  # characters of a message
 COMMANDS: dict[str, tuple[str, str]] = {  # where it is in the package, and what it does
-    "demo": ("programs.demo:Demo", "what fixed points buy: boards, text, digits; two minutes"),
+    "demo": ("programs.demo:Demo", "one energy for many tasks, Sudoku, an energy of your own; two minutes"),
     "train classify": ("programs.images:Classify", "a classifier of digits or MNIST beside simpler models"),
     "train vit-images": ("programs.images:VitImages", "Hyper-SET or a baseline classifies images"),
     "train masked-images": ("programs.images:MaskedPatches", "fill in hidden patches of images"),

@@ -71,7 +71,6 @@ def test_the_defaults_are_those_of_the_shipped_weights(name: str) -> None:
 SMALL = "dim=8 heads=2"
 RUNS = {
     "train classify": f"--limit 64 --epochs 1 --patch 4 --readout class --options {SMALL} width=8",
-    "demo": f"--boards 2 --steps 2 --limit 64 --epochs 1 --patch 4 --options {SMALL} width=8",
     "train vit-images": f"--limit 64 --epochs 2 --iterations 2 --options {SMALL} patch=4",
     "train masked-images": f"--limit 64 --epochs 1 --test 9 --iterations 2 --options {SMALL} width=8",
     "train mnist-spins": "--limit 64 --epochs 1 --options dim=4",
@@ -84,16 +83,32 @@ RUNS = {
 }
 PICTURES = {
     "train classify": {"report.png", "comparison.png", "report-convergence.csv", "comparison-noise.csv"},
-    "demo": {"report.png", "comparison.png", "fixed-points"},
     "train mnist-spins": {"report.png", "report-extrapolation.csv"},
 }  # fmt: skip
 
 
-LONG = ("demo", "train mnist-spins")
+@pytest.mark.slow
+def test_the_demo_draws_three_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one epoch and few boards; its last line says what to do next."""
+    threads = torch.get_num_threads()
+    try:
+        main(["demo", "--epochs", "1", "--boards", "4", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    for name in ("one-energy", "sudoku", "own-energy"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        with (tmp_path / f"{name}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) >= 3 and f"{name}.png" in shown
+        for row in rows:
+            assert all(0 <= float(v) <= 100 for k, v in row.items() if k.endswith("(%)") and v)
+    assert "own_energy.md" in shown.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in RUNS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if "spins" in n else []) for n in RUNS],
 )
 def test_a_small_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if "spins" in name and not (HAS_DATA / "mnist").is_dir():
@@ -110,7 +125,7 @@ def test_a_small_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == [str(k + 1) for k in range(len(rows))]
     assert str(out) in capsys.readouterr().out
-    if name not in ("demo", "train mnist-spins"):
+    if name != "train mnist-spins":
         model, progress = load_model(out / "weights.safetensors")
         assert len(progress["history"]) == len(rows) and not model.training
 

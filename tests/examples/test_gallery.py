@@ -165,6 +165,18 @@ def rivals_have_equal_parameters(tables: Tables) -> None:
     assert parameters["one iteration"] == ours
 
 
+def more_is_known_of_half_than_of_a_quarter(tables: Tables) -> None:
+    """By every answer, and each task has a row for each answer."""
+    errors = tables["errors"]
+    for answer in ("one energy", "best linear answer of each task"):
+        half, quarter = (
+            column(errors, "error", answer=answer, task=task)[0]
+            for task in ("half missing", "3/4 missing")
+        )
+        assert half < quarter
+    assert len(errors) == 4 * 6 and len(tables["solves"]) == 6
+
+
 def one_block_has_as_many_parameters_repeated(tables: Tables) -> None:
     once, repeated, three, energy = column(tables["accuracy"], "parameters")
     assert once == repeated < three / 2 and energy < repeated
@@ -181,6 +193,10 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "repeated_block": (
         "--data digits --patch 4 --train-images 128 --test-images 40 --epochs 1 --seeds 1 --energy",
         one_block_has_as_many_parameters_repeated,
+    ),
+    "one_energy_many_tasks": (
+        "--seeds 0 --epochs 1 --test-images 20 --network-steps 2 --weights {folder}",
+        more_is_known_of_half_than_of_a_quarter,
     ),
     "attractors": (
         "--images 16 --steps 3 --moves 6 --random-moves 100 --models 1 --ends 4",
@@ -265,7 +281,9 @@ def test_every_example_is_listed_and_imports_public_names() -> None:
 def test_an_experiment(name: str, load: Load, tmp_path: Path) -> None:
     words, check = EXPERIMENTS[name]
     experiment, folder = getattr(load(name), name), tmp_path / name.replace("_", "-")
-    tables = load("runner").run(experiment, [*words.split(), "--out", str(tmp_path)])
+    tables = load("runner").run(
+        experiment, [*words.format(folder=tmp_path / "weights").split(), "--out", str(tmp_path)]
+    )
     assert (folder / f"{folder.name}.png").read_bytes()[:4] == b"\x89PNG"
     for table, rows in tables.items():
         with (folder / f"{table}.csv").open(newline="") as file:

@@ -196,12 +196,11 @@ def main(dist: Path) -> None:
         (work / "where.py").write_text(WHERE)
         run("python", "where.py", str(ROOT))
         run("implicit-attn", "info")
-        small = "--boards 9 --steps 9 --epochs 1 --limit 256"
-        run("implicit-attn", "demo", *small.split())
+        run("implicit-attn", "demo", "--boards", "9", "--epochs", "1")
         run("implicit-attn", "study", "geometry", "--samples", "32")
         made = (
-            "runs/fixed-points/fixed-points.png",
-            "runs/digits-tokens/report.png",
+            "runs/demo/one-energy.png",
+            "runs/demo/own-energy.png",
             "runs/studies/geometry-digits-hyperset.png",
         )
         for file in made:
