@@ -368,7 +368,8 @@ def check_second_order(p: Probe) -> Comparisons:
 @check("proximal", "the input enters by more than |z - x|^2")
 def check_proximal(p: Probe) -> Comparisons:
     """Whether d2E/dz dx is a multiple c of the identity: then its product with a random v is c v."""
-    if not isinstance(p.x, Tensor) or p.x.shape != getattr(p.z, "shape", None):
+    alike = isinstance(p.x, Tensor) and isinstance(p.z, Tensor) and p.x.shape == p.z.shape
+    if not alike or not p.x.is_floating_point():
         raise Unchecked("x is no tensor like z")
     with torch.enable_grad():
         x = p.x.clone().requires_grad_()
