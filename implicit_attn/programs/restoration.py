@@ -184,7 +184,7 @@ def restore(
 
 def draw(panels: dict[str, dict[str, Tensor]], titles: dict[str, str]) -> Any:
     """A panel for each task: what was seen, what the energy made of it, and the true images."""
-    figure = new_figure((11, 7.4))
+    figure = new_figure((11, 6.4))
     for axes, (name, rows) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
         size = rows["true"].shape[2:]
         scaled = [F.interpolate(images, size).clamp(0, 1) for images in rows.values()]

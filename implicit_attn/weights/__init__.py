@@ -97,6 +97,14 @@ _ROWS = (
         "implicit-attn train vit-images --data mnist",
     ),
     Pretrained(
+        "mnist-restorer",
+        "energy of a convolutional network that restores images, with any data term",
+        "MNIST, 20,000 images, noisy or with missing pixels",
+        184_994,
+        "0.0118 mean squared error of 300 test images under noise of deviation 0.5",
+        "python examples/one_energy_many_tasks.py --data mnist --seeds 0",
+    ),
+    Pretrained(
         "mnist-spins",
         "mean-field attention of 17 coupled vector spins",
         "MNIST",
