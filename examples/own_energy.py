@@ -172,7 +172,7 @@ def own_energy(
     axes.set_yticks(range(len(summary)), [row["layer"] for row in summary])
     axes.invert_yaxis()
     axes.set(xlim=(70, 100), xlabel="test accuracy (%): mean, and a dot for each seed")
-    axes.set_title("8 x 8 digits: what stands between embedding and readout")
+    axes.set_title("8 x 8 digits, one layer")
     return {"summary": summary, "test": test, "validation": validation}, figure
 
 

@@ -186,7 +186,7 @@ def one_block_has_as_many_parameters_repeated(tables: Tables) -> None:
 def layers_have_similar_sizes_and_converge(tables: Tables) -> None:
     none, *others = column(tables["summary"], "parameters")
     assert none == 0 and max(others) < 1.25 * min(others)
-    assert column(tables["summary"], "converged")[1::2] == [100, 100]
+    assert min(column(tables["summary"], "converged")[1::2]) > 99
     assert len(tables["test"]) == 4 and len(tables["validation"]) == 8
 
 
