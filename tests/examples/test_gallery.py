@@ -183,6 +183,13 @@ def one_block_has_as_many_parameters_repeated(tables: Tables) -> None:
     assert column(tables["iterations"], "iterations") == 2 * [1, 2, 4, 8, 16, 32]
 
 
+def layers_have_similar_sizes_and_converge(tables: Tables) -> None:
+    none, *others = column(tables["summary"], "parameters")
+    assert none == 0 and max(others) < 1.25 * min(others)
+    assert min(column(tables["summary"], "converged")[1::2]) > 99
+    assert len(tables["test"]) == 4 and len(tables["validation"]) == 8
+
+
 # Options that keep a run within a second or two, and what its tables must show.
 EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "landscapes": (
@@ -251,6 +258,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         "--tested 20 --methods linear softmax recycled",
         linear_heads_find_the_tree_and_softmax_heads_cannot,
     ),
+    "own_energy": ("--seeds 2 --epochs 1", layers_have_similar_sizes_and_converge),
     "easy_to_hard": ("--size 4 --steps 1 --tests 4 --seeds 1", rivals_have_equal_parameters),
     "kinetic_vectors": (  # lengths of means stay below the radius
         "--spins 12 --dim 6 --steps 3 --chains 16",
