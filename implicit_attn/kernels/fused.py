@@ -77,21 +77,20 @@ class _Mean(torch.autograd.Function):
         given = (query, key, added)
         ctx.save_for_backward(*given)
         ctx.beta, ctx.causal = beta, causal
-        ctx.inputs = [
+        inputs: Any = [
             None if t is None else t.detach().requires_grad_(needed)
             for t, needed in zip(given, ctx.needs_input_grad, strict=False)
         ]
         with torch.enable_grad():
-            query, key, added = ctx.inputs
-            ctx.mean = _stock(query, key, added, beta, causal)
+            ctx.inputs, ctx.mean = inputs, _stock(*inputs, beta=beta, causal=causal)
         return ctx.mean.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         again = torch.is_grad_enabled()
         if again:
-            query, key, added = inputs = ctx.saved_tensors
-            mean = _dense_mean(query, key, added, ctx.beta, ctx.causal)
+            inputs = ctx.saved_tensors
+            mean = _dense_mean(*inputs, beta=ctx.beta, causal=ctx.causal)
         else:
             inputs, mean = ctx.inputs, ctx.mean
         wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]

@@ -11,9 +11,10 @@ from torch import Tensor
 _forced = False
 
 
-def on_cuda(tensor: Tensor) -> bool:
-    """Whether the code for CUDA devices serves ``tensor``."""
-    return tensor.is_cuda or _forced
+def on_cuda(place: Tensor | torch.device) -> bool:
+    """Whether the code for CUDA devices serves a tensor, or the tensors of a device."""
+    device = place.device if isinstance(place, Tensor) else place
+    return device.type == "cuda" or _forced
 
 
 @contextmanager
