@@ -9,7 +9,6 @@ import triton.language as tl
 
 from solvers.cuda.turns import Turns
 
-CHUNK = 1024  # numbers of a sample that a program of the first or the third kernel handles
 REDUCED = 16  # chunks whose sums the second kernel reads at a time
 
 
@@ -44,7 +43,7 @@ def _products(
         tl.store(steps + newest, step, there & (k > 0))
         tl.store(changes + newest, change, there & (k > 0))
         out = partial + (row * chunks + chunk) * (2 * P + 2)
-        for j in tl.static_range(M):
+        for j in tl.static_range(0, M):
             old = there & (j < k) & (j != slot)
             other = tl.load(changes + (row * M + j) * size + at, old, 0.0)
             other = tl.where(j == slot, change, other)
@@ -113,7 +112,7 @@ def _judge(
         G = tl.where((k > 0) & (b == slot), down[:, None], G)
         tl.store(place, G)
         x = tl.where(k > 0, by_residual, 0.0)
-        for i in tl.static_range(M):
+        for i in tl.static_range(0, M):
             pivot_row = tl.sum(tl.where(a == i, G, 0.0), 0)
             pivot = tl.sum(tl.where(j == i, pivot_row, 0.0))
             head = tl.sum(tl.where(j == i, x, 0.0)) / pivot
@@ -145,7 +144,7 @@ def _combine(
         k = tl.load(evaluations + row) - 1
         damping = tl.load(settings + 2).to(zi.dtype)
         new = zi + damping * tl.load(residual + here, there, 0.0)
-        for j in tl.static_range(M):
+        for j in tl.static_range(0, M):
             weight = tl.load(weights + row * P + j).to(zi.dtype)
             new -= weight * tl.load(steps + (row * M + j) * size + at, there & (j < k), 0.0)
         tl.store(z + here, new, there)
@@ -153,21 +152,24 @@ def _combine(
 
 def turn(s: Turns, value: Any) -> None:
     """:func:`solvers.cuda.turns.turn` in three launches."""
+    products: Any = _products  # Triton turns Python's numbers into constants
+    judge: Any = _judge
+    combine: Any = _combine
     batch, size = s.z.shape
     width = s.gram.shape[1]
     chunk = s.chunk
     chunks = triton.cdiv(size, chunk)
     mask = s.z if s.mask is None else s.mask
-    _products[(batch, chunks)](
+    products[(batch, chunks)](
         s.z, value, mask, s.previous, s.residual, s.steps, s.changes, s.partial, s.status,
         s.evaluations, s.left, s.settings, size, chunks, s.memory, width, chunk,
         s.mask is not None,
     )  # fmt: skip
-    _judge[(batch,)](
+    judge[(batch,)](
         s.partial, s.gram, s.weights, s.status, s.evaluations, s.best, s.better, s.norm, s.limit,
         s.left, s.settings, s.max_steps, chunks, s.memory, width, REDUCED,
     )  # fmt: skip
-    _combine[(batch, chunks)](
+    combine[(batch, chunks)](
         s.z, s.kept, s.residual, s.steps, s.weights, s.status, s.evaluations, s.better,
         s.settings, size, s.memory, width, chunk,
     )  # fmt: skip

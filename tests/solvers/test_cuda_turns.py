@@ -33,7 +33,7 @@ def contraction(batch: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Call
     return x, lambda z: rates * torch.sin(z.flip(1)) + x
 
 
-def run(f: Callable[..., Tensor], start: Tensor, fused: bool, **options: Any) -> list[Turns]:
+def run(f: Callable[..., Tensor], start: Tensor, fused: bool, **options: Any) -> list[Any]:
     """A copy of the state after each turn."""
     turns = Turns(start, solvers.Anderson(options.pop("memory", 3)), options.pop("max_steps", 9),
                   fused=fused, mask=options.pop("mask", None))  # fmt: skip
