@@ -240,6 +240,10 @@ class DEQ(nn.Module):
 
         Solves with ``Unrolled`` and inside of ``torch.func``'s transforms are as without.
 
+        On CUDA devices nothing of this holds: the solve and its gradients are recorded as CUDA graphs, see
+        :class:`solvers.cuda.recording.Recorder`, and the options have no effect. This has not been run on a
+        card yet.
+
         Args:
             backend, mode, options: as of ``torch.compile``; "eager" traces without compiling; None: no
                 longer compiled.

@@ -155,7 +155,7 @@ def test_what_is_recorded_anew(made: list[Any]) -> None:
     weight = layer.update.function.linear.weight
     with torch.no_grad():
         weight.mul_(0.5)  # an optimiser's step
-    changed = layer(x.clone().requires_grad_())
+    changed = layer(x.clone().requires_grad_()).detach()
     assert number() == 6
     weight.data = weight.data.clone()  # another tensor
     assert number() == 7

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +24,13 @@ from solvers.cuda.turns import Turns
 
 pytest.importorskip("triton", reason="Triton is not installed")
 kernels = importlib.import_module("solvers.cuda.kernels")
-# Of numpy, in which the interpreter computes.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    # Of numpy, in which the interpreter computes.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
+ROOT = Path(__file__).resolve().parents[2]
 # What the two forms may differ by after a few turns, whose small systems amplify rounding.
 CLOSE = {torch.float32: 2e-3, torch.float64: 1e-9}
 
@@ -217,3 +226,19 @@ def test_launches_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
             turns.turn(value)
         assert seen.number + (kernel.launches if fused else 0) <= most, (seen.number, fused)
     assert kernel.launches == 3
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's ptxas is looked for on x86-64")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_a_card(capability: int, tmp_path: Path) -> None:
+    """They are compiled in a process in which Triton does not interpret."""
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests/workers/triton_turns.py"), str(capability)]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    sizes = [int(line.split()[-1]) for line in result.stdout.splitlines()]
+    assert len(sizes) == 6
+    assert min(sizes) > 1000
