@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# The bi-softmax on a machine with a CUDA card, in under 525 seconds, what matters most first: tests of
-# the Triton kernels, times against their peers and the aims, the kernels' variants (no limit, causal,
-# masked, widths 72 and 96) and a sweep of tiles, a whole layer.
-#   benchmarks/gpu_all.sh            # into runs/gpu, or where $OUT says
-# It leaves there: table.md (a row a step, then what each benchmark printed) and a .log of each step.
-# It leaves out what runs on the CPU only: adaptive_tap.py, vs_torchdeq.py, step.py.
-# Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, tyro; pytest-xdist
-# is used where it is there; no network. PYTHON names another interpreter. Exits with 1 if anything
-# failed or ran out of time.
+# Everything that a CUDA card is needed for, in under 280 seconds: the tests marked gpu, the race against
+# torchdeq's solvers, layers against an encoder layer, and the attention kernels against their peers.
+#   benchmarks/gpu_all.sh            # writes to runs/gpu, or to $OUT
+#   benchmarks/gpu_all.sh --tiny     # the same at small sizes on a CPU, which tests the programs
+# It leaves table.md there (one row a step, then what each benchmark printed) and a .log of each step.
+# It needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, tyro, torchdeq; it uses
+# pytest-xdist where that is installed, and no network. PYTHON names another interpreter. It exits with 1 if
+# a step failed or ran out of time. The kernels' variants and tiles: python benchmarks/bisoftmax.py variants
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-LIMIT=510 # seconds until the last step is stopped; a stopped one has 5 more to end
+LIMIT=270 # seconds until the last step is stopped; a stopped step has 5 more to end
+TINY=""
+[ "${1:-}" = --tiny ] && TINY=--tiny && LIMIT=3600
 PYTHON="${PYTHON:-python3}"
 OUT="${OUT:-runs/gpu}"
 mkdir -p "$OUT"
@@ -19,21 +20,23 @@ OUT="$(cd "$OUT" && pwd)"
 SUMMARY="$OUT/table.md"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
+[ -n "$TINY" ] && export TRITON_INTERPRET=1
 failed=0
 
 has() { "$PYTHON" -c "import $1" >/dev/null 2>&1; }
 
-"$PYTHON" - <<'PY' || { echo "gpu_all: $PYTHON has no torch with a CUDA device" >&2; exit 1; }
+[ -n "$TINY" ] || "$PYTHON" - <<'PY' || { echo "gpu_all: $PYTHON has no torch with a CUDA device" >&2; exit 1; }
 import sys, torch
 sys.exit(not torch.cuda.is_available())
 PY
-for module in triton pytest numpy scipy tyro; do
+for module in triton pytest numpy scipy tyro torchdeq; do
     has "$module" || { echo "gpu_all: $PYTHON has no $module" >&2; exit 1; }
 done
 
 "$PYTHON" - >"$SUMMARY" <<'PY'
 import platform, torch, triton
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
+print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, "
       f"Python {platform.python_version()}\n")
 print("| step | result | seconds |\n|---|---|---|")
 PY
@@ -62,14 +65,16 @@ if has xdist; then
     workers=(-n "$((cores < 12 ? cores : 12))") # what takes time is compiling
 fi
 # The device's warnings are not this package's: they are shown, and do not fail a test.
-step tests 170 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
-    tests/kernels/test_triton.py
-step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py peers
-step variants 120 "$PYTHON" benchmarks/bisoftmax.py variants --sweep
-step layer 60 "$PYTHON" benchmarks/bisoftmax.py layer --rounds 5
+most=60 shapes=()
+[ -n "$TINY" ] && most=900 shapes=(--shapes 1 2 16 8 --rounds 1)
+step tests "$most" "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} -m gpu \
+    tests/deq/test_cuda.py tests/solvers/test_cuda_turns.py tests/kernels/test_triton.py
+step race "$most" "$PYTHON" benchmarks/gpu.py race $TINY
+step layers "$most" "$PYTHON" benchmarks/gpu.py layers $TINY
+step bisoftmax "$most" "$PYTHON" benchmarks/bisoftmax.py peers ${shapes[@]+"${shapes[@]}"}
 
 {
-    for name in bisoftmax variants layer; do
+    for name in race layers bisoftmax; do
         if [ -s "$OUT/$name.log" ]; then
             printf '\n## %s\n\n' "$name"
             cat "$OUT/$name.log"

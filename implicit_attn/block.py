@@ -20,6 +20,7 @@ from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
 from solvers.core.modes import in_transform
+from solvers.cuda import on_cuda, uses_tf32
 
 EPSILON = 1e-5  # of the norm of the input
 ATTENTIONS = ("self", "cross", None)
@@ -93,11 +94,12 @@ class EncoderLayer(nn.Module):
         return self.deq.solve(given, mask, **chosen)
 
     def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
-        """That of the options, else 1e-3; in half precision what the map can meet (None)."""
+        """That of the options, else 1e-3; in reduced precision what the map can meet (None)."""
         if not self.deq.training and self.deq.eval_tolerance is not None:
             return self.deq.eval_tolerance
-        half = x.dtype in (torch.float16, torch.bfloat16)
-        if self.deq.tolerance is not None or half or torch.is_autocast_enabled(x.device.type):
+        reduced = x.dtype in (torch.float16, torch.bfloat16)
+        reduced |= torch.is_autocast_enabled(x.device.type) or (on_cuda(x) and uses_tf32())
+        if self.deq.tolerance is not None or reduced:
             return self.deq.tolerance
         return solvers.Tolerance(1e-3)
 

@@ -86,8 +86,9 @@ class WeightNorm(nn.Module):
 class SpectralNorm(WeightNorm):
     """Parametrisation ``W = g V / sigma(V)`` with the largest singular value sigma.
 
-    sigma is computed exactly, as an eigenvalue of a Gram matrix, not by a power iteration: so W is the same
-    in training and in evaluation and at every reading, as a fixed-point map and its derivative must be. The
+    sigma is computed exactly on CPUs, and replaced by an upper bound of it on CUDA devices
+    (:func:`implicit_attn.spectral.gram_bound`). Unlike a power iteration it is the same in training and in
+    evaluation and at every reading, as a fixed-point map and its derivative must be. The
     weight of a convolution is the matrix (outputs, everything else) here, whose norm bounds that of the
     convolution only up to a factor.
 

@@ -43,6 +43,8 @@ from solvers.core.modes import (
 )
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
+from solvers.cuda import on_cuda
+from solvers.cuda.recording import Recorder
 from solvers.fixed_points import read_solver
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
@@ -99,6 +101,7 @@ class DEQ(nn.Module):
     """
 
     _programs: Programs | None = None
+    _recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -199,7 +202,11 @@ class DEQ(nn.Module):
             refuse_drawing_modules(self.update, "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        solution = solvers.fixed_point(f, start, args, **options)
+        if self._recorder is not None and on_cuda(batch_and_device(start)[1]):
+            f.programs = None
+            solution = self._recorder(f, start, args, module=self.update, **options)
+        else:
+            solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
         if not in_transform():  # whose tensors must not be kept
@@ -233,6 +240,10 @@ class DEQ(nn.Module):
 
         Solves with ``Unrolled`` and inside of ``torch.func``'s transforms are as without.
 
+        On CUDA devices nothing of this holds: the solve and its gradients are recorded as CUDA graphs, see
+        :class:`solvers.cuda.recording.Recorder`, and the options have no effect. This has not been run on a
+        card yet.
+
         Args:
             backend, mode, options: as of ``torch.compile``; "eager" traces without compiling; None: no
                 longer compiled.
@@ -240,8 +251,9 @@ class DEQ(nn.Module):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
-        self._programs = None
+        self._programs = self._recorder = None
         if backend is not None:
+            self._recorder = Recorder()
             self._programs = Programs(self.update, backend=backend, mode=mode, options=options)
 
     def programs(self) -> Programs | None:

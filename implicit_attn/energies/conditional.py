@@ -39,6 +39,7 @@ from implicit_attn.energies.tokens import (
 from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
+from solvers.cuda import on_cuda
 
 # Score of pairs that may not attend: its exponential is zero. A solve refuses minus infinity as an input.
 EXCLUDED = -1e30
@@ -58,6 +59,8 @@ class FrozenAttention(NamedTuple):
         query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p); where
             ``log_weights`` is None.
         lse, mask: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), and (B, M) of the keys, with them.
+            On CUDA devices lse is None and computed where an energy is asked for.
+        pairs: of queries and keys, (B, ...); on CUDA devices alone.
     """
 
     log_weights: Tensor | None
@@ -67,6 +70,7 @@ class FrozenAttention(NamedTuple):
     key: Tensor | None = None
     lse: Tensor | None = None
     mask: Tensor | None = None
+    pairs: Pairs = Pairs()
 
 
 class ConditionalAttention(HasHeads, Energy):
@@ -181,16 +185,18 @@ class ConditionalAttention(HasHeads, Energy):
         tokens = query.shape[2]
         key, key_mask, pairs = fit_keys(given, query, key, key_mask, self.exclude_self)
         value = value if value.shape[2] else torch.zeros_like(key)
-        pairs = pairs.intersect(token_pairs(None, self.causal, tokens, query.device))
-        options: dict[str, Any] = {"mask": key_mask, "backend": self.backend}
+        options: dict[str, Any] = {"mask": key_mask, "causal": self.causal, "backend": self.backend}
         options |= {"pairs": pairs.allowed, "bias": pairs.bias}
         wide = accumulation_dtype(query.dtype)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
-            _, lse = frozen_key_attention(query, key, 1.0, **options)
-            attends = None
+            batch, lse, attends = len(query), None, None
+            if not on_cuda(query):
+                _, lse = frozen_key_attention(query, key, 1.0, **options)
             if key_mask is not None:
                 attends = key_mask.any(1)[:, None, None].expand(-1, 1, tokens)
-            return FrozenAttention(None, value, attends, query, key, lse, key_mask)
+            pairs = Pairs(*(None if t is None else _expanded(t, batch) for t in pairs))
+            return FrozenAttention(None, value, attends, query, key, lse, key_mask, pairs)
+        pairs = pairs.intersect(token_pairs(None, self.causal, tokens, query.device))
         pairs = pairs.intersect(None if key_mask is None else key_mask[:, None, None, :])
         scores = query.to(wide) @ key.to(wide).mT
         if pairs.bias is not None:
@@ -220,7 +226,7 @@ class ConditionalAttention(HasHeads, Energy):
     def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         frozen, y, weight = self._evaluate(z, x, mask)
         if frozen.log_weights is None:
-            attended, _ = self._among_keys(frozen, y)
+            attended, _ = self._among_keys(frozen, y, need_lse=False)
         else:
             attended = self._scores(frozen, y).softmax(-1).to(y.dtype) @ frozen.value
         return self._gradient(frozen, attended, weight, z, mask)
@@ -257,20 +263,34 @@ class ConditionalAttention(HasHeads, Energy):
         )
         return scores.view(shape)
 
-    def _among_keys(self, frozen: FrozenAttention, y: Tensor) -> Pair:
+    def _among_keys(
+        self, frozen: FrozenAttention, y: Tensor, need_lse: bool = True
+    ) -> tuple[Tensor, Any]:
         """``sum_j P_ij v_j`` and the lse without an N x M matrix: queries (q, tau y) among keys (k, v)."""
-        assert frozen.query is not None and frozen.key is not None and frozen.lse is not None
+        assert frozen.query is not None and frozen.key is not None
         query = torch.cat((frozen.query, y * self.tau), -1)
         key = torch.cat((frozen.key, frozen.value), -1)
-        options: dict[str, Any] = {"mask": frozen.mask, "backend": self.backend}
-        mean, lse = frozen_key_attention(query, key, 1.0, **options)
-        return mean[..., self.width :], lse - frozen.lse
+        options: dict[str, Any] = {"mask": frozen.mask, "causal": self.causal}
+        options |= {"pairs": frozen.pairs.allowed, "bias": frozen.pairs.bias}
+        options |= {"backend": self.backend}
+        mean, lse = frozen_key_attention(query, key, 1.0, need_lse=need_lse, **options)
+        if need_lse:
+            origin = frozen.lse
+            if origin is None:
+                origin = frozen_key_attention(frozen.query, frozen.key, 1.0, **options)[1]
+            lse = lse - origin
+        return mean[..., self.width :], lse
 
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, heads={self.heads}, {self.described()}, "
             f"curvature={self.curvature}, cross={self.cross}, causal={self.causal}"
         )
+
+
+def _expanded(pairs: Tensor, batch: int) -> Tensor:
+    """(N, M) or (B or 1, H or 1, N, M) -> (B, H or 1, N, M), without a copy."""
+    return (pairs if pairs.dim() == 4 else pairs[None, None]).expand(batch, -1, -1, -1)
 
 
 # Added to the mean square of a token in ``c(x)``, which is mostly of order 1: the gradient of a token of

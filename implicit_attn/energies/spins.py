@@ -49,7 +49,7 @@ class Couplings(nn.Module):
         symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
         scale: of the initial entries, > 0.
         bound: bound on the spectral norm of the matrix, or None. A larger ``J`` is scaled down to
-            it, at the cost of an eigenvalue decomposition a solve.
+            it, at the cost of a spectral norm a solve.
 
     Raises:
         TypeError, ValueError: for arguments out of range; on setting ``weight`` to a tensor of
@@ -176,16 +176,6 @@ class _BoundedMatrix(SpectralBound):
     def matrix(self, weight: Tensor) -> Tensor:
         size = weight.shape[0] * weight.shape[2]
         return weight.transpose(1, 2).reshape(size, size)
-
-    def norm_or_bound(self, weight: Tensor) -> Tensor:
-        """By J itself: in a Gram matrix eigenvalues of both signs are one, without second derivatives."""
-        wide = self.matrix(weight.to(accumulation_dtype(weight.dtype)))
-        wide = torch.where(wide.isfinite(), wide, 0.0)
-        if self.symmetric:
-            norm = torch.linalg.eigvalsh(wide).abs().amax()
-        else:
-            norm = torch.linalg.matrix_norm(wide, ord=2)
-        return norm.clamp_min(self.bound)
 
 
 def zero_sum(couplings: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.parametrised import parametrise
+from implicit_attn.spectral import spectral_norm
 from solvers.core.checks import require_count, require_instance, require_positive
-from solvers.core.modes import without_autocast
 
 Pair = tuple[Tensor, Tensor]  # such as a value and its gradient
 
@@ -224,10 +224,13 @@ def check_norm(norm: Any) -> RMSNorm | None:
 class SpectralBound(nn.Module):
     """Parametrisation ``W -> W min(1, bound / sigma)``, ``sigma`` the largest singular value.
 
-    Exact and differentiable, the same in training and evaluation. Each read of the weight costs the
-    eigenvalues of a Gram matrix; a solve, like ``torch.nn.utils.parametrize.cached()``, takes one.
+    It is differentiable and the same in training and evaluation. On CUDA devices an upper bound stands
+    for sigma, :func:`implicit_attn.spectral.gram_bound`. Each read of the weight computes sigma anew; a
+    solve, like ``torch.nn.utils.parametrize.cached()``, reads it once.
     ``bound``: finite, > 0.
     """
+
+    symmetric = False  # the matrix equals its transpose
 
     def __init__(self, bound: float) -> None:
         super().__init__()
@@ -241,18 +244,9 @@ class SpectralBound(nn.Module):
         return weight * (self.bound / self.norm_or_bound(weight)).to(weight.dtype)
 
     def norm_or_bound(self, weight: Tensor) -> Tensor:
-        """``max(sigma, bound)``, smooth at a zero weight, too, in float32 or wider."""
-        # sigma^2 as an eigenvalue of the smaller Gram matrix takes half the time of singular values. The
-        # entries are divided by a bound on them, so that no square over- or underflows. LAPACK raises at
-        # a NaN; without it the NaN stays in the weight, and the solve's status reports it.
+        """``max(sigma, bound)``, smooth at a zero weight, in float32 or wider."""
         wide = self.matrix(weight.to(accumulation_dtype(weight.dtype)))
-        wide = torch.where(wide.isfinite(), wide, 0.0)
-        size = wide.detach().abs().amax().clamp_min(self.bound)
-        wide = wide / size
-        with without_autocast(weight.device.type):  # whose products are in half precision
-            gram = wide @ wide.mT if len(wide) < wide.shape[1] else wide.mT @ wide
-            least = (self.bound / size).square()
-            return torch.maximum(torch.linalg.eigvalsh(gram)[-1], least).sqrt() * size
+        return spectral_norm(wide, self.bound, symmetric=self.symmetric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """An assigned weight is stored as it is; the bound applies where it is read."""

@@ -7,11 +7,12 @@ number, ``explain`` or its kin chooses, and the backend computes.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels import reference, strips
+from implicit_attn.kernels import fused, reference, strips
 from implicit_attn.kernels.arguments import (
     Choice,
     Pairs,
@@ -21,10 +22,12 @@ from implicit_attn.kernels.arguments import (
     mapped_size,
     refuse_forward_mode,
     rescaled,
+    token_pairs,
     transformed,
 )
 from implicit_attn.kernels.bi_softmax import native, ops
 from solvers.core.checks import require_choice
+from solvers.cuda import on_cuda
 
 _LOG = logging.getLogger("implicit_attn.kernels")
 # "blocks" is the public name of the strips.
@@ -152,8 +155,10 @@ def frozen_key_attention(
     mask: Tensor | None = None,
     pairs: Tensor | None = None,
     bias: Tensor | None = None,
+    causal: bool = False,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    need_lse: bool = True,
+) -> tuple[Tensor, Any]:
     """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the unmasked keys.
 
     With a ``bias`` it is ``P_ij = exp(beta q_i.k_j + bias_ij - L_i)``.
@@ -168,29 +173,39 @@ def frozen_key_attention(
         pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where query i may attend to key j. A query
             without any key has zeros.
         bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
-            Pairs and biases are taken by "reference" alone.
-        backend: "reference" (dense), "flash" (stock attention, CPU only, memory O(N + M) for the
-            results and their first derivatives), or "auto": see ``explain_frozen_keys``.
+            On a CPU pairs and biases are taken by "reference" alone.
+        causal: query i attends to keys ``j <= i`` only; on a CPU taken by "reference" alone.
+        backend: "reference" (dense), "flash" (torch's attention: no N x M matrix for the mean and its
+            first derivatives), or "auto": see ``explain_frozen_keys``. On CUDA devices "flash" is not
+            run on a card yet.
+        need_lse: compute L, which torch's attention does not return on CUDA devices.
 
     Returns:
-        (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider; differentiable any
-        number of times.
+        (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider, or None without
+        ``need_lse``; differentiable any number of times.
 
     Raises:
         TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by "flash".
     """
-    given = _checked_queries(query, key, beta, mask, pairs, bias, backend)
+    given = _checked_queries(query, key, beta, mask, pairs, bias, causal, backend)
     x, number, factor = _at_number(query, beta, 1.0)
     key = key if factor is None else key.to(x.dtype)
-    choice = _log("frozen keys", _explain_frozen_keys(x, key, given, backend))
+    choice = _log("frozen keys", _explain_frozen_keys(x, key, given, causal, backend))
+    lse: Tensor | None
     if choice == "reference":
+        if causal:
+            order = token_pairs(None, True, x.shape[2], x.device)
+            given = (given or Pairs()).intersect(order)
         mean, lse = reference.dense(x, key, number, mask, given)
     else:
         for tensor in (x, key):
             refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
-        mean, lse = strips.flash(x, key, number, mask)
-    return mean.to(query.dtype), lse
+        if on_cuda(x):
+            mean, lse = fused.attend(x, key, number, mask, given, causal, need_lse)
+        else:
+            mean, lse = strips.flash(x, key, number, mask)
+    return mean.to(query.dtype), lse if need_lse else None
 
 
 def explain(
@@ -223,14 +238,15 @@ def explain_frozen_keys(
     mask: Tensor | None = None,
     pairs: Tensor | None = None,
     bias: Tensor | None = None,
+    causal: bool = False,
     backend: str = "auto",
 ) -> Choice:
     """Which backend ``frozen_key_attention`` takes for these arguments, and why.
 
     It raises the same errors; nothing is computed.
     """
-    given = _checked_queries(query, key, beta, mask, pairs, bias, backend)
-    return _explain_frozen_keys(query, key, given, backend)
+    given = _checked_queries(query, key, beta, mask, pairs, bias, causal, backend)
+    return _explain_frozen_keys(query, key, given, causal, backend)
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
@@ -297,17 +313,20 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
     return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
 
 
-def _explain_frozen_keys(query: Tensor, key: Tensor, pairs: Pairs | None, backend: str) -> Choice:
-    if pairs is not None:
-        return _for_pairs(backend)
-    if backend == "flash" and query.device.type != "cpu":
-        raise ValueError(f'backend="flash" needs tensors on the CPU, got {query.device}')
+def _explain_frozen_keys(
+    query: Tensor, key: Tensor, pairs: Pairs | None, causal: bool, backend: str
+) -> Choice:
+    cuda = on_cuda(query)
+    if not cuda and (pairs is not None or causal):
+        return _for_pairs(backend, "causal" if pairs is None else "pairs and bias")
+    if backend == "flash" and not cuda and query.device.type != "cpu":
+        raise ValueError(f'backend="flash" needs tensors on a CPU or CUDA, got {query.device}')
     if query.numel() == 0 or key.numel() == 0:
         return Choice("reference", "empty: stock attention takes at least a query and a key")
     if backend != "auto":
         return Choice(backend, "asked for")
-    if query.device.type != "cpu":
-        return Choice("reference", "the stock operators used here are the CPU's")
+    if not cuda and query.device.type != "cpu":
+        return Choice("reference", "the stock operators used here are those of CPUs and CUDA")
     dense = dense_for_transforms(query, key)
     if dense is not None:
         return dense
@@ -316,16 +335,18 @@ def _explain_frozen_keys(query: Tensor, key: Tensor, pairs: Pairs | None, backen
     if torch.compiler.is_compiling():
         return Choice("reference", "a compiler takes the dense formula apart")
     count = query.shape[2] * key.shape[2]
+    if cuda:
+        return Choice("flash", f"{count} pairs: one fused call holds no N x M matrix")
     if count < FLASH_PAIRS:
         return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
     return Choice("flash", f"{count} pairs: stock attention holds no N x M matrix")
 
 
-def _for_pairs(backend: str) -> Choice:
-    """The dense formula, which alone takes pairs and biases."""
+def _for_pairs(backend: str, what: str = "pairs and bias") -> Choice:
+    """The dense formula, which alone takes pairs, biases and a causal order."""
     if backend not in ("auto", "reference"):
-        raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
-    return Choice("reference", "only the dense formula takes pairs and biases")
+        raise ValueError(f'{what} need backend="auto" or "reference", got {backend!r}')
+    return Choice("reference", "only the dense formula takes pairs, biases and a causal order")
 
 
 # --- checks at the door, which raise errors that say what came ------------------------------------
@@ -358,6 +379,7 @@ def _checked_queries(
     mask: Tensor | None,
     pairs: Tensor | None,
     bias: Tensor | None,
+    causal: bool,
     backend: str,
 ) -> Pairs | None:
     """The pairs; ``query`` (B, H, N, p) and ``key`` (B, H, M, p) are floating, ``mask`` (B, M) bool."""
@@ -373,6 +395,10 @@ def _checked_queries(
         )
     _check_beta(beta, query.shape[1])
     _check_mask(mask, key, "(B, M)")
+    if causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
+        )
     check_backend(backend, "frozen keys")
     batch, heads, queries, _ = query.shape
     return check_pairs(pairs, bias, (batch, heads, queries, key.shape[2]))

@@ -339,7 +339,7 @@ def transformed_solution(
     def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
         assert isinstance(adjoint, Implicit)
         problem = Problem.of(f, energy, z0, args, mask, compact)
-        chosen, _ = criterion(tolerance, value.dtype, problem.autocast)
+        chosen, _ = criterion(tolerance, value.dtype, problem.autocast, device=value.device)
         return record_at(problem, value, adjoint.system(report, chosen, value.shape[0], None))
 
     def evaluate(z0: Any, *args: Any) -> object:

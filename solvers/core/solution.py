@@ -16,9 +16,13 @@ from torch.utils import _pytree as pytree
 from solvers.core.checks import require_choice, require_instance, require_nonnegative
 from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
+from solvers.cuda import on_cuda, uses_tf32
 
 # rtol that maps evaluated in half precision meet: a few roundings of the state, amplified by 1 / (1 - J)
 _HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
+# The same where a CUDA device multiplies float32 numbers in TF32, which rounds the factors like float16 and
+# the results like float32. This is an estimate that has not been measured on a card.
+_TF32 = 2e-3
 
 
 @dataclass(frozen=True)
@@ -64,22 +68,29 @@ def read_tolerance(name: str, value: Any) -> Tolerance | None:
 
 
 def criterion(
-    tolerance: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None, used: bool = True
+    tolerance: Tolerance | None,
+    state: torch.dtype,
+    autocast: torch.dtype | None,
+    used: bool = True,
+    device: torch.device | None = None,
 ) -> tuple[Tolerance, str]:
     """The tolerance of a fixed-point solve, and a name of the solve for messages.
 
-    None: ``Tolerance()``, and where the map computes in half precision, by the dtype of its state or
-    by an autocast that it has ``used``, an rtol that it can meet. A smaller one that was asked for is
-    kept; the name then says that it may be out of reach.
+    None: ``Tolerance()``, and where the map computes in reduced precision an rtol that it can meet. The
+    precision is that of the state, of an autocast that the map has ``used``, or TF32, where matrix
+    products of float32 use it on a CUDA ``device``. A smaller rtol that was asked for is kept; the name
+    then says that it may be out of reach.
     """
     # autocast leaves float64 alone
     changed = used and state != torch.float64
     precision = state if autocast is None or not changed else autocast
+    name, least = str(precision).removeprefix("torch."), _HALF.get(precision, 0.0)
+    if precision == torch.float32 and device is not None and on_cuda(device) and uses_tf32():
+        name, least = "TF32", _TF32
     if tolerance is None:
-        tolerance = Tolerance(rtol=_HALF.get(precision, Tolerance.rtol))
+        tolerance = Tolerance(rtol=least or Tolerance.rtol)
     what = "fixed-point solve"
-    if precision in _HALF and not tolerance.atol and tolerance.rtol < _HALF[precision]:
-        name = str(precision).removeprefix("torch.")
+    if not tolerance.atol and tolerance.rtol < least:
         what = f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
     return tolerance, what
 
@@ -88,19 +99,23 @@ class Goal:
     """The tolerance of one fixed-point solve, which may depend on what its first evaluation does."""
 
     def __init__(
-        self, given: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None
+        self,
+        given: Tolerance | None,
+        state: torch.dtype,
+        autocast: torch.dtype | None,
+        device: torch.device | None = None,
     ) -> None:
-        self.given, self.state, self.autocast = given, state, autocast
+        self.given, self.state, self.autocast, self.device = given, state, autocast, device
         self.used = True  # what autocast offers, as long as nobody has looked
 
     @property
     def tolerance(self) -> Tolerance:
-        return criterion(self.given, self.state, self.autocast, self.used)[0]
+        return criterion(self.given, self.state, self.autocast, self.used, self.device)[0]
 
     @property
     def what(self) -> str:
         """A name of the solve for messages."""
-        return criterion(self.given, self.state, self.autocast, self.used)[1]
+        return criterion(self.given, self.state, self.autocast, self.used, self.device)[1]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ echo "$PYTHONPATH | $*" >>"$CALLS"
 
 @pytest.mark.defect("E8")
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for bash with coreutils")
-def test_it_adds_to_the_path_and_times_every_variant(tmp_path: Path) -> None:
+def test_it_adds_to_the_path_and_takes_every_step(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -38,10 +38,5 @@ def test_it_adds_to_the_path_and_times_every_variant(tmp_path: Path) -> None:
         *(line.split(" | ", 1) for line in calls.read_text().splitlines()), strict=True
     )
     assert set(paths) == {f"{ROOT}:/somebody/elses"}
-    wanted = (
-        "-m pytest",
-        "bisoftmax.py peers",
-        "bisoftmax.py variants --sweep",
-        "bisoftmax.py layer",
-    )
+    wanted = ("-m pytest", "gpu.py race", "gpu.py layers", "bisoftmax.py peers")
     assert [name for name in wanted if not any(name in command for command in commands)] == []

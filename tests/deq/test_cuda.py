@@ -55,6 +55,28 @@ def test_failures_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_recorded_solves(name: str) -> None:
+    """``layer.compile()`` records CUDA graphs, which are replayed for other inputs and weights."""
+    options = EXACT | {"tolerance": solvers.Tolerance(1e-11)}
+    layer, other = make(name, **options).cuda(), make(name, **options).cuda()
+    other.compile()
+    for seed in range(3):
+        x = tokens(seed=seed).cuda()
+        found = []
+        for each in (layer, other):
+            given = x.clone().requires_grad_()
+            value = each(given)
+            found.append(
+                [value, *torch.autograd.grad(value.sin().sum(), [given, *each.parameters()])]
+            )
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.mul_(0.9)
+        for ours, theirs in zip(*found, strict=True):
+            assert relative_error(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("adjoint", [EXACT["adjoint"], Unrolled(), Phantom(3), OneStep()])
 def test_layers(name: str, adjoint: Any) -> None:
     layer, x = make(name, **EXACT | {"adjoint": adjoint}), tokens()

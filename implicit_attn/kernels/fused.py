@@ -1,0 +1,145 @@
+"""Attention to keys that stay, on CUDA devices: one call of torch's fused attention, no matrix of pairs.
+
+The keys stand for the values as well. The mean of the keys is the gradient of the log-sum-exp, so the
+backward pass of the fused call is the product with its Hessian.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.kernels import reference, strips
+from implicit_attn.kernels.arguments import Pairs, token_pairs, wide_dtype, without_autocast
+
+# Scores that are held at a time where the log-sum-exp is asked for, which torch does not return.
+SCORES = 2**24
+
+
+@without_autocast
+def attend(
+    query: Tensor,
+    key: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    pairs: Pairs | None,
+    causal: bool,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``sum_j P_ij k_j`` in the dtype of the queries, and L or None; arguments as in ``dispatch``."""
+    allowed, bias = (pairs or Pairs()).intersect(None if mask is None else mask[:, None, None])
+    if causal and not (allowed is None and bias is None):  # torch takes either a mask or the flag
+        order = token_pairs(None, True, query.shape[2], query.device)
+        allowed, causal = Pairs(allowed).intersect(order).allowed, False
+    attends = None
+    if allowed is not None:
+        attends = allowed.any(-1, keepdim=True)
+        allowed = allowed | ~attends  # a softmax over no key would be NaN
+    mean = _mean(query, key, _added(query, allowed, bias), beta, causal)
+    lse = _log_sum_exp(query, key, allowed, bias, beta, causal) if need_lse else None
+    if attends is not None:
+        mean = mean.masked_fill(~attends, 0.0)
+        lse = None if lse is None else lse.masked_fill(~attends.squeeze(-1), 0.0)
+    return mean, lse
+
+
+def _added(query: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """The argument ``attn_mask`` of torch's attention."""
+    if bias is None:
+        return allowed
+    bias = bias.to(query.dtype)
+    return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+
+
+def _mean(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool) -> Tensor:
+    given = [t for t in (query, key, added) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return _Mean.apply(query, key, added, beta, causal)  # type: ignore[return-value]
+    return _stock(query, key, added, beta, causal)
+
+
+def _stock(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, key, attn_mask=added, is_causal=causal, scale=beta
+    )
+
+
+class _Mean(torch.autograd.Function):
+    """Torch's attention, whose backward pass can be differentiated again, then by the dense formula."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
+    ) -> Tensor:
+        given = (query, key, added)
+        ctx.save_for_backward(*given)
+        ctx.beta, ctx.causal = beta, causal
+        inputs: Any = [
+            None if t is None else t.detach().requires_grad_(needed)
+            for t, needed in zip(given, ctx.needs_input_grad, strict=False)
+        ]
+        with torch.enable_grad():
+            ctx.inputs, ctx.mean = inputs, _stock(*inputs, beta=beta, causal=causal)
+        return ctx.mean.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        again = torch.is_grad_enabled()
+        if again:
+            inputs = ctx.saved_tensors
+            mean = _dense_mean(*inputs, beta=ctx.beta, causal=ctx.causal)
+        else:
+            inputs, mean = ctx.inputs, ctx.mean
+        wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+        found = iter(
+            torch.autograd.grad(mean, wanted, cotangents, retain_graph=True, create_graph=again)
+        )
+        return *(next(found) if needed else None for needed in ctx.needs_input_grad), None, None
+
+
+def _dense_mean(
+    query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
+) -> Tensor:
+    order = token_pairs(None, causal, query.shape[2], query.device) if causal else None
+    if added is not None and added.dtype == torch.bool:
+        return reference.dense(query, key, beta, None, Pairs(added))[0]
+    return reference.dense(query, key, beta, None, Pairs(order, added))[0]
+
+
+def _log_sum_exp(
+    query: Tensor,
+    key: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    beta: float,
+    causal: bool,
+) -> Tensor:
+    """(B, H, N), float32 or wider, by strips of rows, none of which holds more than ``SCORES`` scores."""
+    batch, heads, queries, _ = query.shape
+    rows = max(1, SCORES // max(1, batch * heads * key.shape[2]))
+    arguments = (query, key, allowed, bias, beta, causal)
+    return torch.cat(strips.recomputed(_strip, queries, rows, *arguments), -1)
+
+
+def _strip(
+    rows: slice,
+    query: Tensor,
+    key: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    beta: float,
+    causal: bool,
+) -> Tensor:
+    wide = wide_dtype(query)
+    scores = (query[:, :, rows].to(wide) @ key.to(wide).mT) * beta
+    if bias is not None:
+        scores = scores + bias[:, :, rows].to(wide)
+    if causal:
+        count = torch.arange(query.shape[2], device=query.device)
+        scores = scores.masked_fill(count[: key.shape[2]] > count[rows, None], -torch.inf)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed[:, :, rows], -torch.inf)
+    return scores.logsumexp(-1)

@@ -1,0 +1,76 @@
+"""An upper bound on the largest singular value of a weight: exact on CPUs, by Gram iteration on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from solvers.core.modes import without_autocast
+from solvers.cuda import on_cuda, uses_tf32
+
+# After twelve squarings the bound exceeds the norm of an n x n matrix by the factor n^(1/16384) at most.
+SQUARINGS = 12
+
+
+def spectral_norm(matrix: Tensor, least: float, *, symmetric: bool = False) -> Tensor:
+    """``max(sigma, least)`` with the largest singular value sigma of ``matrix``, a scalar tensor.
+
+    On CUDA devices sigma is replaced by the upper bound :func:`gram_bound`, because an eigenvalue
+    decomposition takes thousands of kernel launches there. On CPUs sigma is an eigenvalue, which takes
+    half the time of the bound. Entries that are not finite count as zeros: they stay in the weight, and
+    the status of the solve reports them.
+
+    Args:
+        matrix: (n, m), float32 or float64.
+        least: a number > 0. The result is smooth at a zero matrix because of it.
+        symmetric: the matrix equals its transpose.
+    """
+    wide = torch.where(matrix.isfinite(), matrix, 0.0)
+    # No square of an entry over- or underflows after the division.
+    size = wide.detach().abs().amax().clamp_min(least)
+    wide, floor = wide / size, least / size
+    with without_autocast(wide.device.type):  # autocast would round the products to half precision
+        if on_cuda(wide):
+            sigma = gram_bound(wide)
+        elif symmetric:
+            # The Gram matrix would merge eigenvalues of both signs, which have no second derivative.
+            sigma = torch.linalg.eigvalsh(wide).abs().amax()
+        else:
+            # The maximum comes before the root, whose derivative at zero is infinite.
+            largest = torch.linalg.eigvalsh(_gram(wide))[-1]
+            sigma = torch.maximum(largest, floor.square()).sqrt()
+    return torch.maximum(sigma.to(floor.dtype), floor) * size
+
+
+def gram_bound(matrix: Tensor, squarings: int = SQUARINGS) -> Tensor:
+    """An upper bound on the largest singular value of ``matrix``, by Gram iteration.
+
+    For the Gram matrix ``A`` and ``p = 2^squarings`` the bound is ``|A^p|_F^(1 / 2p)``. It exceeds the
+    singular value by the factor ``m^(1 / 4p)`` at most, where m singular values are equal to the largest;
+    the contribution of the smaller ones vanishes doubly exponentially in the number of squarings. The
+    bound has derivatives of any order. It does not synchronise with the device.
+
+    Args:
+        matrix: (n, m), finite, with entries of about 1 at most.
+        squarings: how often the Gram matrix is squared.
+
+    Source: Delattre, Barthélemy, Araujo, Allauzen, "Efficient Bound of Lipschitz Constant for
+    Convolutional Layers by Gram Iteration", ICML 2023, https://arxiv.org/abs/2305.16173.
+    """
+    exact = matrix.double() if uses_tf32() and on_cuda(matrix) else matrix
+    power, tiny = _gram(exact), torch.finfo(exact.dtype).tiny
+    log, root = exact.new_zeros(()), 0.5
+    for k in range(squarings):
+        if k % 2 == 0:  # a fourth power of a matrix of norm 1 does not underflow
+            # The bound does not depend on the divisor, so the divisor needs no derivative.
+            scale = torch.linalg.vector_norm(power.detach()).clamp_min(tiny)
+            power, log = power / scale, log + scale.log() * root
+        power, root = power @ power, root / 2
+    last = torch.linalg.vector_norm(power).clamp_min(tiny)
+    return (log + last.log() * root).exp().to(matrix.dtype)
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """The smaller one of the two Gram matrices."""
+    rows, columns = matrix.shape
+    return matrix @ matrix.mT if rows < columns else matrix.mT @ matrix

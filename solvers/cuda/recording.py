@@ -1,0 +1,517 @@
+"""Fixed points as recorded CUDA graphs: a solve and its gradients are five recordings that are replayed.
+
+:class:`Recorder` stands in the place of :func:`solvers.fixed_point` for the map of one layer. The
+recordings are ``start``, ``turn``, ``linearise``, ``adjoint`` and ``gradients``; the host reads one number
+after each turn. On a CPU, where tests run this code, a recording is a plain call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import solvers
+from solvers.adjoints.kinds import FALLBACK_RTOL, Implicit
+from solvers.core.device import tracing
+from solvers.core.layout import Layout
+from solvers.core.modes import Weights, autocast_dtype, in_transform
+from solvers.core.problem import EnergyUpdate
+from solvers.core.safeguard import rounding
+from solvers.core.solution import (
+    AdjointReport,
+    Goal,
+    Solution,
+    Status,
+    Tolerance,
+    apply_policy,
+    read_tolerance,
+)
+from solvers.core.telling import warn_user
+from solvers.cuda.turns import Turns
+from solvers.methods.anderson import Anderson
+
+KEPT = 8  # recordings of a layer, for different shapes, that are kept
+_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class UnrecordableError(RuntimeError):
+    """What a map does cannot be recorded; the message names the operation."""
+
+
+class Watch(TorchDispatchMode):
+    """Raises :class:`UnrecordableError` for host reads, shapes that depend on data, and random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(tag in func.tags for tag in _DATA) and not _index_by_numbers(func, args):
+            raise UnrecordableError(f"reads numbers on the host: {func}")
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            raise UnrecordableError(f"draws random numbers: {func}")
+        result = func(*args, **kwargs)
+        moved = isinstance(result, Tensor) and result.device.type != self.device.type
+        if moved and any(_is_on(self.device, t) for t in pytree.tree_leaves(args)):
+            raise UnrecordableError(f"copies a tensor to another device: {func}")
+        return result
+
+
+def _index_by_numbers(func: Any, args: Any) -> bool:
+    """Whether the operation is indexing without masks, whose shape does not depend on data."""
+    masks = (torch.bool, torch.uint8)
+    return func is torch.ops.aten.index.Tensor and not any(
+        isinstance(t, Tensor) and t.dtype in masks for t in args[1]
+    )
+
+
+def _is_on(device: torch.device, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == device.type
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that may draw random numbers does: attention does not without dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            default = argument.default_value
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", default)
+            return given != 0
+    return True
+
+
+def record(run: Callable[[], object], device: torch.device, pool: Any) -> Any:
+    """A CUDA graph of ``run()``, whose tensors keep their place; None on a CPU, where run is called."""
+    with Watch(device):
+        _warm_up(run, device)
+    if device.type != "cuda":
+        return None
+    _warm_up(run, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph
+
+
+def _warm_up(run: Callable[[], object], device: torch.device) -> None:
+    if device.type != "cuda":
+        run()
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+class _Caller(nn.Module):
+    """Calls a function, so that ``functional_call`` can replace the parameters of its module."""
+
+    def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.called = module, [f]
+
+    def forward(self, *args: Any) -> Any:
+        return self.called[0](*args)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recording depends on beside tensors and modules."""
+
+    solver: Anderson
+    max_steps: int
+    adjoint: Implicit | None
+    autocast: torch.dtype | None
+    used: bool  # the map computes in the precision of the autocast
+
+
+class RecordedSolve:
+    """The recordings for tensors of one kind; :meth:`solve` and :meth:`pull_back` replay them."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        module: nn.Module,
+        z: Any,
+        args: Any,
+        mask: Any,
+        options: Options,
+    ) -> None:
+        self.layout, self.options, self.version = Layout.of(z), options, 0
+        start = self.layout.vector(z).detach()
+        self.device, self.dtype, self.f = start.device, start.dtype, f
+        leaves, self.spec = pytree.tree_flatten(args)
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        own = iter(self.inputs)
+        self.leaves = [next(own) if isinstance(t, Tensor) else t for t in leaves]
+        self.mask = None if mask is None else self.layout.mask_vector(mask).contiguous().clone()
+        self.z0 = start.clone()
+        self.turns = Turns(self.z0, options.solver, options.max_steps, mask=self.mask)
+        cuda = self.device.type == "cuda"
+        self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=cuda)
+        self.weights = Weights()  # parametrised weights, computed once a solve
+        self.caller, self.module = _Caller(f, module), module
+        runs: list[Callable[[], object]] = [self._start, self._turn]
+        if isinstance(f, EnergyUpdate):
+            runs.append(self._compare_energies)
+        if options.adjoint is not None:
+            most, method = options.adjoint.max_steps, Anderson()
+            self.adjoint_turns = Turns(self.z0, method, max(most, 2), mask=self.mask)
+            self.cotangent = torch.zeros_like(self.turns.z)
+            # f reads aliases of the parameters: the nodes of autograd that belong to the parameters
+            # themselves live on the ordinary stream, which a recording may not touch.
+            self.aliases = {
+                f"module.{name}": p.detach().requires_grad_()
+                for name, p in module.named_parameters()
+                if p.requires_grad
+            }
+            runs += [self._linearise, self._adjoint_turn, self._gradients]
+        pool = torch.cuda.graph_pool_handle() if cuda else None
+        self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
+
+    # --- what is recorded ---
+
+    def _start(self) -> None:
+        self.turns.start(self.z0)
+        self.weights.computed.clear()
+        with torch.no_grad(), self._autocast(), tracing():
+            for part in self.module.modules():
+                if isinstance(part, ParametrizationList):
+                    self.weights.read(part)
+            if isinstance(self.f, EnergyUpdate):
+                self.energy_before = self._energy(self.z0)
+
+    def _turn(self) -> None:
+        with torch.no_grad(), self._autocast(), tracing(), self.weights.constant():
+            value = self.layout.vector(self.f(self._state(self.turns.z), *self._args()))
+        with torch.no_grad():
+            self.turns.turn(value)
+            self.flag.copy_(self.turns.left, non_blocking=True)
+
+    def _compare_energies(self) -> None:
+        with torch.no_grad(), self._autocast(), tracing():
+            self.energy = self._energy(self.turns.kept.to(self.dtype))
+            self.rose = self.energy > self.energy_before + rounding(self.energy_before)
+
+    def _energy(self, z: Tensor) -> Tensor:
+        assert isinstance(self.f, EnergyUpdate)
+        with self.weights.constant():
+            return self.f.joint(self._state(z), *self._args())[1]
+
+    def _linearise(self) -> None:
+        self.point = self.turns.kept.to(self.dtype).detach().clone().requires_grad_()
+        free = self.point if self.mask is None else self.point.where(self.mask, self.point.detach())
+        with torch.enable_grad(), self._autocast(), tracing(), Weights().constant():
+            image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
+            value = self.layout.vector(image)
+            self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
+        _check_leaves(self.image, [self.point, *self.inputs, *self.aliases.values()])
+
+    def _adjoint_turn(self) -> None:
+        (product,) = self._pull([self.point], self.adjoint_turns.z)
+        with torch.no_grad():
+            self.adjoint_turns.turn(self.cotangent + product)
+            self.flag.copy_(self.adjoint_turns.left, non_blocking=True)
+
+    def _gradients(self) -> None:
+        wanted = [t for t in self.inputs if t.requires_grad] + list(self.aliases.values())
+        self.found = self._pull(wanted, self.adjoint_turns.kept)
+
+    def _pull(self, wanted: list[Tensor], u: Tensor) -> list[Tensor]:
+        if not self.image.requires_grad or not wanted:
+            return [torch.zeros_like(t) for t in wanted]
+        u = u.to(self.image.dtype)
+        found = torch.autograd.grad(self.image, wanted, u, retain_graph=True, allow_unused=True)
+        pairs = zip(found, wanted, strict=True)
+        return [torch.zeros_like(t) if g is None else g for g, t in pairs]
+
+    def _state(self, z: Tensor) -> Any:
+        return self.layout.tree(z.to(self.dtype))
+
+    def _args(self) -> Any:
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.options.autocast
+        if dtype is None:
+            return nullcontext()
+        # The cache would keep tensors of the recording beyond it.
+        return torch.autocast(self.device.type, dtype, cache_enabled=False)
+
+    # --- what is replayed ---
+
+    def load(self, start: Tensor | None, inputs: list[Tensor], mask: Tensor | None) -> None:
+        """Copy the inputs of a call to where the recordings read them."""
+        with torch.no_grad():
+            if start is not None:
+                self.z0.copy_(start)
+            for own, given in zip(self.inputs, inputs, strict=True):
+                own.copy_(given)
+            if self.mask is not None and mask is not None:
+                self.mask.copy_(mask)
+        self.version += 1
+
+    def solve(self, tolerance: Tolerance) -> Solution | None:
+        """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
+        self.turns.set_tolerance(tolerance)
+        self.replay("_start")
+        self._until_done("_turn", self.turns.max_steps)
+        failed, energy = self.turns.status > int(Status.MAX_STEPS), None
+        if isinstance(self.f, EnergyUpdate):  # the ordinary loop has a better method for these
+            self.replay("_compare_energies")
+            failed = (self.turns.status > int(Status.CONVERGED)) | self.rose
+            energy = self.energy.clone()
+        if bool(failed.any()):
+            return None
+        solution = self.turns.solution()
+        solution.value, solution.energy = solution.value.to(self.dtype), energy
+        return solution
+
+    def pull_back(self, cotangent: Tensor, tolerance: Tolerance) -> tuple[Solution, list[Tensor]]:
+        """The adjoint solution for a cotangent (B, D), and the gradients of inputs and parameters."""
+        self.cotangent.copy_(cotangent)
+        turns = self.adjoint_turns
+        turns.set_tolerance(tolerance)
+        turns.start(self.cotangent)
+        self._until_done("_adjoint_turn", turns.max_steps)
+        self.replay("_gradients")
+        return turns.solution(), [t.clone() for t in self.found]
+
+    def replay(self, name: str) -> None:
+        graph = self.graphs[name]
+        getattr(self, name)() if graph is None else graph.replay()
+
+    def _until_done(self, name: str, most: int) -> None:
+        for _ in range(most):
+            self.replay(name)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            if not int(self.flag):
+                return
+
+
+def _check_leaves(image: Tensor, known: list[Tensor]) -> None:
+    """Refuse a map that reads a tensor with a gradient which no recording could give it."""
+    places, seen, nodes = {id(t) for t in known}, set(), [image.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in places:
+            raise UnrecordableError("reads a tensor with a gradient that is no parameter or input")
+        nodes += [following for following, _ in node.next_functions]
+
+
+class _Recorded(torch.autograd.Function):
+    """The solution of a recorded solve; the backward pass replays the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, value: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(value, *tensors)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        value, *tensors = (
+            ctx.saved_tensors
+        )  # raises where one of them has been changed in place since
+        found = iter(ctx.call.pull_back(value, tensors, cotangent))
+        return None, None, *(next(found) if t.requires_grad else None for t in tensors)
+
+
+@dataclass
+class _Call:
+    """One call of a recorded solve, whose backward pass may come after other calls."""
+
+    recorded: RecordedSolve
+    version: int
+    report: AdjointReport
+    tolerance: Tolerance
+    mask: Tensor | None
+    f: object
+
+    def pull_back(self, value: Tensor, tensors: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+        recorded, adjoint = self.recorded, self.recorded.options.adjoint
+        assert adjoint is not None
+        if recorded.version != self.version:  # another call has used the buffers since
+            recorded.load(None, tensors[: len(recorded.inputs)], self.mask)
+            recorded.turns.kept.copy_(value)
+            recorded.replay("_linearise")
+            self.version = recorded.version
+        solution, found = recorded.pull_back(cotangent, self.tolerance)
+        self.report.solution, self.report.solves = solution, self.report.solves + 1
+        apply_policy(solution, adjoint.on_failure, "adjoint solve", self.f)
+        return found
+
+
+class Recorder:
+    """:func:`solvers.fixed_point` for one layer, by recordings where they serve.
+
+    Solves with Anderson's method, or with no named solver, and with ``Implicit()`` or no gradients are
+    recorded: once for the shapes, dtypes and strides of the inputs, the autocast, the training mode and the
+    storage of every parameter and buffer. A map that cannot be recorded is solved by the ordinary loop,
+    after one warning that names the operation. A batch in which a sample fails is solved by the ordinary
+    loop, too. Where the map descends an energy, Anderson's method accelerates the gradient step, and the
+    ordinary loop solves a batch in which a sample does not converge or ends at a higher energy than it
+    began. Recordings give first derivatives only.
+
+    A recording holds what f reads besides its arguments, parameters and buffers as it was: numbers that are
+    attributes of modules, and tensors in closures that need no gradient.
+    """
+
+    def __init__(self) -> None:
+        self.solves: dict[Any, RecordedSolve | None] = {}
+        self.of_weights: Any = None
+
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        return Recorder()
+
+    def __reduce__(self) -> Any:
+        return Recorder, ()
+
+    def __call__(
+        self, f: Any, z0: Any, args: tuple[Any, ...], *, module: nn.Module, **options: Any
+    ) -> Solution:
+        """The solution of ``z = f(z, *args)`` from ``z0``; f reads the parameters of ``module``."""
+        chosen = _options(f, options, z0)
+        if chosen is None:
+            return solvers.fixed_point(f, z0, args, **options)
+        # What is made in inference mode could not be used by a training later.
+        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        outside = torch.inference_mode(False) if inference else nullcontext()
+        with outside, torch.set_grad_enabled(grad):
+            solution = self._recorded(f, z0, args, module, chosen, options)
+        return solvers.fixed_point(f, z0, args, **options) if solution is None else solution
+
+    def _recorded(
+        self,
+        f: Any,
+        z0: Any,
+        args: Any,
+        module: nn.Module,
+        chosen: Options,
+        options: dict[str, Any],
+    ) -> Solution | None:
+        tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        wanted = any(t.requires_grad for t in (*tensors, *parameters))
+        if not (wanted and torch.is_grad_enabled()):
+            chosen = Options(chosen.solver, chosen.max_steps, None, chosen.autocast, True)
+        recorded = self._find(f, z0, args, module, chosen, options)
+        if recorded is None:
+            return None
+        layout, mask = recorded.layout, options.get("mask")
+        mask = None if mask is None else layout.mask_vector(mask)
+        autocast = recorded.options.autocast
+        goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
+        goal.used = recorded.options.used
+        recorded.load(layout.vector(z0), tensors, mask)
+        solution = recorded.solve(goal.tolerance)
+        if solution is None:
+            return None
+        if chosen.adjoint is not None:
+            recorded.replay("_linearise")
+            own = read_tolerance("tolerance", chosen.adjoint.tolerance)
+            own = own or Tolerance(goal.tolerance.rtol or FALLBACK_RTOL)
+            call = _Call(recorded, recorded.version, solution.adjoint, own, mask, f)
+            value: Any = _Recorded.apply(call, solution.value, *tensors, *parameters)
+            solution.value = value
+        solution.value = layout.tree(solution.value)
+        apply_policy(solution, options["on_failure"], goal.what, f)
+        return solution
+
+    def _find(
+        self,
+        f: Any,
+        z0: Any,
+        args: Any,
+        module: nn.Module,
+        chosen: Options,
+        options: dict[str, Any],
+    ) -> RecordedSolve | None:
+        weights = tuple(_kinds((*module.parameters(), *module.buffers()), places=True))
+        if weights != self.of_weights:  # recordings of other weights only take memory
+            self.solves.clear()
+            self.of_weights = weights
+        mask, tree = options.get("mask"), pytree.tree_flatten((z0, args))
+        key = (
+            _static(f), chosen, options["tolerance"] is None, str(tree[1]),
+            tuple(_kinds(tree[0])), tuple(_kinds([mask])),
+            tuple(part.training for part in module.modules()),
+        )  # fmt: skip
+        if key not in self.solves:
+            while len(self.solves) >= KEPT:
+                self.solves.pop(next(iter(self.solves)))
+            self.solves[key] = _record(f, z0, args, module, chosen, options)
+        return self.solves[key]
+
+
+def _options(f: Any, options: dict[str, Any], z0: Any) -> Options | None:
+    """What to record; None, after a warning where that may be unexpected, for what is not recorded."""
+    solver, adjoint = options["solver"], options["adjoint"]
+    watched = options.get("record") or options.get("callback") is not None
+    if watched or in_transform() or options["max_steps"] < 2:
+        return None
+    if getattr(f, "dropped", None) is not None:
+        return _refused("holds a VariationalDropout", f)
+    if not (solver is None or type(solver) is Anderson):
+        return _refused(f"is solved by {type(solver).__name__}", f)
+    if not (adjoint is None or (type(adjoint) is Implicit and adjoint.solver is None)):
+        return _refused(f"has the adjoint {adjoint}", f)
+    device = pytree.tree_leaves(z0)[0].device.type
+    return Options(
+        solver or Anderson(), options["max_steps"], adjoint, autocast_dtype(device), True
+    )
+
+
+def _refused(reason: str, f: Any) -> None:
+    message = f"this layer is not recorded as CUDA graphs, because its update {reason}"
+    warn_user(message, RuntimeWarning, f"recording: {reason}", f)
+
+
+def _static(f: Any) -> Any:
+    return f.static_key() if hasattr(f, "static_key") else f
+
+
+def _kinds(leaves: Any, places: bool = False) -> Iterator[Any]:
+    """Of each tensor what a recording depends on, with ``places`` where its numbers are."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            yield leaf
+            continue
+        place = leaf.data_ptr() if places else None
+        yield leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
+
+
+def _record(
+    f: Any, z0: Any, args: Any, module: nn.Module, chosen: Options, options: dict[str, Any]
+) -> RecordedSolve | None:
+    """The recordings; None, after a warning, for a map that cannot be recorded."""
+    # One evaluation by the ordinary loop checks the arguments and what f does.
+    once = options | {"max_steps": 1, "on_failure": "ignore", "adjoint": None}
+    goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast)
+    with torch.no_grad(), goal.watching():
+        solvers.fixed_point(f, z0, args, **once)
+    chosen = Options(chosen.solver, chosen.max_steps, chosen.adjoint, chosen.autocast, goal.used)
+    alone = copy(f)
+    vars(alone).pop("layer", None)  # the layer holds the recordings, which are to end with it
+    try:
+        return RecordedSolve(alone, module, z0, args, options.get("mask"), chosen)
+    except RuntimeError as error:
+        return _refused(str(error).splitlines()[0], f)

@@ -1,0 +1,383 @@
+"""``layer.compile()`` on CUDA devices: recorded solves against ordinary ones, all but the capture itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from cases.deq import LAYERS, Cell, make, tokens
+from cases.energies import relative_error
+from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
+from implicit_attn.energies import FunctionEnergy
+from solvers import Tolerance
+from solvers.cuda import forced, recording
+from solvers.cuda.recording import Recorder, UnrecordableError
+
+
+@pytest.fixture(autouse=True)
+def on_cuda() -> Iterator[None]:
+    """The code for CUDA devices serves these tests on a CPU."""
+    with forced(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The recordings that are made, in order."""
+    seen: list[Any] = []
+    plain = recording.RecordedSolve.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(recording.RecordedSolve, "__init__", noted)
+    return seen
+
+
+def results(layer: Any, x: Tensor, *args: Any) -> tuple[Tensor, solvers.Solution, list[Tensor]]:
+    """Value, solution and gradients by x and all parameters."""
+    x = x.clone().requires_grad_()
+    y = layer(x, *args)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
+    given = [x, *layer.parameters()]
+    found = torch.autograd.grad(y, given, cotangent, allow_unused=True)
+    pairs = zip(found, given, strict=True)
+    found = [torch.zeros_like(t) if g is None else g for g, t in pairs]
+    return y.detach(), getattr(layer, "deq", layer).last, found
+
+
+def agree(layer: Any, x: Tensor, *args: Any, close: float = 1e-8, counts: bool = True) -> None:
+    """The compiled layer gives what the layer gives, when it is recorded and when it is replayed."""
+    solved = getattr(layer, "deq", layer)
+    solved.compile(backend=None)
+    expected = results(layer, x, *args)
+    solved.compile()
+    for _ in range(2):
+        found = results(layer, x, *args)
+        assert torch.equal(found[1].status, expected[1].status)
+        if counts:
+            assert (found[1].evaluations - expected[1].evaluations).abs().max() <= 1
+        assert (found[1].residual <= 1e-10 if close < 1e-6 else found[1].residual < 2e-3).all()
+        assert found[1].adjoint.solution is not None
+        assert found[1].adjoint.solution.converged.all()
+        assert relative_error(found[0], expected[0]) <= close
+        for ours, theirs in zip(found[2], expected[2], strict=True):
+            assert (ours - theirs).norm() <= close * 100 * (theirs.norm() + 1e-3)
+
+
+EXACT: dict[str, Any] = {"tolerance": Tolerance(1e-11), "max_steps": 200}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_layers(name: str, masked: bool, made: list[Any]) -> None:
+    layer, x = make(name, **EXACT), tokens(batch=3)
+    mask = torch.tensor([[True] * 3, [True, False, True], [True] * 3]) if masked else None
+    if masked and name == "update":
+        pytest.skip("takes no mask")
+    # The energies of the others are descended by L-BFGS in the ordinary loop.
+    agree(layer, x, mask, counts=name in ("update", "mean_field"))
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "make_block",
+    [
+        lambda: EquilibriumBlock(8, 2, layer=dict(EXACT)),
+        lambda: EquilibriumBlock(8, 2, causal=True, activation="gelu", layer=dict(EXACT)),
+        lambda: DEQTransformer(
+            8, 2, iterations="converged", gradient="implicit", layer=dict(EXACT)
+        ),
+    ],
+    ids=["equilibrium", "causal", "transformer"],
+)
+def test_blocks(make_block: Callable[[], Any], made: list[Any]) -> None:
+    torch.manual_seed(0)
+    block, x = make_block().double(), tokens(3, 5, 8)
+    agree(block, x, counts=not isinstance(block, DEQTransformer))
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    agree(block, x, None, padding, counts=False)
+    assert len(made) == 2
+
+
+def test_single_precision_and_the_default_tolerance() -> None:
+    torch.manual_seed(0)
+    block = EquilibriumBlock(8, 2)
+    agree(block, tokens(3, 5, 8).float(), close=1e-4)
+
+
+def test_autocast(made: list[Any]) -> None:
+    torch.manual_seed(0)
+    block, x = EquilibriumBlock(8, 2), tokens(3, 5, 8).float()
+    exact = block(x)
+    block.deq.compile()
+    for dtype in (None, torch.bfloat16, None, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            y, solution, found = results(block, x)
+        assert relative_error(y, exact) <= 5e-2
+        assert solution.converged.all()
+        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found)
+    assert len(made) == 2
+
+
+def test_what_is_recorded_anew(made: list[Any]) -> None:
+    layer, x = make("update"), tokens()
+    layer.compile()
+
+    def number(x: Tensor = x, **options: Any) -> int:
+        layer(x.clone().requires_grad_(), **options)
+        return len(made)
+
+    assert number() == number() == 1
+    assert number(tokens(batch=3)) == 2  # a shape
+    assert number() == 2  # the first is kept
+    layer.eval()
+    assert number() == 3
+    layer.train()
+    assert number() == 3
+    with torch.no_grad():
+        assert number() == 4
+    assert number(max_steps=30) == 5
+    assert number(tolerance=Tolerance(1e-3)) == number(tolerance=Tolerance(1e-5)) == 6
+    weight = layer.update.function.linear.weight
+    with torch.no_grad():
+        weight.mul_(0.5)  # an optimiser's step
+    changed = layer(x.clone().requires_grad_()).detach()
+    assert number() == 6
+    weight.data = weight.data.clone()  # another tensor
+    assert number() == 7
+    assert torch.equal(changed, layer(x.clone().requires_grad_()))
+    assert sum(ref() is not None for ref in made) == 1  # those of the old weights are gone
+    layer.float()
+    assert number(x.float()) == 8
+
+
+def test_recordings_of_few_shapes_are_kept(made: list[Any]) -> None:
+    layer = make("update")
+    layer.compile()
+    for count in range(1, recording.KEPT + 4):
+        layer(tokens(batch=count))
+    assert sum(ref() is not None for ref in made) == recording.KEPT
+
+
+class HostRead(nn.Module):
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * z.cos() / (1 + float(z.detach().abs().max() > 1e9)) + x
+
+
+class DataShape(nn.Module):
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        z = z.clone()
+        z[z > 5] = 0.0
+        return 0.5 * z[torch.nonzero(x[:, 0, 0] < 1e9)[:, 0]].cos() + x
+
+
+class Drawing(nn.Module):
+    """It draws, to no effect, which the ordinary loop allows."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * z.cos() + x + 0 * torch.rand_like(x)
+
+
+OUTSIDE = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (HostRead(), "_local_scalar_dense"),
+        (DataShape(), "nonzero"),
+        (Drawing(), "rand_like"),
+        (lambda z, x: OUTSIDE * z.cos() + x, "tensor with a gradient"),
+    ],
+    ids=["host read", "data shape", "random", "closure"],
+)
+def test_what_cannot_be_recorded_is_solved_by_the_ordinary_loop(function: Any, named: str) -> None:
+    layer, x = DEQ.from_update(function), tokens(2, 3, 4)
+    given = [x.requires_grad_(), OUTSIDE]
+    expected = layer(x)
+    exact = torch.autograd.grad(expected.sum(), given, allow_unused=True)
+    layer.compile()
+    with pytest.warns(RuntimeWarning, match=named):
+        found = layer(x)
+    again = layer(x)  # without another warning
+    for value in (found, again):
+        assert torch.equal(value, expected)
+        ours = torch.autograd.grad(value.sum(), given, allow_unused=True)
+        for one, other in zip(ours, exact, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+
+
+def test_unsupported_options_are_named() -> None:
+    x = tokens()
+    for options, named in (
+        ({"solver": solvers.Broyden()}, "Broyden"),
+        ({"adjoint": solvers.Unrolled()}, "Unrolled"),
+    ):
+        layer = make("update", **options)
+        expected = layer(x)
+        layer.compile()
+        with pytest.warns(RuntimeWarning, match=named):
+            assert torch.equal(layer(x), expected)
+
+
+def test_a_batch_with_a_failure_is_solved_by_the_ordinary_loop() -> None:
+    def diverges(z: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x[:, :, :1] > 0, torch.inf, 0.5 * z.cos() + x)
+
+    layer = DEQ.from_update(diverges, on_failure="ignore", max_steps=30)
+    x = tokens(3).abs()
+    x[0] *= -1
+    expected = layer(x)
+    statuses = layer.last.status
+    layer.compile()
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer.last.status, statuses)
+
+
+def test_an_energy_that_rises_is_solved_by_the_ordinary_loop() -> None:
+    """Anderson's method alone would walk to the nearest stationary point, here a maximum."""
+
+    def energy(z: Tensor, x: Tensor) -> Tensor:
+        return (0.25 * z**4 - 0.5 * z**2).flatten(1).sum(1) + 0 * x.flatten(1).sum(1)
+
+    layer = DEQ.from_energy(energy, step_size=0.4, init=lambda x: 0.2 + 0 * x, max_steps=100)
+    x = torch.zeros(2, 1, 1, dtype=torch.float64)
+    expected = layer(x)
+    before = layer.last.energy
+    layer.compile()
+    layer(x)
+    assert before is not None and layer.last.energy is not None
+    start = energy(torch.full_like(x, 0.2), x)
+    assert (layer.last.energy <= start).all()
+    assert isinstance(layer.update.energy, FunctionEnergy)
+    assert expected.shape == x.shape
+
+
+def test_calls_before_their_backward_passes() -> None:
+    layer = make("gradient", **EXACT)
+    one, two = tokens().requires_grad_(), tokens(seed=1).requires_grad_()
+    given = [one, two, *layer.parameters()]
+
+    def found() -> tuple[Tensor, ...]:
+        first = layer(one)
+        second = layer(two)
+        third = layer(first.detach())
+        return torch.autograd.grad((first * second.sin() * third).sum(), given)
+
+    expected = found()
+    layer.compile()
+    for ours, theirs in zip(found(), expected, strict=True):
+        assert relative_error(ours, theirs) <= 1e-7
+
+
+def test_a_weight_changed_before_the_backward_pass_is_noticed() -> None:
+    layer, x = make("update"), tokens()
+    layer.compile()
+    y = layer(x)
+    with torch.no_grad():
+        layer.update.function.linear.weight.mul_(2.0)
+    with pytest.raises(RuntimeError):
+        y.sum().backward()
+
+
+def test_second_derivatives_raise() -> None:
+    layer, x = make("update"), tokens().requires_grad_()
+    layer.compile()
+    (first,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        first.sum().backward()
+
+
+def test_inference_mode_and_training_share_a_layer() -> None:
+    layer, x = make("gradient"), tokens()
+    expected = layer(x)
+    layer.compile()
+    with torch.inference_mode():
+        assert relative_error(layer(x.clone()), expected) <= 1e-3
+    results(layer, x)
+
+
+def test_frozen_and_parametrised_weights() -> None:
+    torch.manual_seed(0)
+    layer, x = make("mean_field", **EXACT), tokens(batch=3)
+    next(layer.parameters()).requires_grad_(False)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(layer(x).square().sum(), trained)
+    layer.compile()
+    found = torch.autograd.grad(layer(x).square().sum(), trained)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) <= 1e-7
+
+
+def test_memory_goes_with_the_layer(made: list[Any]) -> None:
+    layer = make("gradient")
+    layer.compile()
+    results(layer, tokens())
+    assert made[0]() is not None
+    gc.collect()
+    gc.disable()  # no cycle keeps it
+    try:
+        del layer
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_compile_may_be_undone(made: list[Any]) -> None:
+    layer, x = make("update"), tokens()
+    layer.compile()
+    layer(x)
+    layer.compile(backend=None)
+    assert made[0]() is None
+    layer(x)
+    assert len(made) == 1
+
+
+def test_a_compiled_layer_can_be_copied_and_pickled() -> None:
+    layer, x = make("update"), tokens()
+    layer.compile()
+    expected = layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert isinstance(other._recorder, Recorder)
+        assert torch.equal(other(x), expected)
+
+
+def test_a_training() -> None:
+    """Weights move in place, so every step replays the recordings."""
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer, x = DEQ.from_update(Cell().double(), **EXACT), tokens(batch=4)
+        if compiled:
+            layer.compile()
+        optimizer = torch.optim.Adam(layer.parameters(), 0.05)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = (layer(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-8)
+
+
+def test_the_error_names_the_operation() -> None:
+    with pytest.raises(UnrecordableError, match="bernoulli"), recording.Watch(torch.device("cpu")):
+        torch.bernoulli(torch.full((3,), 0.5))
+    with recording.Watch(torch.device("cpu")):  # attention without dropout draws nothing
+        q = torch.ones(1, 1, 2, 4)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)

@@ -1,0 +1,140 @@
+"""The bound on spectral norms: never exceeded, tight, differentiable, and used on CUDA devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.energies import Couplings, SpectralBound
+from implicit_attn.regularization import SpectralNorm, apply_norm
+from implicit_attn.spectral import SQUARINGS, gram_bound, spectral_norm
+from solvers.cuda import forced
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sigma(matrix: Tensor) -> Tensor:
+    return torch.linalg.svdvals(matrix)[0]
+
+
+MATRICES = {
+    "square": drawn(24, 24),
+    "wide": drawn(7, 40),
+    "tall": drawn(40, 7),
+    "row": drawn(1, 9),
+    "number": drawn(1, 1),
+    "identity": torch.eye(32, dtype=torch.float64),
+    "rotation": torch.linalg.qr(drawn(16, 16))[0],
+    "one direction": drawn(12, 1) @ drawn(1, 12),
+    "symmetric": drawn(12, 12) + drawn(12, 12).mT,
+    "equal, both signs": torch.diag(torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)),
+    "graded": torch.diag(torch.logspace(0, -12, 30, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_the_bound_is_tight_and_never_exceeded(name: str) -> None:
+    matrix = MATRICES[name] / MATRICES[name].abs().amax()
+    true, rounding = sigma(matrix), 1e-13
+    previous = torch.tensor(torch.inf, dtype=torch.float64)
+    for squarings in range(SQUARINGS + 1):
+        bound = gram_bound(matrix, squarings)
+        assert true * (1 - rounding) <= bound <= previous * (1 + rounding)
+        assert bound <= true * min(matrix.shape) ** (0.25 / 2**squarings) * (1 + rounding)
+        previous = bound
+    single = gram_bound(matrix.float()).double()
+    assert abs(single / previous - 1) < 1e-5
+
+
+def test_a_gap_makes_the_bound_exact() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 0.9, 0.5], dtype=torch.float64))
+    errors = [float(gram_bound(matrix, count) - 1) for count in range(8)]
+    for count in range(3, 6):  # the error falls doubly exponentially
+        assert errors[count + 1] < errors[count] ** 1.5
+    assert abs(errors[7]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["square", "wide", "tall", "number", "one direction"])
+def test_derivatives(name: str) -> None:
+    matrix = (MATRICES[name] / MATRICES[name].abs().amax()).requires_grad_()
+    assert torch.autograd.gradcheck(gram_bound, matrix)
+    assert torch.autograd.gradgradcheck(gram_bound, matrix)
+    left, _, right = torch.linalg.svd(matrix.detach())
+    gradient = torch.autograd.grad(gram_bound(matrix, 20), matrix)[0]
+    torch.testing.assert_close(gradient, torch.outer(left[:, 0], right[0]))
+
+
+def test_derivatives_where_eigenvalues_of_both_signs_are_equal() -> None:
+    matrix = MATRICES["equal, both signs"].clone().requires_grad_()
+    assert torch.autograd.gradcheck(gram_bound, matrix)
+    assert torch.autograd.gradgradcheck(gram_bound, matrix)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_function_on_both_devices(size: float, dtype: torch.dtype) -> None:
+    weight = (drawn(9, 6) * size).to(dtype)
+    found = []
+    for cuda in (False, True):
+        matrix = weight.clone().requires_grad_()
+        if cuda:
+            with forced():
+                norm = spectral_norm(matrix, 0.5)
+        else:
+            norm = spectral_norm(matrix, 0.5)
+        found.append((norm.detach(), *torch.autograd.grad(norm, matrix)))
+    for cpu, cuda in zip(*found, strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=1e-4, atol=1e-6)
+        assert cuda.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_entry_that_is_not_finite_stays_in_the_weight(bad: float) -> None:
+    weight = drawn(4, 3)
+    weight[1, 2] = bad
+    with forced():
+        bounded = SpectralBound(0.5)(weight)
+    assert bounded.isfinite().sum() == 11
+    assert not bounded[1, 2].isfinite()
+
+
+def test_every_bounded_weight_of_the_package() -> None:
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(5, 7).double()
+    couplings: dict[bool, Any] = {
+        tied: Couplings(4, 3, symmetric_sites=tied, scale=3.0, bound=0.8).double()
+        for tied in (False, True)
+    }
+    exact = {tied: each.matrix.detach() for tied, each in couplings.items()}
+    apply_norm(layer, "bound", target=0.3)
+    with forced():
+        assert sigma(layer.weight.detach()) <= 0.3 * (1 + 1e-12)
+        for tied, each in couplings.items():
+            matrix = each.matrix.detach()
+            assert 0.8 * 0.998 <= sigma(matrix) <= 0.8 * (1 + 1e-12)
+            torch.testing.assert_close(matrix, exact[tied], rtol=2e-3, atol=0)
+        weight = drawn(6, 4)
+        unit = SpectralNorm(0.9)(weight)
+        assert 0.9 * 0.998 <= sigma(unit) <= 0.9 * (1 + 1e-12)
+
+
+def test_half_precision_and_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in reduced precision would make the bound wrong by as much."""
+    weight = drawn(16, 16).float()
+    with forced(), torch.autocast("cpu", torch.bfloat16):
+        norm = spectral_norm(weight, 0.5)
+    assert norm.dtype == torch.float32
+    assert abs(norm.double() / sigma(weight.double()) - 1) < 1e-4
+    dtypes = []
+    monkeypatch.setattr("implicit_attn.spectral.uses_tf32", lambda: True)
+    monkeypatch.setattr(
+        "implicit_attn.spectral._gram", lambda m: dtypes.append(m.dtype) or m.mT @ m
+    )
+    with forced():
+        assert spectral_norm(weight, 0.5).dtype == torch.float32
+    assert dtypes == [torch.float64]
