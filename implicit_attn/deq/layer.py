@@ -26,11 +26,11 @@ from implicit_attn.deq.problem import (
     prepares,
     refuse_sharded_parts,
 )
+from implicit_attn.deq.recording import recorded_solve
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy, FunctionEnergy
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
-from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_number
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import (
@@ -43,8 +43,10 @@ from solvers.core.modes import (
 )
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
+from solvers.core.telling import warn_user
 from solvers.fixed_points import read_solver
 
+Module = TypeVar("Module", bound=nn.Module)
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
 
 
@@ -98,7 +100,7 @@ class DEQ(nn.Module):
     Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377.
     """
 
-    _programs: Programs | None = None
+    _recorded: bool = False  # by compile()
 
     def __init__(
         self,
@@ -199,7 +201,9 @@ class DEQ(nn.Module):
             refuse_drawing_modules(self.update, "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        solution = solvers.fixed_point(f, start, args, **options)
+        solution = recorded_solve(f, start, args, options) if self._recorded else None
+        if solution is None:
+            solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
         if not in_transform():  # whose tensors must not be kept
@@ -210,46 +214,21 @@ class DEQ(nn.Module):
             self.observer(x, mask, solution)
         return solution
 
-    def compile(  # type: ignore[override]
-        self,
-        *,
-        backend: Any = "inductor",
-        mode: str | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        """Compile the evaluations of this layer and their gradients; the layer is used as before.
+    def compile(self) -> None:  # type: ignore[override]
+        """Ask for recorded solves on a GPU, where a solve is then replayed as CUDA graphs.
 
-        An evaluation of the update (with its energy and the energy's gradient, where there is one) and a
-        product with its Jacobian become one program each; what depends on weights and inputs alone is
-        computed once a solve; what the update prepares of its input is computed uncompiled. The solve
-        itself is the ordinary one, with any solver: every sample has the value, status and counts that it
-        has without, but for rounding.
-
-        The first solve of a kind makes its programs: of new shapes, dtypes or devices, masked or not,
-        training or not. With Inductor this takes some seconds, and about one where its cache on disk knows
-        them. A batch that fills half of a known size is padded to it. The update must state its step by
-        torch's operators alone and read no tensors but parameters, buffers and its arguments; another
-        tensor, random numbers, and a weight that changes at every evaluation raise.
-
-        Solves with ``Unrolled`` and inside of ``torch.func``'s transforms are as without.
-
-        Args:
-            backend, mode, options: as of ``torch.compile``; "eager" traces without compiling; None: no
-                longer compiled.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit.
+        On a CPU this changes nothing, and a warning says so: the solves there already run in C++.
         """
-        self._programs = None
-        if backend is not None:
-            self._programs = Programs(self.update, backend=backend, mode=mode, options=options)
-
-    def programs(self) -> Programs | None:
-        """The compiled programs of the current update; None where the layer is not compiled."""
-        made = self._programs
-        if made is not None and made.module is not self.update:
-            made = self._programs = made.of(self.update)
-        return made
+        self._recorded = True
+        tensors = (*self.parameters(), *self.buffers())
+        if not any(tensor.is_cuda for tensor in tensors):
+            warn_user(
+                "DEQ.compile() has an effect on a CUDA device only, and this layer is not on one: its "
+                "solves run as before",
+                UserWarning,
+                "compile",
+                self,
+            )
 
     def jacobian_penalty(
         self,
@@ -304,7 +283,7 @@ class DEQ(nn.Module):
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)
-        return kind(self.update, self, spec, dropped, self.programs()), inputs, prepared
+        return kind(self.update, self, spec, dropped), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
         """The layer's options of :func:`solvers.fixed_point`, in its mode."""
@@ -335,23 +314,6 @@ class DEQ(nn.Module):
         )
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
-
-
-def compile_layers(model: nn.Module, **options: Any) -> int:
-    """Compile every DEQ in ``model`` by :meth:`implicit_attn.DEQ.compile`, with its options; how many.
-
-    Raises:
-        ValueError: there is none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, DEQ)]
-    if not layers:
-        raise ValueError(f"model must hold a DEQ, got a {type(model).__name__} without")
-    for layer in layers:
-        layer.compile(**options)
-    return len(layers)
-
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class UnrolledLayer(nn.Module):

@@ -18,7 +18,7 @@ from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
 
 # rtol that maps evaluated in half precision meet: a few roundings of the state, amplified by 1 / (1 - J)
-_HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
+HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def criterion(
     changed = used and state != torch.float64
     precision = state if autocast is None or not changed else autocast
     if tolerance is None:
-        tolerance = Tolerance(rtol=_HALF.get(precision, Tolerance.rtol))
+        tolerance = Tolerance(rtol=HALF.get(precision, Tolerance.rtol))
     what = "fixed-point solve"
-    if precision in _HALF and not tolerance.atol and tolerance.rtol < _HALF[precision]:
+    if precision in HALF and not tolerance.atol and tolerance.rtol < HALF[precision]:
         name = str(precision).removeprefix("torch.")
         what = f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
     return tolerance, what
@@ -101,6 +101,12 @@ class Goal:
     def what(self) -> str:
         """A name of the solve for messages."""
         return criterion(self.given, self.state, self.autocast, self.used)[1]
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype in which ``f`` computes."""
+        changed = self.autocast is not None and self.used and self.state != torch.float64
+        return self.autocast if changed and self.autocast is not None else self.state
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -126,7 +132,7 @@ class _HalfWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self.found:
             leaves = pytree.tree_leaves(result)
-            self.found = any(isinstance(t, Tensor) and t.dtype in _HALF for t in leaves)
+            self.found = any(isinstance(t, Tensor) and t.dtype in HALF for t in leaves)
         return result
 
 
@@ -147,6 +153,8 @@ class Status(IntEnum):
       :func:`solvers.adaptive_tap` lost its positive definiteness.
     * ``CONTRADICTORY``: hard constraints leave no state to some site of
       :func:`solvers.belief_propagation`.
+    * ``INCONSISTENT``: the tolerance was met during the solve, but not by the returned value when it was
+      evaluated once more with the whole batch.
     """
 
     CONVERGED = 0
@@ -156,6 +164,7 @@ class Status(IntEnum):
     NONFINITE = 4
     INDEFINITE = 5
     CONTRADICTORY = 6
+    INCONSISTENT = 7
 
 
 class SolveWarning(UserWarning):
@@ -273,6 +282,10 @@ _ADVICE = {
     Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
     "couplings of spins",
     Status.CONTRADICTORY: "the given values, couplings and fields of -inf exclude each other",
+    Status.INCONSISTENT: "the returned value, evaluated with the whole batch, has not the residual that "
+    "the solve measured: rows may influence each other inside the function (then they are one sample: pass "
+    "x[None]), an argument that is not batched may have been cut with the batch (let the function close over "
+    "it), or the function may change from call to call",
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
-from solvers.core.rows import MODERATE_ABOVE, RUNNING, Point, shrinks
+from solvers.core.rows import MODERATE_ABOVE, RUNNING, Point, row_norm, shrinks
 from solvers.core.solution import Solution, Tolerance
 
 FOLDER = Path(__file__).parent / "lib"  # no package: what is in it is no module
@@ -176,8 +176,11 @@ def solve_in_turns(
     numbers: tuple[float, float, float],
     tolerance: Tolerance,
     max_steps: int,
-) -> Solution:
+) -> tuple[Solution, Tensor | None]:
     """The solution after a ``first`` evaluation, at the start (B, D); its residual is given up.
+
+    Also the residual norms (B,) of the last evaluation, None where samples have left the batch. Samples that
+    had ended before were in it with their best iterates, so that for them it is a second look.
 
     Args:
         memory: differences that are kept of a sample; 0: plain steps.
@@ -210,10 +213,10 @@ def solve_in_turns(
         )  # fmt: skip
         record.evaluation += 1
         running = turn(at)
-        trial = following
-        del value, following  # which need not be there while f makes the next one
         if running == 0:
             break
+        trial = following
+        del value, following  # which need not be there while f makes the next one
         if running < len(index) and problem.compact and shrinks(known := status[index], trial):
             stay = torch.nonzero(known == RUNNING).flatten()
             index, trial = index[stay], trial[stay]
@@ -221,7 +224,11 @@ def solve_in_turns(
             part = problem.rows(index, batch)
         value = part.image(trial)
     del own  # the engine had its addresses alone
-    return Solution(
+    last = None
+    if len(index) == batch:
+        residual = value - trial
+        last = row_norm(residual if mask is None else torch.where(mask, residual, 0))
+    solution = Solution(
         value=best,
         status=status.clone(),
         residual=relative,
@@ -229,6 +236,7 @@ def solve_in_turns(
         steps=evaluations - rejected,
         evaluations=evaluations.clone(),
     )
+    return solution, last
 
 
 # Right-hand sides of norms between 1 / MODERATE and MODERATE are taken: the square of a residual that is
