@@ -41,7 +41,7 @@ from solvers.core.solution import (
     criterion,
     read_tolerance,
 )
-from solvers.core.validate import count_solve, due, judge_again, judge_converged, refuse_change
+from solvers.core.validate import count_solve, due, judge_again, refuse_change
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
 from solvers.methods.iterate import iterate
@@ -121,8 +121,9 @@ def fixed_point(
             residual found there; samples that do not have the residual that the solve measured become
             INCONSISTENT. With ``Implicit`` gradients this evaluation is made in any case. Without, it costs
             one evaluation for every sample, which is not counted. None: in the first 8 solves of a function
-            or layer, and in every 32nd after them; the first one also repeats the evaluation at the start,
-            which shows a function that changes from call to call.
+            or layer and in one of 32 after them, unless the solve itself ended with all samples at their
+            final values; the first solve also repeats the evaluation at the start, which shows a function
+            that changes from call to call.
 
     Returns:
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
@@ -295,25 +296,28 @@ class Solving:
         """
         with constant_weights(), without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
-                first, tolerance = None, self.goal.tolerance
+                first, last, status, tolerance = None, None, None, self.goal.tolerance
                 solution = self.solver.run(
                     problem, start, tolerance, self.max_steps, self.states_at
                 )
             else:
                 with self.goal.watching():
-                    first = problem.evaluate_first(start)
-                tolerance, norm = self.goal.tolerance, first.norm.detach()
+                    evaluated = [problem.evaluate_first(start)]
+                tolerance, first = self.goal.tolerance, evaluated[0].norm.detach()
                 options = (self.max_steps, self.record, self.callback, self.states_at)
-                solution, last = iterate(problem, first, self.solver, tolerance, *options)
-                first = norm
+                # Popped, so that the loop can free it when it has moved on.
+                solution, last = iterate(problem, evaluated.pop(), self.solver, tolerance, *options)
                 if last is not None:
-                    judge_converged(solution, last, tolerance, self.goal.precision)
+                    judge_again(solution, last, tolerance, self.goal.precision, converged=True)
                     self._solve_together(problem, solution, tolerance)
+                status = solution.status
                 if self.automatic:
                     rescue(problem, solution, tolerance, *options)
             problem.check_last(solution.value)
             with torch.no_grad():
-                self._verify(problem, start.detach(), first, solution, verify)
+                # The last evaluation was one of the returned value, with all samples.
+                seen = last is not None and self.verify is None and solution.status is status
+                self._verify(problem, start.detach(), first, solution, verify and not seen)
         return solution
 
     def _solve_together(self, problem: Problem, solution: Solution, tolerance: Tolerance) -> None:

@@ -47,7 +47,7 @@ from solvers.core.telling import warn_user
 from solvers.fixed_points import read_solver
 
 Module = TypeVar("Module", bound=nn.Module)
-OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
+OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify")
 
 
 class DEQ(nn.Module):
@@ -71,6 +71,7 @@ class DEQ(nn.Module):
             x), or a function ``x -> z0``.
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where the update holds batched tensors.
+        verify: evaluate the update once more at the returned value; see :func:`solvers.fixed_point`.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
 
@@ -113,6 +114,7 @@ class DEQ(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
         compact: bool = True,
+        verify: bool | None = None,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
@@ -137,6 +139,7 @@ class DEQ(nn.Module):
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
+        self.verify = require_flag("verify", verify, optional=True)
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
@@ -180,7 +183,7 @@ class DEQ(nn.Module):
             z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
-            options: solver, tolerance, max_steps, adjoint, on_failure or compact, for this solve only.
+            options: solver, tolerance, max_steps, adjoint, on_failure, compact or verify, for this solve.
 
         Raises:
             TypeError, ValueError: for arguments that do not fit, naming the argument.

@@ -21,7 +21,7 @@ from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.modes import constant_weights, uncompiled, without_autocast
 from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
-from solvers.core.rows import Point, row_norm, scaled_norm, scatter_rows, where_rows
+from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
 from solvers.core.telling import origin_of
 from solvers.core.validate import exceeds
@@ -51,9 +51,7 @@ class AdjointSolve:
     def __call__(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
         """Solutions u (n, D) of ``u - product(u) = right``.
 
-        The system of each sample is scaled to a right-hand side of norm one, so that neither small nor large
-        gradients leave the range of the dtype on the way. A sample whose right-hand side is not finite, or
-        whose solution leaves the dtype, gets NaN.
+        A sample whose right-hand side is not finite, or whose solution leaves the dtype, gets NaN.
         """
         if _functorch.is_batchedtensor(right) or _functorch.is_legacy_batchedtensor(right):
             raise RuntimeError(
@@ -63,47 +61,69 @@ class AdjointSolve:
         wide = small_dtype(right.dtype)
         size = scaled_norm(right).to(wide)
         given = torch.isfinite(size)
-        limit = self.tolerance.rtol or 1.0
-        scale = self.tolerance.threshold(size) / limit
-        scale = torch.where(given & (scale > 0), scale, 1.0)
-        unit = (right.to(wide) / scale[:, None]).masked_fill(~given[:, None], 0)
-
-        # Where samples influence each other, their scales matter. Half precision, which has no numbers for a
-        # small scale, takes it that they do not.
-        relative = (scale / scale.max())[:, None].clamp_min(torch.finfo(wide).tiny)
-
-        def image(u: Tensor) -> Tensor:
-            if right.dtype != wide:
-                return product(u.to(right.dtype)).to(wide)
-            return product(u * relative) / relative
-
-        allowed = Tolerance(
-            rtol=0.0, atol=limit if self.tolerance.rtol or self.tolerance.atol else 0.0
-        )
+        right_given = right.to(wide).masked_fill(~given[:, None], 0)
         with torch.no_grad(), without_autocast(right.device.type):
-            solution = self._solve(image, unit, allowed, symmetric)
-        u = (solution.value * scale[:, None]).to(right.dtype)
+            solution = self._each(
+                product, right_given, size.masked_fill(~given, 0), right.dtype, symmetric
+            )
+            if solution is None:
+                solution = self._together(product, right_given, right.dtype)
+        u = solution.value.to(right.dtype)
         lost = ~given | ~torch.isfinite(u).all(1)
         u = u.masked_fill(lost[:, None], torch.nan)
-        norm = solution.residual_norm * scale
-        solution = replace(
-            solution,
-            value=u,
-            status=torch.where(lost, int(Status.NONFINITE), solution.status),
-            residual_norm=torch.where(lost, torch.inf, norm),
-            residual=torch.where(lost, torch.inf, norm / torch.where(size > 0, size, 1.0)),
+        self.report.solution = self._of_whole_batch(
+            replace(
+                solution,
+                value=u,
+                status=torch.where(lost, int(Status.NONFINITE), solution.status),
+                residual_norm=torch.where(lost, torch.inf, solution.residual_norm),
+                residual=torch.where(lost, torch.inf, solution.residual),
+            )
         )
-        self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
         # A gradient that is not finite shows itself, as everywhere in torch.
-        told = replace(solution, status=torch.where(lost, 0, solution.status))
-        apply_policy(told, self.on_failure, "adjoint solve", self.f)
+        known = replace(solution, status=torch.where(lost, 0, solution.status))
+        apply_policy(known, self.on_failure, "adjoint solve", self.f)
         return u
 
-    def _solve(
+    def _each(
+        self,
+        product: JacobianProduct,
+        right: Tensor,
+        size: Tensor,
+        dtype: torch.dtype,
+        symmetric: bool,
+    ) -> Solution | None:
+        """Solve for each sample; None where it turns out that the samples influence each other.
+
+        The system of each sample is scaled to a right-hand side of norm one, so that neither small nor large
+        gradients leave the range of the dtype on the way.
+        """
+        limit = self.tolerance.rtol or float(self.tolerance.atol > 0)
+        scale = self.tolerance.threshold(size) / (limit or 1.0)
+        scale = torch.where(scale > 0, scale, 1.0)
+        unit = right / scale[:, None]
+        # The scales of samples that influence each other matter. Half precision has no numbers for small
+        # ones.
+        relative = (scale / scale.max())[:, None].clamp_min(torch.finfo(scale.dtype).tiny)
+
+        def image(u: Tensor) -> Tensor:
+            if dtype != right.dtype:
+                return product(u.to(dtype)).to(u.dtype)
+            return product(u * relative) / relative
+
+        found = self._scaled(image, unit, Tolerance(rtol=0.0, atol=limit), symmetric)
+        if found is None:
+            return None
+        norm = found.residual_norm * scale
+        residual = norm / torch.where(size > 0, size, 1.0)
+        value = found.value * scale[:, None]
+        return replace(found, value=value, residual_norm=norm, residual=residual)
+
+    def _scaled(
         self, image: JacobianProduct, unit: Tensor, allowed: Tolerance, symmetric: bool
-    ) -> Solution:
-        """The solution of the scaled systems; its residuals are absolute."""
+    ) -> Solution | None:
+        """The solution of the scaled systems, whose residuals are absolute."""
 
         def by_krylov(
             solver: LinearSolver, right: Tensor, most: int, x0: Tensor | None
@@ -115,10 +135,16 @@ class AdjointSolve:
 
         if self.solver is not None:
             return by_krylov(self.solver, unit, self.max_steps, None)
-        first_try = min(self.max_steps, max(FIRST_TRY, self.max_steps // 2))
-        solution = _by_anderson(image, unit, allowed, first_try)
-        left = self.max_steps - int(solution.evaluations.max())
+        solution, last = _anderson(image, unit, allowed, self.first_try)
+        if last is None:
+            last = row_norm(unit + image(solution.value) - solution.value)
+        length = torch.linalg.vector_norm(solution.value, dim=1)
         open_rows = ~solution.converged
+        # A sample that had ended has another residual when those that it depends on have moved on.
+        wrong = bool((~open_rows & exceeds(last, allowed.atol, length, unit.dtype)).any())
+        if wrong or (bool(open_rows.any()) and _coupled(image, unit)):
+            return None
+        left = self.max_steps - int(solution.evaluations.max())
         if left < 2 or not bool(open_rows.any()):
             return solution
         # A right-hand side of zero keeps the solved samples out of the second attempt.
@@ -134,6 +160,30 @@ class AdjointSolve:
             steps=solution.steps + torch.where(open_rows, second.steps, 0),
             evaluations=solution.evaluations + spent,
         )
+
+    @property
+    def first_try(self) -> int:
+        """Products after which another method goes on."""
+        return min(self.max_steps, max(FIRST_TRY, self.max_steps // 2))
+
+    def _together(self, product: JacobianProduct, right: Tensor, dtype: torch.dtype) -> Solution:
+        """Solve for all samples as one system; each reports its residual and its number of products."""
+        shape = right.shape
+        size = torch.linalg.vector_norm(right)
+        unit = (right / size).view(1, -1)
+
+        def image(u: Tensor) -> Tensor:
+            return product(u.view(shape).to(dtype)).to(u.dtype).view(1, -1)
+
+        limit = max(self.tolerance.rtol, self.tolerance.atol / float(size))
+        found, _ = _anderson(image, unit, Tolerance(rtol=0.0, atol=limit), self.max_steps)
+        each: dict[str, Any] = {
+            name: getattr(found, name).expand(len(right)).clone()
+            for name in ("status", "residual_norm", "steps", "evaluations")
+        }
+        norm = each.pop("residual_norm")
+        value = found.value.view(shape) * size
+        return Solution(value=value, residual=norm, residual_norm=norm * size, **each)
 
     def _of_whole_batch(self, part: Solution) -> Solution:
         """The samples that took no part are NONFINITE, at no cost."""
@@ -154,50 +204,32 @@ class AdjointSolve:
         return replace(part, **whole)
 
 
-def _by_anderson(
-    image: JacobianProduct, unit: Tensor, allowed: Tolerance, max_steps: int
-) -> Solution:
-    """``u = unit + image(u)`` by Anderson's method from zero, where the first evaluation is known.
-
-    Where samples influence each other, a residual may grow again after its sample has ended. Then the whole
-    batch is solved as one system.
-    """
-    solution, norm = _iterate(image, unit, allowed, max_steps)
-    if norm is None:
-        norm = row_norm(unit + image(solution.value) - solution.value)
-    size = torch.linalg.vector_norm(solution.value, dim=1)
-    wrong = solution.converged & exceeds(norm, allowed.atol, size, unit.dtype)
-    if bool(wrong.any()) and len(unit) > 1:
-        left = max_steps - int(solution.evaluations.max())
-        if left < 2:
-            solution.status = torch.where(wrong, int(Status.INCONSISTENT), solution.status)
-            solution.residual_norm = torch.where(wrong, norm, solution.residual_norm)
-            return solution
-        spent, shape = solution.evaluations, unit.shape
-        start = solution.value
-        rest = unit + image(start) - start
-        one, _ = _iterate(
-            lambda u: image(u.view(shape)).view(1, -1), rest.view(1, -1), allowed, left
-        )
-        solution.value = start + one.value.view(shape)
-        solution.status = one.status.expand_as(spent).clone()
-        solution.residual_norm = one.residual_norm.expand_as(spent).clone()
-        solution.evaluations = spent.max() + 1 + one.evaluations.expand_as(spent)
-        solution.steps = solution.evaluations.clone()
-    return solution
-
-
-def _iterate(
+def _anderson(
     image: JacobianProduct, unit: Tensor, allowed: Tolerance, max_steps: int
 ) -> tuple[Solution, Tensor | None]:
-    """The solution of ``u = unit + image(u)``, whose evaluations are the products."""
+    """``u = unit + image(u)`` by Anderson's method from zero, whose evaluation is known: no product is
+    needed.
+
+    Also the residual norms (B,) of all samples in the last evaluation, where they are known.
+    """
     problem = Problem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
-    norm = row_norm(unit)
-    first = problem.exact(Point(torch.zeros_like(unit), unit, norm, norm))
+    first = problem.exact(problem.point(torch.zeros_like(unit), unit))
     solution, last = iterate(problem, first, _ANDERSON, allowed, max_steps + 1)
-    solution.evaluations = solution.evaluations - 1
-    solution.steps = solution.steps - 1
-    return solution, last
+    solution.evaluations, solution.steps = solution.evaluations - 1, solution.steps - 1
+    return solution, None if last is None else last.norm
+
+
+def _coupled(image: JacobianProduct, unit: Tensor) -> bool:
+    """Whether samples influence each other: the image of some must be zero in the others.
+
+    The samples are those whose numbers have an odd count of ones in binary, since these pick one of a pair
+    for every distance between two samples.
+    """
+    some = torch.tensor(
+        [bool(bin(number).count("1") % 2) for number in range(len(unit))], device=unit.device
+    )
+    others = image(where_rows(some, unit, torch.zeros_like(unit)))[~some]
+    return bool(others.any())
 
 
 @dataclass

@@ -37,7 +37,7 @@ def count_solve(f: object) -> int:
 
 def due(number: int, wanted: bool | None) -> bool:
     """Whether to evaluate again after so many solves, unless it is ``wanted`` or not."""
-    return (number < ALWAYS or number % EVERY == 0) if wanted is None else wanted
+    return (number < ALWAYS or number % EVERY == EVERY - 1) if wanted is None else wanted
 
 
 def exceeds(
@@ -54,6 +54,8 @@ def judge_again(
     tolerance: Tolerance,
     precision: torch.dtype,
     rows: Tensor | None = None,
+    *,
+    converged: bool = False,
 ) -> None:
     """Put the residuals of ``point``, an evaluation at the returned value, into ``solution``.
 
@@ -62,32 +64,21 @@ def judge_again(
 
     Args:
         rows: (n,) samples of ``point``; None: all.
+        converged: ``point`` is at the returned value where a sample has converged, and only there.
     """
     wrong = exceeds(point.norm, tolerance.threshold(point.reference), point.reference, precision)
     relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
     rows = torch.arange(len(wrong), device=wrong.device) if rows is None else rows
     status, finite = solution.status[rows], point.finite()
+    if converged:
+        finite = finite & (status == Status.CONVERGED)
     status = torch.where(wrong & (status == Status.CONVERGED), int(Status.INCONSISTENT), status)
     solution.status = solution.status.index_copy(0, rows, status)
     for name, new in (("residual", relative), ("residual_norm", point.norm)):
         old = getattr(solution, name)
-        new = torch.where(finite, new.to(old.dtype), torch.inf)
         # A sample without a finite evaluation keeps its infinite residual.
-        new = torch.where(torch.isfinite(old[rows]), new, old[rows])
+        new = torch.where(finite & torch.isfinite(old[rows]), new.to(old.dtype), old[rows])
         setattr(solution, name, old.index_copy(0, rows, new))
-
-
-def judge_converged(
-    solution: Solution, norm: Tensor, tolerance: Tolerance, precision: torch.dtype
-) -> None:
-    """INCONSISTENT where the residual ``norm`` (B,) of the last evaluation of all samples is too large."""
-    reference = solution.residual_norm / solution.residual.clamp_min(torch.finfo(norm.dtype).tiny)
-    converged = solution.status == Status.CONVERGED
-    wrong = converged & (norm > solution.residual_norm)
-    wrong = wrong & exceeds(norm, tolerance.threshold(reference), reference, precision)
-    solution.status = torch.where(wrong, int(Status.INCONSISTENT), solution.status)
-    solution.residual_norm = torch.where(wrong, norm, solution.residual_norm)
-    solution.residual = torch.where(wrong, norm / reference, solution.residual)
 
 
 def refuse_change(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from solvers.core.loop import Loop, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, Progress
@@ -24,15 +22,15 @@ def iterate(
     record: bool = False,
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
-) -> tuple[Solution, Tensor | None]:
+) -> tuple[Solution, Point | None]:
     """Solve from the evaluation ``first`` at the start.
 
     The engine in C++ has Anderson's method and plain steps, in float32 and float64 on a CPU, for maps without
     an energy whose single evaluations nobody looks at and autograd does not record.
 
     Returns:
-        The solution, with a value (B, D), and residual norms (B,): those of converged samples belong to an
-        evaluation of their values together with all others. None where there was no such evaluation.
+        The solution, with a value (B, D), and the last evaluation where all samples were in it, those that
+        had converged with their values; else None.
     """
     watched = record or callback is not None or bool(states_at)
     if not (watched or problem.has_energy) and serves(first.z):
