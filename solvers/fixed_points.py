@@ -304,14 +304,17 @@ class Solving:
                 with self.goal.watching():
                     evaluated = [problem.evaluate_first(start)]
                 tolerance, first = self.goal.tolerance, evaluated[0].norm.detach()
-                options = (self.max_steps, self.record, self.callback, self.states_at)
                 # Popped, so that the loop can free it when it has moved on.
-                solution, last = iterate(problem, evaluated.pop(), self.solver, tolerance, *options)
+                solution, last = iterate(
+                    problem, evaluated.pop(), self.solver, tolerance, self.max_steps, self.record,
+                    self.callback, self.states_at,
+                )  # fmt: skip
                 if last is not None:
                     judge_again(solution, last, tolerance, self.goal.precision, converged=True)
                     self._solve_together(problem, solution, tolerance)
                 status = solution.status
                 if self.automatic:
+                    options = (self.max_steps, self.record, self.callback, self.states_at)
                     rescue(problem, solution, tolerance, *options)
             problem.check_last(solution.value)
             with torch.no_grad():
