@@ -20,6 +20,7 @@ from solvers.core.checks import (
     require_increasing,
     require_kind,
 )
+from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.loop import ExternalSolver, Loop, Solver
 from solvers.core.modes import (
@@ -157,7 +158,7 @@ def fixed_point(
         solver, max_steps, f, energy, record, compact, callback, on_failure, states_at
     )
     require_flag("verify", verify, optional=True)
-    layout = Layout.of(z0)
+    layout = Layout.of(z0, empty=True)
     if in_transform():
         return _transformed(
             f, energy, z0, args, mask, adjoint, record, solver=None if automatic else solver,
@@ -169,6 +170,8 @@ def fixed_point(
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
 
+    if start.numel() == 0:
+        return _nothing(problem, start, adjoint)
     number = count_solve(f)
     solve = Solving(solver, automatic, goal, max_steps, record, callback, states_at, number, verify)
     if adjoint is not None and torch.is_grad_enabled():
@@ -179,7 +182,8 @@ def fixed_point(
     if solution.value.untyped_storage().data_ptr() == start.untyped_storage().data_ptr():
         solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
     _as_trees(solution, layout)
-    apply_policy(solution, on_failure, goal.what + layout.scalars(len(start)), f)
+    what = goal.what + layout.scalars(len(start))
+    apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
     return solution
 
 
@@ -220,6 +224,17 @@ def _transformed(
     # The same call, made where the tensors are ordinary ones.
     outside = partial(fixed_point, adjoint=None, **options)
     return transformed_solution(outside, adjoint, tolerance, compact, f, energy, z0, args, mask)
+
+
+def _nothing(problem: Problem, start: Tensor, adjoint: Adjoint | None) -> Solution:
+    """The solution of no numbers at all, with a graph to what ``f`` reads."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint is not None):
+        value = problem.layout.tree(problem.masked_map(start))
+    status = torch.zeros(len(start), dtype=torch.int64, device=start.device)
+    none = torch.zeros(len(start), dtype=small_dtype(start.dtype), device=start.device)
+    return Solution(
+        value, status, none, none.clone(), steps=status.clone(), evaluations=status.clone()
+    )
 
 
 def _as_trees(solution: Solution, layout: Layout) -> None:
@@ -355,6 +370,12 @@ class Solving:
         verify: bool,
     ) -> None:
         """Look again at the returned value and, in the first solve of a function, at the start."""
+        if first is not None and bool(solution.status.any()):
+            # |f(z)| that has fallen to nothing with the residual belongs to a fixed point at zero.
+            reference = solution.residual_norm / solution.residual
+            fallen = (solution.status == Status.MAX_STEPS) | (solution.status == Status.STALLED)
+            fallen = fallen & (reference < torch.finfo(reference.dtype).eps * first)
+            self.goal.vanishing = bool(fallen.any())
         wanted = due(self.number, self.verify)
         precision = self.goal.precision
         if wanted and verify:

@@ -43,10 +43,9 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
     has_numbers = not (torch.compiler.is_compiling() or in_transform())
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
-        if leaf.dim() == 0 or leaf.shape[0] == 0:
+        if leaf.dim() == 0:
             raise ValueError(
-                f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
-                f"{tuple(leaf.shape)}"
+                "x must have a batch dimension (B, ...), got a tensor without dimensions"
             )
         if not leaf.is_floating_point():
             continue

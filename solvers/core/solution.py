@@ -92,6 +92,7 @@ class Goal:
     ) -> None:
         self.given, self.state, self.autocast = given, state, autocast
         self.used = True  # what autocast offers, as long as nobody has looked
+        self.vanishing = False  # an unsolved sample seems to have its fixed point at zero
 
     @property
     def tolerance(self) -> Tolerance:
@@ -297,6 +298,10 @@ _REPELS = (
     f"weights by {_BOUND}, normalise the input, or damp the iteration, Anderson(damping=0.3); see "
     "docs/guide/failing.md, 'Look at the map'"
 )
+_VANISHING = (
+    "|f(z)| fell to nothing with the residual, so that the fixed point of a sample seems to be zero, where a "
+    "relative tolerance cannot be met: give atol, Tolerance(rtol=1e-4, atol=1e-6)"
+)
 _NO_DESCENT = (
     "the residual did not fall: the energy may couple samples or have another gradient than it says, "
     "which implicit_attn.check_energy tells, or its weights may be too large: bound them by "
@@ -317,7 +322,9 @@ def check_on_failure(on_failure: str) -> None:
     require_choice("on_failure", on_failure, POLICIES)
 
 
-def apply_policy(solution: Solution, on_failure: str, what: str, f: object = None) -> None:
+def apply_policy(
+    solution: Solution, on_failure: str, what: str, f: object = None, *, vanishing: bool = False
+) -> None:
     """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
@@ -328,7 +335,9 @@ def apply_policy(solution: Solution, on_failure: str, what: str, f: object = Non
         return
     failures = [name for name in solution.counts() if name != "CONVERGED"]
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
-    if what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
+    if vanishing:
+        told = [_VANISHING]
+    elif what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
         told = [_REPELS if solution.energy is None else _NO_DESCENT]
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
     advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]

@@ -212,6 +212,7 @@ def test_verifying_is_an_option(verify: bool | None) -> None:
         return 0.5 * torch.cos(z)
 
     start, counts = torch.tensor([[0.45, 0.45], [5.0, -9.0]]), []  # one leaves early
+    found = fixed_point(torch.cos, start, adjoint=None)
     for _ in range(40):
         calls = 0
         found = fixed_point(f, start, adjoint=None, verify=verify)
@@ -221,3 +222,27 @@ def test_verifying_is_an_option(verify: bool | None) -> None:
     with pytest.raises(TypeError, match="verify"):
         fixed_point(f, start, verify=1)  # type: ignore[arg-type]
     assert found.residual.max() <= Tolerance().rtol
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (0,)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_empty_batch_has_an_empty_solution_with_a_graph(
+    shape: tuple[int, ...], gradients: bool
+) -> None:
+    x = torch.randn(shape, requires_grad=gradients)
+    found = fixed_point(lambda z, x: 0.5 * torch.tanh(z) + x, torch.zeros(shape), (x,))
+    assert found.value.shape == shape and found.status.shape == shape[:1]
+    assert found.value.requires_grad == gradients and found.converged.all()
+    assert DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)(x).shape == shape
+
+
+def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
+    x = normal(4, 8)
+    x[2] = 0
+    with pytest.warns(solvers.SolveWarning, match="atol"):
+        fixed_point(lambda z, x: torch.tanh(0.5 * z) + x, torch.ones(4, 8), (x,), solver="forward")
+
+
+def test_a_complex_state_is_told_a_way() -> None:
+    with pytest.raises(TypeError, match="view_as_real"):
+        fixed_point(lambda z: 0.4j * z, torch.zeros(2, 3, dtype=torch.complex128))
