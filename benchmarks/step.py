@@ -1,12 +1,10 @@
-"""The training step of a mean-field layer, ours beside torchdeq's; layers compiled and not.
+"""The training step of a mean-field layer, ours beside torchdeq's.
 
-python benchmarks/step.py race [--rounds 40] [--threads 2] [--samples 1] [--masked] [--compiled]
-python benchmarks/step.py compiled [--rounds 80] [--threads 2]
+python benchmarks/step.py race [--rounds 40] [--threads 2] [--samples 1] [--masked]
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 import statistics
 import sys
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
-from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
+from implicit_attn import Update
 
 B, N, D = 64, 17, 10
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
@@ -141,25 +139,6 @@ class Ours:
         return solution.value.detach()
 
 
-class Compiled:
-    """A compiled layer, which has a copy of the weights: others replace the map to count its calls."""
-
-    def __init__(self, layer: MeanField) -> None:
-        self.layer, self.own = layer, copy.deepcopy(layer)
-        self.deq = DEQ(MeanFieldUpdate(self.own), max_steps=200)
-        self.deq.compile()
-
-    def step(self, tolerances: Pair) -> Tensor:
-        forward, backward = (solvers.Tolerance(each) for each in tolerances)
-        adjoint = solvers.Implicit(tolerance=backward)
-        solution = self.deq.solve(self.own.x, tolerance=forward, adjoint=adjoint)
-        self.own.zero_grad()
-        solution.value.backward(self.own.cotangent)
-        for parameter, mine in zip(self.layer.parameters(), self.own.parameters(), strict=True):
-            parameter.grad = mine.grad
-        return solution.value.detach()
-
-
 class Silva:
     """silva-networks' implicit layer, its adjoint by GMRES; Anderson's method sample by sample."""
 
@@ -241,8 +220,7 @@ def _rows(
     fastest = min(t for n, t in seconds.items() if n.startswith("torchdeq") and meets[n])
     rows: list[dict[str, Any]] = []
     for name, (tolerances, reached) in found.items():
-        seen = not isinstance(contestants[name], Compiled)  # programs call no function
-        f, vjp, overhead = account(layer, contestants[name], tolerances) if seen else ("", "", "")
+        f, vjp, overhead = account(layer, contestants[name], tolerances)
         same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
         row: dict[str, Any] = {"solver": name if meets[name] else f"{name} (target missed)"}
         row |= {"residual": reached[0], "gradient error": reached[1], "ms": 1e3 * seconds[name]}
@@ -283,14 +261,13 @@ def account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, i
 def race(
     rounds: int = 40,
     threads: int = 2,
-    compiled: bool = False,
     samples: int = B,
     masked: bool = False,
     silva: bool = False,
 ) -> None:
     """Contestants at equal true residual and gradient error.
 
-    ``compiled`` adds a compiled layer; ``masked`` masks a quarter of the tokens of every sample; ``silva``
+    ``masked`` masks a quarter of the tokens of every sample; ``silva``
     adds the solvers of silva-networks, which must be installed (``pip install --no-deps silva-networks``).
     """
     torch.set_num_threads(threads)
@@ -307,8 +284,6 @@ def race(
         }
         if silva:
             contestants |= {f"silva {name}": Silva(layer, name) for name in SILVA}
-        if compiled:
-            contestants["ours compiled"] = Compiled(layer)
         for target in TARGETS:
             rows = _rows(layer, contestants, target, exact, rounds)
             print(
@@ -318,66 +293,5 @@ def race(
             print(table(rows))
 
 
-# --- compiled layers against the same layers without ------------------------------------------------
-
-CASES = [(scale, goal) for scale in (1.0, 2.0) for goal in TARGETS]
-
-
-def mean_field(scale: float, goal: tuple[float, float]) -> tuple[nn.Module, Tensor, Tensor]:
-    """The layer to tolerances of the solve and of the adjoint, an input and a cotangent."""
-    update = MeanFieldUpdate(MeanField(scale))
-    forward, backward = (solvers.Tolerance(each) for each in goal)
-    layer = DEQ(
-        update, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward), max_steps=200
-    )
-    return layer, update.layer.x, update.layer.cotangent
-
-
-def block() -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    x = torch.randn(32, 16, 64)
-    return EquilibriumBlock(64, 4, 128), x, torch.randn_like(x)
-
-
-def compare(name: str, made: tuple[nn.Module, Tensor, Tensor], rounds: int) -> dict[str, Any]:
-    model, x, cotangent = made
-    compiled = copy.deepcopy(model)
-    compile_layers(compiled)
-    start = time.perf_counter()
-    gradients = [gradients_of(each, x, cotangent) for each in (model, compiled)]
-    first = time.perf_counter() - start
-    error = max((a - b).norm().item() / a.norm().item() for a, b in zip(*gradients, strict=True))
-    each_way = {"plain": model, "compiled": compiled}
-    runs: dict[str, Callable[[], object]] = {
-        way: partial(gradients_of, each, x, cotangent) for way, each in each_way.items()
-    }
-    seconds = interleaved(runs, rounds, share=1 / 3)
-    plain, fast = 1e3 * seconds["plain"], 1e3 * seconds["compiled"]
-    row = {"training step": name, "not compiled, ms": f"{plain:.1f}", "compiled, ms": f"{fast:.1f}"}
-    row |= {"ratio": f"{fast / plain:.2f}", "gradients differ by": f"{error:.0e}"}
-    return row | {"first step, s": f"{first:.0f}"}
-
-
-def gradients_of(model: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    model(x).backward(cotangent)
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def compiled(rounds: int = 80, threads: int = 2) -> None:
-    """Compiled layers against the same layers without, in turns; ``rounds`` timed steps of each.
-
-    The mean-field layer at its four targets, and an equilibrium block. Times are lower thirds, as other
-    processes only ever add to them.
-    """
-    torch.set_num_threads(threads)
-    rows = []
-    for scale, goal in CASES:
-        name = f"couplings x {scale:g}, residual {goal[0]:g}"
-        rows.append(compare(name, mean_field(scale, goal), rounds))
-    rows.append(compare("equilibrium block (32, 16, 64)", block(), rounds))
-    print(table(rows))
-
-
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"race": race, "compiled": compiled})
+    tyro.extras.subcommand_cli_from_dict({"race": race})

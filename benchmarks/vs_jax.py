@@ -73,11 +73,9 @@ class Symmetric(nn.Module):
 class Layer:
     """The training step by a ``DEQ`` around the map."""
 
-    def __init__(self, layer: MeanField, *, compiled: bool) -> None:
+    def __init__(self, layer: MeanField) -> None:
         self.layer = layer
         self.deq = DEQ.from_update(Field(layer), init="zeros", max_steps=MOST)
-        if compiled:
-            self.deq.compile()
 
     def step(self, tolerances: Pair) -> Tensor:
         forward, backward = (solvers.Tolerance(each) for each in tolerances)
@@ -108,8 +106,7 @@ class Step:
 
 MAKERS: dict[str, Callable[[MeanField], Step]] = {
     "ours": lambda layer: Step(layer, Ours(layer, None)),
-    "ours, DEQ layer": lambda layer: Step(layer, Layer(layer, compiled=False)),
-    "ours, DEQ layer compiled": lambda layer: Step(layer, Layer(layer, compiled=True)),
+    "ours, DEQ layer": lambda layer: Step(layer, Layer(layer)),
 }
 
 

@@ -14,7 +14,6 @@ from implicit_attn import weights as weights
 from implicit_attn.block import DEQTransformer as DEQTransformer
 from implicit_attn.block import EquilibriumBlock as EquilibriumBlock
 from implicit_attn.deq import DEQ as DEQ
-from implicit_attn.deq import compile_layers as compile_layers
 from implicit_attn.deq import unroll as unroll
 from implicit_attn.energies import BiSoftmaxAttention as BiSoftmaxAttention
 from implicit_attn.energies import ConditionalAttention as ConditionalAttention

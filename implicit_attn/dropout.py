@@ -144,7 +144,6 @@ class SolveMasks:
         self.numbers = {id(module): number for number, module in enumerate(modules)}
         self.known: dict[Any, tuple[Tensor, Tensor]] = {}  # the seeds and the mask that they gave
         self.called: set[int] = set()  # numbers
-        self.evaluated = False  # the update itself was, which shows what it calls
 
     @classmethod
     def of(cls, update: nn.Module) -> SolveMasks | None:
@@ -154,12 +153,8 @@ class SolveMasks:
         return cls(found) if found else None
 
     @contextmanager
-    def within(self, seeds: Tensor, *, prepares: bool = False) -> Iterator[None]:
-        """Within, the modules called in this thread drop by these seeds.
-
-        ``prepares``: not the update is called, but what it prepares, which tells nothing of its calls.
-        """
-        self.evaluated |= not prepares
+    def within(self, seeds: Tensor) -> Iterator[None]:
+        """Within, the modules called in this thread drop by these seeds."""
         outer = _OF_THIS_THREAD.solve
         _OF_THIS_THREAD.solve = (self, seeds)
         try:
@@ -182,8 +177,6 @@ class SolveMasks:
 
     def require_called(self, update: nn.Module) -> None:
         """ValueError if a module of the update has dropped nothing in the solve that is over."""
-        if not self.evaluated:
-            return  # a compiled layer evaluates its update in the first solve of a kind alone
         if any(_is_compiled(module) for module in update.modules()):
             return  # which may call no module, after the first time
         named = {id(module): name for name, module in update.named_modules()}

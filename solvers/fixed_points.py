@@ -12,7 +12,6 @@ from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.adjoints.transforms import refuse_in_transform, transformed_solution
-from solvers.compiled.evaluations import Evaluation
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -21,34 +20,36 @@ from solvers.core.checks import (
     require_increasing,
     require_kind,
 )
+from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.loop import ExternalSolver, Loop, Solver
 from solvers.core.modes import (
     constant_weights,
     eager,
     in_transform,
-    read_anew,
     refuse_export,
     without_autocast,
 )
 from solvers.core.problem import EnergyUpdate, Problem
-from solvers.core.rows import Point, Progress
+from solvers.core.rows import Progress
 from solvers.core.solution import (
     Goal,
     Solution,
+    Status,
     Tolerance,
     apply_policy,
     check_on_failure,
     criterion,
     read_tolerance,
 )
+from solvers.core.validate import count_solve, due, judge_again, refuse_change
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
+from solvers.methods.iterate import iterate
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.methods.rescue import rescue
 from solvers.methods.steps import Forward, GradientDescent
-from solvers.native import MOST, serves, solve_in_turns
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
 
@@ -70,6 +71,7 @@ def fixed_point(
     compact: bool = True,
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
+    verify: bool | None = None,
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
@@ -117,13 +119,20 @@ def fixed_point(
             gradients are exact with ``Unrolled``. ``Phantom`` and ``OneStep`` differentiate their
             iterations from each state, and with ``Implicit``, whose equation holds at the solution
             alone, a state has the gradient that ``Implicit(states=...)`` says.
+        verify: evaluate ``f`` once more, at the returned value and with the whole batch, and report the
+            residual found there; samples that do not have the residual that the solve measured become
+            INCONSISTENT. With ``Implicit`` gradients this evaluation is made in any case. Without, it costs
+            one evaluation for every sample, which is not counted. None: in the first 8 solves of a function
+            or layer and in one of 32 after them, unless the solve itself ended with all samples at their
+            final values; the first solve also repeats the evaluation at the start, which shows a function
+            that changes from call to call.
 
     Returns:
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument; for an ``f`` that
-            works in place on its inputs, or whose value changes from call to call.
+            works in place on its inputs, or draws random numbers.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Example:
@@ -149,19 +158,23 @@ def fixed_point(
     states_at = _check_options(
         solver, max_steps, f, energy, record, compact, callback, on_failure, states_at
     )
-    layout = Layout.of(z0)
+    require_flag("verify", verify, optional=True)
+    layout = Layout.of(z0, empty=True)
     if in_transform():
         return _transformed(
             f, energy, z0, args, mask, adjoint, record, solver=None if automatic else solver,
             tolerance=tolerance, max_steps=max_steps, on_failure=on_failure, compact=compact,
-            callback=callback, states_at=states_at,
+            callback=callback, states_at=states_at, verify=verify,
         )  # fmt: skip
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
 
-    solve = Solving(solver, automatic, goal, max_steps, record, callback, states_at)
+    if start.numel() == 0:
+        return _nothing(problem, start, adjoint)
+    number = count_solve(f)
+    solve = Solving(solver, automatic, goal, max_steps, record, callback, states_at, number, verify)
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:
@@ -170,7 +183,8 @@ def fixed_point(
     if solution.value.untyped_storage().data_ptr() == start.untyped_storage().data_ptr():
         solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
     _as_trees(solution, layout)
-    apply_policy(solution, on_failure, goal.what + layout.scalars(len(start)), f)
+    what = goal.what + layout.scalars(len(start))
+    apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
     return solution
 
 
@@ -197,7 +211,9 @@ def _transformed(
         # The loop itself, every operation transformed; without the energy safeguard.
         problem = Problem.of(f, energy, z0, args, mask, compact)
         start, image = problem.layout.vector(z0), problem.masked_map
-        plain = replace(problem, f=image, compiled=image, energy=None, compact=False)
+        layout = Layout.of(start)
+        plain = replace(problem, f=image, layout=layout, args=(), autocast=None, energy=None,
+                        compact=False, checked=True)  # fmt: skip
         allowed = criterion(tolerance, start.dtype, problem.autocast, device=start.device)[0]
         most, states_at = options["max_steps"], options["states_at"]
         with without_autocast(start.device.type):
@@ -211,18 +227,15 @@ def _transformed(
     return transformed_solution(outside, adjoint, tolerance, compact, f, energy, z0, args, mask)
 
 
-def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
-    """Before the first compiled solve of a kind: one uncompiled evaluation, which checks f and autocast."""
-    programs = problem.programs
-    key = (problem.static_key(), programs.weights().kind)
-    if key not in programs.known:
-        own = Goal(None, start.dtype, problem.autocast)
-        with own.watching():
-            problem.evaluate_first(start)
-        read_anew()
-        problem.draws = None  # a program that draws is refused
-        programs.known[key] = own.used
-    goal.used = programs.known[key]
+def _nothing(problem: Problem, start: Tensor, adjoint: Adjoint | None) -> Solution:
+    """The solution of no numbers at all, with a graph to what ``f`` reads."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint is not None):
+        value = problem.layout.tree(problem.masked_map(start))
+    status = torch.zeros(len(start), dtype=torch.int64, device=start.device)
+    none = torch.zeros(len(start), dtype=small_dtype(start.dtype), device=start.device)
+    return Solution(
+        value, status, none, none.clone(), steps=status.clone(), evaluations=status.clone()
+    )
 
 
 def _as_trees(solution: Solution, layout: Layout) -> None:
@@ -277,9 +290,9 @@ def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> 
 class Solving:
     """How :func:`solvers.fixed_point` solves a problem, with its options.
 
-    ``automatic``: nobody has named the solver, so that samples which it gives up are tried again.
-    Parametrised weights are constant during a solve and computed once. The solver's own algebra runs without
-    autocast, which :class:`Problem` restores around f.
+    ``automatic``: nobody has named the solver, so that samples which it gives up are tried again. ``number``:
+    of the solves of this function before. Parametrised weights are constant during a solve and computed once.
+    The solver's own algebra runs without autocast, which :class:`Problem` restores around f.
     """
 
     solver: Solver
@@ -289,49 +302,90 @@ class Solving:
     record: bool
     callback: Callable[[Progress], object] | None
     states_at: Sequence[int]
+    number: int
+    verify: bool | None
 
-    def __call__(self, problem: Problem, start: Tensor) -> Solution:
-        """The solution (B, D) from ``start`` (B, D), without gradients of its own."""
+    def __call__(self, problem: Problem, start: Tensor, *, verify: bool = True) -> Solution:
+        """The solution (B, D) from ``start`` (B, D), without gradients of its own.
+
+        ``verify``: the returned value is evaluated once more where that is due, else the caller does so.
+        """
         with constant_weights(), without_autocast(start.device.type):
-            if problem.programs is not None and not torch.is_grad_enabled():
-                _look_once(problem, start, self.goal)
-                # A program is of one size of batch: samples stay in it.
-                evaluation = Evaluation(problem, start)
-                problem = replace(problem, compiled=evaluation, compact=False)
             if isinstance(self.solver, ExternalSolver):
-                tolerance = self.goal.tolerance
-                return self.solver.run(problem, start, tolerance, self.max_steps, self.states_at)
-            with self.goal.watching():
-                first = problem.evaluate_first(start)
-            tolerance = self.goal.tolerance
-            solution = self._in_engine(problem, first, tolerance)
-            options = (self.max_steps, self.record, self.callback, self.states_at)
-            if solution is None:
-                loop = Loop(problem, first, self.solver, tolerance, *options)
-                del first  # the loop frees it when it has moved on
-                solution = loop.run()
-            if self.automatic:
-                rescue(problem, solution, tolerance, *options)
+                first, last, status, tolerance = None, None, None, self.goal.tolerance
+                solution = self.solver.run(
+                    problem, start, tolerance, self.max_steps, self.states_at
+                )
+            else:
+                with self.goal.watching():
+                    evaluated = [problem.evaluate_first(start)]
+                tolerance, first = self.goal.tolerance, evaluated[0].norm.detach()
+                # Popped, so that the loop can free it when it has moved on.
+                solution, last = iterate(
+                    problem, evaluated.pop(), self.solver, tolerance, self.max_steps, self.record,
+                    self.callback, self.states_at,
+                )  # fmt: skip
+                if last is not None:
+                    judge_again(solution, last, tolerance, self.goal.precision, converged=True)
+                    self._solve_together(problem, solution, tolerance)
+                status = solution.status
+                if self.automatic:
+                    options = (self.max_steps, self.record, self.callback, self.states_at)
+                    rescue(problem, solution, tolerance, *options)
             problem.check_last(solution.value)
+            with torch.no_grad():
+                # The last evaluation was one of the returned value, with all samples.
+                seen = last is not None and self.verify is None and solution.status is status
+                self._verify(problem, start.detach(), first, solution, verify and not seen)
         return solution
 
-    def _in_engine(self, problem: Problem, first: Point, tolerance: Tolerance) -> Solution | None:
-        """A solve by the C++ engine where it can; None: by the loop in torch.
+    def _solve_together(self, problem: Problem, solution: Solution, tolerance: Tolerance) -> None:
+        """Go on with all samples as one system where they turn out to influence each other.
 
-        The engine has Anderson's method and plain steps, in float32 and float64 on a CPU, for maps without
-        an energy whose single evaluations nobody looks at and autograd does not record.
+        That is meant by ``compact=False`` alone: the samples stay in the batch.
         """
-        watched = self.record or self.callback is not None or bool(self.states_at)
-        if watched or problem.has_energy or not serves(first.z):
-            return None
-        solver, start = self.solver, first.z
-        if type(solver) is Anderson and solver.memory <= MOST:
-            memory, numbers = solver.memory, (solver.damping, *solver.ridge(start.dtype))
-        elif type(solver) is Forward:
-            memory, numbers = 0, (solver.damping, 1.0, 0.0)
-        else:
-            return None
-        return solve_in_turns(problem, first, memory, numbers, tolerance, self.max_steps)
+        left = self.max_steps - int(solution.evaluations.max())
+        wrong = solution.status == Status.INCONSISTENT
+        if problem.compact or problem.mask is not None or left < 2 or not bool(wrong.any()):
+            return
+        shape, start = solution.value.shape, solution.value.view(1, -1)
+        layout = Layout.of(start)
+        whole = replace(
+            problem, f=lambda z: problem.image(z.view(shape)).view(1, -1), layout=layout, args=()
+        )
+        each = replace(tolerance, rtol=tolerance.rtol / len(wrong) ** 0.5)
+        found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left)
+        solution.value = found.value.view(shape)
+        solution.status = found.status.expand(len(wrong)).clone()
+        point = problem.evaluate(solution.value)
+        solution.residual, solution.residual_norm = point.relative(), point.norm
+        solution.evaluations = solution.evaluations.max() + 1 + found.evaluations.expand(len(wrong))
+        solution.steps = solution.evaluations.clone()
+
+    def _verify(
+        self,
+        problem: Problem,
+        start: Tensor,
+        first: Tensor | None,
+        solution: Solution,
+        verify: bool,
+    ) -> None:
+        """Look again at the returned value and, in the first solve of a function, at the start."""
+        if first is not None and bool(solution.status.any()):
+            # |f(z)| that has fallen to nothing with the residual belongs to a fixed point at zero.
+            reference = solution.residual_norm / solution.residual
+            fallen = (solution.status == Status.MAX_STEPS) | (solution.status == Status.STALLED)
+            fallen = fallen & (reference < torch.finfo(reference.dtype).eps * first)
+            self.goal.vanishing = bool(fallen.any())
+        wanted = due(self.number, self.verify)
+        precision = self.goal.precision
+        if wanted and verify:
+            point = problem.exact(problem.evaluate(solution.value.detach()))
+            judge_again(solution, point, self.goal.tolerance, precision)
+        if wanted and first is not None and (self.number == 0 or self.verify):
+            refuse_change(
+                solution, lambda: problem.exact(problem.evaluate(start)), first, precision
+            )
 
 
 KINDS = (Anderson, Broyden, Forward, GradientDescent, LBFGS, Newton)

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from solvers.core.checks import require_count
 from solvers.core.device import choose, maybe_any, ratio, surely_all
 from solvers.core.solution import Status
-from solvers.native import FLOOR
 
 
 class LinearSolver(ABC):
@@ -271,6 +270,7 @@ class MINRESRun(KrylovRun):
         return where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)
 
 
+FLOOR = 16  # times the machine precision and |H|: a smaller column ends a Krylov space
 _FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
 # ... but all for a whole cycle of so few steps and numbers.
 _SHORT, _SMALL = 24, 1 << 18

@@ -28,11 +28,16 @@ from solvers.core.solution import (
     check_on_failure,
     read_tolerance,
 )
-from solvers.krylov import CG, GMRES, LINEAR, KrylovRun, LinearSolver, norm
-from solvers.native import GAP, HALVED, RESERVE, fits, serves, solve_systems
+from solvers.krylov import CG, LINEAR, KrylovRun, LinearSolver, norm
 
 # Right-hand sides whose norms lie between 1 / MODERATE and MODERATE are not scaled.
 MODERATE = 1e6
+# Rounding moves the residual of a recurrence away from the true one by at most about
+# GAP eps (|A| |x| + |b|), ten times the largest gap that was measured.
+GAP = 40.0
+RESERVE = 1e-3  # a step is expected to leave more than this of the residual
+# A cycle that converged by its recurrence but did not halve the true residual: rounding limits it.
+HALVED = 0.5
 
 
 class System:
@@ -69,16 +74,6 @@ class System:
     def relative(self, norms: Tensor) -> Tensor:
         """Residual norms (B, 1) relative to the right-hand sides, (B,)."""
         return ratio(norms, self.reference).reshape(-1)
-
-
-class OneMinus:
-    """``v -> v - image(v)`` as a ``matvec``, of which the engine asks for the image alone."""
-
-    def __init__(self, image: Callable[[Tensor], Tensor]) -> None:
-        self.image = image
-
-    def __call__(self, v: Tensor) -> Tensor:
-        return v - self.image(v)
 
 
 class Product:
@@ -576,39 +571,12 @@ def solve_linear(
     if x0 is not None:
         check_like(x0, b, "x0", "b", ValueError)
     with torch.no_grad():
-        observed = record or callback is not None or x0 is not None
-        solution = None
-        if not (observed or args or compact):
-            solution = _in_engine(matvec, b, chosen, tolerance, max_steps)
-        if solution is None:
-            product = Product(matvec, layout, args, len(leaf))
-            system = System(layout.vector(b).detach().to(product.dtype), tolerance)
-            loop = LinearLoop(
-                product,
-                system,
-                chosen,
-                max_steps,
-                compact=compact,
-                record=record,
-                callback=callback,
-            )
-            solution = loop.run(None if x0 is None else layout.vector(x0))
-            solution.value = layout.tree(solution.value.to(layout.dtype))
+        product = Product(matvec, layout, args, len(leaf))
+        system = System(layout.vector(b).detach().to(product.dtype), tolerance)
+        loop = LinearLoop(
+            product, system, chosen, max_steps, compact=compact, record=record, callback=callback
+        )
+        solution = loop.run(None if x0 is None else layout.vector(x0))
+        solution.value = layout.tree(solution.value.to(layout.dtype))
     apply_policy(solution, on_failure, f"linear solve with {chosen}")
     return solution
-
-
-def _in_engine(
-    matvec: Callable[..., Any], b: Any, solver: LinearSolver, tolerance: Tolerance, max_steps: int
-) -> Solution | None:
-    """The solution by the native engine; None where that does not serve."""
-    restart = solver.restart if isinstance(solver, GMRES) else None
-    if type(solver) not in (CG, GMRES) or not (
-        isinstance(b, Tensor) and b.dim() == 2 and serves(b)
-    ):
-        return None
-    if not fits(b, restart):
-        return None
-    one_minus = isinstance(matvec, OneMinus)
-    product = matvec.image if one_minus else matvec
-    return solve_systems(product, b, restart, tolerance, max_steps, one_minus=one_minus)

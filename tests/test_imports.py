@@ -19,7 +19,6 @@ solvers.lazy solvers.core solvers.native
 solvers.krylov
 solvers.linear
 solvers.methods
-solvers.compiled
 solvers.adjoints solvers.eigen
 solvers.fixed_points
 solvers.spins solvers.torchdeq_bridge

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from implicit_attn.deq.layer import DEQ, OPTIONS, UnrolledLayer, bake, compile_layers, unroll
+from implicit_attn.deq.layer import DEQ, OPTIONS, UnrolledLayer, bake, unroll
 
-__all__ = ["DEQ", "OPTIONS", "UnrolledLayer", "bake", "compile_layers", "unroll"]
+__all__ = ["DEQ", "OPTIONS", "UnrolledLayer", "bake", "unroll"]

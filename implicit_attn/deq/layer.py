@@ -30,7 +30,6 @@ from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
-from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_number
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import (
@@ -43,11 +42,13 @@ from solvers.core.modes import (
 )
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
+from solvers.core.telling import warn_user
 from solvers.cuda import on_cuda
 from solvers.cuda.recording import Recorder
 from solvers.fixed_points import read_solver
 
-OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
+Module = TypeVar("Module", bound=nn.Module)
+OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify")
 
 
 class DEQ(nn.Module):
@@ -71,6 +72,7 @@ class DEQ(nn.Module):
             x), or a function ``x -> z0``.
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where the update holds batched tensors.
+        verify: evaluate the update once more at the returned value; see :func:`solvers.fixed_point`.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
 
@@ -100,8 +102,7 @@ class DEQ(nn.Module):
     Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377.
     """
 
-    _programs: Programs | None = None
-    _recorder: Recorder | None = None
+    _recorder: Recorder | None = None  # made by compile()
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class DEQ(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
         compact: bool = True,
+        verify: bool | None = None,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
@@ -138,6 +140,7 @@ class DEQ(nn.Module):
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
+        self.verify = require_flag("verify", verify, optional=True)
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
@@ -181,7 +184,7 @@ class DEQ(nn.Module):
             z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
-            options: solver, tolerance, max_steps, adjoint, on_failure or compact, for this solve only.
+            options: solver, tolerance, max_steps, adjoint, on_failure, compact or verify, for this solve.
 
         Raises:
             TypeError, ValueError: for arguments that do not fit, naming the argument.
@@ -202,10 +205,10 @@ class DEQ(nn.Module):
             refuse_drawing_modules(self.update, "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
+        solution = None
         if self._recorder is not None and on_cuda(batch_and_device(start)[1]):
-            f.programs = None
             solution = self._recorder(f, start, args, module=self.update, **options)
-        else:
+        if solution is None:
             solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
@@ -217,51 +220,26 @@ class DEQ(nn.Module):
             self.observer(x, mask, solution)
         return solution
 
-    def compile(  # type: ignore[override]
-        self,
-        *,
-        backend: Any = "inductor",
-        mode: str | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        """Compile the evaluations of this layer and their gradients; the layer is used as before.
+    def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
+        """Ask for recorded solves on a GPU, where a solve is then replayed as CUDA graphs.
 
-        An evaluation of the update (with its energy and the energy's gradient, where there is one) and a
-        product with its Jacobian become one program each; what depends on weights and inputs alone is
-        computed once a solve; what the update prepares of its input is computed uncompiled. The solve
-        itself is the ordinary one, with any solver: every sample has the value, status and counts that it
-        has without, but for rounding.
-
-        The first solve of a kind makes its programs: of new shapes, dtypes or devices, masked or not,
-        training or not. With Inductor this takes some seconds, and about one where its cache on disk knows
-        them. A batch that fills half of a known size is padded to it. The update must state its step by
-        torch's operators alone and read no tensors but parameters, buffers and its arguments; another
-        tensor, random numbers, and a weight that changes at every evaluation raise.
-
-        Solves with ``Unrolled`` and inside of ``torch.func``'s transforms are as without.
-
-        On CUDA devices nothing of this holds: the solve and its gradients are recorded as CUDA graphs, see
-        :class:`solvers.cuda.recording.Recorder`, and the options have no effect. This has not been run on a
-        card yet.
+        On CUDA devices the solve and its gradients are recorded as CUDA graphs and replayed, see
+        :class:`solvers.cuda.recording.Recorder`. This has not been run on a card yet. On a CPU this changes
+        nothing, and a warning says so: the solves there already run in C++.
 
         Args:
-            backend, mode, options: as of ``torch.compile``; "eager" traces without compiling; None: no
-                longer compiled.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit.
+            enabled: False returns to ordinary solves.
         """
-        self._programs = self._recorder = None
-        if backend is not None:
-            self._recorder = Recorder()
-            self._programs = Programs(self.update, backend=backend, mode=mode, options=options)
-
-    def programs(self) -> Programs | None:
-        """The compiled programs of the current update; None where the layer is not compiled."""
-        made = self._programs
-        if made is not None and made.module is not self.update:
-            made = self._programs = made.of(self.update)
-        return made
+        self._recorder = Recorder() if require_flag("enabled", enabled) else None
+        tensors = (*self.parameters(), *self.buffers())
+        if enabled and not any(on_cuda(tensor) for tensor in tensors):
+            warn_user(
+                "DEQ.compile() has an effect on a CUDA device only, and this layer is not on one: its "
+                "solves run as before",
+                UserWarning,
+                "compile",
+                self,
+            )
 
     def jacobian_penalty(
         self,
@@ -316,7 +294,7 @@ class DEQ(nn.Module):
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)
-        return kind(self.update, self, spec, dropped, self.programs()), inputs, prepared
+        return kind(self.update, self, spec, dropped), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
         """The layer's options of :func:`solvers.fixed_point`, in its mode."""
@@ -342,7 +320,7 @@ class DEQ(nn.Module):
             ValueError: if ``old`` is no part of this layer.
         """
         changed = replace_part(self, old, new)
-        changed.last, changed._programs = None, None
+        changed.last, changed._recorder = None, None
         return changed
 
     def unrolled(
@@ -361,23 +339,6 @@ class DEQ(nn.Module):
         )
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
-
-
-def compile_layers(model: nn.Module, **options: Any) -> int:
-    """Compile every DEQ in ``model`` by :meth:`implicit_attn.DEQ.compile`, with its options; how many.
-
-    Raises:
-        ValueError: there is none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, DEQ)]
-    if not layers:
-        raise ValueError(f"model must hold a DEQ, got a {type(model).__name__} without")
-    for layer in layers:
-        layer.compile(**options)
-    return len(layers)
-
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class UnrolledLayer(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies.energy import Prepared
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
-from solvers.compiled.programs import Programs
 from solvers.core.checks import require_finite
 from solvers.core.layout import Layout
 from solvers.core.modes import found_once, in_transform, parts_of, read_anew
@@ -45,10 +43,9 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
     has_numbers = not (torch.compiler.is_compiling() or in_transform())
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
-        if leaf.dim() == 0 or leaf.shape[0] == 0:
+        if leaf.dim() == 0:
             raise ValueError(
-                f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
-                f"{tuple(leaf.shape)}"
+                "x must have a batch dimension (B, ...), got a tensor without dimensions"
             )
         if not leaf.is_floating_point():
             continue
@@ -164,13 +161,10 @@ def prepare(
     seeds: Tensor | None,
     dropped: SolveMasks | None,
 ) -> Any:
-    """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``.
-
-    ``dropped``: the masks of the solve, which note who was called.
-    """
+    """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``."""
     if dropped is None or seeds is None:
         return update.prepare(x, mask=mask)
-    with dropped.within(seeds, prepares=True):
+    with dropped.within(seeds):
         return update.prepare(x, mask=mask)
 
 
@@ -213,9 +207,7 @@ class Map:
         layer: nn.Module,
         spec: Any,
         dropped: SolveMasks | None,
-        programs: Programs | None = None,
     ) -> None:
-        self.programs = programs
         self.update, self.symmetric = update, update.symmetric
         self.layer = layer  # named by warnings
         self.spec, self.dropped = spec, dropped
@@ -225,17 +217,6 @@ class Map:
             return self.update(z, self.whole(x), mask=mask)
         with self.dropped.within(seeds):
             return self.update(z, self.whole(x), mask=mask)
-
-    def on(self, update: Update) -> Map:
-        """The same map with another update in the place of this one, of the same kind."""
-        other = copy(self)
-        other.update, other.programs = update, None
-        other.dropped = None if self.dropped is None else SolveMasks.of(update)
-        return other
-
-    def static_key(self) -> tuple[Any, ...]:
-        """What a compiled evaluation depends on beside tensors and the modules' own attributes."""
-        return type(self), self.spec, self.dropped is None
 
     def whole(self, x: Any) -> Any:
         """What was prepared, from the tensors in it."""

@@ -1,38 +1,45 @@
 """Implicit differentiation of a fixed point: first and second derivatives.
 
-Where the adjoint is solved: :meth:`AdjointSystem.solve`.
+With ``z = f(z, theta)``, ``J = df/dz`` and an incoming gradient g, the gradient of theta is
+``(df/dtheta)^T u`` where ``u = g + J^T u``. That is a fixed point as well, and by default the same loop
+finds it: :meth:`AdjointSolve.__call__`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.capture import Recorder
-from solvers.compiled.evaluations import Linearization, Wanted
-from solvers.compiled.programs import Weights
-from solvers.core.layout import leaves_of
-from solvers.core.modes import constant_weights, uncompiled
+from solvers.adjoints.checkpoints import sequence_number
+from solvers.core.device import small_dtype
+from solvers.core.layout import Layout, leaves_of
+from solvers.core.modes import constant_weights, uncompiled, without_autocast
 from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
-from solvers.core.rows import merge_rows, scatter_rows
+from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
-from solvers.krylov import CG, GMRES, MINRES, LinearSolver
-from solvers.linear import OneMinus, solve_linear
+from solvers.core.telling import origin_of
+from solvers.core.validate import exceeds
+from solvers.krylov import GMRES, MINRES, LinearSolver
+from solvers.linear import solve_linear
+from solvers.methods.anderson import Anderson
+from solvers.methods.iterate import iterate
 
-_CG, _GMRES = CG(), GMRES()
+_ANDERSON = Anderson(memory=20)
+# Products after which what Anderson's method leaves unsolved is given to a Krylov method.
+FIRST_TRY = 50
 
 
 @dataclass(frozen=True)
-class AdjointSystem:
-    """How to solve ``(I - J^T) u = g``, and for which samples."""
+class AdjointSolve:
+    """How to solve ``u = g + J^T u``, and for which samples."""
 
-    solver: LinearSolver | None  # None: the choice of :class:`solvers.Implicit`
+    solver: LinearSolver | None  # None: Anderson's method, see :class:`solvers.Implicit`
     tolerance: Tolerance
     max_steps: int
     on_failure: str
@@ -41,43 +48,142 @@ class AdjointSystem:
     rows: Tensor | None  # (n,) samples that take part, or None for all
     f: object = None  # whose adjoint it is, for warnings
 
-    def solve(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
-        """Solve the adjoint system ``u - product(u) = right`` for vectors (n, D)."""
-        run = partial(
-            solve_linear,
-            OneMinus(product),
-            tolerance=self.tolerance,
-            compact=False,
-            on_failure="ignore",
-        )
-        solver = self.solver or (_CG if symmetric else _GMRES)
-        solution = run(right, solver=solver, max_steps=self.max_steps)
-        if self.solver is None and symmetric:
-            solution = self._retry_saddles(run, solution, right)
-        self.report.solution = self._of_whole_batch(solution)
-        self.report.solves += 1
-        # Samples without a finite evaluation were reported by the forward solve already.
-        apply_policy(solution, self.on_failure, "adjoint solve", self.f)
-        return solution.value
+    def __call__(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
+        """Solutions u (n, D) of ``u - product(u) = right``.
 
-    def _retry_saddles(
-        self, run: Callable[..., Solution], first: Solution, right: Tensor
-    ) -> Solution:
-        """MINRES, with the products that are left, for samples where CG met negative curvature."""
-        saddles = first.status == Status.INDEFINITE
-        if not bool(saddles.any()):
-            return first
-        left = self.max_steps - int(first.evaluations[saddles].max())
-        if left <= 0:
-            return first
-        # A right-hand side of zero keeps the solved samples out of the second run.
-        b, start = (torch.where(saddles[:, None], t, 0) for t in (right, first.value))
-        second = run(b, solver=MINRES(), max_steps=left, x0=start)
-        return replace(
-            merge_rows(saddles, second, first),
-            steps=first.steps + torch.where(saddles, second.steps, 0),
-            evaluations=first.evaluations + torch.where(saddles, second.evaluations, 0),
+        A sample whose right-hand side is not finite, or whose solution leaves the dtype, gets NaN.
+        """
+        if _functorch.is_batchedtensor(right) or _functorch.is_legacy_batchedtensor(right):
+            raise RuntimeError(
+                "a backward pass through a fixed point cannot be batched by vmap (is_grads_batched, "
+                "vectorize=True): use torch.func.jacrev of the function that solves"
+            )
+        wide = small_dtype(right.dtype)
+        size = scaled_norm(right).to(wide)
+        given = torch.isfinite(size)
+        right_given = right.to(wide).masked_fill(~given[:, None], 0)
+        with torch.no_grad(), without_autocast(right.device.type):
+            solution = self._each(
+                product, right_given, size.masked_fill(~given, 0), right.dtype, symmetric
+            )
+            if solution is None:
+                solution = self._together(product, right_given, right.dtype)
+        u = solution.value.to(right.dtype)
+        lost = ~given | ~torch.isfinite(u).all(1)
+        u = u.masked_fill(lost[:, None], torch.nan)
+        self.report.solution = self._of_whole_batch(
+            replace(
+                solution,
+                value=u,
+                status=torch.where(lost, int(Status.NONFINITE), solution.status),
+                residual_norm=torch.where(lost, torch.inf, solution.residual_norm),
+                residual=torch.where(lost, torch.inf, solution.residual),
+            )
         )
+        self.report.solves += 1
+        # A gradient that is not finite shows itself, as everywhere in torch.
+        known = replace(solution, status=torch.where(lost, 0, solution.status))
+        apply_policy(known, self.on_failure, "adjoint solve", self.f)
+        return u
+
+    def _each(
+        self,
+        product: JacobianProduct,
+        right: Tensor,
+        size: Tensor,
+        dtype: torch.dtype,
+        symmetric: bool,
+    ) -> Solution | None:
+        """Solve for each sample; None where it turns out that the samples influence each other.
+
+        The system of each sample is scaled to a right-hand side of norm one, so that neither small nor large
+        gradients leave the range of the dtype on the way.
+        """
+        limit = self.tolerance.rtol or float(self.tolerance.atol > 0)
+        scale = self.tolerance.threshold(size) / (limit or 1.0)
+        scale = torch.where(scale > 0, scale, 1.0)
+        unit = right / scale[:, None]
+        # The scales of samples that influence each other matter. Half precision has no numbers for small
+        # ones.
+        relative = (scale / scale.max())[:, None].clamp_min(torch.finfo(scale.dtype).tiny)
+
+        def image(u: Tensor) -> Tensor:
+            if dtype != right.dtype:
+                return product(u.to(dtype)).to(u.dtype)
+            return product(u * relative) / relative
+
+        found = self._scaled(image, unit, Tolerance(rtol=0.0, atol=limit), symmetric)
+        if found is None:
+            return None
+        norm = found.residual_norm * scale
+        residual = norm / torch.where(size > 0, size, 1.0)
+        value = found.value * scale[:, None]
+        return replace(found, value=value, residual_norm=norm, residual=residual)
+
+    def _scaled(
+        self, image: JacobianProduct, unit: Tensor, allowed: Tolerance, symmetric: bool
+    ) -> Solution | None:
+        """The solution of the scaled systems, whose residuals are absolute."""
+
+        def by_krylov(
+            solver: LinearSolver, right: Tensor, most: int, x0: Tensor | None
+        ) -> Solution:
+            return solve_linear(
+                lambda v: v - image(v), right, solver=solver, tolerance=allowed, max_steps=most, x0=x0,
+                compact=False, on_failure="ignore",
+            )  # fmt: skip
+
+        if self.solver is not None:
+            return by_krylov(self.solver, unit, self.max_steps, None)
+        solution, last = _anderson(image, unit, allowed, self.first_try)
+        if last is None:
+            last = row_norm(unit + image(solution.value) - solution.value)
+        length = torch.linalg.vector_norm(solution.value, dim=1)
+        open_rows = ~solution.converged
+        # A sample that had ended has another residual when those that it depends on have moved on.
+        wrong = bool((~open_rows & exceeds(last, allowed.atol, length, unit.dtype)).any())
+        if wrong or (bool(open_rows.any()) and _coupled(image, unit)):
+            return None
+        left = self.max_steps - int(solution.evaluations.max())
+        if left < 2 or not bool(open_rows.any()):
+            return solution
+        # A right-hand side of zero keeps the solved samples out of the second attempt.
+        b, start = (where_rows(open_rows, t, torch.zeros_like(t)) for t in (unit, solution.value))
+        second = by_krylov(MINRES() if symmetric else GMRES(), b, left, start)
+        better = open_rows & (second.residual_norm < solution.residual_norm)
+        spent = torch.where(open_rows, second.evaluations, 0)
+        return replace(
+            solution,
+            value=where_rows(better, second.value, solution.value),
+            status=torch.where(better, second.status, solution.status),
+            residual_norm=torch.where(better, second.residual_norm, solution.residual_norm),
+            steps=solution.steps + torch.where(open_rows, second.steps, 0),
+            evaluations=solution.evaluations + spent,
+        )
+
+    @property
+    def first_try(self) -> int:
+        """Products after which another method goes on."""
+        return min(self.max_steps, max(FIRST_TRY, self.max_steps // 2))
+
+    def _together(self, product: JacobianProduct, right: Tensor, dtype: torch.dtype) -> Solution:
+        """Solve for all samples as one system; each reports its residual and its number of products."""
+        shape = right.shape
+        size = torch.linalg.vector_norm(right)
+        unit = (right / size).view(1, -1)
+
+        def image(u: Tensor) -> Tensor:
+            return product(u.view(shape).to(dtype)).to(u.dtype).view(1, -1)
+
+        limit = max(self.tolerance.rtol, self.tolerance.atol / float(size))
+        found, _ = _anderson(image, unit, Tolerance(rtol=0.0, atol=limit), self.max_steps)
+        each: dict[str, Any] = {
+            name: getattr(found, name).expand(len(right)).clone()
+            for name in ("status", "residual_norm", "steps", "evaluations")
+        }
+        norm = each.pop("residual_norm")
+        value = found.value.view(shape) * size
+        return Solution(value=value, residual=norm, residual_norm=norm * size, **each)
 
     def _of_whole_batch(self, part: Solution) -> Solution:
         """The samples that took no part are NONFINITE, at no cost."""
@@ -98,81 +204,161 @@ class AdjointSystem:
         return replace(part, **whole)
 
 
-@dataclass
-class Record:
-    """What the backward passes of one solve share: the recording ``output = f(point)``.
+def _anderson(
+    image: JacobianProduct, unit: Tensor, allowed: Tolerance, max_steps: int
+) -> tuple[Solution, Tensor | None]:
+    """``u = unit + image(u)`` by Anderson's method from zero, whose evaluation is known: no product is
+    needed.
 
-    Second derivatives, too, are taken of its graph, which holds the values of the forward pass:
-    where one of them has been changed in place since, autograd raises.
+    Also the residual norms (B,) of all samples in the last evaluation, where they are known.
+    """
+    problem = Problem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
+    first = problem.exact(problem.point(torch.zeros_like(unit), unit))
+    solution, last = iterate(problem, first, _ANDERSON, allowed, max_steps + 1)
+    solution.evaluations, solution.steps = solution.evaluations - 1, solution.steps - 1
+    return solution, None if last is None else last.norm
+
+
+def _coupled(image: JacobianProduct, unit: Tensor) -> bool:
+    """Whether samples influence each other: the image of some must be zero in the others.
+
+    The samples are those whose numbers have an odd count of ones in binary, since these pick one of a pair
+    for every distance between two samples.
+    """
+    some = torch.tensor(
+        [bool(bin(number).count("1") % 2) for number in range(len(unit))], device=unit.device
+    )
+    others = image(where_rows(some, unit, torch.zeros_like(unit)))[~some]
+    return bool(others.any())
+
+
+@dataclass
+class Linearization:
+    """``f`` recorded once at the fixed point: ``output = f(point)``.
+
+    An argument that requires a gradient is replaced by a detached alias, so that a product with the Jacobian
+    goes through f alone and not through the model in front of it. Everything else that f reads, such as
+    weights and the tensors of a closure, is read as it is. Its leaves are found in the graph. ``computed``
+    says that f also reads a tensor that was computed before the solve and is no argument: its gradient goes
+    through the graph of ``output``.
     """
 
-    system: AdjointSystem
-    recorder: Any  # a Recorder, or what knows its inputs
+    problem: Problem
     point: Tensor
     output: Tensor
+    sources: list[Tensor]  # what receives a gradient: arguments and leaves
+    aliases: list[Tensor]  # where it is taken
+    computed: bool
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What autograd keeps for the backward pass, beside the value."""
-        return inputs
+    @classmethod
+    def at(cls, problem: Problem, z: Tensor) -> Linearization:
+        """Record ``f`` at z (B, D)."""
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        own = [z.detach().requires_grad_()]
 
-    def gradients(self, value: Tensor, cotangent: Tensor) -> list[Tensor | None]:
-        """Those of the inputs."""
-        return first_derivative(self, cotangent)[1]
+        def alias(leaf: Any) -> Any:
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+                return leaf
+            if id(leaf) not in pairs:
+                own.append(leaf.detach().requires_grad_())
+                pairs[id(leaf)] = (leaf, own[-1].view_as(own[-1]))
+            return pairs[id(leaf)][1]
 
-    def recorded(self, value: Tensor, saved: list[Tensor]) -> tuple[Record, list[Tensor]]:
-        """The recording of which second derivatives are taken, and its inputs."""
-        return self, saved
+        with constant_weights(), torch.enable_grad(), uncompiled():
+            start = sequence_number()
+            args = problem.args
+            if any(isinstance(t, Tensor) and t.requires_grad for t in leaves_of(args)):
+                args = pytree.tree_map(alias, args)
+            # Not the leaf itself: torch cannot follow the gradients of leaves where it tracks modules.
+            point = own[0].view_as(own[0])
+            output = replace(problem, args=args).masked_map(point)
+        if not output.requires_grad and (pairs or trained_by(problem.f)):
+            raise RuntimeError(
+                "f(z, *args) has no graph although an input or a weight requires a gradient: f runs under "
+                "torch.no_grad(), detaches, or leaves torch (NumPy). Give adjoint=None for no gradients"
+            )
+        leaves, computed = _read_by(output, {id(leaf) for leaf in own}, start)
+        if computed:
+            leaves = []  # their gradients go through the graph
+        sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
+        return cls(problem, point, output, sources + leaves, aliases + leaves, computed)
 
 
-def record_at(problem: Problem, z: Tensor, system: AdjointSystem) -> Record:
-    """``f`` recorded at the fixed point z (B, D)."""
-    recorder = Recorder(problem)
-    return Record(system, recorder, *recorder.record(z))
+def trained_by(f: object) -> bool:
+    """Whether f is or belongs to a module with weights that are trained."""
+    module = origin_of(f)
+    return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
 
 
-def implicit_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
+def _read_by(output: Tensor, inside: set[int], start: int) -> tuple[list[Tensor], bool]:
+    """Leaves of the graph of ``output``, and whether it goes on to nodes made before ``start``."""
+    leaves: list[Tensor] = []
+    computed, seen, stack = False, set[Any](), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in inside:
+                leaves.append(variable)
+        elif node._sequence_nr() < start:
+            computed = True
+        else:
+            stack += [edge[0] for edge in node.next_functions]
+    return leaves, computed
+
+
+def implicit_value(record: Linearization, z: Tensor, solve: AdjointSolve) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached."""
-    record = record_at(problem, z, system)
-    recorder = record.recorder
-    return _ImplicitValue.apply(record, z, *recorder.inputs)[0] if recorder.inputs else z
+    through = record.output if record.computed else None
+    if through is None and not record.sources:
+        return z
+    return _ImplicitValue.apply(record, solve, z, through, *record.sources)[0]
 
 
 def zero_derivative(problem: Problem, z: Tensor, *others: Tensor) -> Tensor:
     """z (B, D), of samples that have no derivative: zero by what ``f`` reads and by ``others``."""
-    recorder = Recorder(problem)
-    recorder.record(z)
-    inputs = [*recorder.inputs, *(tensor for tensor in others if tensor.requires_grad)]
-    return _ZeroDerivative.apply(z, *inputs) if inputs else z
+    record = Linearization.at(problem, z)
+    inputs = [*record.sources, *(tensor for tensor in others if tensor.requires_grad)]
+    through = record.output if record.computed else None
+    return z if through is None and not inputs else _ZeroDerivative.apply(z, through, *inputs)
 
 
 class _ZeroDerivative(torch.autograd.Function):
     """z -> z with a gradient of zero for the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, z: Tensor, through: Tensor | None, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         return z.clone()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+        return None, None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
 
 
 class _ImplicitValue(torch.autograd.Function):
-    """z -> z with the backward pass of the implicit function theorem, by a record or known inputs.
+    """z -> z with the backward pass of the implicit function theorem.
 
-    Twice: the caller may change the first in place. The second, in the memory of the recording, is what
-    second derivatives go through.
+    It returns z twice: the caller may change the first in place, and second derivatives go through the
+    second.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, source: Record | KnownInputs, z: Tensor, *inputs: Tensor
+        ctx: Any,
+        record: Linearization,
+        solve: AdjointSolve,
+        z: Tensor,
+        through: Any,
+        *sources: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.source = source
+        ctx.record, ctx.solve = record, solve
         ctx.set_materialize_grads(False)
         own = z.detach()
-        ctx.save_for_backward(own, *source.saved(inputs))
+        ctx.save_for_backward(own, *sources)
         return z.clone(), own
 
     @staticmethod
@@ -181,24 +367,31 @@ class _ImplicitValue(torch.autograd.Function):
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         cotangent = given[0] if len(given) == 1 else given[0] + given[1]
-        value, *saved = ctx.saved_tensors  # none has been changed in place since
-        if torch.is_grad_enabled():
-            record, inputs = ctx.source.recorded(value, saved)
-            results = ImplicitGradient.apply(record, cotangent, value, *inputs)
-        else:
-            results = ctx.source.gradients(value, cotangent)
-        return (None, None, *results)
+        value, *sources = ctx.saved_tensors  # none has been changed in place since
+        record: Linearization = ctx.record
+        if not torch.is_grad_enabled():
+            u, found = first_derivative(record, ctx.solve, cotangent)
+            return (None, None, None, u if record.computed else None, *found)
+        if record.computed:
+            raise RuntimeError(
+                "f reads a tensor that was computed before the solve and requires a gradient: for second "
+                "derivatives pass it in args"
+            )
+        found = ImplicitGradient.apply(record, ctx.solve, cotangent, value, *sources)
+        return (None, None, None, None, *found)
 
 
-def first_derivative(record: Record, cotangent: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """``u = (I - J^T)^-1 cotangent`` and ``(df/dinput)^T u``."""
+def first_derivative(
+    record: Linearization, solve: AdjointSolve, cotangent: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """``u = (I - J^T)^-1 cotangent`` and ``(df/dsource)^T u``."""
     product = pullback(record.output, record.point)
-    u = record.system.solve(product, cotangent, record.recorder.problem.symmetric)
-    return u, gradients(record.output, record.recorder.aliases, u)
+    u = solve(product, cotangent, record.problem.symmetric)
+    return u, gradients(record.output, record.aliases, u) if record.aliases else []
 
 
 class ImplicitGradient(torch.autograd.Function):
-    """(cotangent, z, inputs) -> gradients of the inputs, itself differentiable once.
+    """(cotangent, z, sources) -> gradients of the sources, itself differentiable once.
 
     With ``u = A^-T g``, ``A = I - J`` and outputs ``G = f_theta^T u``, cotangents c give
     ``r = f_theta c``, ``w = A^-1 r``, and then ``dL/dg = w`` and
@@ -207,33 +400,33 @@ class ImplicitGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, record: Record, cotangent: Tensor, value: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        u, results = first_derivative(record, cotangent)
-        ctx.record = record
-        ctx.save_for_backward(u, value, *inputs)
-        pairs = zip(results, inputs, strict=True)
+        ctx: Any, record: Linearization, solve: AdjointSolve, cotangent: Tensor, value: Tensor,
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        u, results = first_derivative(record, solve, cotangent)
+        ctx.record, ctx.solve = record, solve
+        ctx.save_for_backward(u, value, *sources)
+        pairs = zip(results, sources, strict=True)
         return tuple(torch.zeros_like(t) if g is None else g for g, t in pairs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        record: Record = ctx.record
-        u, value, *inputs = ctx.saved_tensors
+        u, value, *sources = ctx.saved_tensors
         with torch.no_grad():
-            results = second_derivative(record, u, cotangents)
+            results = second_derivative(ctx.record, ctx.solve, u, cotangents)
         if torch.is_grad_enabled():
-            upstream = [*cotangents, u, value, *inputs]
+            upstream = [*cotangents, u, value, *sources]
             results = [None if t is None else _NoThird.apply(t, *upstream) for t in results]
-        return (None, *results)
+        return (None, None, *results)
 
 
 def second_derivative(
-    record: Record, u: Tensor, cotangents: tuple[Tensor, ...]
+    record: Linearization, solve: AdjointSolve, u: Tensor, cotangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients with respect to (cotangent, value, inputs); see :class:`ImplicitGradient`."""
-    symmetric = record.recorder.problem.symmetric
+    """Gradients with respect to (cotangent, value, sources); see :class:`ImplicitGradient`."""
+    symmetric = record.problem.symmetric
     point, output = record.point, record.output
-    variables = [point, *record.recorder.aliases]
+    variables = [point, *record.aliases]
     with torch.enable_grad():
         weight = u.detach().requires_grad_()
         images = gradients(output, variables, weight, create_graph=True)
@@ -242,7 +435,7 @@ def second_derivative(
     right = torch.zeros_like(u) if right is None else right
     # The pullback of J^T weight with respect to weight is the product with J.
     recorded = (output, point) if symmetric else (images[0], weight)
-    w = record.system.solve(pullback(*recorded), right, symmetric)
+    w = solve(pullback(*recorded), right, symmetric)
     with torch.enable_grad():
         total = _inner(images, (w, *cotangents))
     if total is None:
@@ -260,12 +453,12 @@ class _NoThird(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         raise RuntimeError(
-            "third derivatives of an implicit fixed point are not implemented; "
-            "use adjoint=Unrolled() for them"
+            "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() for "
+            "them. torch.autograd.functional.hvp takes one: use vhp, or torch.func.jacrev twice"
         )
 
 
-def _inner(first: list[Tensor | None], second: tuple[Tensor, ...]) -> Tensor | None:
+def _inner(first: Sequence[Tensor | None], second: Sequence[Tensor]) -> Tensor | None:
     """Sum of inner products of matching tensors that both exist and depend on something."""
     terms = [
         (a * b).sum()
@@ -273,67 +466,3 @@ def _inner(first: list[Tensor | None], second: tuple[Tensor, ...]) -> Tensor | N
         if a is not None and b is not None and a.requires_grad
     ]
     return sum(terms[1:], terms[0]) if terms else None
-
-
-@dataclass
-class KnownInputs:
-    """A compiled solve, whose inputs are known: the arguments and the weights of a module.
-
-    It stands in the place of a :class:`Record`, and of the :class:`Recorder` of one: where the backward pass
-    is itself recorded it is the ordinary one, since compiled programs cannot be differentiated.
-    """
-
-    problem: Problem
-    wanted: Wanted
-    weights: Weights
-    system: AdjointSystem
-    aliases: list[Tensor] = field(default_factory=list)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return self.wanted.inputs(self.problem.args, self.weights.tensors)
-
-    def saved(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """All tensors that an evaluation reads: to change one before the backward pass is an error."""
-        leaves = leaves_of((self.problem.args, self.problem.mask))
-        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return [*found, *self.weights.tensors.values()]
-
-    def gradients(self, value: Tensor, cotangent: Tensor) -> list[Tensor | None]:
-        """Those of the inputs, by compiled programs."""
-        with constant_weights():
-            linear = Linearization(self.problem, value, self.wanted, self.weights)
-            u = self.system.solve(linear.product, cotangent, self.problem.symmetric)
-            return linear.gradients(u)
-
-    def recorded(self, value: Tensor, saved: list[Tensor]) -> tuple[Record, list[Tensor]]:
-        """An ordinary recording, with the tensors of :meth:`saved`, and its inputs."""
-        given = iter(saved)
-        leaves, spec = pytree.tree_flatten((self.problem.args, self.problem.mask))
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, mask = pytree.tree_unflatten(leaves, spec)
-        weights = Weights(dict(zip(self.weights.tensors, given, strict=True)), self.weights.kind)
-        problem = replace(self.problem, args=args, mask=mask)
-        known = replace(self, problem=problem, weights=weights)
-        problem.programs.check_unchanged(weights)
-        return Record(self.system, known, *known.record(value)), known.inputs
-
-    def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """``point`` and ``output = f(point; aliases)``, (B, D) both."""
-        args, weights = self.wanted.opened(self.problem.args, self.weights.tensors)
-        self.aliases = self.wanted.inputs(args, weights)
-        programs = self.problem.programs
-        point = z.detach().requires_grad_()
-        with programs.cloned(), constant_weights(), torch.enable_grad(), uncompiled():
-            f = programs.traced_map(self.problem.f)
-            plain = replace(self.problem, f=f, args=args, programs=None)
-            output = programs.within(weights, plain.masked_map, point)
-        return point, output
-
-
-def compiled_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
-    """The fixed point z (B, D) with the implicit gradient attached, by compiled programs."""
-    weights = problem.programs.weights()
-    known = KnownInputs(problem, Wanted.of(problem.args, weights.tensors), weights, system)
-    inputs = known.inputs
-    return _ImplicitValue.apply(known, z, *inputs)[0] if inputs else z

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.adjoints.capture import Checkpoints
-from solvers.adjoints.implicit import AdjointSystem, compiled_value, implicit_value, zero_derivative
+from solvers.adjoints.checkpoints import Checkpoints
+from solvers.adjoints.implicit import AdjointSolve, Linearization, implicit_value, zero_derivative
 from solvers.core.checks import (
     require_count,
     require_flag,
@@ -30,9 +30,10 @@ from solvers.core.solution import (
     check_on_failure,
     read_tolerance,
 )
+from solvers.core.validate import judge_again
 from solvers.krylov import LINEAR, LinearSolver
 
-Run = Callable[[Problem, Tensor], Solution]  # solves a problem from a start (B, D)
+Run = Callable[..., Solution]  # (problem, start (B, D), *, verify) solves a problem
 FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute
 
 
@@ -51,14 +52,18 @@ class Adjoint(ABC):
 class Implicit(Adjoint):
     r"""Implicit differentiation: exact at a fixed point, with the memory of one evaluation.
 
-    With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the
-    gradient of any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this
-    system; a third one raises. Samples that are DIVERGED or NONFINITE have a gradient of zero.
+    With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the gradient of
+    any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this system; a third one
+    raises. Samples that are DIVERGED or NONFINITE have a gradient of zero. A sample whose loss gradient is
+    not finite, or whose ``u`` leaves the dtype, has a gradient of NaN, as elsewhere in torch.
+
+    A tensor that ``f`` reads from a closure receives its gradient, too. If it was computed before the solve,
+    such as an embedding, pass it in ``args`` for second derivatives.
 
     Args:
-        solver: a linear solver, its class or its name (``"gmres"``); None chooses CG where J is
-            symmetric (then MINRES for the samples with non-positive curvature, that is at saddles),
-            else GMRES.
+        solver: a linear solver, its class or its name (``"gmres"``). None: Anderson's method on ``u = g + J^T
+            u`` with a memory of 20, and after 50 products, or half of ``max_steps`` where that is more,
+            MINRES (where J is symmetric) or GMRES for the samples that are left.
         tolerance: of the linear solve, relative to ``|g|``; None takes the forward
             solve's ``rtol``, or 1e-6 where that is 0.
         max_steps: products with ``J^T`` per sample, an upper bound.
@@ -102,32 +107,38 @@ class Implicit(Adjoint):
 
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
-            solution = run(problem, start.detach())
+            solution = run(problem, start.detach(), verify=False)
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
             # As the solve has found it to be, where it depends on what f does.
-            solved = tolerance if problem.goal is None else problem.goal.tolerance
-            system = self.system(solution.adjoint, solved, start.shape[0], rows, part.f)
-            value = implicit_value if part.programs is None else compiled_value
-            return value(part, z, system)
+            goal = problem.goal
+            solved = tolerance if goal is None else goal.tolerance
+            record = Linearization.at(part, z)
+            if goal is not None:
+                with torch.no_grad():
+                    point = part.exact(part.point(z, record.output.detach()))
+                    judge_again(solution, point, solved, goal.precision, rows)
+            solve = self.adjoint_solve(solution.adjoint, solved, start.shape[0], rows, part.f)
+            return implicit_value(record, z, solve)
 
         gone, start = lost(solution), start.detach()
         _attach(self.states or OneStep(), problem, start, gone, solution.states or ())
         solution.value = differentiated(problem, solution.value, start, gone, attach)
         return solution
 
-    def system(
+    def adjoint_solve(
         self,
         report: AdjointReport,
         tolerance: Tolerance,
         batch: int,
         rows: Tensor | None,
         f: object = None,
-    ) -> AdjointSystem:
-        """The adjoint system of a solve to ``tolerance``; see :class:`AdjointSystem`."""
-        own = read_tolerance("tolerance", self.tolerance)
-        return AdjointSystem(
-            solver=require_kind("solver", self.solver, LinearSolver, LINEAR, optional=True),
+    ) -> AdjointSolve:
+        """How to solve the adjoint of a solve to ``tolerance``; see :class:`AdjointSolve`."""
+        own: Any = self.tolerance
+        linear: Any = self.solver  # an instance or None, since __post_init__
+        return AdjointSolve(
+            solver=linear,
             tolerance=own or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
             max_steps=self.max_steps,
             on_failure=self.on_failure,

@@ -23,7 +23,12 @@ from torch._functorch.pyfunctorch import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.implicit import Record, first_derivative, record_at, second_derivative
+from solvers.adjoints.implicit import (
+    AdjointSolve,
+    Linearization,
+    first_derivative,
+    second_derivative,
+)
 from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, lost, without_derivative
 from solvers.core.layout import Layout
 from solvers.core.modes import uncompiled
@@ -123,6 +128,9 @@ class _Swap(TorchFunctionMode):
         return value
 
 
+Record = tuple[Linearization, AdjointSolve]
+
+
 @dataclass(eq=False)
 class Operation:
     """A solve as a function of a flat list of tensors: the state, arguments, mask, captured ones."""
@@ -217,8 +225,8 @@ class _Attach(torch.autograd.Function):
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
             record = operation.record(*operation.parts(leaves), value)
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
-        inputs = record.recorder.inputs
-        if not all(id(tensor) in places for tensor in inputs):
+        inputs, computed = record[0].sources, record[0].computed
+        if computed or not all(id(tensor) in places for tensor in inputs):
             raise RuntimeError(
                 "f reads a tensor that requires a gradient by ways that torch.func does not see (in a "
                 "custom autograd function?): pass it in args"
@@ -251,7 +259,8 @@ class _Gradient(torch.autograd.Function):
         operation: Operation, ticket: Tensor, cotangent: Tensor, value: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         record, places = operation.records[int(ticket)]
-        u, found = first_derivative(record, cotangent)
+        with temporarily_clear_interpreter_stack():
+            u, found = first_derivative(*record, cotangent)
         return u, *_placed(places, found, tensors)
 
     @staticmethod
@@ -294,8 +303,8 @@ class _Second(torch.autograd.Function):
         record, places = operation.records[int(ticket)]
         cotangents = inputs[: len(inputs) // 2 - 1]
         chosen = tuple(cotangents[place] for place in places)
-        with torch.no_grad():
-            along, by_value, *found = second_derivative(record, u, chosen)
+        with torch.no_grad(), temporarily_clear_interpreter_stack():
+            along, by_value, *found = second_derivative(*record, u, chosen)
         assert along is not None
         by_value = torch.zeros_like(u) if by_value is None else by_value
         return along, by_value, *_placed(places, found, cotangents)
@@ -340,7 +349,8 @@ def transformed_solution(
         assert isinstance(adjoint, Implicit)
         problem = Problem.of(f, energy, z0, args, mask, compact)
         chosen, _ = criterion(tolerance, value.dtype, problem.autocast, device=value.device)
-        return record_at(problem, value, adjoint.system(report, chosen, value.shape[0], None))
+        solve = adjoint.adjoint_solve(report, chosen, value.shape[0], None)
+        return Linearization.at(problem, value), solve
 
     def evaluate(z0: Any, *args: Any) -> object:
         joint = f.joint if isinstance(f, EnergyUpdate) else f

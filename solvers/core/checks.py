@@ -74,10 +74,10 @@ def require_increasing(name: str, value: Any, *, high: int, what: str) -> tuple[
     return numbers
 
 
-def require_flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+def require_flag(name: str, value: Any, *, optional: bool = False) -> Any:
+    """True or False, or None where that is an option."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise TypeError(f"{name} must be True or False{' or None' * optional}, got {value!r}")
     return value
 
 

@@ -51,10 +51,13 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, state: Any, name: str = "z0") -> Layout:
-        """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``."""
+    def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
+        """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``.
+
+        ``empty``: it may have no sample, or no number in a sample.
+        """
         leaves, spec = ([state], _LEAF) if isinstance(state, Tensor) else pytree.tree_flatten(state)
-        _check_leaves(leaves, name)
+        _check_leaves(leaves, name, empty)
         return cls(spec, tuple([t.shape[1:] for t in leaves]), tuple([t.dtype for t in leaves]))
 
     @property
@@ -71,9 +74,11 @@ class Layout:
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
         if isinstance(state, Tensor):
-            return state.reshape(state.shape[0], -1)
+            return state.reshape(state.shape[0], prod(state.shape[1:]))
         leaves = pytree.tree_leaves(self.ordered(state))
-        return torch.cat([t.reshape(t.shape[0], -1).to(self.dtype) for t in leaves], dim=1)
+        return torch.cat(
+            [t.reshape(t.shape[0], prod(t.shape[1:])).to(self.dtype) for t in leaves], dim=1
+        )
 
     def ordered(self, state: Any) -> Any:
         """``state`` with the keys of its dicts in this layout's order."""
@@ -171,7 +176,7 @@ def _reorder(template: Any, state: Any) -> Any:
     return state
 
 
-def _check_leaves(leaves: list[Any], name: str) -> None:
+def _check_leaves(leaves: list[Any], name: str, empty: bool) -> None:
     """Raise unless every leaf is a floating tensor, of one non-zero batch size, on one device."""
     if not leaves:
         raise ValueError(f"{name} must hold at least one tensor, got an empty structure")
@@ -179,7 +184,8 @@ def _check_leaves(leaves: list[Any], name: str) -> None:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} must be a tensor or a pytree of tensors, got {type(leaf)}")
         if not leaf.is_floating_point():
-            raise TypeError(f"{name} must be of a floating dtype, got {leaf.dtype}")
+            hint = "; use torch.view_as_real on it and in the function" if leaf.is_complex() else ""
+            raise TypeError(f"{name} must be of a floating dtype, got {leaf.dtype}{hint}")
         if leaf.dim() == 0:
             raise ValueError(f"{name} must have a batch dimension (B, ...), got a 0-d tensor")
     first = leaves[0]
@@ -190,6 +196,8 @@ def _check_leaves(leaves: list[Any], name: str) -> None:
         if leaf.device != first.device:
             devices = sorted({str(t.device) for t in leaves})
             raise ValueError(f"the leaves of {name} must be on one device, got {devices}")
+    if empty:
+        return
     if first.shape[0] == 0:
         raise ValueError(f"{name} must hold at least one sample, got batch size 0")
     if not sum(map(Tensor.numel, leaves)):

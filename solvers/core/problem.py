@@ -181,9 +181,6 @@ class Problem:
     checked: bool = False  # an output of f has been checked
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
     goal: Goal | None = None  # of the call of fixed_point
-    programs: Any = None  # solvers.compiled.programs.Programs, where evaluations are compiled
-    # In the place of the map: f(z), or (f(z), E(z), dE/dz), of states (B, D).
-    compiled: Callable[[Tensor], Any] | None = None
 
     @classmethod
     def of(
@@ -207,7 +204,6 @@ class Problem:
             mask=None if mask is None else layout.mask_vector(mask),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
-            programs=getattr(f, "programs", None),
         )
 
     @property
@@ -216,7 +212,12 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Point:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        value, energy, gradient = self.joint(z)
+        return self.point(z, *self.joint(z))
+
+    def point(
+        self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
+    ) -> Point:
+        """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms."""
         residual = value - z
         if self.mask is not None:
             zero = residual.new_zeros(())
@@ -228,9 +229,7 @@ class Problem:
 
     def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(f(z), E(z), dE/dz)``; None for what there is not."""
-        if self.compiled is None:
-            return self._run(self._value_and_energy, z)
-        return self.compiled(z) if self.has_energy else (self.compiled(z), None, None)
+        return self._run(self._value_and_energy, z)
 
     def evaluate_first(self, z: Tensor) -> Point:
         """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
@@ -239,8 +238,6 @@ class Problem:
             ValueError: if f works in place on its inputs, which keep their numbers, draws random
                 numbers that its value or energy depends on, or normalises over the batch.
         """
-        if self.compiled is not None:  # a program does none of this
-            return self.evaluate(z)
         witness, self.draws = Witness(z, self.args), Draws(z.device)
         try:
             with NormsRefused():
@@ -307,20 +304,12 @@ class Problem:
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""
-        if self.compiled is not None:
-            return self.compiled(z)
         return self._run(self._value, z)
 
     def _value(self, z: Tensor) -> Tensor:
         tree = self.layout.tree(z)
         output = self.f(tree, *self.args)
-        if not (  # nothing more need be asked of a tensor like the state
-            isinstance(output, Tensor)
-            and isinstance(tree, Tensor)
-            and output.shape == tree.shape
-            and output.dtype == tree.dtype
-            and output.is_cpu == tree.is_cpu
-        ):
+        if not _alike(output, tree):
             check_output(output, None, z, self.layout, self.autocast)
         return self.layout.vector(output).to(z.dtype)
 
@@ -333,7 +322,7 @@ class Problem:
             output = self.f(tree, *self.args)
             if self.energy is not None:
                 energy = self.energy(tree, *self.args)
-        if not self.checked or z.shape[0] == 1:
+        if energy is not None or not (self.checked and _alike(output, tree)):
             check_output(output, energy, z, self.layout, self.autocast)
             self.checked = True
         vector = self.layout.vector(output).to(z.dtype)
@@ -350,14 +339,7 @@ class Problem:
             mask=mask,
             shrunk=True,
             batch=self.batch or batch,
-            programs=None,
-            compiled=None,
         )
-
-    def static_key(self) -> tuple[Any, ...]:
-        """What a compiled evaluation depends on beside tensors and the module that ``programs`` read."""
-        own: Any = self.f  # a map that can be compiled
-        return (own.static_key(), self.layout, self.autocast, self.symmetric, self.has_energy)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
@@ -373,6 +355,17 @@ class Problem:
                     "Jacobian is not at hand: use a solver without Jacobian, such as Anderson()"
                 )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
+
+
+def _alike(output: Any, tree: Any) -> bool:
+    """Whether the output is a tensor like the state, of which nothing more need be asked."""
+    return (
+        isinstance(output, Tensor)
+        and isinstance(tree, Tensor)
+        and output.shape == tree.shape
+        and output.dtype == tree.dtype
+        and output.is_cpu == tree.is_cpu
+    )
 
 
 _AS_IT_IS = nullcontext()

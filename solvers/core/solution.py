@@ -19,7 +19,7 @@ from solvers.core.telling import reduce_error, warn_user
 from solvers.cuda import on_cuda, uses_tf32
 
 # rtol that maps evaluated in half precision meet: a few roundings of the state, amplified by 1 / (1 - J)
-_HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
+HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
 # The same where a CUDA device multiplies float32 numbers in TF32, which rounds the factors like float16 and
 # the results like float32. This is an estimate that has not been measured on a card.
 _TF32 = 2e-3
@@ -84,7 +84,7 @@ def criterion(
     # autocast leaves float64 alone
     changed = used and state != torch.float64
     precision = state if autocast is None or not changed else autocast
-    name, least = str(precision).removeprefix("torch."), _HALF.get(precision, 0.0)
+    name, least = str(precision).removeprefix("torch."), HALF.get(precision, 0.0)
     if precision == torch.float32 and device is not None and on_cuda(device) and uses_tf32():
         name, least = "TF32", _TF32
     if tolerance is None:
@@ -107,6 +107,7 @@ class Goal:
     ) -> None:
         self.given, self.state, self.autocast, self.device = given, state, autocast, device
         self.used = True  # what autocast offers, as long as nobody has looked
+        self.vanishing = False  # an unsolved sample seems to have its fixed point at zero
 
     @property
     def tolerance(self) -> Tolerance:
@@ -116,6 +117,12 @@ class Goal:
     def what(self) -> str:
         """A name of the solve for messages."""
         return criterion(self.given, self.state, self.autocast, self.used, self.device)[1]
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype in which ``f`` computes."""
+        changed = self.autocast is not None and self.used and self.state != torch.float64
+        return self.autocast if changed and self.autocast is not None else self.state
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -141,7 +148,7 @@ class _HalfWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self.found:
             leaves = pytree.tree_leaves(result)
-            self.found = any(isinstance(t, Tensor) and t.dtype in _HALF for t in leaves)
+            self.found = any(isinstance(t, Tensor) and t.dtype in HALF for t in leaves)
         return result
 
 
@@ -163,6 +170,8 @@ class Status(IntEnum):
       :func:`solvers.adaptive_tap` lost its positive definiteness.
     * ``CONTRADICTORY``: hard constraints leave no state to some site of
       :func:`solvers.belief_propagation`.
+    * ``INCONSISTENT``: the tolerance was met during the solve, but not by the returned value when it was
+      evaluated once more with the whole batch.
     """
 
     CONVERGED = 0
@@ -172,6 +181,7 @@ class Status(IntEnum):
     NONFINITE = 4
     INDEFINITE = 5
     CONTRADICTORY = 6
+    INCONSISTENT = 7
 
 
 class SolveWarning(UserWarning):
@@ -312,6 +322,10 @@ _ADVICE = {
     Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
     "couplings of spins",
     Status.CONTRADICTORY: "the given values, couplings and fields of -inf exclude each other",
+    Status.INCONSISTENT: "the returned value, evaluated with the whole batch, has not the residual that "
+    "the solve measured: rows may influence each other inside the function (then they are one sample: pass "
+    "x[None]), an argument that is not batched may have been cut with the batch (let the function close over "
+    "it), or the function may change from call to call",
 }
 
 
@@ -322,6 +336,10 @@ _REPELS = (
     "the residual did not fall: the map may not contract, and then more steps do not help; bound its "
     f"weights by {_BOUND}, normalise the input, or damp the iteration, Anderson(damping=0.3); see "
     "docs/guide/failing.md, 'Look at the map'"
+)
+_VANISHING = (
+    "|f(z)| fell to nothing with the residual, so that the fixed point of a sample seems to be zero, where a "
+    "relative tolerance cannot be met: give atol, Tolerance(rtol=1e-4, atol=1e-6)"
 )
 _NO_DESCENT = (
     "the residual did not fall: the energy may couple samples or have another gradient than it says, "
@@ -343,7 +361,9 @@ def check_on_failure(on_failure: str) -> None:
     require_choice("on_failure", on_failure, POLICIES)
 
 
-def apply_policy(solution: Solution, on_failure: str, what: str, f: object = None) -> None:
+def apply_policy(
+    solution: Solution, on_failure: str, what: str, f: object = None, *, vanishing: bool = False
+) -> None:
     """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
@@ -354,7 +374,9 @@ def apply_policy(solution: Solution, on_failure: str, what: str, f: object = Non
         return
     failures = [name for name in solution.counts() if name != "CONVERGED"]
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
-    if what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
+    if vanishing:
+        told = [_VANISHING]
+    elif what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
         told = [_REPELS if solution.energy is None else _NO_DESCENT]
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
     advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]

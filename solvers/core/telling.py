@@ -39,7 +39,7 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
     frame = _user_frame()
     module = str(frame.f_globals.get("__name__", "<unknown>"))
     place = (frame.f_code.co_filename, frame.f_lineno)
-    origin = _origin(f)
+    origin = origin_of(f)
     told = _TOLD_OF_NONE if origin is None else _TOLD.setdefault(origin, set())
     key = (category, cause) if isinstance(origin, nn.Module) else (category, cause, *place)
     if isinstance(origin, nn.Module):  # named first: a filter may be for one layer
@@ -99,7 +99,7 @@ def _known_name(layer: nn.Module) -> str:
     return _NAMES.get(layer, f"a layer {type(layer).__name__}")
 
 
-def _origin(f: object) -> nn.Module | CodeType | None:
+def origin_of(f: object) -> nn.Module | CodeType | None:
     """What stays the same between calls: the module that ``f`` is, belongs to or names as its layer."""
     while isinstance(f, partial):
         f = f.func

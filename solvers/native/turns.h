@@ -8,8 +8,7 @@
 namespace {
 
 constexpr int64_t MOST = 64;  // differences that are kept of a sample, as solvers/native/__init__.py knows
-constexpr int64_t RUNNING = -1, CONVERGED = 0, MAX_STEPS = 1, STALLED = 2, DIVERGED = 3, NONFINITE = 4,
-                  INDEFINITE = 5;
+constexpr int64_t RUNNING = -1, CONVERGED = 0, MAX_STEPS = 1, STALLED = 2, DIVERGED = 3, NONFINITE = 4;
 constexpr int64_t MAX_REJECTIONS = 40;
 
 // A solve. Arrays are of all B samples, whose rows n of the batch may be fewer: `index` says which.

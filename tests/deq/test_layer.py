@@ -157,7 +157,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     *[(lambda init=init: DEQ(Quadratic(), init=init), "init must be") for init in ("ones", None, 0)],  # type: ignore[arg-type]
     given(r"NaN or infinity in samples \[1\]", nan_in_sample_one),
     given(r"NaN or infinity in samples \[0, 1\]", lambda: tokens() / 0),
-    given("at least one sample, got shape", lambda: tokens(batch=0)),
     given("must have a batch dimension", lambda: torch.tensor(1.0)),
     given("floating dtype, got torch.int64", lambda: torch.ones(2, 3, DIM).long()),
     given(rf"{DIM} features.*\(2, 3, {DIM + 1}\)", lambda: tokens(dim=DIM + 1)),

@@ -80,12 +80,12 @@ def test_a_lying_solver_is_found(
 
 
 def test_a_wrong_adjoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = implicit.AdjointSystem.solve
+    right = implicit.AdjointSolve.__call__
 
     def wrong(self: Any, *arguments: Any) -> Any:
         return 1.0001 * right(self, *arguments)
 
-    monkeypatch.setattr(implicit.AdjointSystem, "solve", wrong)
+    monkeypatch.setattr(implicit.AdjointSolve, "__call__", wrong)
     assert "gradient" in broken("adjoints", 20)
 
 

@@ -237,6 +237,10 @@ def gradients(make: Make, adjoint: Adjoint, order: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("adjoint", EXACT)
 @pytest.mark.parametrize("order", [1, 2])
 def test_every_way_in_gives_the_same_derivatives(make: Make, adjoint: Adjoint, order: int) -> None:
+    if make is through_a_captured_result and isinstance(adjoint, Implicit) and order == 2:
+        with pytest.raises(RuntimeError, match="args"):
+            gradients(make, adjoint, order)
+        return
     reference = gradients(through_args, EXACT[0], order)
     torch.testing.assert_close(gradients(make, adjoint, order), reference, rtol=1e-7, atol=1e-9)
 
@@ -559,7 +563,7 @@ def logarithm(weight: Tensor, calls: list[int] | None = None) -> Callable[[Tenso
 def test_samples_without_a_finite_evaluation_have_a_gradient_of_zero(adjoint: Adjoint) -> None:
     """All of them, as each of them in a batch with others."""
     for values in ((-1.0, -2.0), (-1.0, 2.0)):
-        weight, x = leaf(0.5)[0], leaf(*values)
+        weight, x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True), leaf(*values)
         z0 = torch.ones_like(x).requires_grad_()
         solution = fixed_point(logarithm(weight), z0, (x,), adjoint=adjoint, on_failure="ignore")
         assert solution.status[0] == Status.NONFINITE
@@ -582,6 +586,7 @@ def test_an_unrolled_solve_with_a_failed_sample_is_not_repeated(
         solution = fixed_point(
             logarithm(weight, calls), torch.ones_like(x), (x,), solver=solver,
             adjoint=Unrolled(checkpoint=checkpoint), on_failure="ignore", record=True,
+            verify=False,
         )  # fmt: skip
         number = len(calls)
         (gradient,) = torch.autograd.grad(solution.value.sum(), weight)

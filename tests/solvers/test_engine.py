@@ -1,4 +1,4 @@
-"""The native engine and the loops in torch side by side: equal statuses, counts, values and residuals.
+"""The native engine and the loop in torch side by side: equal statuses, counts, values and residuals.
 
 The two compute alike but for rounding: a count may differ by one where a residual stands at the tolerance.
 """
@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.kernels import needs_engine, without_engine
-from solvers import CG, GMRES, Anderson, Forward, Solution, Status, Tolerance, fixed_point, native
-from solvers.linear import OneMinus, solve_linear
+from solvers import Anderson, Forward, Solution, Status, Tolerance, fixed_point, native
 
 pytestmark = needs_engine
 F32, F64 = torch.float32, torch.float64
@@ -152,90 +151,6 @@ def test_difficult_samples_keep_their_status_and_budget(
         torch.testing.assert_close(
             one.residual, other.residual, rtol=0.1, atol=1e-3, equal_nan=True
         )
-
-
-def matrix_of(seed: int, size: int, definite: bool, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    m = torch.randn(5, size, size, generator=generator, dtype=F64) / (3 * size**0.5)
-    return ((m + m.mT) / 2 if definite else m).to(dtype)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 10**6),
-    size=st.integers(1, 40),
-    solver=st.sampled_from([CG(), GMRES(), GMRES(restart=3)]),
-    dtype=st.sampled_from([F32, F64]),
-    rtol=st.sampled_from([1e-3, 1e-6]),
-    one_minus=st.booleans(),
-    max_steps=st.sampled_from([1, 2, 3, 100]),
-)
-def test_systems_are_solved_as_by_the_loop(
-    seed: int, size: int, solver: Any, dtype: torch.dtype, rtol: float, one_minus: bool,
-    max_steps: int,
-) -> None:  # fmt: skip
-    m = matrix_of(seed, size, isinstance(solver, CG), dtype)
-    right = torch.randn(5, size, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
-    right[1] = 0
-    right[2] *= 1e-5
-
-    def image(v: Tensor) -> Tensor:
-        return (m @ v[:, :, None])[:, :, 0]
-
-    matvec = OneMinus(image) if one_minus else lambda v: v - image(v)
-    options: Any = {"solver": solver, "tolerance": Tolerance(rtol), "max_steps": max_steps}
-    one, other = both(
-        lambda: solve_linear(matvec, right, compact=False, on_failure="ignore", **options)
-    )
-    apart = (one.evaluations - other.evaluations).abs()
-    if dtype == F64 or rtol == 1e-3:  # else rounding decides when a sample is solved
-        assert one.status.tolist() == other.status.tolist() and apart.max() <= 1
-    assert apart.max() <= 4 and (one.evaluations <= max_steps).all()
-    exact = torch.linalg.solve(torch.eye(size, dtype=F64) - m.double(), right.double())
-    for found in (one, other):
-        true = (right - found.value + image(found.value)).norm(dim=1)
-        assert (
-            true <= 1.1 * found.residual_norm + 40 * torch.finfo(dtype).eps * right.norm(dim=1)
-        ).all()
-        error = (found.value - exact).norm(dim=1)
-        assert (error <= 4 * found.residual_norm + 1e-4 * exact.norm(dim=1))[found.converged].all()
-
-
-@pytest.mark.parametrize(
-    "kind", ["indefinite", "singular", "not finite", "tiny", "huge", "restarts"]
-)
-@pytest.mark.parametrize("solver", [CG(), GMRES(restart=4)], ids=str)
-def test_difficult_systems(kind: str, solver: Any) -> None:
-    right = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=F64)
-    diagonal = torch.linspace(1.0, 5.0, 6, dtype=F64).repeat(3, 1)
-    if kind == "indefinite":
-        diagonal[0, 2] = -1.0
-    if kind == "singular":
-        diagonal[0, 1] = 0.0
-    if kind == "not finite":
-        diagonal[0, 1] = torch.nan
-    right = right * {"tiny": 1e-90, "huge": 1e90}.get(kind, 1.0)
-    calls = 0
-
-    def matvec(v: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return diagonal * v
-
-    def run() -> Solution:
-        nonlocal calls
-        calls = 0
-        options: dict[str, Any] = {"tolerance": Tolerance(1e-8), "max_steps": 60}
-        found = solve_linear(
-            matvec, right, solver=solver, compact=False, on_failure="ignore", **options
-        )
-        assert calls == found.evaluations.max() <= 60
-        return found
-
-    one, other = both(run)
-    assert one.status.tolist() == other.status.tolist()
-    assert one.converged[1:].all() and torch.isfinite(one.value).all()
-    assert (one.evaluations - other.evaluations)[one.converged].abs().max() <= 1
 
 
 def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

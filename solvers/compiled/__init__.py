@@ -1,1 +1,0 @@
-"""Solves and adjoints by compiled programs."""

@@ -1,0 +1,92 @@
+"""Is the residual that a solve reports that of the value that it returns?
+
+The loop measures residuals along the way, when some samples may have left the batch. Here the returned
+value is evaluated once more with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from solvers.core.rows import Point
+from solvers.core.solution import HALF, Solution, Status, Tolerance
+from solvers.core.telling import origin_of
+
+# Every solve of a function is validated up to this number, and one in so many after that.
+ALWAYS, EVERY = 8, 32
+# How far the residual may be above the tolerance, and above rounding in units of the precision.
+SLACK, ROUNDINGS = 2.0, 32.0
+SAME = 0.01  # relative difference of the residuals at the start that shows another function
+
+_SOLVES: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+
+def count_solve(f: object) -> int:
+    """How many solves of ``f`` there have been before this one; a function is known by its code."""
+    origin = origin_of(f)
+    if origin is None:
+        return 0
+    number = _SOLVES.get(origin, 0)
+    _SOLVES[origin] = number + 1
+    return number
+
+
+def due(number: int, wanted: bool | None) -> bool:
+    """Whether to evaluate again after so many solves, unless it is ``wanted`` or not."""
+    return (number < ALWAYS or number % EVERY == EVERY - 1) if wanted is None else wanted
+
+
+def exceeds(
+    norm: Tensor, allowed: Tensor | float, reference: Tensor, precision: torch.dtype
+) -> Tensor:
+    """(B,) bool: residual norms that are above what is ``allowed`` by more than rounding explains."""
+    roundings = 2.0 if precision in HALF else ROUNDINGS
+    return ~(norm <= SLACK * allowed + roundings * torch.finfo(precision).eps * reference)
+
+
+def judge_again(
+    solution: Solution,
+    point: Point,
+    tolerance: Tolerance,
+    precision: torch.dtype,
+    rows: Tensor | None = None,
+    *,
+    converged: bool = False,
+) -> None:
+    """Put the residuals of ``point``, an evaluation at the returned value, into ``solution``.
+
+    A sample that had converged by the residual that was measured, and has not by this one, becomes
+    INCONSISTENT.
+
+    Args:
+        rows: (n,) samples of ``point``; None: all.
+        converged: ``point`` is at the returned value where a sample has converged, and only there.
+    """
+    wrong = exceeds(point.norm, tolerance.threshold(point.reference), point.reference, precision)
+    relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
+    rows = torch.arange(len(wrong), device=wrong.device) if rows is None else rows
+    status, finite = solution.status[rows], point.finite()
+    if converged:
+        finite = finite & (status == Status.CONVERGED)
+    status = torch.where(wrong & (status == Status.CONVERGED), int(Status.INCONSISTENT), status)
+    solution.status = solution.status.index_copy(0, rows, status)
+    for name, new in (("residual", relative), ("residual_norm", point.norm)):
+        old = getattr(solution, name)
+        # A sample without a finite evaluation keeps its infinite residual.
+        new = torch.where(finite & torch.isfinite(old[rows]), new.to(old.dtype), old[rows])
+        setattr(solution, name, old.index_copy(0, rows, new))
+
+
+def refuse_change(
+    solution: Solution, evaluate: Callable[[], Point], first: Tensor, precision: torch.dtype
+) -> None:
+    """INCONSISTENT where ``f`` has another residual at the start than in its ``first`` call, (B,)."""
+    again, eps = evaluate(), torch.finfo(precision).eps
+    changed = (again.norm - first).abs() > SAME * first + ROUNDINGS * eps * again.reference
+    if bool(changed.any()):
+        converged = solution.status == Status.CONVERGED
+        solution.status = torch.where(converged, int(Status.INCONSISTENT), solution.status)

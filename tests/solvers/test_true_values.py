@@ -1,0 +1,248 @@
+"""What a solve reports is true of the value that it returns; unknown gradients are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from implicit_attn import DEQ
+from solvers import Status, Tolerance, fixed_point
+
+pytestmark = pytest.mark.verifies
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
+
+
+def true_residuals(f: Any, z: Tensor, *args: Tensor) -> Tensor:
+    value = f(z, *args)
+    return (value - z).flatten(1).norm(dim=1) / value.flatten(1).norm(dim=1)
+
+
+def mixing_rows(z: Tensor, x: Tensor) -> Tensor:
+    """Each row attends to all rows."""
+    weights = (3 * z @ z.mT / z.shape[1] ** 0.5).softmax(1)
+    return x + 0.6 * weights @ z
+
+
+def mean_of_the_batch(z: Tensor, x: Tensor) -> Tensor:
+    return x + 0.4 * torch.tanh(z + z.mean(0, keepdim=True))
+
+
+def nearest_rows(z: Tensor, x: Tensor) -> Tensor:
+    near = torch.cdist(x, x).topk(min(3, len(x)), largest=False).indices
+    return x + 0.7 * torch.tanh(z[near].mean(1))
+
+
+COUPLED = [mixing_rows, mean_of_the_batch, nearest_rows]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("f", COUPLED)
+def test_rows_that_see_each_other_are_not_called_converged(f: Any, gradients: bool) -> None:
+    x = normal(24, 8) * torch.logspace(-2, 0, 24)[:, None]
+    x.requires_grad_(gradients)
+    with pytest.warns(solvers.SolveWarning, match="each other"):
+        found = fixed_point(f, torch.zeros_like(x), (x,), max_steps=200)
+    true = true_residuals(f, found.value.detach(), x.detach())
+    assert (found.status == Status.INCONSISTENT).any()
+    assert (true[found.converged] <= 3e-4).all()
+    torch.testing.assert_close(found.residual, true, rtol=0.05, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (5, 5)])
+def test_an_argument_that_was_cut_with_the_batch(sizes: tuple[int, int]) -> None:
+    x = normal(*sizes) * torch.logspace(-3, 1, sizes[0])[:, None]
+    p = torch.linspace(0.9, 0.1, sizes[1])
+
+    def f(z: Tensor, x: Tensor, p: Tensor) -> Tensor:
+        return p[: z.shape[1]] * torch.tanh(z) + x if len(p) > 1 else p * torch.tanh(z) + x
+
+    try:
+        found = fixed_point(f, torch.ones_like(x), (x, p), on_failure="ignore")
+    except RuntimeError:  # shapes that do not fit
+        return
+    assert (true_residuals(f, found.value, x, p)[found.converged] <= 3e-4).all()
+
+
+class Averaged:
+    """``z + (g(z) - z) / k^2`` at call k: the residual shrinks because the steps do."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, z: Tensor, x: Tensor) -> Tensor:
+        self.calls += 1
+        return z + (torch.cos(z) + x - z) / self.calls**2
+
+
+@pytest.mark.parametrize("solver", [solvers.Forward(), solvers.Anderson(), None])
+def test_a_map_that_changes_from_call_to_call(solver: Any) -> None:
+    x = normal(4, 8)
+    found = fixed_point(
+        Averaged(),
+        torch.zeros_like(x),
+        (x,),
+        solver=solver,
+        max_steps=200,
+        on_failure="ignore",
+        verify=True,
+    )
+    assert not found.converged.any()
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
+    """With ``compact=False`` the samples of a batch may be the nodes of a graph."""
+    nodes = 30
+    adjacency = (
+        torch.rand(nodes, nodes, generator=torch.Generator().manual_seed(0)) < 0.1
+    ).double()
+    adjacency = (adjacency + adjacency.mT).clamp(max=1)
+    adjacency = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
+    weight = (normal(4, 4, dtype=torch.float64) / 4).requires_grad_()
+    x = normal(nodes, 4, seed=1, dtype=torch.float64)
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return 0.8 * torch.tanh(adjacency @ z @ weight) + x
+
+    z = x
+    for _ in range(300):
+        z = f(z, x)
+    losses = scale * torch.logspace(-3, 3, nodes, dtype=torch.float64)
+    (exact,) = torch.autograd.grad((losses[:, None] * z.square()).sum(), weight)
+    found = fixed_point(f, x, (x,), solver="forward", compact=False, tolerance=1e-7, max_steps=200)
+    assert found.converged.all()
+    (gradient,) = torch.autograd.grad((losses[:, None] * found.value.square()).sum(), weight)
+    assert found.adjoint.solution is not None and found.adjoint.solution.converged.all()
+    torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.linear(z)) + x
+
+
+@pytest.mark.parametrize("linear", [None, "gmres"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_cotangent_that_is_not_finite_gives_nan(bad: float, linear: str | None) -> None:
+    """Of that sample, and of all weights that it shares; the other inputs keep their gradients."""
+    layer, x = (
+        DEQ.from_update(Cell(), adjoint=solvers.Implicit(linear)),
+        normal(3, 2, 4).requires_grad_(),
+    )
+    cotangent = torch.ones(3, 2, 4)
+    (expected,) = torch.autograd.grad(layer(x), x, cotangent)
+    cotangent[1, 0, 2] = bad
+    by_x, *by_weights = torch.autograd.grad(layer(x), [x, *layer.parameters()], cotangent)
+    assert by_x[1].isnan().all()
+    torch.testing.assert_close(by_x[[0, 2]], expected[[0, 2]], rtol=1e-3, atol=1e-4)
+    assert not any(each.isfinite().all() for each in by_weights)
+
+
+def test_an_adjoint_that_leaves_float16_gives_nan() -> None:
+    weight = (0.3 * normal(8, 8)).half()
+    x = (0.01 * normal(4, 8, seed=1)).half().requires_grad_()
+    y = DEQ.from_update(lambda z, x: torch.tanh(z @ weight) + x)(x)
+    y.backward(torch.full_like(y, 60_000.0))
+    assert x.grad is not None and x.grad.isnan().all()
+
+
+def test_a_gradient_scaler_backs_off() -> None:
+    layer = DEQ.from_update(Cell())
+    optimizer = torch.optim.SGD(layer.parameters(), 1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    before, x = [p.detach().clone() for p in layer.parameters()], normal(8, 3, 4)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = layer(x).half().sum().float()  # 2**20 is beyond float16
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 2.0**17
+    assert any(bool((p != old).any()) for p, old in zip(layer.parameters(), before, strict=True))
+
+
+def test_a_failed_sample_keeps_a_gradient_of_zero() -> None:
+    x = torch.tensor([[2.0], [-1.0]], requires_grad=True)
+    found = fixed_point(lambda z, x: x.log() + 0.1 * z, torch.ones(2, 1), (x,), on_failure="ignore")
+    found.value[0].sum().backward()
+    assert x.grad is not None and x.grad[1] == 0 and x.grad.isfinite().all()
+
+
+def test_an_update_without_a_graph_is_refused() -> None:
+    class Frozen(Cell):
+        forward = torch.no_grad()(Cell.forward)
+
+    layer, x = DEQ.from_update(Frozen()), normal(2, 3, 4)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        layer(x)
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+    assert layer.requires_grad_(False)(x).isfinite().all()
+
+
+def test_batched_backward_passes_name_what_works() -> None:
+    layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
+    x = normal(1, 3).requires_grad_()
+    y = layer(x)
+    with pytest.raises(RuntimeError, match="jacrev"):
+        torch.autograd.grad(y, x, torch.eye(3).view(3, 1, 3), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("verify", [None, True, False])
+def test_verifying_is_an_option(verify: bool | None) -> None:
+    calls = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 0.5 * torch.cos(z)
+
+    start, counts = torch.tensor([[0.45, 0.45], [5.0, -9.0]]), []  # one leaves early
+    found = fixed_point(torch.cos, start, adjoint=None)
+    for _ in range(40):
+        calls = 0
+        found = fixed_point(f, start, adjoint=None, verify=verify)
+        counts.append(calls - int(found.evaluations.max()))
+    due = [2] + [int(n < 8 or n % 32 == 31) for n in range(1, 40)]
+    assert counts == {None: due, True: [2] * 40, False: [0] * 40}[verify]
+    with pytest.raises(TypeError, match="verify"):
+        fixed_point(f, start, verify=1)  # type: ignore[arg-type]
+    assert found.residual.max() <= Tolerance().rtol
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (0,)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_empty_batch_has_an_empty_solution_with_a_graph(
+    shape: tuple[int, ...], gradients: bool
+) -> None:
+    x = torch.randn(shape, requires_grad=gradients)
+    found = fixed_point(lambda z, x: 0.5 * torch.tanh(z) + x, torch.zeros(shape), (x,))
+    assert found.value.shape == shape and found.status.shape == shape[:1]
+    assert found.value.requires_grad == gradients and found.converged.all()
+    assert DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)(x).shape == shape
+
+
+def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
+    x = normal(4, 8)
+    x[2] = 0
+    with pytest.warns(solvers.SolveWarning, match="atol"):
+        fixed_point(lambda z, x: torch.tanh(0.5 * z) + x, torch.ones(4, 8), (x,), solver="forward")
+
+
+def test_a_complex_state_is_told_a_way() -> None:
+    with pytest.raises(TypeError, match="view_as_real"):
+        fixed_point(lambda z: 0.4j * z, torch.zeros(2, 3, dtype=torch.complex128))
