@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
@@ -326,12 +325,16 @@ class _Recorded(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a recorded solve has first derivatives only: call layer.compile(backend=None) to "
+                "differentiate twice (create_graph=True)"
+            )
         value, *tensors = (
             ctx.saved_tensors
         )  # raises where one of them has been changed in place since
-        found = iter(ctx.call.pull_back(value, tensors, cotangent))
+        found = iter(ctx.call.pull_back(value, tensors, cotangents[0]))
         return None, None, *(next(found) if t.requires_grad else None for t in tensors)
 
 
