@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.modes import in_transform
+from solvers.cuda import is_recording
 
 
 class _PerThread(threading.local):
@@ -39,7 +40,8 @@ def traced() -> bool:
 
 def readable(device: torch.device) -> bool:
     """Whether the host may decide by tensors of the device: they show their numbers, without waiting."""
-    return device.type == "cpu" and not _OF_THIS_THREAD.tracing and not in_transform()
+    hidden = _OF_THIS_THREAD.tracing or is_recording() or in_transform()
+    return device.type == "cpu" and not hidden
 
 
 def leaves_alone(compact: bool, device: torch.device) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
@@ -23,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from solvers.adjoints.kinds import FALLBACK_RTOL, Implicit
-from solvers.core.device import tracing
 from solvers.core.layout import Layout
 from solvers.core.modes import Weights, autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
@@ -38,6 +36,7 @@ from solvers.core.solution import (
     read_tolerance,
 )
 from solvers.core.telling import warn_user
+from solvers.cuda import within_recording
 from solvers.cuda.turns import Turns
 from solvers.methods.anderson import Anderson
 
@@ -187,7 +186,7 @@ class RecordedSolve:
     def _start(self) -> None:
         self.turns.start(self.z0)
         self.weights.computed.clear()
-        with torch.no_grad(), self._autocast(), tracing():
+        with torch.no_grad(), self._autocast(), within_recording():
             for part in self.module.modules():
                 if isinstance(part, ParametrizationList):
                     self.weights.read(part)
@@ -195,14 +194,14 @@ class RecordedSolve:
                 self.energy_before = self._energy(self.z0)
 
     def _turn(self) -> None:
-        with torch.no_grad(), self._autocast(), tracing(), self.weights.constant():
+        with torch.no_grad(), self._autocast(), within_recording(), self.weights.constant():
             value = self.layout.vector(self.f(self._state(self.turns.z), *self._args()))
         with torch.no_grad():
             self.turns.turn(value)
             self.flag.copy_(self.turns.left, non_blocking=True)
 
     def _compare_energies(self) -> None:
-        with torch.no_grad(), self._autocast(), tracing():
+        with torch.no_grad(), self._autocast(), within_recording():
             self.energy = self._energy(self.turns.kept.to(self.dtype))
             self.rose = self.energy > self.energy_before + rounding(self.energy_before)
 
@@ -214,7 +213,7 @@ class RecordedSolve:
     def _linearise(self) -> None:
         self.point = self.turns.kept.to(self.dtype).detach().clone().requires_grad_()
         free = self.point if self.mask is None else self.point.where(self.mask, self.point.detach())
-        with torch.enable_grad(), self._autocast(), tracing(), Weights().constant():
+        with torch.enable_grad(), self._autocast(), within_recording(), Weights().constant():
             image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
@@ -326,12 +325,16 @@ class _Recorded(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a recorded solve has first derivatives only: call layer.compile(backend=None) to "
+                "differentiate twice (create_graph=True)"
+            )
         value, *tensors = (
             ctx.saved_tensors
         )  # raises where one of them has been changed in place since
-        found = iter(ctx.call.pull_back(value, tensors, cotangent))
+        found = iter(ctx.call.pull_back(value, tensors, cotangents[0]))
         return None, None, *(next(found) if t.requires_grad else None for t in tensors)
 
 
@@ -486,7 +489,8 @@ def _refused(reason: str, f: Any) -> None:
 
 
 def _static(f: Any) -> Any:
-    return f.static_key() if hasattr(f, "static_key") else f
+    """What a recording depends on of the map itself; a layer makes its map anew for each solve."""
+    return (type(f), str(f.spec)) if hasattr(f, "spec") else f
 
 
 def _kinds(leaves: Any, places: bool = False) -> Iterator[Any]:

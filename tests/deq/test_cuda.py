@@ -57,7 +57,7 @@ def test_failures_are_told() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_recorded_solves(name: str) -> None:
     """``layer.compile()`` records CUDA graphs, which are replayed for other inputs and weights."""
-    options = EXACT | {"tolerance": solvers.Tolerance(1e-11)}
+    options: dict[str, Any] = EXACT | {"tolerance": solvers.Tolerance(1e-11)}
     layer, other = make(name, **options).cuda(), make(name, **options).cuda()
     other.compile()
     for seed in range(3):

@@ -134,7 +134,8 @@ def test_autocast(made: list[Any]) -> None:
 
 
 def test_what_is_recorded_anew(made: list[Any]) -> None:
-    layer, x = make("update"), tokens()
+    layer: Any = make("update")
+    x = tokens()
     layer.compile()
 
     def number(x: Tensor = x, **options: Any) -> int:
@@ -228,7 +229,8 @@ def test_unsupported_options_are_named() -> None:
         ({"solver": solvers.Broyden()}, "Broyden"),
         ({"adjoint": solvers.Unrolled()}, "Unrolled"),
     ):
-        layer = make("update", **options)
+        chosen: dict[str, Any] = options
+        layer = make("update", **chosen)
         expected = layer(x)
         layer.compile()
         with pytest.warns(RuntimeWarning, match=named):
@@ -239,7 +241,7 @@ def test_a_batch_with_a_failure_is_solved_by_the_ordinary_loop() -> None:
     def diverges(z: Tensor, x: Tensor) -> Tensor:
         return torch.where(x[:, :, :1] > 0, torch.inf, 0.5 * z.cos() + x)
 
-    layer = DEQ.from_update(diverges, on_failure="ignore", max_steps=30)
+    layer: Any = DEQ.from_update(diverges, on_failure="ignore", max_steps=30)
     x = tokens(3).abs()
     x[0] *= -1
     expected = layer(x)
@@ -255,7 +257,7 @@ def test_an_energy_that_rises_is_solved_by_the_ordinary_loop() -> None:
     def energy(z: Tensor, x: Tensor) -> Tensor:
         return (0.25 * z**4 - 0.5 * z**2).flatten(1).sum(1) + 0 * x.flatten(1).sum(1)
 
-    layer = DEQ.from_energy(energy, step_size=0.4, init=lambda x: 0.2 + 0 * x, max_steps=100)
+    layer: Any = DEQ.from_energy(energy, step_size=0.4, init=lambda x: 0.2 + 0 * x, max_steps=100)
     x = torch.zeros(2, 1, 1, dtype=torch.float64)
     expected = layer(x)
     before = layer.last.energy
@@ -286,7 +288,8 @@ def test_calls_before_their_backward_passes() -> None:
 
 
 def test_a_weight_changed_before_the_backward_pass_is_noticed() -> None:
-    layer, x = make("update"), tokens()
+    layer: Any = make("update")
+    x = tokens()
     layer.compile()
     y = layer(x)
     with torch.no_grad():
@@ -298,9 +301,8 @@ def test_a_weight_changed_before_the_backward_pass_is_noticed() -> None:
 def test_second_derivatives_raise() -> None:
     layer, x = make("update"), tokens().requires_grad_()
     layer.compile()
-    (first,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        first.sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
 def test_inference_mode_and_training_share_a_layer() -> None:
@@ -339,7 +341,8 @@ def test_memory_goes_with_the_layer(made: list[Any]) -> None:
 
 
 def test_compile_may_be_undone(made: list[Any]) -> None:
-    layer, x = make("update"), tokens()
+    layer: Any = make("update")
+    x = tokens()
     layer.compile()
     layer(x)
     layer.compile(False)
@@ -349,7 +352,8 @@ def test_compile_may_be_undone(made: list[Any]) -> None:
 
 
 def test_a_compiled_layer_can_be_copied_and_pickled() -> None:
-    layer, x = make("update"), tokens()
+    layer: Any = make("update")
+    x = tokens()
     layer.compile()
     expected = layer(x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -371,8 +375,8 @@ def test_a_training() -> None:
             loss = (layer(x) - 1).square().mean()
             loss.backward()
             optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-8)
+            losses.append(loss.item())
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-8)
 
 
 def test_the_error_names_the_operation() -> None:
