@@ -257,7 +257,7 @@ class Linearization:
         own = [z.detach().requires_grad_()]
 
         def alias(leaf: Any) -> Any:
-            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+            if not _trained(leaf):
                 return leaf
             if id(leaf) not in pairs:
                 own.append(leaf.detach().requires_grad_())
@@ -267,7 +267,7 @@ class Linearization:
         with constant_weights(), torch.enable_grad(), uncompiled():
             start = sequence_number()
             args = problem.args
-            if any(isinstance(t, Tensor) and t.requires_grad for t in leaves_of(args)):
+            if any(_trained(leaf) for leaf in leaves_of(args)):
                 args = pytree.tree_map(alias, args)
             # Not the leaf itself: torch cannot follow the gradients of leaves where it tracks modules.
             point = own[0].view_as(own[0])
@@ -282,6 +282,10 @@ class Linearization:
             leaves = []  # their gradients go through the graph
         sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
         return cls(problem, point, output, sources + leaves, aliases + leaves, computed)
+
+
+def _trained(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def trained_by(f: object) -> bool:
