@@ -20,7 +20,7 @@ from solvers.adjoints.checkpoints import sequence_number
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.modes import constant_weights, uncompiled, without_autocast
-from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
+from solvers.core.problem import JacobianProduct, Problem, VectorProblem, gradients, pullback
 from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
 from solvers.core.telling import origin_of
@@ -212,7 +212,7 @@ def _anderson(
 
     Also the residual norms (B,) of all samples in the last evaluation, where they are known.
     """
-    problem = Problem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
+    problem = VectorProblem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
     first = problem.exact(problem.point(torch.zeros_like(unit), unit))
     solution, last = iterate(problem, first, _ANDERSON, allowed, max_steps + 1)
     solution.evaluations, solution.steps = solution.evaluations - 1, solution.steps - 1
