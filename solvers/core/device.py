@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,9 +13,33 @@ from torch import Tensor
 from solvers.core.modes import in_transform
 
 
+class _PerThread(threading.local):
+    """Whether this thread traces a program, in which nothing may depend on the numbers of tensors."""
+
+    tracing = False
+
+
+_OF_THIS_THREAD = _PerThread()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Within, the host reads no tensor of any device: what is done to the tensors is being recorded."""
+    before, _OF_THIS_THREAD.tracing = _OF_THIS_THREAD.tracing, True
+    try:
+        yield
+    finally:
+        _OF_THIS_THREAD.tracing = before
+
+
+def traced() -> bool:
+    """Whether this thread traces a program."""
+    return _OF_THIS_THREAD.tracing
+
+
 def readable(device: torch.device) -> bool:
     """Whether the host may decide by tensors of the device: they show their numbers, without waiting."""
-    return device.type == "cpu" and not in_transform()
+    return device.type == "cpu" and not _OF_THIS_THREAD.tracing and not in_transform()
 
 
 def leaves_alone(compact: bool, device: torch.device) -> bool:
@@ -67,7 +94,7 @@ class Watch:
 
 def maybe_any(mask: Tensor) -> bool:
     """Whether any entry holds; always True on a GPU, where the answer would have to be awaited,
-    and in transforms.
+    in transforms, and while a program is traced.
 
     The code behind it must also be right when no entry holds.
     """
