@@ -30,7 +30,7 @@ from solvers.core.modes import (
     refuse_export,
     without_autocast,
 )
-from solvers.core.problem import EnergyUpdate, Problem
+from solvers.core.problem import EnergyUpdate, Problem, VectorProblem
 from solvers.core.rows import Progress
 from solvers.core.solution import (
     Goal,
@@ -211,9 +211,7 @@ def _transformed(
         # The loop itself, every operation transformed; without the energy safeguard.
         problem = Problem.of(f, energy, z0, args, mask, compact)
         start, image = problem.layout.vector(z0), problem.masked_map
-        layout = Layout.of(start)
-        plain = replace(problem, f=image, layout=layout, args=(), autocast=None, energy=None,
-                        compact=False, checked=True)  # fmt: skip
+        plain = VectorProblem(image, Layout.of(start), (), None, mask=problem.mask, compact=False)
         allowed = criterion(tolerance, start.dtype, problem.autocast, device=start.device)[0]
         most, states_at = options["max_steps"], options["states_at"]
         with without_autocast(start.device.type):
@@ -349,9 +347,8 @@ class Solving:
         if problem.compact or problem.mask is not None or left < 2 or not bool(wrong.any()):
             return
         shape, start = solution.value.shape, solution.value.view(1, -1)
-        layout = Layout.of(start)
-        whole = replace(
-            problem, f=lambda z: problem.image(z.view(shape)).view(1, -1), layout=layout, args=()
+        whole = VectorProblem(
+            lambda z: problem.image(z.view(shape)).view(1, -1), Layout.of(start), (), None
         )
         each = replace(tolerance, rtol=tolerance.rtol / len(wrong) ** 0.5)
         found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left)

@@ -20,7 +20,7 @@ from solvers.adjoints.checkpoints import sequence_number
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.modes import constant_weights, uncompiled, without_autocast
-from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
+from solvers.core.problem import JacobianProduct, Problem, VectorProblem, gradients, pullback
 from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
 from solvers.core.telling import origin_of
@@ -212,7 +212,7 @@ def _anderson(
 
     Also the residual norms (B,) of all samples in the last evaluation, where they are known.
     """
-    problem = Problem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
+    problem = VectorProblem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
     first = problem.exact(problem.point(torch.zeros_like(unit), unit))
     solution, last = iterate(problem, first, _ANDERSON, allowed, max_steps + 1)
     solution.evaluations, solution.steps = solution.evaluations - 1, solution.steps - 1
@@ -257,7 +257,7 @@ class Linearization:
         own = [z.detach().requires_grad_()]
 
         def alias(leaf: Any) -> Any:
-            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+            if not _trained(leaf):
                 return leaf
             if id(leaf) not in pairs:
                 own.append(leaf.detach().requires_grad_())
@@ -267,7 +267,7 @@ class Linearization:
         with constant_weights(), torch.enable_grad(), uncompiled():
             start = sequence_number()
             args = problem.args
-            if any(isinstance(t, Tensor) and t.requires_grad for t in leaves_of(args)):
+            if any(_trained(leaf) for leaf in leaves_of(args)):
                 args = pytree.tree_map(alias, args)
             # Not the leaf itself: torch cannot follow the gradients of leaves where it tracks modules.
             point = own[0].view_as(own[0])
@@ -282,6 +282,10 @@ class Linearization:
             leaves = []  # their gradients go through the graph
         sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
         return cls(problem, point, output, sources + leaves, aliases + leaves, computed)
+
+
+def _trained(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def trained_by(f: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -25,17 +24,6 @@ def leaves_of(tree: Any) -> list[Any]:
     for part in tree:
         found += (part,) if part is None or isinstance(part, Tensor) else leaves_of(part)
     return found
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """``pytree.tree_map`` of the tensors in a tree, at once for tuples of tensors."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if tree is None:
-        return None
-    if type(tree) is tuple:
-        return tuple([map_tensors(function, part) for part in tree])
-    return pytree.tree_map(lambda t: function(t) if isinstance(t, Tensor) else t, tree)
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,16 @@ class Problem:
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 
 
+class VectorProblem(Problem):
+    """A map of vectors (B, D), made here, of which nothing need be asked."""
+
+    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.f(z), None, None
+
+    def image(self, z: Tensor) -> Tensor:
+        return self.f(z)
+
+
 def _alike(output: Any, tree: Any) -> bool:
     """Whether the output is a tensor like the state, of which nothing more need be asked."""
     return (
