@@ -29,7 +29,7 @@ from benchmarks.measure import interleaved, table
 from benchmarks.step import MeanField, theirs
 from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
 from implicit_attn.updates import TransformerStep
-from solvers.cuda import forced
+from solvers.core.cuda import forced
 
 TOLERANCE = 1e-3
 Shape = tuple[int, int, int]  # samples, tokens, features

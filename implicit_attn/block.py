@@ -19,8 +19,8 @@ from implicit_attn.hints import hint_names
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import in_transform
-from solvers.cuda import on_cuda, uses_tf32
 
 EPSILON = 1e-5  # of the norm of the input
 ATTENTIONS = ("self", "cross", None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import without_autocast
-from solvers.cuda import on_cuda, uses_tf32
 
 # After twelve squarings the bound exceeds the norm of an n x n matrix by the factor n^(1/16384) at most.
 SQUARINGS = 12

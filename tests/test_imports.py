@@ -22,9 +22,9 @@ solvers.methods
 solvers.adjoints solvers.eigen
 solvers.fixed_points
 solvers.spins solvers.torchdeq_bridge
-solvers
+solvers solvers.cuda
 implicit_attn.optional implicit_attn.parametrised implicit_attn.hints implicit_attn.solvers
-implicit_attn.kernels
+implicit_attn.kernels implicit_attn.spectral
 implicit_attn.energies implicit_attn.dropout
 implicit_attn.updates
 implicit_attn.deq

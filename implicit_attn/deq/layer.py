@@ -31,6 +31,7 @@ from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_count, require_flag, require_number
+from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import (
     constant_weights,
@@ -43,7 +44,6 @@ from solvers.core.modes import (
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
-from solvers.cuda import on_cuda
 from solvers.cuda.recording import Recorder
 from solvers.fixed_points import read_solver
 
@@ -232,7 +232,7 @@ class DEQ(nn.Module):
         """
         self._recorder = Recorder() if require_flag("enabled", enabled) else None
         tensors = (*self.parameters(), *self.buffers())
-        if enabled and not any(on_cuda(tensor) for tensor in tensors):
+        if enabled and tensors and not any(on_cuda(tensor) for tensor in tensors):
             warn_user(
                 "DEQ.compile() has an effect on a CUDA device only, and this layer is not on one: its "
                 "solves run as before",

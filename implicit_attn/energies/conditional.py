@@ -39,7 +39,7 @@ from implicit_attn.energies.tokens import (
 from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
-from solvers.cuda import on_cuda
+from solvers.core.cuda import on_cuda
 
 # Score of pairs that may not attend: its exponential is zero. A solve refuses minus infinity as an input.
 EXCLUDED = -1e30

@@ -27,7 +27,7 @@ from implicit_attn.kernels.arguments import (
 )
 from implicit_attn.kernels.bi_softmax import native, ops
 from solvers.core.checks import require_choice
-from solvers.cuda import on_cuda
+from solvers.core.cuda import on_cuda
 
 _LOG = logging.getLogger("implicit_attn.kernels")
 # "blocks" is the public name of the strips.

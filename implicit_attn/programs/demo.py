@@ -153,7 +153,7 @@ def solve_boards(folder: Path, number: int) -> Path:
 
 
 class OwnEnergy(nn.Module):
-    """``1/2 |z|^2 - 1/2 |relu(0.7 W z + U x)|^2 - sum log sum exp((0.7 Q z + q x) k)``, the energy of the README.
+    """``1/2 |z|^2 - 1/2 |relu(0.7 W z + U x)|^2 - sum log sum exp((0.7 Q z + q x) k)``, as in the README.
 
     The input x is inside the hidden units and the attention. The keys k are made of x and have length 1,
     and W and Q have spectral norm 1, so the energy is convex in z.

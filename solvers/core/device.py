@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from solvers.core.cuda import is_recording
 from solvers.core.modes import in_transform
-from solvers.cuda import is_recording
-
-
-class _PerThread(threading.local):
-    """Whether this thread traces a program, in which nothing may depend on the numbers of tensors."""
-
-    tracing = False
-
-
-_OF_THIS_THREAD = _PerThread()
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """Within, the host reads no tensor of any device: what is done to the tensors is being recorded."""
-    before, _OF_THIS_THREAD.tracing = _OF_THIS_THREAD.tracing, True
-    try:
-        yield
-    finally:
-        _OF_THIS_THREAD.tracing = before
-
-
-def traced() -> bool:
-    """Whether this thread traces a program."""
-    return _OF_THIS_THREAD.tracing
 
 
 def readable(device: torch.device) -> bool:
     """Whether the host may decide by tensors of the device: they show their numbers, without waiting."""
-    hidden = _OF_THIS_THREAD.tracing or is_recording() or in_transform()
+    hidden = is_recording() or in_transform()
     return device.type == "cpu" and not hidden
 
 

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_choice, require_instance, require_nonnegative
+from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
-from solvers.cuda import on_cuda, uses_tf32
 
 # rtol that maps evaluated in half precision meet: a few roundings of the state, amplified by 1 / (1 - J)
 HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from solvers.adjoints.kinds import FALLBACK_RTOL, Implicit
+from solvers.core.cuda import within_recording
 from solvers.core.layout import Layout
 from solvers.core.modes import Weights, autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
@@ -36,7 +37,6 @@ from solvers.core.solution import (
     read_tolerance,
 )
 from solvers.core.telling import warn_user
-from solvers.cuda import within_recording
 from solvers.cuda.turns import Turns
 from solvers.methods.anderson import Anderson
 

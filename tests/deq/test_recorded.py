@@ -20,7 +20,8 @@ from cases.energies import relative_error
 from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
 from implicit_attn.energies import FunctionEnergy
 from solvers import Tolerance
-from solvers.cuda import forced, recording
+from solvers.core.cuda import forced
+from solvers.cuda import recording
 from solvers.cuda.recording import Recorder, UnrecordableError
 
 

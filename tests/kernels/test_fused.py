@@ -13,7 +13,7 @@ from cases.kernels import Allocations, difference
 from implicit_attn import EquilibriumBlock
 from implicit_attn.energies import AttentionInput, ConditionalAttention
 from implicit_attn.kernels import explain_frozen_keys, frozen_key_attention, fused
-from solvers.cuda import forced
+from solvers.core.cuda import forced
 
 BETA = 0.4
 

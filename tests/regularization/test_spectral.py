@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from implicit_attn.energies import Couplings, SpectralBound
 from implicit_attn.regularization import SpectralNorm, apply_norm
 from implicit_attn.spectral import SQUARINGS, gram_bound, spectral_norm
-from solvers.cuda import forced
+from solvers.core.cuda import forced
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ from solvers.core.rows import RUNNING
 from solvers.cuda.turns import Turns
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernels = importlib.import_module("solvers.cuda.kernels")
+kernels = importlib.import_module("solvers.cuda.triton_kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     # Of numpy, in which the interpreter computes.

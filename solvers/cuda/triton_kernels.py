@@ -7,7 +7,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from solvers.cuda.turns import Turns
 
 REDUCED = 16  # chunks whose sums the second kernel reads at a time
 
@@ -150,7 +149,7 @@ def _combine(
         tl.store(z + here, new, there)
 
 
-def turn(s: Turns, value: Any) -> None:
+def turn(s: Any, value: Any) -> None:
     """:func:`solvers.cuda.turns.turn` in three launches."""
     products: Any = _products  # Triton turns Python's numbers into constants
     judge: Any = _judge

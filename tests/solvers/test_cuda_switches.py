@@ -9,8 +9,8 @@ import torch
 
 import solvers
 from implicit_attn import EquilibriumBlock
+from solvers.core.cuda import forced, on_cuda, uses_tf32
 from solvers.core.solution import Goal, criterion
-from solvers.cuda import forced, on_cuda, uses_tf32
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

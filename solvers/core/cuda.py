@@ -1,0 +1,58 @@
+"""What the package does differently on CUDA devices, and the switch that lets a CPU test it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_forced = False
+
+
+def on_cuda(place: Tensor | torch.device) -> bool:
+    """Whether the code for CUDA devices serves a tensor, or the tensors of a device."""
+    device = place.device if isinstance(place, Tensor) else place
+    return device.type == "cuda" or _forced
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """Within the context, the code for CUDA devices serves CPU tensors, too (for tests)."""
+    global _forced
+    outer, _forced = _forced, True
+    try:
+        yield
+    finally:
+        _forced = outer
+
+
+class _PerThread(threading.local):
+    recording = False
+
+
+_OF_THIS_THREAD = _PerThread()
+
+
+@contextmanager
+def within_recording() -> Iterator[None]:
+    """Within the context, this thread records: nothing may depend on the numbers of tensors."""
+    outer, _OF_THIS_THREAD.recording = _OF_THIS_THREAD.recording, True
+    try:
+        yield
+    finally:
+        _OF_THIS_THREAD.recording = outer
+
+
+def is_recording() -> bool:
+    """Whether this thread records."""
+    return _OF_THIS_THREAD.recording
+
+
+def uses_tf32() -> bool:
+    """Whether CUDA devices round the factors of float32 matrix products to TF32."""
+    products = torch.backends.cuda.matmul
+    precision = getattr(products, "fp32_precision", None)  # torch 2.9 and later
+    return bool(products.allow_tf32) if precision is None else precision == "tf32"
