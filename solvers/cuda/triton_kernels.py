@@ -7,7 +7,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-
 REDUCED = 16  # chunks whose sums the second kernel reads at a time
 
 
