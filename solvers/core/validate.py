@@ -28,10 +28,12 @@ _SOLVES: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 def count_solve(f: object) -> int:
     """How many solves of ``f`` there have been before this one; a function is known by its code."""
     origin = origin_of(f)
-    if origin is None:
+    origin = f if origin is None else origin
+    try:
+        number = _SOLVES.get(origin, 0)
+        _SOLVES[origin] = number + 1
+    except TypeError:  # not hashable, or built in
         return 0
-    number = _SOLVES.get(origin, 0)
-    _SOLVES[origin] = number + 1
     return number
 
 
