@@ -41,7 +41,7 @@ def _products(
         tl.store(steps + newest, step, there & (k > 0))
         tl.store(changes + newest, change, there & (k > 0))
         out = partial + (row * chunks + chunk) * (2 * P + 2)
-        for j in tl.static_range(0, M):
+        for j in tl.static_range(0, M):  # type: ignore[attr-defined]
             old = there & (j < k) & (j != slot)
             other = tl.load(changes + (row * M + j) * size + at, old, 0.0)
             other = tl.where(j == slot, change, other)
@@ -110,7 +110,7 @@ def _judge(
         G = tl.where((k > 0) & (b == slot), down[:, None], G)
         tl.store(place, G)
         x = tl.where(k > 0, by_residual, 0.0)
-        for i in tl.static_range(0, M):
+        for i in tl.static_range(0, M):  # type: ignore[attr-defined]
             pivot_row = tl.sum(tl.where(a == i, G, 0.0), 0)
             pivot = tl.sum(tl.where(j == i, pivot_row, 0.0))
             head = tl.sum(tl.where(j == i, x, 0.0)) / pivot
@@ -142,7 +142,7 @@ def _combine(
         k = tl.load(evaluations + row) - 1
         damping = tl.load(settings + 2).to(zi.dtype)
         new = zi + damping * tl.load(residual + here, there, 0.0)
-        for j in tl.static_range(0, M):
+        for j in tl.static_range(0, M):  # type: ignore[attr-defined]
             weight = tl.load(weights + row * P + j).to(zi.dtype)
             new -= weight * tl.load(steps + (row * M + j) * size + at, there & (j < k), 0.0)
         tl.store(z + here, new, there)
