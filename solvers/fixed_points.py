@@ -33,6 +33,7 @@ from solvers.core.modes import (
 from solvers.core.problem import EnergyUpdate, Problem, VectorProblem
 from solvers.core.rows import Progress
 from solvers.core.solution import (
+    LARGE,
     Goal,
     Solution,
     Status,
@@ -52,6 +53,7 @@ from solvers.methods.rescue import rescue
 from solvers.methods.steps import Forward, GradientDescent
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
+VANISHED = 1e-2  # |f(z)| against the first residual, below which the fixed point may be zero
 
 
 @eager
@@ -372,7 +374,7 @@ class Solving:
             # |f(z)| that has fallen to nothing with the residual belongs to a fixed point at zero.
             reference = solution.residual_norm / solution.residual
             fallen = (solution.status == Status.MAX_STEPS) | (solution.status == Status.STALLED)
-            fallen = fallen & (reference < torch.finfo(reference.dtype).eps * first)
+            fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
             self.goal.vanishing = bool(fallen.any())
         wanted = due(self.number, self.verify)
         precision = self.goal.precision
