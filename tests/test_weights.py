@@ -55,13 +55,17 @@ def test_a_model_is_loaded_as_it_is_described(name: str) -> None:
     assert row.path.stat().st_size <= 3 * 2**20  # small enough to ship
     assert sum(parameter.numel() for parameter in model.parameters()) == row.parameters
     last = read_progress(row.path)["history"][-1]
-    for key in ("test_accuracy", "solved_boards", "validation_loss"):
+    for key in ("test_accuracy", "solved_boards", "validation_loss", "noise_error"):
         if key in last:
             assert last[key] == pytest.approx(row.share, abs=6e-5)
             break
     else:
         raise AssertionError(f"{row.path} says nothing of what it reaches")
-    number = f"{row.share:.4f}" if key == "validation_loss" else f"{100 * row.share:.4g}"
+    number = (
+        f"{row.share:.4f}"
+        if key in ("validation_loss", "noise_error")
+        else f"{100 * row.share:.4g}"
+    )
     assert row.measured.startswith(number)
 
 

@@ -30,7 +30,7 @@ class Memories(Energy):
         self.metric = nn.Parameter(1.5 * torch.eye(size))
         self.log_beta = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, z: Tensor) -> Tensor:  # (B, C, S, S) -> (B,)
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         a, m = z.flatten(1) @ self.metric, self.memories @ self.metric
         closeness = a @ m.T - (a.square().sum(1, keepdim=True) + m.square().sum(1)) / 2 + self.bias
         beta = self.log_beta.exp()
@@ -57,7 +57,7 @@ class Task:
             ):
                 row, column = half * (corner // 2), half * (corner % 2)
                 image[:, row : row + half, column : column + half] = 0
-        elif self.missing:
+        elif isinstance(self.missing, float) and self.missing:
             keep = (torch.rand(seen.shape, generator=generator) > self.missing).to(seen)
         y = keep * (seen + self.sigma * torch.randn(seen.shape, generator=generator))
         return y, keep / self.sigma**2

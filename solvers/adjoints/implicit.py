@@ -264,7 +264,7 @@ class Linearization:
                 pairs[id(leaf)] = (leaf, own[-1].view_as(own[-1]))
             return pairs[id(leaf)][1]
 
-        with constant_weights(), torch.enable_grad(), uncompiled():
+        with constant_weights(repeated=True), torch.enable_grad(), uncompiled():
             start = sequence_number()
             args = problem.args
             if any(_trained(leaf) for leaf in leaves_of(args)):

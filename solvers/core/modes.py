@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
@@ -161,6 +162,8 @@ class Weights:
     computed: dict[int, tuple[ParametrizationList, Tensor]] = field(default_factory=dict)
     # Within torch.utils.checkpoint: what the computation saves must not be computed again.
     checkpointed: bool = False
+    # The weights are those of an earlier evaluation: torch's spectral_norm makes no further power iteration.
+    repeated: bool = False
 
     @contextmanager
     def constant(self) -> Iterator[None]:
@@ -178,7 +181,7 @@ class Weights:
         found = self.computed.get(id(parametrization))
         if found is None:
             kept = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
-            with kept:
+            with kept, _no_power_iteration(parametrization) if self.repeated else nullcontext():
                 found = (parametrization, _COMPUTE(parametrization))
             self.computed[id(parametrization)] = found
         return found[1]
@@ -193,12 +196,29 @@ def weights_of_this_solve() -> Weights | None:
     return _OF_THIS_THREAD.weights
 
 
-def constant_weights() -> AbstractContextManager[None]:
+def constant_weights(repeated: bool = False) -> AbstractContextManager[None]:
     """Within, parametrised weights are computed once, by and for this thread alone.
 
     A solve computes weights without a graph, or with that of a recording, which nobody else may read.
+    With ``repeated`` the weights have the values of the evaluations before, where computing them changes
+    a buffer, as torch's ``spectral_norm`` does in training.
     """
-    return Weights().constant()
+    return Weights(repeated=repeated).constant()
+
+
+@contextmanager
+def _no_power_iteration(parametrization: ParametrizationList) -> Iterator[None]:
+    """Within, the spectral norms of a parametrization use the singular vectors that they have."""
+    training = [
+        part for part in parametrization if isinstance(part, _SpectralNorm) and part.training
+    ]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 _COMPUTE: Callable[[ParametrizationList], Tensor] = ParametrizationList.forward

@@ -441,6 +441,25 @@ def test_the_path_of_one_call_is_short() -> None:
     assert len(ours) <= 185 and sum(ours.values()) <= 480
 
 
+def test_weights_with_a_power_iteration_are_those_of_the_solve() -> None:
+    """torch's spectral_norm changes a weight whenever it is read in training; a solve reads it once."""
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8, bias=False))
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return torch.tanh(0.8 * self.linear(z)) + x
+
+    torch.manual_seed(0)
+    layer = DEQ.from_update(Bounded().double(), tolerance=1e-9, max_steps=200)
+    layer(torch.randn(3, 8).double()).sum().backward()
+    assert layer.last is not None and layer.last.converged.all()
+    assert all(p.grad is not None for p in layer.parameters())
+    assert layer.update.function.linear.training  # type: ignore[union-attr]
+
+
 def test_last_solution_keeps_no_graph() -> None:
     """A layer that remembers its solve must not keep activations of the step before alive."""
     layer = make("gradient")
