@@ -152,7 +152,7 @@ def one_energy_many_tasks(
             }
             row |= {"evaluations": solution.evaluations.median().item()}
             solves.append(row | {"weights": sum(each.numel() for each in model.parameters())})
-            seen = torch.where(weight > 0, y, 0.0)[:9]
+            seen = torch.where(weight > 0, y, torch.nan)[:9]
             panels.setdefault(
                 task.name, {"seen": seen, "restored": solution.value[:9], "true": test[:9]}
             )

@@ -31,11 +31,7 @@ from implicit_attn.weights import load_pretrained
 MARKS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations on Sudoku boards
 FRAMES = (1, 8, 16, 32, 64)
 DIM = 32
-LAYERS = {
-    "no layer": 1e-2,
-    "your own energy": 1e-2,
-    "encoder layer": 3e-3,
-}  # and their learning rates
+LAYERS = ("no layer", "your own energy", "encoder layer")
 
 
 @dataclass(kw_only=True)
@@ -44,9 +40,9 @@ class Demo:
 
     1. One energy, many tasks: a layer learns to remove noise from handwritten digits. Then its data term is
     exchanged, and it fills in missing pixels, doubles the resolution and deblurs, without new training.
-    2. Sudoku: a learned update, which was told no rule, solves more boards the longer it iterates.
-    3. Your own energy: a layer defined by a few lines learns to read digits, next to no layer and to an
-    encoder layer after equally many steps.
+    2. Sudoku: a learned update, without built-in rules, solves more boards the longer it iterates.
+    3. Your own energy: a layer defined by ten lines learns to read digits. It is compared with no layer and
+    with an encoder layer, all trained for the same number of steps.
 
     The pictures and tables go to runs/demo; those of an earlier run are replaced.
     """
@@ -89,7 +85,9 @@ def progress(items: Any, title: str) -> Any:
 
 def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> Path:
     """Train an energy to remove noise; solve six tasks with it; write a table and a picture."""
-    heading(1, "One energy, many tasks: trained to remove noise, asked for more afterwards.")
+    heading(
+        1, "One energy, many tasks: an energy trained to remove noise also solves five other tasks."
+    )
     model = train_digits(digits.train_images, epochs, seed)
     test, table, panels, titles = digits.test_images, [], {}, {}
     for task in progress(tasks_of(8), "tasks"):
@@ -103,10 +101,12 @@ def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> P
             "task": task.name, "one energy": mine, "best linear answer": other,
             "converged (%)": 100 * solution.converged.float().mean().item(),
         })  # fmt: skip
-        seen = torch.where(weight > 0, y, 0.0)[:9]
+        seen = torch.where(weight > 0, y, torch.nan)[:9]
         panels[task.name] = {"seen": seen, "restored": solution.value[:9], "true": test[:9]}
         titles[task.name] = title_of(task, 8, mine, other)
-    print(f"{format_table(table)}\n(mean squared error of the pixels of {len(test)} test images)")
+    print(
+        f"{format_table(table)}\n(mean squared error of the pixels of {len(test)} test images; lower is better)"
+    )
     write(folder / "one-energy.csv", table)
     path = folder / "one-energy.png"
     draw(panels, titles).savefig(path, dpi=DPI)
@@ -132,10 +132,13 @@ def solve_boards(folder: Path, number: int) -> Path:
             solved = 100 * (filled == solutions).all(1).float().mean().item()
             table.append({"iterations": count, "boards solved (%)": solved})
     print(
-        f"{format_table(table)}\n(naked and hidden singles, applied by rule, solve {singles:.0f} %)"
+        f"{format_table(table)}\n({number} generated boards; the rules of naked and hidden singles alone "
+        f"solve {singles:.0f} %)"
     )
     write(folder / "sudoku.csv", table)
-    figure = new_figure((13.0, 6.2), "A learned update solves Sudoku; it was told no rule")
+    figure = new_figure(
+        (13.0, 6.2), f"A learned update without built-in rules solves {number} Sudoku boards"
+    )
     above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
     for axes, frame in zip(above.subplots(1, len(frames)), frames, strict=True):
         draw_frame(axes, puzzles[hardest], solutions[hardest], frame)
@@ -156,7 +159,7 @@ class OwnEnergy(nn.Module):
     """``1/2 |z|^2 - 1/2 |relu(0.7 W z + U x)|^2 - sum log sum exp((0.7 Q z + q x) k)``, as in the README.
 
     The input x is inside the hidden units and the attention. The keys k are made of x and have length 1,
-    and W and Q have spectral norm 1, so the energy is convex in z.
+    and W and Q have spectral norm 1, so the energy is convex in z, up to the accuracy of the estimated norms.
     """
 
     def __init__(self, dim: int) -> None:
@@ -195,7 +198,7 @@ class Classifier(nn.Module):
 
 def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> Path:
     """Train three classifiers for equally many steps; write a table and a picture."""
-    heading(3, "Your own energy: a layer of ten lines, the README's, learns to read digits.")
+    heading(3, "Your own energy: the ten-line layer of the README learns to read digits.")
     table: Table = []
     for name in LAYERS:
         torch.manual_seed(seed)
@@ -213,7 +216,7 @@ def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> P
         size = sum(each.numel() for each in model.layer.parameters()) if model.layer else 0
         row = {"layer": name, "test accuracy (%)": 100 * right.item(), "weights of the layer": size}
         table.append(row | {"converged (%)": solves})
-    print(format_table(table))
+    print(f"{format_table(table)}\n(after {steps} training steps, one seed)")
     write(folder / "own-energy.csv", table)
     figure = new_figure((7, 2.6), f"Handwritten digits after {steps} training steps, one seed")
     axes = figure.subplots()

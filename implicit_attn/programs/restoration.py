@@ -16,6 +16,8 @@ from implicit_attn.models import Restorer
 from implicit_attn.optional import require
 from implicit_attn.studies.study import new_figure
 
+HIDDEN = (0.68, 0.81, 0.93)  # colour of a pixel that was not observed
+
 
 class Memories(Energy):
     """``R(z) = -1/beta log sum_k exp(beta (b_k - |S (z - m_k)|^2 / 2))``: memories m_k, a metric S.
@@ -99,8 +101,8 @@ def title_of(task: Task, size: int, error: float | str, linear: float | str) -> 
     """The title of a panel: the task, whether training knew it, mean squared errors."""
     known = task.operator is None and task.missing in ((0.0,) if size == 8 else (0.0, 0.5, 0.75))
     numbers = (f"{each:.4f}" if isinstance(each, float) else each for each in (error, linear))
-    return "{}{}\nerror {}, best linear answer {}".format(
-        task.name, "" if known else " (never in training)", *numbers
+    return "{}{}\nmean squared error {}, best linear answer {}".format(
+        task.name, "" if known else " (task not in training)", *numbers
     )
 
 
@@ -184,14 +186,15 @@ def restore(
 
 def draw(panels: dict[str, dict[str, Tensor]], titles: dict[str, str]) -> Any:
     """A panel for each task: what was seen, what the energy made of it, and the true images."""
-    figure = new_figure((11, 6.4))
+    figure = new_figure((11, 6.8), "One trained energy, six tasks")
     for axes, (name, rows) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
         size = rows["true"].shape[2:]
+        # A pixel that was not observed is NaN and has the colour HIDDEN.
         scaled = [F.interpolate(images, size).clamp(0, 1) for images in rows.values()]
         lines = [torch.cat([*F.pad(images, (1, 1, 1, 1))[:, 0]], 1) for images in scaled]
-        axes.imshow(
-            torch.cat(lines).numpy(), cmap="gray_r", vmin=0, vmax=1, interpolation="nearest"
-        )
+        shades = 1 - torch.cat(lines).unsqueeze(-1).expand(-1, -1, 3)
+        shades = torch.where(shades.isnan(), torch.tensor(HIDDEN), shades)
+        axes.imshow(shades.numpy(), interpolation="nearest")
         axes.set_yticks([(size[0] + 2) * (k + 0.5) for k in range(len(lines))], list(rows))
         axes.set_xticks([])
         axes.tick_params(length=0)

@@ -7,13 +7,14 @@ finds it: :meth:`AdjointSolve.__call__`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from solvers.adjoints.checkpoints import sequence_number
@@ -264,14 +265,20 @@ class Linearization:
                 pairs[id(leaf)] = (leaf, own[-1].view_as(own[-1]))
             return pairs[id(leaf)][1]
 
-        with constant_weights(repeated=True), torch.enable_grad(), uncompiled():
+        with torch.enable_grad(), uncompiled():
             start = sequence_number()
             args = problem.args
             if any(_trained(leaf) for leaf in leaves_of(args)):
                 args = pytree.tree_map(alias, args)
             # Not the leaf itself: torch cannot follow the gradients of leaves where it tracks modules.
             point = own[0].view_as(own[0])
-            output = replace(problem, args=args).masked_map(point)
+            made = replace(problem, args=args)
+            with constant_weights(repeated=True):
+                output = made.masked_map(point)
+            if output.requires_grad and _read_by(output, set(), start)[1]:
+                # Again, with what was computed before the solve as further sources.
+                with constant_weights(repeated=True), _Substitution(alias, start):
+                    output = made.masked_map(point)
         if not output.requires_grad and (pairs or trained_by(problem.f)):
             raise RuntimeError(
                 "f(z, *args) has no graph although an input or a weight requires a gradient: f runs under "
@@ -282,6 +289,28 @@ class Linearization:
             leaves = []  # their gradients go through the graph
         sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
         return cls(problem, point, output, sources + leaves, aliases + leaves, computed)
+
+
+class _Substitution(TorchFunctionMode):
+    """Within, functions of torch get an alias of a tensor that requires a gradient and was computed before.
+
+    Leaves are left alone, since the graph names them. What a custom ``autograd.Function`` reads is left alone
+    too, because torch does not show it to a mode.
+    """
+
+    def __init__(self, alias: Callable[[Any], Any], start: int) -> None:
+        super().__init__()
+        self.alias, self.start = alias, start
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self._seen, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            early = value.grad_fn._sequence_nr() < self.start
+            return self.alias(value) if early else value
+        return value
 
 
 def _trained(leaf: Any) -> bool:
