@@ -360,6 +360,8 @@ class Solving:
         solution.residual, solution.residual_norm = point.relative(), point.norm
         solution.evaluations = solution.evaluations.max() + 1 + found.evaluations.expand(len(wrong))
         solution.steps = solution.evaluations.clone()
+        # The whole batch may have converged by its norm while a small sample has not.
+        judge_again(solution, point, tolerance, self.goal.precision)
 
     def _verify(
         self,

@@ -89,9 +89,9 @@ print(model.layer.last.summary())
 
 # %% [markdown]
 # Compare the two accuracies. The layer does not help, although the summary says that its solves on the
-# test images converged. The reason is the energy itself. The state meets the input only in
-# $|z - x|^2$, so the layer applies one fixed map to every token, and the tokens cannot influence each
-# other. Such a layer is called a proximal step.
+# test images converged, so the solver is not to blame. The state meets the input only in $|z - x|^2$. The
+# layer therefore applies one fixed map to every token, and it cannot combine tokens. Such a layer is called
+# a proximal step.
 #
 # ## An energy that learns
 #
@@ -160,9 +160,9 @@ print(deq.last.summary())
 #
 # ## Without the bounds
 #
-# The next network is the same, but W and Q are free. Nothing keeps the energy convex, and it may even be
-# unbounded below. We count the statuses of all solves in training. `on_failure="ignore"` turns off the
-# warning that you would otherwise see.
+# The next network has no bounds on W and Q, and it trains for 3 epochs instead of 8. Nothing keeps its
+# energy convex, and it may even be unbounded below. We count the statuses of all solves, in training and on
+# the test images. `on_failure="ignore"` turns off the warning that you would otherwise see.
 
 # %%
 statuses = []

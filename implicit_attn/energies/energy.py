@@ -12,9 +12,10 @@ import copy
 import functools
 import inspect
 import math
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -435,6 +436,9 @@ def _copied_around(module: nn.Module, old: Energy, new: Energy) -> nn.Module:
     if all(part is not old for part in module.modules()):
         return module
     copied = copy.copy(module)
+    for name, hooks in vars(copied).items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):  # of this module alone
+            setattr(copied, name, hooks.copy())
     copied._modules = {
         name: child and _copied_around(child, old, new) for name, child in module._modules.items()
     }
@@ -546,10 +550,36 @@ def value_and_gradient(
     return (value if record else value.detach()), gradient
 
 
+class _PlainAttention:
+    """A context in which attention is computed by torch's plain formula, in all threads of the process.
+
+    torch keeps the choice for the whole process. The first thread that enters makes it, and the last one
+    that leaves takes it back, so threads that interleave leave it as it was.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.entered, self.chosen = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.entered == 0:
+                self.chosen.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self.entered += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.entered -= 1
+            if self.entered == 0:
+                self.chosen.close()
+
+
+_PLAIN_ATTENTION = _PlainAttention()
+
+
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
     """Within, attention is computed by torch's plain formula, and compiled functions run uncompiled."""
-    with uncompiled(), sdpa_kernel(SDPBackend.MATH):
+    with uncompiled(), _PLAIN_ATTENTION:
         yield
 
 
@@ -572,7 +602,7 @@ def _by_transform(
         value = function(pytree.tree_unflatten(leaves, spec), *inputs)
         return value.sum(), value
 
-    with sdpa_kernel(SDPBackend.MATH):
+    with nullcontext() if torch.compiler.is_dynamo_compiling() else _PLAIN_ATTENTION:
         gradients, value = torch.func.grad(total, has_aux=True)(leaves)
     return value, pytree.tree_unflatten(list(gradients), spec)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn.data.images import join_patches, split_patches
 from implicit_attn.deq import DEQ
-from implicit_attn.energies.energy import Energy, Weighted
+from implicit_attn.energies.energy import Energy, Sum, Weighted
 from implicit_attn.energies.restoration import DataTerm, NetworkEnergy
 from implicit_attn.models.images import count_patches
 from solvers.core.checks import require_choice, require_count
@@ -95,7 +95,14 @@ class Restorer(nn.Module):
         self.register_buffer("mean", mean.detach().clone())
         options: dict[str, Any] = {"tolerance": 3e-3, "max_steps": 200}
         energy = DataTerm().weighted(factor) + prior
+        # The latest operator and its layer, which is no part of the module.
+        self._task: tuple[Any, DEQ] | None = None
         self.layer = DEQ(energy, **options | dict(layer or {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_task": None
+        }  # an operator may be a lambda, which cannot be pickled
 
     @property
     def data(self) -> Weighted:
@@ -107,7 +114,8 @@ class Restorer(nn.Module):
     def prior(self) -> Any:
         """The energy R."""
         update: Any = self.layer.update
-        return update.energy.terms[1]
+        terms = list(update.energy.terms)[1:]
+        return terms[0] if len(terms) == 1 else Sum(terms)
 
     def solve(
         self,
@@ -132,7 +140,9 @@ class Restorer(nn.Module):
         weight = torch.ones_like(y) if weight is None else weight
         layer = self.layer
         if operator is not None:
-            layer = layer.replace(self.data.energy, DataTerm(operator))
+            if self._task is None or self._task[0] is not operator:
+                self._task = operator, layer.replace(self.data.energy, DataTerm(operator))
+            layer = self._task[1].train(self.training)
         if start is None:
             start = self.mean.expand(y.shape[0], *self.mean.shape)
             if operator is None:

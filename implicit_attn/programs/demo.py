@@ -105,7 +105,8 @@ def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> P
         panels[task.name] = {"seen": seen, "restored": solution.value[:9], "true": test[:9]}
         titles[task.name] = title_of(task, 8, mine, other)
     print(
-        f"{format_table(table)}\n(mean squared error of the pixels of {len(test)} test images; lower is better)"
+        f"{format_table(table)}\n(mean squared error of the pixels of {len(test)} test images; "
+        "lower is better)"
     )
     write(folder / "one-energy.csv", table)
     path = folder / "one-energy.png"

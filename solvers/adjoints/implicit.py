@@ -70,7 +70,8 @@ class AdjointSolve:
             if solution is None:
                 solution = self._together(product, right_given, right.dtype)
         u = solution.value.to(right.dtype)
-        lost = ~given | ~torch.isfinite(u).all(1)
+        failed = solution.status == Status.NONFINITE
+        lost = ~given | failed | ~torch.isfinite(u).all(1)
         u = u.masked_fill(lost[:, None], torch.nan)
         self.report.solution = self._of_whole_batch(
             replace(
@@ -142,7 +143,8 @@ class AdjointSolve:
         length = torch.linalg.vector_norm(solution.value, dim=1)
         open_rows = ~solution.converged
         # A sample that had ended has another residual when those that it depends on have moved on.
-        wrong = bool((~open_rows & exceeds(last, allowed.atol, length, unit.dtype)).any())
+        changed = exceeds(last, allowed.atol, length, unit.dtype) & torch.isfinite(last)
+        wrong = bool((~open_rows & changed).any())
         if wrong or (bool(open_rows.any()) and _coupled(image, unit)):
             return None
         left = self.max_steps - int(solution.evaluations.max())
@@ -230,7 +232,8 @@ def _coupled(image: JacobianProduct, unit: Tensor) -> bool:
         [bool(bin(number).count("1") % 2) for number in range(len(unit))], device=unit.device
     )
     others = image(where_rows(some, unit, torch.zeros_like(unit)))[~some]
-    return bool(others.any())
+    # A Jacobian that is not finite makes NaN of zeros, which is no influence.
+    return bool(others.nan_to_num(0.0, 0.0, 0.0).any())
 
 
 @dataclass

@@ -213,7 +213,12 @@ class RecordedSolve:
     def _linearise(self) -> None:
         self.point = self.turns.kept.to(self.dtype).detach().clone().requires_grad_()
         free = self.point if self.mask is None else self.point.where(self.mask, self.point.detach())
-        with torch.enable_grad(), self._autocast(), within_recording(), Weights().constant():
+        with (
+            torch.enable_grad(),
+            self._autocast(),
+            within_recording(),
+            Weights(repeated=True).constant(),
+        ):
             image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
@@ -328,7 +333,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a recorded solve has first derivatives only: call layer.compile(backend=None) to "
+                "a recorded solve has first derivatives only: call layer.compile(False) to "
                 "differentiate twice (create_graph=True)"
             )
         value, *tensors = (
@@ -471,6 +476,8 @@ def _options(f: Any, options: dict[str, Any], z0: Any) -> Options | None:
     watched = options.get("record") or options.get("callback") is not None
     if watched or in_transform() or options["max_steps"] < 2:
         return None
+    if options.get("verify"):
+        return _refused("is asked to verify its returned value", f)
     if getattr(f, "dropped", None) is not None:
         return _refused("holds a VariationalDropout", f)
     if not (solver is None or type(solver) is Anderson):

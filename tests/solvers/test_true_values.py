@@ -246,3 +246,36 @@ def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
 def test_a_complex_state_is_told_a_way() -> None:
     with pytest.raises(TypeError, match="view_as_real"):
         fixed_point(lambda z: 0.4j * z, torch.zeros(2, 3, dtype=torch.complex128))
+
+
+def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> None:
+    """sqrt has no slope at 0: that sample gets NaN, and the others the gradients that they have alone."""
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        length = z.norm(dim=1, keepdim=True)
+        return x + 0.3 * z * length.sqrt() / (1 + length)
+
+    x = normal(8, 3, dtype=torch.float64)
+    x[0] = 0
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        found = fixed_point(f, torch.zeros_like(x), (x,), tolerance=Tolerance(1e-8, 1e-8))
+        assert found.converged.all()
+        return torch.autograd.grad(found.value.sum(), x)[0]
+
+    together = gradient(x)
+    assert together[0].isnan().all()
+    torch.testing.assert_close(together[1:], gradient(x[1:]), rtol=1e-6, atol=1e-8)
+
+
+def test_coupled_samples_of_unequal_size_are_each_judged() -> None:
+    """With ``compact=False`` they are one system, whose norm hides a small sample."""
+    x = normal(6, 4, dtype=torch.float64)
+    x[0] *= 1e4
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return x + 0.5 * torch.tanh(z + 1e-4 * z.mean(0, keepdim=True))
+
+    found = fixed_point(f, torch.zeros_like(x), (x,), compact=False, on_failure="ignore")
+    assert (true_residuals(f, found.value, x)[found.converged] <= 3e-4).all()
