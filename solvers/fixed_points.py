@@ -101,8 +101,9 @@ def fixed_point(
             2e-3 where a CUDA device multiplies in TF32 (an estimate, not measured on a card yet).
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept. A call of ``f`` is one
             evaluation for each sample that it is given; with ``compact=False``, for all of the batch, so
-            that there are at most ``max_steps`` calls. Products of Newton's method with the Jacobian
-            count as evaluations; second attempts go on counting. The gradient is not counted:
+            that there are at most ``max_steps`` calls besides those of ``verify``. Products of Newton's
+            method with the Jacobian count as evaluations; second attempts go on counting. The gradient is
+            not counted:
             ``Implicit`` evaluates ``f`` once more, at the solution.
         adjoint: how gradients flow, by default ``Implicit()``; ``Unrolled``, ``Phantom``, ``OneStep``, also
             as a class or by name (``"unrolled"``); None: no gradient.

@@ -486,6 +486,8 @@ class BoardSolver(nn.Module):
         """Boards (B, N), without guesses."""
         if stop == "converged":
             found = self.layer.solve(self.marks(boards), **options)
+        elif unknown := sorted(options.keys() - {"max_steps"}):
+            raise TypeError(f'{unknown} need stop="converged"; "consistent" takes max_steps alone')
         else:
             found = self._solve_consistent(boards, **options)
         logits = self._clamped(self.classify(found.value), boards)

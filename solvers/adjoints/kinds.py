@@ -66,7 +66,8 @@ class Implicit(Adjoint):
             MINRES (where J is symmetric) or GMRES for the samples that are left.
         tolerance: of the linear solve, relative to ``|g|``; None takes the forward
             solve's ``rtol``, or 1e-6 where that is 0.
-        max_steps: products with ``J^T`` per sample, an upper bound.
+        max_steps: products with ``J^T`` per sample, an upper bound. Samples that turn out to influence each
+            other are solved once more, as one system, with as many.
         on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
         states: how gradients flow through the states of ``states_at``, at which the equation does not
             hold: ``Phantom(...)``, or None for ``OneStep()``.
