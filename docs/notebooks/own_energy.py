@@ -294,7 +294,7 @@ for name, row in rows.items():
 figure, axes = plt.subplots(len(rows), 8, figsize=(6, 4))
 for line, (name, row) in zip(axes, rows.items()):
     for place, image in zip(line, row):
-        place.imshow(image.view(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        place.imshow(image.view(8, 8).numpy(), cmap="gray_r", vmin=0, vmax=1)
         place.set(xticks=[], yticks=[])
     line[0].set_ylabel(name, rotation=0, ha="right", va="center")
 figure.suptitle("One trained energy, two tasks")
