@@ -9,16 +9,16 @@ shape the dropped tensor has.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from solvers.core.checks import require_count, require_number
-from solvers.core.modes import in_transform, parts_of
+from solvers.core.context import CONTEXT, within
+from solvers.core.modes import in_transform
 
 _WORD = 0xFFFFFFFF  # the arithmetic is that of 32 bits, in int64
 
@@ -93,7 +93,7 @@ class VariationalDropout(nn.Module):
             return h
         if seeds is not None:
             return h * self.mask(h, seeds, 0)
-        current = _OF_THIS_THREAD.solve
+        current = CONTEXT.masks
         if current is None or id(self) not in current[0].numbers:
             raise RuntimeError(
                 "VariationalDropout in training mode drops by the mask of a solve, and is in none: make it "
@@ -146,21 +146,14 @@ class SolveMasks:
         self.called: set[int] = set()  # numbers
 
     @classmethod
-    def of(cls, update: nn.Module) -> SolveMasks | None:
-        """Those of an update; None where nothing is dropped."""
-        parts = (part for _, part in parts_of(update))
-        found = [m for m in parts if isinstance(m, VariationalDropout) and m.active]
+    def of(cls, modules: Iterable[nn.Module]) -> SolveMasks | None:
+        """The masks of an update's modules; None if none of them drops anything."""
+        found = [m for m in modules if isinstance(m, VariationalDropout) and m.active]
         return cls(found) if found else None
 
-    @contextmanager
-    def within(self, seeds: Tensor) -> Iterator[None]:
-        """Within, the modules called in this thread drop by these seeds."""
-        outer = _OF_THIS_THREAD.solve
-        _OF_THIS_THREAD.solve = (self, seeds)
-        try:
-            yield
-        finally:
-            _OF_THIS_THREAD.solve = outer
+    def within(self, seeds: Tensor) -> AbstractContextManager[None]:
+        """Within the context, the modules called in this thread drop by these seeds."""
+        return within(masks=(self, seeds))
 
     def mask(self, module: VariationalDropout, h: Tensor, seeds: Tensor) -> Tensor:
         number = self.numbers[id(module)]
@@ -187,15 +180,6 @@ class SolveMasks:
                 "solve: an energy with a closed-form gradient has no place for it; use nn.Dropout on the "
                 "layer's input or output, or remove it"
             )
-
-
-class _PerThread(threading.local):
-    """The masks and seeds of the innermost solve of this thread; None outside of a solve."""
-
-    solve: tuple[SolveMasks, Tensor] | None = None
-
-
-_OF_THIS_THREAD = _PerThread()
 
 
 def _is_compiled(module: nn.Module) -> bool:

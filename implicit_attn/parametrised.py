@@ -1,23 +1,43 @@
-"""Parametrised weights (``torch.nn.utils.parametrize``) of modules that can be saved and pickled whole."""
+"""Parametrised weights that a solve computes once, of modules that can be saved and pickled whole."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from solvers.core.context import CONTEXT
 
 
 def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> None:
-    """``torch.nn.utils.parametrize.register_parametrization``; ``module`` can be pickled as before.
+    """Register a parametrization whose weight every solve computes once.
 
-    torch gives a parametrised module a class of its own, made on the spot, which refuses to be pickled.
-    This one is made anew where the module is loaded. A copy of a module shares its class, so a class that
-    gets another property is made anew for the module as well.
+    This is ``torch.nn.utils.parametrize.register_parametrization`` with two differences. Within a solve the
+    weight is computed at the first evaluation only. And the module can be pickled: torch gives a parametrised
+    module a class of its own, made on the spot, which refuses to be pickled. This one is made anew where the
+    module is loaded. A copy of a module shares its class, so a class that gets another property is made anew
+    for the module as well.
     """
     own_class(module)
     parametrize.register_parametrization(module, name, parametrization)
-    made: Any = type(module)
+    _adapt(type(module), name)
+
+
+def _adapt(made: Any, name: str) -> None:
+    """Let the class read its weight ``name`` once a solve, and let its modules be pickled."""
+    known: property = made.__dict__[name]
+
+    def read(module: Any) -> Tensor:
+        weights = CONTEXT.weights
+        # A compiler cannot trace the variables of a thread, and merges equal computations itself.
+        if weights is None or torch.compiler.is_dynamo_compiling():
+            assert known.fget is not None
+            return known.fget(module)
+        return weights.read(module.parametrizations[name])
+
+    setattr(made, name, property(read, known.fset))
     made.__reduce_ex__ = _reduce
 
 
@@ -40,6 +60,5 @@ def _rebuilt(kind: type[nn.Module], names: list[str]) -> nn.Module:
     parametrize._inject_new_class(module)
     for name in names:
         parametrize._inject_property(module, name)
-    made: Any = type(module)
-    made.__reduce_ex__ = _reduce
+        _adapt(type(module), name)
     return module

@@ -20,10 +20,10 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
+from solvers.core.context import constant_weights, modules_of
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, take
 from solvers.core.modes import (
-    constant_weights,
     eager,
     in_transform,
     ordinary,
@@ -63,7 +63,7 @@ class Linearization:
         if self.kind == "product":
             return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))
         # A compiled function could not be differentiated several times.
-        with recording(), constant_weights(), uncompiled():
+        with recording(), constant_weights(modules_of(self.f)), uncompiled():
             point = self.layout.vector(ordinary(self.z)).detach().requires_grad_()
             output = self.f(self.layout.tree(point), *ordinary(self.args))
             if self.kind == "energy":
@@ -489,7 +489,7 @@ def jacobian_penalty(
     if mask is not None:
         check_mask(mask, layout, first.shape[0], first.device)
         keep = layout.mask_vector(mask)
-    with recording(), constant_weights(), uncompiled():
+    with recording(), constant_weights(modules_of(f)), uncompiled():
         total, products = None, 0
         point = layout.vector(ordinary(z))
         product = _product(f, layout, point, ordinary(args))

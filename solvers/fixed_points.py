@@ -20,11 +20,11 @@ from solvers.core.checks import (
     require_increasing,
     require_kind,
 )
+from solvers.core.context import constant_weights
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.loop import ExternalSolver, Loop, Solver
 from solvers.core.modes import (
-    constant_weights,
     eager,
     in_transform,
     refuse_export,
@@ -311,7 +311,7 @@ class Solving:
 
         ``verify``: the returned value is evaluated once more where that is due, else the caller does so.
         """
-        with constant_weights(), without_autocast(start.device.type):
+        with constant_weights(problem.modules), without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
                 first, last, status, tolerance = None, None, None, self.goal.tolerance
                 solution = self.solver.run(

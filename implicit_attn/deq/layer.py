@@ -16,6 +16,7 @@ import solvers
 from implicit_attn.deq.problem import (
     Held,
     Map,
+    Modules,
     MonitoredMap,
     batch_and_device,
     check_batched,
@@ -31,14 +32,12 @@ from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_count, require_flag, require_number
+from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import (
-    constant_weights,
     eager,
     in_transform,
-    read_anew,
-    read_once,
     refuse_export,
 )
 from solvers.core.purity import refuse_drawing_modules
@@ -166,7 +165,6 @@ class DEQ(nn.Module):
         return self.solve(x, mask, **options).value
 
     @eager
-    @read_once()
     def solve(
         self,
         x: Any,
@@ -193,16 +191,17 @@ class DEQ(nn.Module):
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
-        refuse_sharded_parts(self.update)
-        x = check_inputs(x, mask, self.update, z0)
-        dropped = SolveMasks.of(self.update)
+        parts = dict(self.update.named_modules())
+        refuse_sharded_parts(parts)
+        x = check_inputs(x, mask, parts, z0)
+        dropped = SolveMasks.of(parts.values())
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-        f, args, prepared = self._map(x, mask, dropped, seeds)
+        f, args, prepared = self._map(x, mask, dropped, seeds, parts)
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
-        elif not prepares(self.update):  # modules in ``prepare``, called once, may draw
-            refuse_drawing_modules(self.update, "the update")
+        elif not prepares(parts):  # modules in ``prepare``, called once, may draw
+            refuse_drawing_modules(parts.items(), "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
         solution = None
@@ -275,26 +274,31 @@ class DEQ(nn.Module):
 
     def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Map, tuple[Any, ...]]:
         """The map and its inputs ``f(z, *args)``, as the latest solve had them."""
-        x = check_inputs(x, mask, self.update, z)
-        dropped, seeds = SolveMasks.of(self.update), self._seeds
+        parts = dict(self.update.named_modules())
+        x = check_inputs(x, mask, parts, z)
+        dropped, seeds = SolveMasks.of(parts.values()), self._seeds
         if dropped is not None and (seeds is None or len(seeds) != batch_and_device(z, x)[0]):
             raise RuntimeError(
                 "dropout in the update has the masks of the latest solve, and there was none with as many "
                 "samples: solve for x first, or call eval()"
             )
-        f, args, _ = self._map(x, mask, dropped, seeds)
+        f, args, _ = self._map(x, mask, dropped, seeds, parts)
         return f, args
 
     def _map(
-        self, x: Any, mask: Tensor | None, dropped: SolveMasks | None, seeds: Tensor | None
+        self,
+        x: Any,
+        mask: Tensor | None,
+        dropped: SolveMasks | None,
+        seeds: Tensor | None,
+        parts: Modules,
     ) -> tuple[Map, tuple[Any, ...], Any]:
         """``f`` and ``args`` of ``fixed_point(f, z0, args)``, and what the update has prepared of x."""
         prepared = prepare(self.update, x, mask, seeds, dropped)
-        read_anew()  # a user's own code may have changed a module
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)
-        return kind(self.update, self, spec, dropped), inputs, prepared
+        return kind(self.update, self, spec, dropped, parts), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
         """The layer's options of :func:`solvers.fixed_point`, in its mode."""
@@ -391,20 +395,21 @@ class UnrolledLayer(nn.Module):
 
     def forward(self, x: Any, mask: Tensor | None = None, *, z0: Any = None) -> Any:
         """``z_k`` for the input ``x``, of the structure of the initial state."""
-        x = check_inputs(x, mask, self.update, z0)
-        dropped = SolveMasks.of(self.update)
-        with _weights_once():
+        parts = dict(self.update.named_modules())
+        x = check_inputs(x, mask, parts, z0)
+        dropped = SolveMasks.of(parts.values())
+        with _weights_once(parts):
             seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
             prepared = prepare(self.update, x, mask, seeds, dropped)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
             check_batched(x, start)
-            if not prepares(self.update):  # modules in ``prepare``, called once, may draw
-                refuse_drawing_modules(self.update, "the update")
+            if not prepares(parts):  # modules in ``prepare``, called once, may draw
+                refuse_drawing_modules(parts.items(), "the update")
             given, spec = flat(prepared)
-            f, rest = Map(self.update, self, spec, dropped), (given, mask, seeds)
+            f, rest = Map(self.update, self, spec, dropped, parts), (given, mask, seeds)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
-                with torch.no_grad(), _weights_once():  # computed again, without a graph
+                with torch.no_grad(), _weights_once(parts):  # computed again, without a graph
                     start = self._iterate(early, f, start, *rest)
             return self._iterate(self.evaluations - early, f, start, *rest)
 
@@ -442,12 +447,14 @@ class UnrolledLayer(nn.Module):
         return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
-def _weights_once() -> AbstractContextManager[None]:
-    """Within, parametrised weights are computed once.
+def _weights_once(parts: Modules) -> AbstractContextManager[None]:
+    """Within the context, parametrised weights are computed once.
 
     Not while Dynamo traces: it follows no variables of a thread, and merges equal computations itself.
     """
-    return nullcontext() if torch.compiler.is_dynamo_compiling() else constant_weights()
+    if torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    return constant_weights(list(parts.values()))
 
 
 def bake(module: Module) -> Module:

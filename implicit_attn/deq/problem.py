@@ -7,7 +7,7 @@ In the order in which ``DEQ.solve`` needs it: :func:`check_inputs`, :func:`prepa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
 from solvers.core.layout import Layout
-from solvers.core.modes import found_once, in_transform, parts_of, read_anew
+from solvers.core.modes import in_transform
+
+Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
 
-def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:
+def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) -> Any:
     """Check the mask, shapes, finiteness and, unless autocast is on, the dtype: that of the parameters.
 
     Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
@@ -37,7 +39,7 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
     ):
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    parameters = (p for _, part in parts_of(update) for p in part._parameters.values())
+    parameters = (p for part in parts.values() for p in part._parameters.values())
     wanted = {p.dtype for p in parameters if p is not None and p.is_floating_point()}
     # Tensors show none to a compiler or an exporter, nor within a transform.
     has_numbers = not (torch.compiler.is_compiling() or in_transform())
@@ -125,7 +127,7 @@ def batch_and_device(*trees: Any) -> tuple[int, torch.device]:
     return first.shape[0], first.device
 
 
-def refuse_sharded_parts(update: nn.Module) -> None:
+def refuse_sharded_parts(parts: Modules) -> None:
     """Raise ValueError where FSDP gathers weights at every evaluation of an update.
 
     Processes whose samples take different numbers of evaluations would wait for each other for ever, or
@@ -136,22 +138,18 @@ def refuse_sharded_parts(update: nn.Module) -> None:
         return
     newer = (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
     kinds = (fsdp.FullyShardedDataParallel, *newer)
-    if any(isinstance(part, kinds) for _, part in parts_of(update)):
+    if any(isinstance(part, kinds) for part in parts.values()):
         raise ValueError(
             "the update must hold no module that FSDP shards, as processes make different numbers of "
             "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"
         )
 
 
-def prepares(update: nn.Module) -> bool:
+def prepares(parts: Modules) -> bool:
     """Whether a part of the update has a ``prepare`` of its own."""
-
-    def find() -> bool:
-        parts = (part for _, part in parts_of(update) if isinstance(part, Update))
-        own = (part for part in parts if type(part).prepare is not Update.prepare)
-        return any(not isinstance(part, EnergyStep) for part in own)  # which asks its energy
-
-    return found_once(("prepares", update), find)
+    updates = (part for part in parts.values() if isinstance(part, Update))
+    own = (part for part in updates if type(part).prepare is not Update.prepare)
+    return any(not isinstance(part, EnergyStep) for part in own)  # which asks its energy
 
 
 def prepare(
@@ -184,9 +182,7 @@ def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prep
     kind = type(update)
     own = kind.initial is not Update.initial or kind.start is not Update.start
     if callable(init) or (init == "input" and own):
-        made = init(x) if callable(init) else update.start(x, prepared)
-        read_anew()  # a user's own code may have changed a module
-        return made
+        return init(x) if callable(init) else update.start(x, prepared)
     if not isinstance(x, Tensor):
         raise TypeError(
             f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
@@ -207,8 +203,10 @@ class Map:
         layer: nn.Module,
         spec: Any,
         dropped: SolveMasks | None,
+        parts: Modules,
     ) -> None:
         self.update, self.symmetric = update, update.symmetric
+        self.modules = list(parts.values())
         self.layer = layer  # named by warnings
         self.spec, self.dropped = spec, dropped
 

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from solvers.core.modes import uncompiled, weights_of_this_solve
+from solvers.core.context import CONTEXT, within
+from solvers.core.modes import uncompiled
 from solvers.core.purity import version_of
 
 
@@ -64,7 +65,7 @@ class Checkpoints:
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         """``function(z)``, recorded."""
-        weights = weights_of_this_solve()
+        weights = CONTEXT.weights
         assert weights is not None
         weights.checkpointed = True
         watched, self.batch = z.shape[0] != self.batch, z.shape[0]
@@ -80,7 +81,7 @@ class Checkpoints:
                 watch = nullcontext()
             repeating = True
             # A compiler would take the watch for a part of the evaluation.
-            with uncompiled() if watched else nullcontext(), weights.constant(), watch:
+            with uncompiled() if watched else nullcontext(), within(weights=weights), watch:
                 return function(z)
 
         output = checkpoint(run, z, use_reentrant=False)

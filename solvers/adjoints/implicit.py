@@ -8,6 +8,7 @@ finds it: :meth:`AdjointSolve.__call__`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from solvers.adjoints.checkpoints import sequence_number
+from solvers.core.context import constant_weights
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
-from solvers.core.modes import constant_weights, uncompiled, without_autocast
+from solvers.core.modes import uncompiled, without_autocast
 from solvers.core.problem import JacobianProduct, Problem, VectorProblem, gradients, pullback
 from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
@@ -268,6 +270,10 @@ class Linearization:
                 pairs[id(leaf)] = (leaf, own[-1].view_as(own[-1]))
             return pairs[id(leaf)][1]
 
+        def evaluate(substitution: AbstractContextManager[Any]) -> Tensor:
+            with constant_weights(problem.modules, repeated=True), substitution:
+                return replace(problem, args=args).masked_map(point)
+
         with torch.enable_grad(), uncompiled():
             start = sequence_number()
             args = problem.args
@@ -275,19 +281,18 @@ class Linearization:
                 args = pytree.tree_map(alias, args)
             # Not the leaf itself: torch cannot follow the gradients of leaves where it tracks modules.
             point = own[0].view_as(own[0])
-            made = replace(problem, args=args)
-            with constant_weights(repeated=True):
-                output = made.masked_map(point)
-            if output.requires_grad and _read_by(output, set(), start)[1]:
-                # Again, with what was computed before the solve as further sources.
-                with constant_weights(repeated=True), _Substitution(alias, start):
-                    output = made.masked_map(point)
+            # Modules seldom read what was computed before the solve. Plain functions often do.
+            module = isinstance(origin_of(problem.f), nn.Module)
+            output = evaluate(nullcontext() if module else _Substitution(alias, start))
+            leaves, computed = _read_by(output, own, start)
+            if module and computed:
+                output = evaluate(_Substitution(alias, start))
+                leaves, computed = _read_by(output, own, start)
         if not output.requires_grad and (pairs or trained_by(problem.f)):
             raise RuntimeError(
                 "f(z, *args) has no graph although an input or a weight requires a gradient: f runs under "
                 "torch.no_grad(), detaches, or leaves torch (NumPy). Give adjoint=None for no gradients"
             )
-        leaves, computed = _read_by(output, {id(leaf) for leaf in own}, start)
         if computed:
             leaves = []  # their gradients go through the graph
         sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
@@ -306,13 +311,17 @@ class _Substitution(TorchFunctionMode):
         self.alias, self.start = alias, start
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._seen, (args, kwargs or {}))
+        args = [self._seen(value) for value in args]
+        kwargs = {name: self._seen(value) for name, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
     def _seen(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            early = value.grad_fn._sequence_nr() < self.start
+        if isinstance(value, Tensor):
+            node = value.grad_fn
+            early = node is not None and node._sequence_nr() < self.start
             return self.alias(value) if early else value
+        if type(value) in (tuple, list, dict):
+            return pytree.tree_map(self._seen, value)
         return value
 
 
@@ -326,9 +335,10 @@ def trained_by(f: object) -> bool:
     return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
 
 
-def _read_by(output: Tensor, inside: set[int], start: int) -> tuple[list[Tensor], bool]:
-    """Leaves of the graph of ``output``, and whether it goes on to nodes made before ``start``."""
+def _read_by(output: Tensor, own: list[Tensor], start: int) -> tuple[list[Tensor], bool]:
+    """Leaves of the graph of ``output`` but its ``own``, and whether it goes on to nodes before ``start``."""
     leaves: list[Tensor] = []
+    inside = {id(leaf) for leaf in own}
     computed, seen, stack = False, set[Any](), [output.grad_fn]
     while stack:
         node = stack.pop()
@@ -342,7 +352,8 @@ def _read_by(output: Tensor, inside: set[int], start: int) -> tuple[list[Tensor]
         elif node._sequence_nr() < start:
             computed = True
         else:
-            stack += [edge[0] for edge in node.next_functions]
+            for following, _ in node.next_functions:
+                stack.append(following)
     return leaves, computed
 
 

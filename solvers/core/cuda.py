@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,28 +26,6 @@ def forced() -> Iterator[None]:
         yield
     finally:
         _forced = outer
-
-
-class _PerThread(threading.local):
-    recording = False
-
-
-_OF_THIS_THREAD = _PerThread()
-
-
-@contextmanager
-def within_recording() -> Iterator[None]:
-    """Within the context, this thread records: nothing may depend on the numbers of tensors."""
-    outer, _OF_THIS_THREAD.recording = _OF_THIS_THREAD.recording, True
-    try:
-        yield
-    finally:
-        _OF_THIS_THREAD.recording = outer
-
-
-def is_recording() -> bool:
-    """Whether this thread records."""
-    return _OF_THIS_THREAD.recording
 
 
 def uses_tf32() -> bool:

@@ -7,13 +7,13 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from solvers.core.cuda import is_recording
+from solvers.core.context import CONTEXT
 from solvers.core.modes import in_transform
 
 
 def readable(device: torch.device) -> bool:
     """Whether the host may decide by tensors of the device: they show their numbers, without waiting."""
-    hidden = is_recording() or in_transform()
+    hidden = CONTEXT.recording or in_transform()
     return device.type == "cpu" and not hidden
 
 

@@ -1,22 +1,17 @@
-"""The modes of torch during a solve (autocast, gradients, compilation), and what it reads of modules once."""
+"""The modes of torch during a solve: autocast, gradients, inference, compilation and export."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined]
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -140,181 +135,3 @@ def ordinary(tree: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
     return pytree.tree_map(copy, tree)
-
-
-class _PerThread(threading.local):
-    """The weights that the innermost solve of this thread has computed; None outside of a solve."""
-
-    weights: Weights | None = None
-
-
-_OF_THIS_THREAD = _PerThread()
-
-
-@dataclass(eq=False)
-class Weights:
-    """Parametrised weights (``torch.nn.utils.parametrize``) that are computed once and then constant.
-
-    They belong to one solve in one thread. torch's own cache, ``parametrize.cached()``, is one for
-    all threads, so a solve neither reads it nor writes to it.
-    """
-
-    computed: dict[int, tuple[ParametrizationList, Tensor]] = field(default_factory=dict)
-    # Within torch.utils.checkpoint: what the computation saves must not be computed again.
-    checkpointed: bool = False
-    # The weights are those of an earlier evaluation: torch's spectral_norm makes no further power iteration.
-    repeated: bool = False
-
-    @contextmanager
-    def constant(self) -> Iterator[None]:
-        """Within, this thread reads these weights."""
-        _shield_the_cache()
-        outer = _OF_THIS_THREAD.weights
-        _OF_THIS_THREAD.weights = self
-        try:
-            yield
-        finally:
-            _OF_THIS_THREAD.weights = outer
-
-    def read(self, parametrization: ParametrizationList) -> Tensor:
-        """The weight, computed at the first call."""
-        found = self.computed.get(id(parametrization))
-        if found is None:
-            kept = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
-            with kept, _no_power_iteration(parametrization) if self.repeated else nullcontext():
-                found = (parametrization, _COMPUTE(parametrization))
-            self.computed[id(parametrization)] = found
-        return found[1]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def weights_of_this_solve() -> Weights | None:
-    """The weights that this thread is solving with."""
-    return _OF_THIS_THREAD.weights
-
-
-def constant_weights(repeated: bool = False) -> AbstractContextManager[None]:
-    """Within, parametrised weights are computed once, by and for this thread alone.
-
-    A solve computes weights without a graph, or with that of a recording, which nobody else may read.
-    With ``repeated`` the weights have the values of the evaluations before, where computing them changes
-    a buffer, as torch's ``spectral_norm`` does in training.
-    """
-    return Weights(repeated=repeated).constant()
-
-
-@contextmanager
-def _no_power_iteration(parametrization: ParametrizationList) -> Iterator[None]:
-    """Within, the spectral norms of a parametrization use the singular vectors that they have."""
-    training = [
-        part for part in parametrization if isinstance(part, _SpectralNorm) and part.training
-    ]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-_COMPUTE: Callable[[ParametrizationList], Tensor] = ParametrizationList.forward
-
-
-def _weight(self: ParametrizationList) -> Tensor:
-    """``ParametrizationList.forward``: as torch defines it, but constant within a solve."""
-    if torch.compiler.is_dynamo_compiling():  # a thread's own variables cannot be traced
-        return _COMPUTE(self)
-    weights = _OF_THIS_THREAD.weights
-    if weights is None:
-        return _COMPUTE(self)
-    _shield_the_cache()  # which another thread may have replaced since the solve began
-    return weights.read(self)
-
-
-class _SharedCache(dict[Any, Any]):
-    """torch's cache of ``parametrize.cached()``; it appears to be empty to a thread that solves."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return default if _OF_THIS_THREAD.weights is not None else super().get(key, default)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if _OF_THIS_THREAD.weights is None:
-            super().__setitem__(key, value)
-
-
-def _shield_the_cache() -> None:
-    """Put :class:`_SharedCache` in the place of torch's plain dict, with the same contents."""
-    cache = parametrize._cache
-    if type(cache) is not _SharedCache:
-        parametrize._cache = _SharedCache(cache)
-
-
-# The only hook that serves the modules of any user, in closures too, without knowing them. It is put
-# on the class, once; outside of solves it changes nothing.
-ParametrizationList.forward = _weight  # type: ignore[method-assign]
-
-
-Found = TypeVar("Found")
-
-
-class _Read(threading.local):
-    """What was read, by who reads it or by the module; None: in no solve."""
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, Any] | None = None
-
-
-READ = _Read()
-
-
-@contextmanager
-def read_once() -> Iterator[None]:
-    """Within, modules are read once, until :func:`read_anew`."""
-    outer, READ.kept = READ.kept, {}
-    try:
-        yield
-    finally:
-        READ.kept = outer
-
-
-def read_anew() -> None:
-    """The user's own code has run, which may have changed a module."""
-    if READ.kept is not None:
-        READ.kept.clear()
-
-
-def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``module.named_modules()``, each path but its own, ``""``, followed by a dot."""
-    if torch.compiler.is_compiling():  # a compiler follows no variables of a thread
-        return [(f"{path}." if path else "", part) for path, part in module.named_modules()]
-    return found_once(module, lambda: _walk(module))
-
-
-def found_once(what: Hashable, find: Callable[[], Found]) -> Found:
-    """What has been found in this solve, of whatever hangs on modules alone."""
-    kept = READ.kept
-    if kept is None:
-        return find()
-    if what not in kept:
-        kept[what] = find()
-    return kept[what]
-
-
-def _walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-    open_places, seen = [("", module)], set[int]()
-    while open_places:
-        prefix, part = open_places.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        found.append((prefix, part))
-        # By ``items``, which TorchScript's modules have too, without the other methods of a dict.
-        for name, child in reversed(list(part._modules.items())):
-            if child is not None:
-                open_places.append((f"{prefix}{name}.", child))
-    return found

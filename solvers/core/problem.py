@@ -5,21 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
+from solvers.core.context import modules_of
 from solvers.core.device import readable
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled
 from solvers.core.purity import (
     OVERWRITES,
     Draws,
-    NormsRefused,
+    NormWitness,
     Witness,
     call_outside_inference,
     check_energy,
@@ -179,8 +180,9 @@ class Problem:
     shrunk: bool = False  # rows have been taken out
     batch: int = 0  # samples, before that
     checked: bool = False  # an output of f has been checked
-    draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
+    draws: Draws | None = None  # since the first evaluation
     goal: Goal | None = None  # of the call of fixed_point
+    modules: list[nn.Module] = field(default_factory=list)  # that f may call
 
     @classmethod
     def of(
@@ -204,6 +206,7 @@ class Problem:
             mask=None if mask is None else layout.mask_vector(mask),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
+            modules=modules_of(f),
         )
 
     @property
@@ -239,23 +242,26 @@ class Problem:
                 numbers that its value or energy depends on, or normalises over the batch.
         """
         witness, self.draws = Witness(z, self.args), Draws(z.device)
+        norms = NormWitness(self.modules)
         try:
-            with NormsRefused():
-                point = self.evaluate(z)
+            point = self.evaluate(z)
         except BaseException:
             witness.restore()
             raise
         witness.check()
+        norms.check()
         if self.draws.any():
-            refuse_random(self.evaluate, point, self.mask)
-            self.draws = None
+            refuse_random(self.evaluate, point)
         return point
 
     def check_last(self, z: Tensor) -> None:
-        """Raise ValueError for random numbers that f drew later: ``RReLU`` draws below 0 alone."""
+        """Raise ValueError where random numbers change f at the solution.
+
+        At the start they may not: dropout leaves zeros alone, and ``RReLU`` draws below zero only.
+        """
         if self.draws is not None and self.draws.any():
             with torch.no_grad():
-                refuse_random(self.evaluate, self.evaluate(z.detach()), self.mask)
+                refuse_random(self.evaluate, self.evaluate(z.detach()))
 
     def exact(self, point: Point) -> Point:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""

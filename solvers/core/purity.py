@@ -6,22 +6,17 @@ norms that couple the samples of a batch or learn from it.
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from solvers.core.layout import Layout, leaves_of
-from solvers.core.modes import eager, parts_of
 from solvers.core.rows import Point
 
 
@@ -164,40 +159,19 @@ class Draws:
 
 
 @torch.no_grad()
-def refuse_random(evaluate: Callable[[Tensor], Point], first: Point, mask: Tensor | None) -> None:
-    """Raise ValueError where f or the energy gives two answers at one point: that of ``first``, or others.
+def refuse_random(evaluate: Callable[[Tensor], Point], first: Point) -> None:
+    """Raise ValueError where f or the energy gives another answer at the point of ``first``.
 
     For functions that have drawn random numbers; it is harmless where a seed is set first, or the
     numbers are not used.
     """
-    start = first.z.detach()
-    if _differ(first, evaluate(start)):
+    if _differ(first, evaluate(first.z.detach())):
         raise ValueError(RANDOM)
-    for point in _probes(start, start + first.residual.detach()):
-        if mask is not None:
-            point = torch.where(mask, point, start)
-        try:
-            pair = evaluate(point), evaluate(point)
-        except Exception:  # the point is ours: f need not be defined there
-            continue
-        if _differ(*pair):
-            raise ValueError(RANDOM)
 
 
 def _differ(first: Point, second: Point) -> bool:
     same = same_numbers(first.residual, second.residual)
     return not (same and same_numbers(first.energy, second.energy))
-
-
-def _probes(z: Tensor, value: Tensor) -> list[Tensor]:
-    """Two points (B, D) where a draw shows that ``z`` and ``value`` hide: a dropped 0 is still 0.
-
-    No coordinate is 0, both signs occur at each, and neighbours differ in sign.
-    """
-    number = torch.arange(z.numel(), device=z.device).reshape(z.shape)
-    size = 1 + torch.nan_to_num(z + value, posinf=1, neginf=1).abs()
-    point = torch.where(number % 2 == 0, size, -size).to(z.dtype)
-    return [point, -point]
 
 
 def same_numbers(first: Tensor | None, second: Tensor | None) -> bool:
@@ -207,11 +181,10 @@ def same_numbers(first: Tensor | None, second: Tensor | None) -> bool:
     return torch.equal(first.detach().nan_to_num(), second.detach().nan_to_num())
 
 
-def refuse_drawing_modules(module: nn.Module, name: str) -> None:
-    """Raise ValueError for modules in training mode that draw random numbers when they are called."""
-    for place, part in parts_of(module):
+def refuse_drawing_modules(modules: Iterable[tuple[str, nn.Module]], name: str) -> None:
+    """Raise ValueError for named modules in training mode that draw random numbers when they are called."""
+    for path, part in modules:
         if part.training and _draws(part):
-            path = place.removesuffix(".")
             raise ValueError(
                 f"{name} holds {part} ({path!r}) in training mode, which changes the map at every "
                 "evaluation; call eval() on it, or drop out the layer's input or output instead"
@@ -239,113 +212,29 @@ def _random_state(device: torch.device) -> list[Any]:
     return states
 
 
-_BATCH_NORM: Callable[..., Tensor] = functional.batch_norm
-_INSTANCE_NORM: Callable[..., Tensor] = functional.instance_norm
+class NormWitness:
+    """The running statistics of norms in training mode, to be compared after an evaluation.
 
-
-class _Watch(threading.local):
-    """Whether this thread makes a first evaluation, and what was refused in it."""
-
-    on: bool = False
-    refused: ValueError | None = None
-
-
-_THIS_THREAD = _Watch()
-_LOCK = threading.Lock()
-_number = 0  # of first evaluations under way, in all threads
-
-
-class NormsRefused:
-    """Within, batch norms in training mode and norms that learn raise ValueError in this thread.
-
-    torch's two functions are replaced for the time of one evaluation. A ``TorchFunctionMode`` would
-    double the time of this evaluation, and make ``torch.compile`` compile every f twice; looking for
-    modules would miss those that f reaches in other ways than by its own attributes.
+    Such a norm couples the samples of a batch, or learns from it at every evaluation.
     """
 
-    def __enter__(self) -> None:
-        global _number
-        self.outer, _THIS_THREAD.on = _THIS_THREAD.on, True
-        _THIS_THREAD.refused = None
-        with _LOCK:
-            _number += 1
-            if _number == 1:
-                functional.batch_norm, functional.instance_norm = _batch_norm, _instance_norm
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.known: list[tuple[_NormBase, dict[str, Tensor]]] = []
+        for module in modules:
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                buffers = dict(module.named_buffers(recurse=False))
+                self.known.append((module, {k: b.clone() for k, b in buffers.items()}))
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        global _number
-        _THIS_THREAD.on = self.outer
-        refused, _THIS_THREAD.refused = _THIS_THREAD.refused, None
-        with _LOCK:
-            _number -= 1
-            if _number == 0:
-                functional.batch_norm, functional.instance_norm = _BATCH_NORM, _INSTANCE_NORM
-        if refused is not None and error is not None and error is not refused:
-            raise refused from error  # which a compiler that traces f has wrapped in one of its own
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training:
-        _refuse("batch_norm", running_mean, coupled=True)
-    return _BATCH_NORM(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if use_input_stats and running_mean is not None:
-        _refuse("instance_norm", running_mean, coupled=False)
-    return _INSTANCE_NORM(
-        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    )
-
-
-@eager  # it reads a thread's variables, which cannot be compiled
-def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
-    """Raise ValueError in a thread that watches; a module's count of its batches is taken back."""
-    if not _THIS_THREAD.on:
-        return
-    module = _calling_module(sys._getframe())
-    what: Any = name if module is None else module
-    instead = "call eval(), or use a norm of each sample (LayerNorm, GroupNorm)"
-    if running_mean is None:
-        raise _noted(
-            f"f normalises over the batch by {what} in training mode, so that its samples are not solved on "
-            f"their own: {instead}"
-        )
-    if coupled and module is not None and module.num_batches_tracked is not None:
-        with torch.no_grad():
-            module.num_batches_tracked.sub_(1)  # counted before the norm is called
-    also = ", and its samples are not solved on their own" if coupled else ""
-    raise _noted(f"f updates the running statistics of {what} at every evaluation{also}: {instead}")
-
-
-def _noted(message: str) -> ValueError:
-    _THIS_THREAD.refused = ValueError(message)
-    return _THIS_THREAD.refused
-
-
-def _calling_module(frame: FrameType | None) -> _NormBase | None:
-    """The module in whose ``forward`` the norm is called."""
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            return module if isinstance(module, _NormBase) else None
-        frame = frame.f_back
-    return None
+    def check(self) -> None:
+        """Raise ValueError where a norm has changed, whose statistics are given back their values."""
+        for module, before in self.known:
+            buffers = dict(module.named_buffers(recurse=False))
+            if all(torch.equal(buffers[name], copy) for name, copy in before.items()):
+                continue
+            with torch.no_grad():
+                for name, copy in before.items():
+                    buffers[name].copy_(copy)
+            raise ValueError(
+                f"f updates the running statistics of {module} at every evaluation: call eval(), or use a "
+                "norm of each sample (LayerNorm, GroupNorm)"
+            )

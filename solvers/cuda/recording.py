@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from solvers.adjoints.kinds import FALLBACK_RTOL, Implicit
-from solvers.core.cuda import within_recording
+from solvers.core.context import Weights, constant_weights, within
 from solvers.core.layout import Layout
-from solvers.core.modes import Weights, autocast_dtype, in_transform
+from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
 from solvers.core.safeguard import rounding
 from solvers.core.solution import (
@@ -162,7 +162,7 @@ class RecordedSolve:
         cuda = self.device.type == "cuda"
         self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=cuda)
         self.weights = Weights()  # parametrised weights, computed once a solve
-        self.caller, self.module = _Caller(f, module), module
+        self.caller, self.module, self.modules = _Caller(f, module), module, list(module.modules())
         runs: list[Callable[[], object]] = [self._start, self._turn]
         if isinstance(f, EnergyUpdate):
             runs.append(self._compare_energies)
@@ -179,35 +179,37 @@ class RecordedSolve:
             }
             runs += [self._linearise, self._adjoint_turn, self._gradients]
         pool = torch.cuda.graph_pool_handle() if cuda else None
-        self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
+        with constant_weights(self.modules, repeated=True):
+            self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
 
     # --- what is recorded ---
 
     def _start(self) -> None:
         self.turns.start(self.z0)
         self.weights.computed.clear()
-        with torch.no_grad(), self._autocast(), within_recording():
-            for part in self.module.modules():
-                if isinstance(part, ParametrizationList):
-                    self.weights.read(part)
+        with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
+            for part in filter(parametrize.is_parametrized, self.modules):
+                lists: Any = part.parametrizations
+                for name in lists:
+                    getattr(part, name)
             if isinstance(self.f, EnergyUpdate):
                 self.energy_before = self._energy(self.z0)
 
     def _turn(self) -> None:
-        with torch.no_grad(), self._autocast(), within_recording(), self.weights.constant():
+        with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
             value = self.layout.vector(self.f(self._state(self.turns.z), *self._args()))
         with torch.no_grad():
             self.turns.turn(value)
             self.flag.copy_(self.turns.left, non_blocking=True)
 
     def _compare_energies(self) -> None:
-        with torch.no_grad(), self._autocast(), within_recording():
+        with torch.no_grad(), self._autocast(), within(recording=True):
             self.energy = self._energy(self.turns.kept.to(self.dtype))
             self.rose = self.energy > self.energy_before + rounding(self.energy_before)
 
     def _energy(self, z: Tensor) -> Tensor:
         assert isinstance(self.f, EnergyUpdate)
-        with self.weights.constant():
+        with within(weights=self.weights):
             return self.f.joint(self._state(z), *self._args())[1]
 
     def _linearise(self) -> None:
@@ -216,8 +218,7 @@ class RecordedSolve:
         with (
             torch.enable_grad(),
             self._autocast(),
-            within_recording(),
-            Weights(repeated=True).constant(),
+            within(recording=True, weights=Weights()),
         ):
             image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
             value = self.layout.vector(image)
@@ -271,11 +272,13 @@ class RecordedSolve:
     def solve(self, tolerance: Tolerance) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
         self.turns.set_tolerance(tolerance)
-        self.replay("_start")
-        self._until_done("_turn", self.turns.max_steps)
+        with constant_weights(self.modules):
+            self.replay("_start")
+            self._until_done("_turn", self.turns.max_steps)
+            if isinstance(self.f, EnergyUpdate):
+                self.replay("_compare_energies")
         failed, energy = self.turns.status > int(Status.MAX_STEPS), None
         if isinstance(self.f, EnergyUpdate):  # the ordinary loop has a better method for these
-            self.replay("_compare_energies")
             failed = (self.turns.status > int(Status.CONVERGED)) | self.rose
             energy = self.energy.clone()
         if bool(failed.any()):
