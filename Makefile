@@ -36,15 +36,19 @@ test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
 test-slow: $(VENV)/test.stamp ## the others: examples, compilers, processes, Triton's kernels
 	OMP_NUM_THREADS=1 $(PYTEST) -m slow $(ARGS)
 
-# Code that is compiled for one processor must not be found by another. Two threads wait for each other at
-# every small product, so that they run the tests of the engine and of threads alone.
+# Code that is compiled for one processor must not be found by another. Only what differs by processor or by
+# the number of threads is repeated: the engine, the methods in it, linear systems and kernels.
 OTHER = TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(ARGS)
-test-processors: $(VENV)/test.stamp ## solvers and layers as other processors and two threads compute them
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(OTHER) tests/solvers tests/deq
-	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(OTHER) tests/solvers tests/deq
-	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/test_engine.py tests/solvers/core tests/deq/test_threads_and_processes.py
+BY_PROCESSOR := tests/solvers/test_engine.py tests/solvers/test_krylov.py tests/solvers/test_methods.py tests/kernels
+test-processors: $(VENV)/test.stamp ## the engine and the kernels as other processors and two threads compute them
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(OTHER) $(BY_PROCESSOR)
+	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(OTHER) $(BY_PROCESSOR)
+	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/test_engine.py tests/deq/test_threads_and_processes.py
 
-test-all: test test-slow test-processors ## all three
+test-all: ## everything that is run before a release
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) triton-floor; fi
+	$(MAKE) test test-slow test-processors integrations
+	$(MAKE) fuzz ARGS="--cases 2000"
 
 fuzz: $(VENV)/test.stamp ## random cases of everything (ARGS="--cases 100000 --workers 2")
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m fuzz.run $(ARGS)
