@@ -135,18 +135,19 @@ def fixed_point(
             or layer and in one of 32 after them, unless the solve itself ended with all samples at their
             final values; the first solve also repeats the evaluation at the start, which shows a function
             that changes from call to call.
-        stop: a rule ``stop(z) -> (B,) bool``, asked after every evaluation. A sample for which it holds ends as
-            STOPPED with that iterate, unless it has converged. It is shown the states of the whole batch, also
-            of samples that have ended. A sample that was stopped is no failure, and not ``converged`` either;
-            its implicit gradient is the formula at an iterate where the equation does not hold, so that
-            ``Unrolled()`` or ``Phantom()`` may suit it better.
+        stop: a rule ``stop(z) -> (B,) bool``, asked after every evaluation. A sample for which it holds
+            ends as STOPPED with that iterate, unless it has converged. The rule sees the states of the
+            whole batch, also of samples that have ended. A sample that was stopped is no failure, and not
+            ``converged`` either. ``Implicit`` differentiates it by the same formula, at an iterate where
+            the equation does not hold; ``Unrolled()`` or ``Phantom()`` may suit it better.
         has_aux: ``f`` returns ``(f(z), aux)``. ``Solution.aux`` is that of the returned value, of one more
             evaluation, which is not counted. Its gradients pass through the value, the arguments and weights.
-        bounds: ``(low, high)``, each a number, a tensor that broadcasts to a sample's state, or None. Solves
-            ``z = P(f(z))`` with ``P(z) = min(max(z, low), high)``: with a gradient step of an energy, projected
-            gradient descent to a point where the energy falls in no allowed direction. Coordinates that are
-            held at a bound have implicit gradients of zero. Only ``Forward`` and ``GradientDescent`` stay in
-            bounds; None: ``GradientDescent("auto")`` where there is an energy, else ``Forward()``.
+        bounds: ``(low, high)``, each a number, a tensor that broadcasts to a sample's state, or None.
+            Solves ``z = P(f(z))`` with ``P(z) = min(max(z, low), high)``: for a gradient step of an energy,
+            projected gradient descent to a point where the energy falls in no allowed direction.
+            Coordinates that are held at a bound have implicit gradients of zero. Needs ``Forward`` or
+            ``GradientDescent``; by default ``GradientDescent("auto")`` where there is an energy, else
+            ``Forward()``.
 
     Returns:
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
@@ -292,7 +293,7 @@ class _Root(partial[Any]):
 
 
 def root(
-    F: Callable[..., Any],  # noqa: N803 (the name in the equation)
+    F: Callable[..., Any],
     z0: Any,
     args: tuple[Any, ...] | Tensor = (),
     *,
@@ -302,9 +303,9 @@ def root(
 ) -> Solution:
     """Solve ``F(z, *args) = 0`` for every sample of a batch, as the fixed point of ``z - F(z)``.
 
-    The statuses are those of :func:`fixed_point`. A sample is solved where ``|F(z)| <= max(atol, rtol |z - F(z)|)``
-    with rtol 1e-4: scale F so that its derivative is of the order of 1, or give
-    ``tolerance=Tolerance(0.0, atol)``, as is needed for a root at zero.
+    The statuses are those of :func:`fixed_point`. A sample is solved where
+    ``|F(z)| <= max(atol, rtol |z - F(z)|)`` with rtol 1e-4: scale F so that its derivative is of the order
+    of 1, or give ``tolerance=Tolerance(0.0, atol)``, as is needed for a root at zero.
 
     Args:
         F: map from a state to a state of the same structure and shapes, each sample on its own.
@@ -469,9 +470,9 @@ class Solving:
                     self.callback, self.states_at, self.rule,
                 )  # fmt: skip
                 most = self.max_steps
-                if last is None and self._may_be_coupled(problem):
-                    if int(solution.evaluations.max()) + 2 < most:
-                        last, most = problem.exact(problem.evaluate(solution.value)), most - 1
+                room = int(solution.evaluations.max()) + 2 < most
+                if last is None and room and self._may_be_coupled(problem):
+                    last, most = problem.exact(problem.evaluate(solution.value)), most - 1
                 if last is not None:
                     judge_again(solution, last, tolerance, self.goal.precision, converged=True)
                     self._solve_together(problem, solution, tolerance, most)

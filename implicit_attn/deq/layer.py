@@ -50,7 +50,8 @@ from solvers.fixed_points import read_solver, without_aux
 
 Module = TypeVar("Module", bound=nn.Module)
 OPTIONS = (
-    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop", "has_aux", "bounds",
+    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop", "has_aux",
+    "bounds",
 )  # fmt: skip
 
 
@@ -77,8 +78,8 @@ class DEQ(nn.Module):
         compact: let finished samples leave the batch; False where the update holds batched tensors.
         verify: evaluate the update once more at the returned value; see :func:`solvers.fixed_point`.
         stop: a rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
-        has_aux: the update returns ``(f(z, x), aux)``; ``layer.solve(x).aux`` is that of the returned value, with
-            gradients, and ``last.aux`` the same without.
+        has_aux: the update returns ``(f(z, x), aux)``; ``layer.solve(x).aux`` is that of the returned value,
+            with gradients, and ``last.aux`` the same without.
         bounds: a box ``(low, high)`` that the state must not leave, for gradient methods.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
@@ -227,7 +228,9 @@ class DEQ(nn.Module):
             dropped.require_called(self.update)
         if not in_transform():  # whose tensors must not be kept
             spent = solution.evaluations + before
-            aux = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, solution.aux)
+            aux = pytree.tree_map(
+                lambda t: t.detach() if isinstance(t, Tensor) else t, solution.aux
+            )
             self.last = replace(solution, value=None, evaluations=spent, aux=aux)
             self._seeds = seeds
         if self.observer is not None:
@@ -349,7 +352,9 @@ class DEQ(nn.Module):
             evaluations, damping, window: as for :class:`implicit_attn.deq.UnrolledLayer`.
         """
         if self.bounds is not None:
-            raise ValueError("unrolled(k) does not know the layer's bounds: clamp in the update instead")
+            raise ValueError(
+                "unrolled(k) does not know the layer's bounds: clamp in the update instead"
+            )
         fixed = UnrolledLayer(
             self.update, evaluations, init=self.init, damping=damping, window=window,
             has_aux=self.has_aux,
@@ -430,7 +435,13 @@ class UnrolledLayer(nn.Module):
             return self._iterate(self.evaluations - early, f, start, *rest)
 
     def _iterate(
-        self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, seeds: Tensor | None
+        self,
+        count: int,
+        f: Callable[..., Any],
+        start: Any,
+        x: Any,
+        mask: Tensor | None,
+        seeds: Tensor | None,
     ) -> Any:
         layout = Layout.of(start)
         z = layout.vector(start)

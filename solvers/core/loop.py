@@ -83,7 +83,9 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
-    projects: ClassVar[bool] = False  # its steps remain steps of descent when they are cut at bounds
+    projects: ClassVar[bool] = (
+        False  # its steps remain steps of descent when they are cut at bounds
+    )
     lost: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.device import readable
 from solvers.core.layout import Layout, leaves_of, take
-from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled
+from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
 from solvers.core.purity import (
     OVERWRITES,
     Draws,
@@ -140,8 +140,8 @@ class Descent(EnergyUpdate):
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any]:
         outer = torch.is_grad_enabled()
-        # What a compiler makes of the energy could not be differentiated twice.
-        with recording(), uncompiled() if outer else nullcontext():
+        # Neither what a compiler makes of the energy nor fused attention can be differentiated twice.
+        with recording(), twice_differentiable() if outer else nullcontext():
             leaves, spec = pytree.tree_flatten(ordinary(z))
             args = ordinary(args)
             points = [
@@ -358,7 +358,7 @@ class Problem:
 
         Raises RuntimeError where autograd finds no dependence on anything.
         """
-        with recording(), uncompiled():
+        with recording(), twice_differentiable():
             point = ordinary(z).detach().requires_grad_()
             output = replace(self, args=ordinary(self.args)).masked_map(point)
             if not output.requires_grad:

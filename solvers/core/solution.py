@@ -172,7 +172,8 @@ class Status(IntEnum):
       :func:`solvers.belief_propagation`.
     * ``INCONSISTENT``: the tolerance was met during the solve, but not by the returned value when it was
       evaluated once more with the whole batch.
-    * ``STOPPED``: the rule ``stop`` of the call held at the returned value, which need not meet the tolerance.
+    * ``STOPPED``: the rule ``stop`` of the call held at the returned value, which need not meet the
+      tolerance.
     """
 
     CONVERGED = 0
