@@ -403,7 +403,7 @@ def test_second_derivatives_pass_through_attention_of_torch() -> None:
 
     with sdpa_kernel(SDPBackend.MATH):
         exact = penalty(iterated)
-    torch.testing.assert_close(penalty(layer), exact, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(penalty(layer), exact, rtol=1e-6, atol=1e-8)
     value = layer(x).detach()
     layer.jacobian_penalty(value, x).sum().backward()
     assert all(t.grad is not None and t.grad.isfinite().all() for t in inputs[1:])
