@@ -482,8 +482,10 @@ class Solving:
                     rescue(problem, solution, tolerance, *options)
             problem.check_last(solution.value)
             with torch.no_grad():
-                # The last evaluation was one of the returned value, with all samples.
-                seen = last is not None and self.verify is None and solution.status is status
+                # The last evaluation was one of the returned value, with all samples, where all have
+                # converged: of the others another iterate is the best.
+                seen = last is not None and solution.status is status and not bool(status.any())
+                seen = seen and self.verify is None
                 self._verify(problem, start.detach(), first, solution, verify and not seen)
         return solution
 
