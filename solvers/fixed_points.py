@@ -133,8 +133,8 @@ def fixed_point(
             INCONSISTENT. With ``Implicit`` gradients this evaluation is made in any case. Without, it costs
             one evaluation for every sample, which is not counted. None: in the first 8 solves of a function
             or layer and in one of 32 after them, unless the solve itself ended with all samples at their
-            final values; the first solve also repeats the evaluation at the start, which shows a function
-            that changes from call to call.
+            final values, and with ``compact=False`` where a sample failed; the first solve also repeats
+            the evaluation at the start, which shows a function that changes from call to call.
         stop: a rule ``stop(z) -> (B,) bool``, asked after every evaluation. A sample for which it holds
             ends as STOPPED with that iterate, unless it has converged. The rule sees the states of the
             whole batch, also of samples that have ended. A sample that was stopped is no failure, and not
@@ -537,6 +537,9 @@ class Solving:
             fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
             self.goal.vanishing = bool(fallen.any())
         wanted = due(self.number, self.verify)
+        if self.verify is None and not problem.compact:
+            # Rows that influence each other are meant to be there, and some of them have failed.
+            wanted |= bool(solution.status.any())
         precision = self.goal.precision
         if wanted and verify:
             point = problem.exact(problem.evaluate(solution.value.detach()))

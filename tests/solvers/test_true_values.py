@@ -247,14 +247,24 @@ def test_closures_of_one_factory_count_their_solves_for_themselves() -> None:
     assert spent(first) == 0
 
 
-@pytest.mark.parametrize("max_steps", [5, 10, 20, 40])
-@pytest.mark.parametrize("f", COUPLED)
-def test_coupled_rows_that_did_not_all_converge(f: Any, max_steps: int) -> None:
+@pytest.mark.parametrize("solver", ["forward", None])
+def test_coupled_rows_that_did_not_all_converge(solver: Any) -> None:
     """Those that did not are returned with another iterate than the last one, which the others saw."""
-    x = normal(24, 3) * torch.logspace(-3, 0, 24)[:, None]
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return x + torch.tanh(0.6 * (z + z.mean(0, keepdim=True)))
+
     options: dict[str, Any] = {"compact": False, "adjoint": None, "on_failure": "ignore"}
-    found = fixed_point(f, x, (x,), max_steps=max_steps, tolerance=1e-3, **options)
-    assert (true_residuals(f, found.value, x)[found.converged] <= 2.1e-3).all()
+    some = False
+    for seed in range(9):  # more than the solves of a function that are verified in any case
+        x = normal(40, 1, seed=seed)
+        for most in (5, 10, 20):
+            found = fixed_point(
+                f, x, (x,), max_steps=most, tolerance=1e-3, solver=solver, **options
+            )
+            assert (true_residuals(f, found.value, x)[found.converged] <= 2.1e-3).all()
+            some |= bool(found.converged.any() and not found.converged.all())
+    assert some
 
 
 def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
