@@ -18,9 +18,17 @@ from implicit_attn.energies.tokens import hide
 from implicit_attn.hints import hint_names
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
+from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda, uses_tf32
-from solvers.core.modes import in_transform
+from solvers.core.modes import (
+    autocast_dtype,
+    eager,
+    in_transform,
+    refuse_export,
+)
+from solvers.core.solution import criterion, read_tolerance
 
 EPSILON = 1e-5  # of the norm of the input
 ATTENTIONS = ("self", "cross", None)
@@ -90,8 +98,22 @@ class EncoderLayer(nn.Module):
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        chosen: dict[str, Any] = {"tolerance": self._tolerance(x)} | options
-        return self.deq.solve(given, mask, **chosen)
+        chosen = self._options(x, given, mask, is_causal, options)
+        solution = self.deq.solve(given, mask, **chosen)
+        if self.last is not None and not in_transform():
+            solution.evaluations = self.last.evaluations  # those before the solve, too
+        return solution
+
+    def _options(
+        self,
+        x: Tensor,
+        given: AttentionInput,
+        mask: Tensor | None,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Options of the solve for tokens x."""
+        return {"tolerance": self._tolerance(x), **options}
 
     def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
         """That of the options, else 1e-3; in reduced precision what the map can meet (None)."""
@@ -102,6 +124,45 @@ class EncoderLayer(nn.Module):
         if self.deq.tolerance is not None or reduced:
             return self.deq.tolerance
         return solvers.Tolerance(1e-3)
+
+    @eager
+    def _token_by_token(
+        self, given: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """Plain iteration in which no bit of a token depends on a later one.
+
+        A token rests when it and all tokens before it have moved by half of the tolerance ``limit``, relative
+        to their own states, or after ``most`` evaluations.
+
+        Returns:
+            The states (B, N, s), and the evaluations of each token (B, N).
+        """
+        refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
+        step: Any = self.deq.update
+        at = getattr(step, "at", None)  # evaluates the tokens alone that do not rest
+        with constant_weights(list(step.modules())):
+            held = step.prepare(given, mask=mask)
+            z = initial_state(step, self.deq.init, given, held)
+            seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
+            going, evaluations = seen.clone(), torch.zeros_like(seen, dtype=torch.int64)
+            for _ in range(most):
+                if not going.any():
+                    break
+                first = 0 if at is None else int(going.any(0).int().argmax())
+                old, rest = z[:, first:], going[:, first:]
+                value = step(z, held, mask=mask) if at is None else at(z, held.parts, mask, first)
+                apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
+                evaluations[:, first:] += rest
+                z = torch.cat((z[:, :first], torch.where(rest[..., None], value.to(z), old)), 1)
+                moved = rest & (apart > 0.5 * limit.threshold(size))
+                going = going.clone()
+                going[:, first:] = moved.int().cummax(1).values.bool() & seen[:, first:]
+        return z, evaluations
+
+    def _limit(self, x: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
+        """The tolerance as a number, also in reduced precision."""
+        kind = x.device
+        return criterion(tolerance, x.dtype, autocast_dtype(kind.type), device=kind)[0]
 
     def arguments(
         self,
@@ -183,11 +244,12 @@ class EquilibriumBlock(EncoderLayer):
         activation: of the hidden units, "relu" or "gelu".
         memory_dim: features of the memory's tokens, with ``attention="cross"``; None: ``dim``.
         state_dim: features s of the state z; None: d. Otherwise the output is ``x + O z*``.
-        causal: token i sees the tokens ``j <= i`` alone, as keys and values are made of x. This holds for
-            the equilibrium; what is computed differs from it within the tolerance, and how often a
-            sample is evaluated depends on all of its tokens. With ``layer={"solver":
-            solvers.Forward(), "tolerance": solvers.Tolerance(0.0), "max_steps": 12,
-            "on_failure": "ignore"}`` it holds for every bit.
+        causal: token i sees the tokens ``j <= i`` alone, as keys and values are made of x. No bit of its
+            output depends on a later token: the solve iterates plainly, and each token rests when it and
+            all tokens before it have converged. A solver that is named, here or in ``layer``, and
+            ``record``, ``callback``, ``z0`` and ``stop`` of a call bring back the solver's own stopping,
+            and so do transforms of ``torch.func``. A sample then stops by a residual that its tokens
+            share, and later tokens reach earlier ones within the tolerance.
         curvature: bounds on the curvature of attention and of the hidden units, > 0, of sum < 1. Small
             ones make the block more explicit: at 0 it would be its first step.
         dropout: of the input of attention and hidden units, and of ``z*``, outside the solve.
@@ -246,6 +308,30 @@ class EquilibriumBlock(EncoderLayer):
         self.deq = DEQ(step, **(layer or {}))
         step.monitored = self.deq.solver is not None and self.deq.solver.needs_energy
 
+    def _options(
+        self,
+        x: Tensor,
+        given: AttentionInput,
+        mask: Tensor | None,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Options of the solve for tokens x; where they are causal, it begins where every token rests."""
+        chosen = self.deq._options() | super()._options(x, given, mask, is_causal, options)
+        own = any(chosen.get(name) is not None for name in ("solver", "z0", "callback", "stop"))
+        own |= bool(chosen.get("record")) or chosen["bounds"] is not None or in_transform()
+        if own or not (self.causal or is_causal):
+            return chosen
+        limit, most = (
+            self._limit(x, read_tolerance("tolerance", chosen["tolerance"])),
+            chosen["max_steps"],
+        )
+        unrolled = isinstance(read_adjoint(chosen["adjoint"]), solvers.Unrolled)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and unrolled):
+            z, evaluations = self._token_by_token(given, mask, limit, most - 1)
+        self.deq.evaluations_before = evaluations.amax(1)
+        return chosen | {"z0": z, "max_steps": 1}
+
     @property
     def energy(self) -> EquilibriumEnergy:
         return self.deq.update.energy  # type: ignore[return-value]
@@ -283,7 +369,7 @@ class EquilibriumBlock(EncoderLayer):
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         if not isinstance(self.deq, UnrolledLayer):  # put here by unroll()
-            options = {"tolerance": self._tolerance(x), **options}
+            options = self._options(x, given, mask, is_causal, options)
         z = self.deq(given, mask, **options)
         z = self.dropout(z if self.output is None else self.output(z))
         return self._like(src, x + z)
@@ -448,7 +534,7 @@ class DEQTransformer(EncoderLayer):
         elif isinstance(count, str):
             tolerance, start = self._tolerance(x), {}
             if count == "prefix":
-                start = {"z0": self._by_prefix(given, mask, tolerance), "max_steps": 1}
+                start = {"z0": self._by_prefix(given, mask, x, tolerance), "max_steps": 1}
             z = self.deq(given, mask, tolerance=tolerance, **start)
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
@@ -462,34 +548,18 @@ class DEQTransformer(EncoderLayer):
         return self._like(src, self.dropout(z))
 
     def _by_prefix(
-        self, given: Any, mask: Tensor | None, tolerance: solvers.Tolerance | None
+        self, given: AttentionInput, mask: Tensor | None, x: Tensor, tolerance: Any
     ) -> Tensor:
-        """Plain iteration; a token rests when it and all before it have moved by half the tolerance."""
+        """The states where every token rests; there is no gradient through the iterations."""
         if not self.causal:
             raise ValueError('iterations="prefix" needs causal=True: tokens have no prefix')
         if torch.is_grad_enabled() and self.gradient == "all":
             raise ValueError(
                 'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
             )
-        step: Any = self.deq.update
-        limit = tolerance or solvers.Tolerance(1e-2)  # half precision
+        limit = self._limit(x, tolerance)
         with torch.no_grad():
-            prepared = step.prepare(given, mask=mask)
-            held, z = prepared.parts, initial_state(step, self.deq.init, given, prepared).clone()
-            seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
-            going = seen.clone()
-            self.evaluations = torch.zeros_like(going, dtype=torch.int64)
-            for _ in range(self.deq.max_steps):
-                first = int(going.any(0).int().argmax())
-                old, rest = z[:, first:], going[:, first:]
-                value = step.at(z, held, mask, first)
-                apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
-                self.evaluations[:, first:] += rest
-                z[:, first:] = torch.where(rest[..., None], value, old)
-                moved = rest & (apart > 0.5 * limit.threshold(size))
-                going[:, first:] = moved.int().cummax(1).values.bool() & seen[:, first:]
-                if not going.any():
-                    break
+            z, self.evaluations = self._token_by_token(given, mask, limit, self.deq.max_steps)
         self.deq.evaluations_before = self.evaluations.amax(1)
         return z
 

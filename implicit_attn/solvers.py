@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,7 +19,10 @@ class _Modules(MetaPathFinder, Loader):
     """``implicit_attn.solvers.X`` is ``solvers.X``: Python would load its file a second time."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name.startswith("implicit_attn.solvers.") else None
+        own = name.removeprefix("implicit_attn.")
+        if own == name or not own.startswith("solvers.") or importlib.util.find_spec(own) is None:
+            return None
+        return ModuleSpec(name, self)
 
     def exec_module(self, module: ModuleType) -> None:
         own = module.__name__.removeprefix("implicit_attn.")

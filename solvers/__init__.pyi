@@ -22,6 +22,7 @@ from solvers.eigen import jacobian_penalty as jacobian_penalty
 from solvers.eigen import spectral_radius as spectral_radius
 from solvers.eigen import spectrum as spectrum
 from solvers.fixed_points import fixed_point as fixed_point
+from solvers.fixed_points import root as root
 from solvers.krylov import CG as CG
 from solvers.krylov import GMRES as GMRES
 from solvers.krylov import MINRES as MINRES

@@ -28,7 +28,7 @@ from solvers.core.modes import (
     in_transform,
     ordinary,
     recording,
-    uncompiled,
+    twice_differentiable,
 )
 from solvers.core.problem import JacobianProduct, gradients, pullback
 from solvers.core.purity import check_energy
@@ -62,8 +62,8 @@ class Linearization:
         """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
         if self.kind == "product":
             return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))
-        # A compiled function could not be differentiated several times.
-        with recording(), constant_weights(modules_of(self.f)), uncompiled():
+        # Neither a compiled function nor fused attention can be differentiated twice.
+        with recording(), constant_weights(modules_of(self.f)), twice_differentiable():
             point = self.layout.vector(ordinary(self.z)).detach().requires_grad_()
             output = self.f(self.layout.tree(point), *ordinary(self.args))
             if self.kind == "energy":
@@ -489,7 +489,7 @@ def jacobian_penalty(
     if mask is not None:
         check_mask(mask, layout, first.shape[0], first.device)
         keep = layout.mask_vector(mask)
-    with recording(), constant_weights(modules_of(f)), uncompiled():
+    with recording(), constant_weights(modules_of(f)), twice_differentiable():
         total, products = None, 0
         point = layout.vector(ordinary(z))
         product = _product(f, layout, point, ordinary(args))

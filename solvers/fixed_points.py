@@ -1,4 +1,4 @@
-"""Find ``z = f(z)`` for a batch of samples and make the solution differentiable."""
+"""Find ``z = f(z)`` or ``F(z) = 0`` for a batch of samples and make the solution differentiable."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.adjoints.transforms import refuse_in_transform, transformed_solution
@@ -20,10 +21,10 @@ from solvers.core.checks import (
     require_increasing,
     require_kind,
 )
-from solvers.core.context import constant_weights
+from solvers.core.context import constant_weights, modules_of
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
-from solvers.core.loop import ExternalSolver, Loop, Solver
+from solvers.core.loop import ExternalSolver, Loop, Rule, Solver
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -44,6 +45,7 @@ from solvers.core.solution import (
     read_tolerance,
 )
 from solvers.core.validate import count_solve, due, judge_again, refuse_change
+from solvers.krylov import GMRES
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
 from solvers.methods.iterate import iterate
@@ -53,6 +55,7 @@ from solvers.methods.rescue import rescue
 from solvers.methods.steps import Forward, GradientDescent
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
+_NEWTON, _BY_GMRES = Newton(), Implicit(GMRES())  # of roots
 VANISHED = 1e-2  # |f(z)| against the first residual, below which the fixed point may be zero
 
 
@@ -74,6 +77,9 @@ def fixed_point(
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
     verify: bool | None = None,
+    stop: Callable[[Any], Tensor] | None = None,
+    has_aux: bool = False,
+    bounds: tuple[Any, Any] | None = None,
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
@@ -127,8 +133,21 @@ def fixed_point(
             INCONSISTENT. With ``Implicit`` gradients this evaluation is made in any case. Without, it costs
             one evaluation for every sample, which is not counted. None: in the first 8 solves of a function
             or layer and in one of 32 after them, unless the solve itself ended with all samples at their
-            final values; the first solve also repeats the evaluation at the start, which shows a function
-            that changes from call to call.
+            final values, and with ``compact=False`` where a sample failed; the first solve also repeats
+            the evaluation at the start, which shows a function that changes from call to call.
+        stop: a rule ``stop(z) -> (B,) bool``, asked after every evaluation. A sample for which it holds
+            ends as STOPPED with that iterate, unless it has converged. The rule sees the states of the
+            whole batch, also of samples that have ended. A sample that was stopped is no failure, and not
+            ``converged`` either. ``Implicit`` differentiates it by the same formula, at an iterate where
+            the equation does not hold; ``Unrolled()`` or ``Phantom()`` may suit it better.
+        has_aux: ``f`` returns ``(f(z), aux)``. ``Solution.aux`` is that of the returned value, of one more
+            evaluation, which is not counted. Its gradients pass through the value, the arguments and weights.
+        bounds: ``(low, high)``, each a number, a tensor that broadcasts to a sample's state, or None.
+            Solves ``z = P(f(z))`` with ``P(z) = min(max(z, low), high)``: for a gradient step of an energy,
+            projected gradient descent to a point where the energy falls in no allowed direction.
+            Coordinates that are held at a bound have implicit gradients of zero. Needs ``Forward`` or
+            ``GradientDescent``; by default ``GradientDescent("auto")`` where there is an energy, else
+            ``Forward()``.
 
     Returns:
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
@@ -154,30 +173,45 @@ def fixed_point(
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
     adjoint = read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
-    automatic = solver is None
+    automatic = solver is None and bounds is None
+    if solver is None and bounds is not None:
+        monitored = isinstance(f, EnergyUpdate) or energy is not None
+        solver = GradientDescent("auto") if monitored else Forward()
     if solver is None:
         descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
         solver = _LBFGS if descends else _ANDERSON
     states_at = _check_options(
-        solver, max_steps, f, energy, record, compact, callback, on_failure, states_at
+        solver, max_steps, f, energy, record, compact, callback, on_failure, states_at, stop
     )
     require_flag("verify", verify, optional=True)
+    require_callable("stop", stop, optional=True)
+    whole = f if require_flag("has_aux", has_aux) else None
+    f = f if whole is None else without_aux(f)
     layout = Layout.of(z0, empty=True)
     if in_transform():
-        return _transformed(
+        if stop is not None or bounds is not None:
+            raise RuntimeError("stop and bounds do not work inside of torch.func's transforms")
+        solution = _transformed(
             f, energy, z0, args, mask, adjoint, record, solver=None if automatic else solver,
             tolerance=tolerance, max_steps=max_steps, on_failure=on_failure, compact=compact,
             callback=callback, states_at=states_at, verify=verify,
         )  # fmt: skip
+        return _with_aux(solution, whole, args, adjoint)
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
+    if bounds is not None:
+        problem.bounds, problem.symmetric = _read_bounds(bounds, solver, layout, start), False
+        start = problem.projected(start)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
 
     if start.numel() == 0:
-        return _nothing(problem, start, adjoint)
+        return _with_aux(_nothing(problem, start, adjoint), whole, args, adjoint)
     number = count_solve(f)
-    solve = Solving(solver, automatic, goal, max_steps, record, callback, states_at, number, verify)
+    rule = None if stop is None else Rule(stop, layout, start)
+    solve = Solving(
+        solver, automatic, goal, max_steps, record, callback, states_at, number, verify, rule
+    )
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:
@@ -187,8 +221,116 @@ def fixed_point(
         solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
     _as_trees(solution, layout)
     what = goal.what + layout.scalars(len(start))
+    what = what.replace("fixed-point", "root") if isinstance(f, _Root) else what
     apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
+    return _with_aux(solution, whole, args, adjoint)
+
+
+class _Value(partial[Any]):
+    """``f`` without its auxiliary output; known by ``f`` where solves are counted and warnings are shown."""
+
+    def __call__(self, *args: Any) -> Any:
+        found = super().__call__(*args)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(f"f must return (value, aux) with has_aux=True, got {type(found)}")
+        return found[0]
+
+
+def without_aux(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The map ``f(z, *args)[0]``."""
+    if isinstance(f, EnergyUpdate):
+        raise ValueError("has_aux=True is for plain maps, got an EnergyUpdate")
+    value = _Value(f)
+    vars(value)["symmetric"] = bool(getattr(f, "symmetric", False))
+    return value
+
+
+def _with_aux(
+    solution: Solution, f: Callable[..., Any] | None, args: tuple[Any, ...], adjoint: Adjoint | None
+) -> Solution:
+    """The solution with the auxiliary output of ``f`` at its value; unchanged where f is None."""
+    if f is not None:
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled() and adjoint is not None),
+            constant_weights(modules_of(f), repeated=True),
+        ):
+            solution.aux = f(solution.value, *args)[1]
     return solution
+
+
+def _read_bounds(
+    bounds: Any, solver: Solver, layout: Layout, start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bounds as vectors (D,)."""
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise TypeError(f"bounds must be a pair (low, high), got {bounds!r}")
+    if not solver.projects:
+        raise ValueError(f"bounds need solver=Forward(...) or GradientDescent(...), got {solver}")
+    vectors = []
+    for limit, none in zip(bounds, (-torch.inf, torch.inf), strict=True):
+        limit = torch.as_tensor(none if limit is None else limit).to(start)
+        if limit.dim():
+            if not layout.spec.is_leaf():
+                raise ValueError("bounds must be numbers for a state of several tensors")
+            limit = layout.vector(limit.expand(1, *layout.shapes[0]))[0]
+        vectors.append(limit.expand(start.shape[1]))
+    low, high = vectors
+    if not bool((low <= high).all()):
+        raise ValueError(f"bounds must be (low, high) with low <= high, got {bounds}")
+    return low, high
+
+
+class _Root(partial[Any]):
+    """The map ``z - F(z)``."""
+
+    def __call__(self, z: Any, *args: Any) -> Any:
+        image, spec = pytree.tree_flatten(super().__call__(z, *args))
+        leaves, like = pytree.tree_flatten(z)
+        shapes, wanted = ([getattr(t, "shape", None) for t in some] for some in (image, leaves))
+        if spec != like or shapes != wanted:
+            raise ValueError(f"F must return tensors like z0, of shapes {wanted}, got {shapes}")
+        return pytree.tree_unflatten([a - b for a, b in zip(leaves, image, strict=True)], spec)
+
+
+def root(
+    F: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...] | Tensor = (),
+    *,
+    solver: Solver | type[Solver] | str = _NEWTON,
+    adjoint: Adjoint | type[Adjoint] | str | None = _BY_GMRES,
+    **options: Any,
+) -> Solution:
+    """Solve ``F(z, *args) = 0`` for every sample of a batch, as the fixed point of ``z - F(z)``.
+
+    The statuses are those of :func:`fixed_point`. A sample is solved where
+    ``|F(z)| <= max(atol, rtol |z - F(z)|)`` with rtol 1e-4: scale F so that its derivative is of the order
+    of 1, or give ``tolerance=Tolerance(0.0, atol)``, as is needed for a root at zero.
+
+    Args:
+        F: map from a state to a state of the same structure and shapes, each sample on its own.
+        z0: initial state, a tensor (B, ...) or a pytree of them.
+        args: further inputs of ``F``, batched along dim 0.
+        solver: by default Newton's method, which needs an F that autograd differentiates twice. The others,
+            such as ``Anderson()``, need a derivative of F near 1.
+        adjoint: by default ``Implicit(GMRES())``: with ``J = dF/dz`` and the gradient g of the loss by z it
+            solves ``J^T u = g``; the gradient of an input is ``-(dF/dinput)^T u``.
+        options: the other options of :func:`fixed_point`, except ``energy`` and ``has_aux``.
+
+    Raises:
+        TypeError, ValueError, SolveError: as :func:`fixed_point`; ValueError where F returns other shapes.
+
+    Example:
+        >>> a = torch.tensor([[2.0], [9.0]], requires_grad=True)
+        >>> solution = root(lambda z, a: z**2 - a, torch.ones(2, 1), (a,))
+        >>> solution.value.sum().backward()  # dz/da = 1 / (2 z)
+        >>> solution.converged, solution.value.detach().flatten(), a.grad.flatten()
+        (tensor([True, True]), tensor([1.4142, 3.0000]), tensor([0.3536, 0.1667]))
+    """
+    require_callable("F", F)
+    if wrong := sorted({"energy", "has_aux"} & set(options)):
+        raise TypeError(f"root takes no {wrong}")
+    return fixed_point(_Root(F), z0, args, solver=solver, adjoint=adjoint, **options)
 
 
 def _transformed(
@@ -248,7 +390,7 @@ def _as_trees(solution: Solution, layout: Layout) -> None:
 
 def _check_options(
     solver: Solver, max_steps: int, f: object, energy: object, record: object, compact: object,
-    callback: object, on_failure: str, states_at: Any,
+    callback: object, on_failure: str, states_at: Any, stop: object,
 ) -> tuple[int, ...]:  # fmt: skip
     """Check the options; the numbers of ``states_at`` as a tuple."""
     require_callable("f", f)
@@ -264,7 +406,7 @@ def _check_options(
     require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
     numbers = require_increasing("states_at", states_at, high=max_steps, what="max_steps")
-    given = {"energy": energy is not None, "record": record, "callback": callback}
+    given = {"energy": energy is not None, "record": record, "callback": callback, "stop": stop}
     unknown = [name for name, value in given.items() if value]
     if isinstance(solver, ExternalSolver) and unknown:
         raise ValueError(
@@ -305,6 +447,7 @@ class Solving:
     states_at: Sequence[int]
     number: int
     verify: bool | None
+    rule: Rule | None = None
 
     def __call__(self, problem: Problem, start: Tensor, *, verify: bool = True) -> Solution:
         """The solution (B, D) from ``start`` (B, D), without gradients of its own.
@@ -324,30 +467,45 @@ class Solving:
                 # Popped, so that the loop can free it when it has moved on.
                 solution, last = iterate(
                     problem, evaluated.pop(), self.solver, tolerance, self.max_steps, self.record,
-                    self.callback, self.states_at,
+                    self.callback, self.states_at, self.rule,
                 )  # fmt: skip
+                most = self.max_steps
+                room = int(solution.evaluations.max()) + 2 < most
+                if last is None and room and self._may_be_coupled(problem):
+                    last, most = problem.exact(problem.evaluate(solution.value)), most - 1
                 if last is not None:
                     judge_again(solution, last, tolerance, self.goal.precision, converged=True)
-                    self._solve_together(problem, solution, tolerance)
+                    self._solve_together(problem, solution, tolerance, most)
                 status = solution.status
                 if self.automatic:
-                    options = (self.max_steps, self.record, self.callback, self.states_at)
+                    options = (most, self.record, self.callback, self.states_at, self.rule)
                     rescue(problem, solution, tolerance, *options)
             problem.check_last(solution.value)
             with torch.no_grad():
-                # The last evaluation was one of the returned value, with all samples.
-                seen = last is not None and self.verify is None and solution.status is status
+                # The last evaluation was one of the returned value, with all samples, where all have
+                # converged: of the others another iterate is the best.
+                seen = last is not None and solution.status is status
+                seen = seen and not bool(solution.status.any())
+                seen = seen and self.verify is None
                 self._verify(problem, start.detach(), first, solution, verify and not seen)
         return solution
 
-    def _solve_together(self, problem: Problem, solution: Solution, tolerance: Tolerance) -> None:
+    def _may_be_coupled(self, problem: Problem) -> bool:
+        """Whether samples that influence each other are to be solved as one system."""
+        others = problem.has_energy or problem.bounds is not None or self.rule is not None
+        alone = problem.compact or problem.mask is not None or others
+        return not (alone or torch.is_grad_enabled())
+
+    def _solve_together(
+        self, problem: Problem, solution: Solution, tolerance: Tolerance, most: int
+    ) -> None:
         """Go on with all samples as one system where they turn out to influence each other.
 
         That is meant by ``compact=False`` alone: the samples stay in the batch.
         """
-        left = self.max_steps - int(solution.evaluations.max())
+        left = most - int(solution.evaluations.max())
         wrong = solution.status == Status.INCONSISTENT
-        if problem.compact or problem.mask is not None or left < 2 or not bool(wrong.any()):
+        if not self._may_be_coupled(problem) or left < 2 or not bool(wrong.any()):
             return
         shape, start = solution.value.shape, solution.value.view(1, -1)
         whole = VectorProblem(
@@ -380,6 +538,9 @@ class Solving:
             fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
             self.goal.vanishing = bool(fallen.any())
         wanted = due(self.number, self.verify)
+        if self.verify is None and not problem.compact:
+            # Rows that influence each other are meant to be there, and some of them have failed.
+            wanted |= bool(solution.status.any())
         precision = self.goal.precision
         if wanted and verify:
             point = problem.exact(problem.evaluate(solution.value.detach()))

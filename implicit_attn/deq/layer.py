@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq.problem import (
@@ -31,7 +32,7 @@ from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
-from solvers.core.checks import require_count, require_flag, require_number
+from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout, check_mask
@@ -44,10 +45,13 @@ from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
 from solvers.cuda.recording import Recorder
-from solvers.fixed_points import read_solver
+from solvers.fixed_points import read_solver, without_aux
 
 Module = TypeVar("Module", bound=nn.Module)
-OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify")
+OPTIONS = (
+    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop", "has_aux",
+    "bounds",
+)  # fmt: skip
 
 
 class DEQ(nn.Module):
@@ -72,6 +76,10 @@ class DEQ(nn.Module):
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where the update holds batched tensors.
         verify: evaluate the update once more at the returned value; see :func:`solvers.fixed_point`.
+        stop: a rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
+        has_aux: the update returns ``(f(z, x), aux)``; ``layer.solve(x).aux`` is that of the returned value,
+            with gradients, and ``last.aux`` the same without.
+        bounds: a box ``(low, high)`` that the state must not leave, for gradient methods.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
 
@@ -115,6 +123,9 @@ class DEQ(nn.Module):
         on_failure: str = "warn",
         compact: bool = True,
         verify: bool | None = None,
+        stop: Callable[[Any], Tensor] | None = None,
+        has_aux: bool = False,
+        bounds: tuple[Any, Any] | None = None,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
@@ -140,6 +151,8 @@ class DEQ(nn.Module):
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
         self.verify = require_flag("verify", verify, optional=True)
+        self.stop = require_callable("stop", stop, optional=True)
+        self.has_aux, self.bounds = require_flag("has_aux", has_aux), bounds
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
@@ -182,7 +195,8 @@ class DEQ(nn.Module):
             z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
-            options: solver, tolerance, max_steps, adjoint, on_failure, compact or verify, for this solve.
+            options: those of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
+                stop, has_aux, bounds), for this solve.
 
         Raises:
             TypeError, ValueError: for arguments that do not fit, naming the argument.
@@ -213,7 +227,10 @@ class DEQ(nn.Module):
             dropped.require_called(self.update)
         if not in_transform():  # whose tensors must not be kept
             spent = solution.evaluations + before
-            self.last = replace(solution, value=None, evaluations=spent)
+            aux = pytree.tree_map(
+                lambda t: t.detach() if isinstance(t, Tensor) else t, solution.aux
+            )
+            self.last = replace(solution, value=None, evaluations=spent, aux=aux)
             self._seeds = seeds
         if self.observer is not None:
             self.observer(x, mask, solution)
@@ -272,7 +289,7 @@ class DEQ(nn.Module):
         f, args = self._equation(x, mask, z)
         return solvers.spectral_radius(Held(f), z, args, **options)
 
-    def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Map, tuple[Any, ...]]:
+    def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Any, tuple[Any, ...]]:
         """The map and its inputs ``f(z, *args)``, as the latest solve had them."""
         parts = dict(self.update.named_modules())
         x = check_inputs(x, mask, parts, z)
@@ -283,7 +300,7 @@ class DEQ(nn.Module):
                 "samples: solve for x first, or call eval()"
             )
         f, args, _ = self._map(x, mask, dropped, seeds, parts)
-        return f, args
+        return (without_aux(f) if self.has_aux else f), args
 
     def _map(
         self,
@@ -338,9 +355,14 @@ class DEQ(nn.Module):
         Args:
             evaluations, damping, window: as for :class:`implicit_attn.deq.UnrolledLayer`.
         """
+        if self.bounds is not None:
+            raise ValueError(
+                "unrolled(k) does not know the layer's bounds: clamp in the update instead"
+            )
         fixed = UnrolledLayer(
-            self.update, evaluations, init=self.init, damping=damping, window=window
-        )
+            self.update, evaluations, init=self.init, damping=damping, window=window,
+            has_aux=self.has_aux,
+        )  # fmt: skip
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
 
@@ -365,6 +387,7 @@ class UnrolledLayer(nn.Module):
         damping: a, in (0, 2].
         window: gradients go through the last ``window`` evaluations alone (truncated back-propagation),
             with memory of these; None: through all.
+        has_aux: the update returns a pair, whose second part is dropped.
 
     Shapes: as for the layer. ``forward`` takes (x, mask), or ``z0`` for another initial state. Inputs are
     checked as by the layer, but for NaN inside of compilers and exporters.
@@ -386,10 +409,12 @@ class UnrolledLayer(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         damping: float = 1.0,
         window: int | None = None,
+        has_aux: bool = False,
     ) -> None:
         super().__init__()
         self.update, self.init = update, init
         self.evaluations = require_count("evaluations", evaluations)
+        self.has_aux = require_flag("has_aux", has_aux)
         self.damping = require_number("damping", damping, low=0.0, high=2.0, closed=False)
         self.window = evaluations if window is None else require_count("window", window)
 
@@ -406,7 +431,8 @@ class UnrolledLayer(nn.Module):
             if not prepares(parts):  # modules in ``prepare``, called once, may draw
                 refuse_drawing_modules(parts.items(), "the update")
             given, spec = flat(prepared)
-            f, rest = Map(self.update, self, spec, dropped, parts), (given, mask, seeds)
+            f: Any = Map(self.update, self, spec, dropped, parts)
+            f, rest = without_aux(f) if self.has_aux else f, (given, mask, seeds)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
                 with torch.no_grad(), _weights_once(parts):  # computed again, without a graph
@@ -414,7 +440,13 @@ class UnrolledLayer(nn.Module):
             return self._iterate(self.evaluations - early, f, start, *rest)
 
     def _iterate(
-        self, count: int, f: Map, start: Any, x: Any, mask: Tensor | None, seeds: Tensor | None
+        self,
+        count: int,
+        f: Callable[..., Any],
+        start: Any,
+        x: Any,
+        mask: Tensor | None,
+        seeds: Tensor | None,
     ) -> Any:
         layout = Layout.of(start)
         z = layout.vector(start)

@@ -236,7 +236,7 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
 class Held:
     """A map in which masked tokens are constant: their rows and columns of the Jacobian are zero."""
 
-    def __init__(self, function: Map) -> None:
+    def __init__(self, function: Any) -> None:
         self.function = function
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.energy import Energy, FunctionEnergy, twice_differentiable
+from implicit_attn.energies.energy import Energy, FunctionEnergy
 from implicit_attn.energies.tokens import check_values
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.layout import Layout, check_mask
+from solvers.core.modes import twice_differentiable
 
 
 class Finding(NamedTuple):

@@ -12,16 +12,14 @@ import copy
 import functools
 import inspect
 import math
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.tokens import (
@@ -34,7 +32,14 @@ from implicit_attn.energies.tokens import (
     sum_squares,
 )
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.modes import exporting, in_transform, ordinary, recording, uncompiled
+from solvers.core.modes import (
+    PLAIN_ATTENTION,
+    exporting,
+    in_transform,
+    ordinary,
+    recording,
+    twice_differentiable,
+)
 
 
 class Prepared(NamedTuple):
@@ -550,39 +555,6 @@ def value_and_gradient(
     return (value if record else value.detach()), gradient
 
 
-class _PlainAttention:
-    """A context in which attention is computed by torch's plain formula, in all threads of the process.
-
-    torch keeps the choice for the whole process. The first thread that enters makes it, and the last one
-    that leaves takes it back, so threads that interleave leave it as it was.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.entered, self.chosen = threading.Lock(), 0, ExitStack()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.entered == 0:
-                self.chosen.enter_context(sdpa_kernel(SDPBackend.MATH))
-            self.entered += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.entered -= 1
-            if self.entered == 0:
-                self.chosen.close()
-
-
-_PLAIN_ATTENTION = _PlainAttention()
-
-
-@contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """Within, attention is computed by torch's plain formula, and compiled functions run uncompiled."""
-    with uncompiled(), _PLAIN_ATTENTION:
-        yield
-
-
 def _by_transform(
     function: Callable[..., Tensor], z: Any, inputs: tuple[Any, ...]
 ) -> tuple[Tensor, Any]:
@@ -602,7 +574,7 @@ def _by_transform(
         value = function(pytree.tree_unflatten(leaves, spec), *inputs)
         return value.sum(), value
 
-    with nullcontext() if torch.compiler.is_dynamo_compiling() else _PLAIN_ATTENTION:
+    with nullcontext() if torch.compiler.is_dynamo_compiling() else PLAIN_ATTENTION:
         gradients, value = torch.func.grad(total, has_aux=True)(leaves)
     return value, pytree.tree_unflatten(list(gradients), spec)
 

@@ -22,7 +22,7 @@ from solvers.adjoints.checkpoints import sequence_number
 from solvers.core.context import constant_weights
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
-from solvers.core.modes import uncompiled, without_autocast
+from solvers.core.modes import twice_differentiable, uncompiled, without_autocast
 from solvers.core.problem import JacobianProduct, Problem, VectorProblem, gradients, pullback
 from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
@@ -298,6 +298,23 @@ class Linearization:
         sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
         return cls(problem, point, output, sources + leaves, aliases + leaves, computed)
 
+    def twice(self) -> Linearization:
+        """The same for second derivatives, which fused attention lacks: recorded again where f uses it."""
+        seen, stack, fused = set[Any](), [self.output.grad_fn], False
+        while stack and not fused:
+            node = stack.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                fused = "ScaledDotProduct" in node.name()
+                stack += [edge[0] for edge in node.next_functions]
+        if not fused:
+            return self
+        with twice_differentiable():
+            again = Linearization.at(self.problem, self.point.detach())
+        # The graph may name the leaves in another order.
+        places = {id(s): alias for s, alias in zip(again.sources, again.aliases, strict=True)}
+        return replace(again, sources=self.sources, aliases=[places[id(s)] for s in self.sources])
+
 
 class _Substitution(TorchFunctionMode):
     """Within, functions of torch get an alias of a tensor that requires a gradient and was computed before.
@@ -471,7 +488,7 @@ def second_derivative(
     record: Linearization, solve: AdjointSolve, u: Tensor, cotangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Gradients with respect to (cotangent, value, sources); see :class:`ImplicitGradient`."""
-    symmetric = record.problem.symmetric
+    record, symmetric = record.twice(), record.problem.symmetric
     point, output = record.point, record.output
     variables = [point, *record.aliases]
     with torch.enable_grad():

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from solvers.core.modes import recording
 
@@ -69,32 +68,33 @@ def _same(tensor: Tensor) -> Tensor:
 def constant_weights(modules: list[nn.Module], *, repeated: bool = False) -> Iterator[None]:
     """Within the context, every parametrised weight has one value.
 
-    torch's ``spectral_norm`` makes a power iteration whenever its weight is read in training mode. It makes
-    one before the solve and none during the solve. A cache of ``parametrize.cached()`` is filled before the
-    solve, with weights that have a graph.
+    A parametrization with buffers may change them whenever its weight is read in training mode, as torch's
+    ``spectral_norm`` does by a power iteration. It is read once before the solve, and is in evaluation mode
+    during the solve. A cache of ``parametrize.cached()`` is filled before the solve, with weights that have a
+    graph.
 
     Args:
         modules: what f calls, by :func:`modules_of`.
-        repeated: the weights have the values of an earlier evaluation, so no power iteration is made.
+        repeated: the weights have the values of an earlier evaluation, so none is read before.
     """
-    norms = []
+    changing = []
     for module in modules:
         if isinstance(module, parametrize.ParametrizationList):
-            norms += [part for part in module if isinstance(part, _SpectralNorm) and part.training]
-    if not repeated and (norms or parametrize._cache_enabled):
+            changing += [part for part in module.modules() if part.training and part._buffers]
+    if not repeated and (changing or parametrize._cache_enabled):
         with recording():
             for module in filter(parametrize.is_parametrized, modules):
                 lists: Any = module.parametrizations
                 for name in lists:
                     getattr(module, name)
-    for norm in norms:
-        norm.training = False
+    for part in changing:
+        part.training = False
     try:
         with within(weights=Weights()):
             yield
     finally:
-        for norm in norms:
-            norm.training = True
+        for part in changing:
+            part.training = True
 
 
 def modules_of(f: object, depth: int = 4) -> list[nn.Module]:

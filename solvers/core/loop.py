@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import Watch, maybe_any, readable
+from solvers.core.layout import Layout
 from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
 from solvers.core.rows import (
@@ -39,6 +40,28 @@ from solvers.core.rows import (
 )
 from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, Growth, acceptable, rounding
 from solvers.core.solution import Solution, Status, Tolerance
+
+
+class Rule:
+    """A user's stopping rule, which is always asked about the whole batch."""
+
+    def __init__(self, stop: Callable[[Any], Tensor], layout: Layout, start: Tensor) -> None:
+        self.stop, self.layout, self.state = stop, layout, start.detach()
+
+    def holds(self, index: Tensor, z: Tensor, taken: Tensor) -> Tensor:
+        """(n,) bool: whether to stop the samples ``index`` (n,), of which ``taken`` have moved to z (n, D).
+
+        Samples that have ended are shown where they ended.
+        """
+        moved = where_rows(taken, z.detach(), self.state[index])
+        self.state = self.state.index_copy(0, index, moved)
+        with torch.no_grad():
+            answer = self.stop(self.layout.tree(self.state))
+        batch = len(self.state)
+        if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != (batch,):
+            got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
+            raise TypeError(f"stop must return a bool tensor of shape ({batch},), got {got}")
+        return answer[index] & taken
 
 
 @dataclass
@@ -60,6 +83,9 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
+    projects: ClassVar[bool] = (
+        False  # its steps remain steps of descent when they are cut at bounds
+    )
     lost: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
@@ -127,9 +153,10 @@ class Loop:
         record: bool = False,
         callback: Callable[[Progress], object] | None = None,
         states_at: Sequence[int] = (),
+        rule: Rule | None = None,
     ) -> None:
         self.problem, self.solver, self.tolerance = problem, solver, tolerance
-        self.max_steps = max_steps
+        self.max_steps, self.rule = max_steps, rule
         start = problem.exact(start)
         self.trial: Point = start  # the point evaluated last
         self.current: Point | None = None  # the last accepted point of every row
@@ -195,7 +222,9 @@ class Loop:
                 # A residual of exactly 0 may be rounding where the energy grows without bound.
                 small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)
                 converged = converged & (small | ~growing)
+        stopped = None if self.rule is None else self.rule.holds(rows.index, trial.z, taken)
         better = (taken & (relative < rows.best.relative)) | converged
+        better = better if stopped is None else better | stopped
         rows.best.update(better, trial, relative)
         rows.evaluations = torch.where(running, evaluation + rows.products, rows.evaluations)
         if accepted is not None:
@@ -211,6 +240,8 @@ class Loop:
         if self.growth is not None and maybe_any(self.growth.lost):
             failed = self.growth.lost & running & (status > Status.CONVERGED)
             status = torch.where(failed, int(Status.DIVERGED), status)
+        if stopped is not None:
+            status = torch.where(stopped & ~converged, int(Status.STOPPED), status)
         rows.status = status
 
     def _find_stalled(self, status: Tensor) -> Tensor:
@@ -268,7 +299,7 @@ class Loop:
             candidate = where_rows(accepted, candidate, shorter)
         if in_transform():  # no sample leaves the batch: those that have ended stand still
             candidate = where_rows(self.rows.status == RUNNING, candidate, self.current.z)
-        return candidate
+        return self.problem.projected(candidate)
 
     def _all_ended(self) -> bool:
         seen = self.watch(self.rows.status == RUNNING)

@@ -6,12 +6,13 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined]
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -126,6 +127,39 @@ def uncompiled() -> Iterator[None]:
         yield
     finally:
         _STANCE.leave()
+
+
+class _PlainAttention:
+    """A context in which attention is computed by torch's plain formula, in all threads of the process.
+
+    torch keeps the choice for the whole process. The first thread that enters makes it, and the last one
+    that leaves takes it back, so threads that interleave leave it as it was.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.entered, self.chosen = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.entered == 0:
+                self.chosen.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self.entered += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.entered -= 1
+            if self.entered == 0:
+                self.chosen.close()
+
+
+PLAIN_ATTENTION = _PlainAttention()
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Within, attention is computed by torch's plain formula, and compiled functions run uncompiled."""
+    with uncompiled(), PLAIN_ATTENTION:
+        yield
 
 
 def ordinary(tree: Any) -> Any:

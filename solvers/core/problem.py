@@ -16,7 +16,7 @@ from solvers.core.checks import require_instance, require_positive
 from solvers.core.context import modules_of
 from solvers.core.device import readable
 from solvers.core.layout import Layout, leaves_of, take
-from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled
+from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
 from solvers.core.purity import (
     OVERWRITES,
     Draws,
@@ -141,8 +141,8 @@ class Descent(EnergyUpdate):
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any]:
         outer = torch.is_grad_enabled()
-        # What a compiler makes of the energy could not be differentiated twice.
-        with recording(), uncompiled() if outer else nullcontext():
+        # Neither what a compiler makes of the energy nor fused attention can be differentiated twice.
+        with recording(), twice_differentiable() if outer else nullcontext():
             leaves, spec = pytree.tree_flatten(ordinary(z))
             args = ordinary(args)
             points = [
@@ -173,6 +173,7 @@ class Problem:
     # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
     # they enter no norm.
     mask: Tensor | None = None
+    bounds: tuple[Tensor, Tensor] | None = None  # (D,) each, onto which f is projected
     symmetric: bool = False  # the Jacobian of f is symmetric
     compact: bool = True  # rows may be taken out
     # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
@@ -222,6 +223,10 @@ class Problem:
     ) -> Point:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms."""
         residual = value - z
+        if self.bounds is not None and gradient is not None:
+            low, high = self.bounds  # what pushes against a bound is no force
+            held = ((z <= low) & (gradient > 0)) | ((z >= high) & (gradient < 0))
+            gradient = gradient.masked_fill(held, 0)
         if self.mask is not None:
             zero = residual.new_zeros(())
             residual = torch.where(self.mask, residual, zero)
@@ -229,6 +234,13 @@ class Problem:
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
+
+    def projected(self, z: Tensor) -> Tensor:
+        """z (B, D) within the bounds; masked coordinates, and all without bounds, stay."""
+        if self.bounds is None:
+            return z
+        inside = torch.clamp(z, *self.bounds)
+        return inside if self.mask is None else torch.where(self.mask, inside, z)
 
     def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(f(z), E(z), dE/dz)``; None for what there is not."""
@@ -317,7 +329,7 @@ class Problem:
         output = self.f(tree, *self.args)
         if not _alike(output, tree):
             check_output(output, None, z, self.layout, self.autocast)
-        return self.layout.vector(output).to(z.dtype)
+        return self.projected(self.layout.vector(output).to(z.dtype))
 
     def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tree = self.layout.tree(z)
@@ -331,7 +343,7 @@ class Problem:
         if energy is not None or not (self.checked and _alike(output, tree)):
             check_output(output, energy, z, self.layout, self.autocast)
             self.checked = True
-        vector = self.layout.vector(output).to(z.dtype)
+        vector = self.projected(self.layout.vector(output).to(z.dtype))
         if gradient is not None:
             gradient = self.layout.vector(gradient)
         return vector, energy, gradient
@@ -352,7 +364,7 @@ class Problem:
 
         Raises RuntimeError where autograd finds no dependence on anything.
         """
-        with recording(), uncompiled():
+        with recording(), twice_differentiable():
             point = ordinary(z).detach().requires_grad_()
             output = replace(self, args=ordinary(self.args)).masked_map(point)
             if not output.requires_grad:

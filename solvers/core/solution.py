@@ -172,6 +172,8 @@ class Status(IntEnum):
       :func:`solvers.belief_propagation`.
     * ``INCONSISTENT``: the tolerance was met during the solve, but not by the returned value when it was
       evaluated once more with the whole batch.
+    * ``STOPPED``: the rule ``stop`` of the call held at the returned value, which need not meet the
+      tolerance.
     """
 
     CONVERGED = 0
@@ -182,6 +184,7 @@ class Status(IntEnum):
     INDEFINITE = 5
     CONTRADICTORY = 6
     INCONSISTENT = 7
+    STOPPED = 8
 
 
 class SolveWarning(UserWarning):
@@ -250,6 +253,7 @@ class Solution:
         states: for each number of ``states_at`` what ``value`` would be had the solve ended after so
             many evaluations, structured like the initial state; None where none was asked for.
         adjoint: filled by the backward pass of an implicit adjoint.
+        aux: with ``has_aux=True``, what ``f`` returns besides its value, at exactly ``value``; else None.
 
     Example:
         >>> import solvers
@@ -271,10 +275,11 @@ class Solution:
     trace: Trace | None = None
     adjoint: AdjointReport = field(default_factory=AdjointReport)
     states: Any = None
+    aux: Any = None
 
     @property
     def converged(self) -> Tensor:
-        """(B,) bool."""
+        """(B,) bool; False where a rule has stopped the sample."""
         return self.status == Status.CONVERGED
 
     def counts(self) -> dict[str, int]:
@@ -364,7 +369,7 @@ def check_on_failure(on_failure: str) -> None:
 def apply_policy(
     solution: Solution, on_failure: str, what: str, f: object = None, *, vanishing: bool = False
 ) -> None:
-    """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
+    """Warn, raise (:class:`SolveError`) or do nothing about samples that neither converged nor were stopped.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
     warning points at the user's line, names the layer, and is shown once for each set of statuses and
@@ -372,7 +377,9 @@ def apply_policy(
     """
     if on_failure == "ignore" or not bool(solution.status.any()):  # CONVERGED is 0
         return
-    failures = [name for name in solution.counts() if name != "CONVERGED"]
+    failures = [name for name in solution.counts() if name not in ("CONVERGED", "STOPPED")]
+    if not failures:
+        return
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
     if vanishing:
         told = [_VANISHING]

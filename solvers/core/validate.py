@@ -7,7 +7,10 @@ value is evaluated once more with the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from functools import partial
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -22,19 +25,62 @@ ALWAYS, EVERY = 8, 32
 SLACK, ROUNDINGS = 2.0, 32.0
 SAME = 0.01  # relative difference of the residuals at the start that shows another function
 
-_SOLVES: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+_COUNTS: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
+# The function of a code that was counted last: what it captured, and its count.
+_LATEST: WeakKeyDictionary[object, tuple[list[Callable[[], Any]], list[int]]] = WeakKeyDictionary()
 
 
 def count_solve(f: object) -> int:
-    """How many solves of ``f`` there have been before this one; a function is known by its code."""
+    """How many solves of ``f`` there have been before this one.
+
+    A function is another one where it has captured other objects; one that is made anew for every call with
+    the same objects goes on counting.
+    """
     origin = origin_of(f)
-    origin = f if origin is None else origin
     try:
-        number = _SOLVES.get(origin, 0)
-        _SOLVES[origin] = number + 1
+        home = f if origin is None or isinstance(origin, CodeType) else origin
+        count = _COUNTS.get(home)
+        if count is None:
+            count = [0]
+            if home is f and origin is not None:
+                captured = _captured(f)
+                known, counted = _LATEST.get(origin, ([], count))
+                same = len(known) == len(captured)
+                if same and all(r() is c for r, c in zip(known, captured, strict=True)):
+                    count = counted
+                else:
+                    known = [_reference(each) for each in captured]
+                _LATEST[origin] = known, count
+            _COUNTS[home] = count
     except TypeError:  # not hashable, or built in
         return 0
-    return number
+    count[0] += 1
+    return count[0] - 1
+
+
+def _captured(f: Any) -> list[Any]:
+    """What a function has captured: in its closure, by its defaults, as its ``self`` or by ``partial``."""
+    captured = []
+    while isinstance(f, partial):
+        captured += [*f.args, *f.keywords.values()]
+        f = f.func
+    cells = [cell.cell_contents for cell in getattr(f, "__closure__", None) or ()]
+    return [
+        *captured,
+        *cells,
+        *(getattr(f, "__defaults__", None) or ()),
+        getattr(f, "__self__", None),
+    ]
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """A weak reference; numbers and texts are kept, and containers are never the same again."""
+    if value is None or isinstance(value, (int, float, str)):
+        return lambda: value
+    try:
+        return ref(value)
+    except TypeError:
+        return object
 
 
 def due(number: int, wanted: bool | None) -> bool:

@@ -476,7 +476,8 @@ class Recorder:
 def _options(f: Any, options: dict[str, Any], z0: Any) -> Options | None:
     """What to record; None, after a warning where that may be unexpected, for what is not recorded."""
     solver, adjoint = options["solver"], options["adjoint"]
-    watched = options.get("record") or options.get("callback") is not None
+    watched = bool(options.get("record") or options.get("has_aux"))
+    watched |= any(options.get(name) is not None for name in ("callback", "stop", "bounds"))
     if watched or in_transform() or options["max_steps"] < 2:
         return None
     if options.get("verify"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from solvers.core.loop import Loop, Solver
+from solvers.core.loop import Loop, Rule, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, Progress
 from solvers.core.solution import Solution, Tolerance
@@ -22,24 +22,26 @@ def iterate(
     record: bool = False,
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
+    rule: Rule | None = None,
 ) -> tuple[Solution, Point | None]:
     """Solve from the evaluation ``first`` at the start.
 
     The engine in C++ has Anderson's method and plain steps, in float32 and float64 on a CPU, for maps without
-    an energy whose single evaluations nobody looks at and autograd does not record.
+    an energy and bounds whose single evaluations nobody looks at and autograd does not record.
 
     Returns:
         The solution, with a value (B, D), and the last evaluation where all samples were in it, those that
         had converged with their values; else None.
     """
-    watched = record or callback is not None or bool(states_at)
-    if not (watched or problem.has_energy) and serves(first.z):
+    watched = record or callback is not None or bool(states_at) or rule is not None
+    plain = not (watched or problem.has_energy or problem.bounds)
+    if plain and serves(first.z):
         if type(solver) is Anderson and solver.memory <= MOST:
             numbers = (solver.damping, *solver.ridge(first.z.dtype))
             return solve_in_turns(problem, first, solver.memory, numbers, tolerance, max_steps)
         if type(solver) is Forward:
             numbers = (solver.damping, 1.0, 0.0)
             return solve_in_turns(problem, first, 0, numbers, tolerance, max_steps)
-    loop = Loop(problem, first, solver, tolerance, max_steps, record, callback, states_at)
+    loop = Loop(problem, first, solver, tolerance, max_steps, record, callback, states_at, rule)
     del first  # the loop frees it when it has moved on
     return loop.run(), None

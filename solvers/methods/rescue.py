@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import leaves_alone
-from solvers.core.loop import Loop, Solver
+from solvers.core.loop import Loop, Rule, Solver
 from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Best, Point, Progress, row_norm, scaled_norm, where_rows
 from solvers.core.safeguard import rounding
@@ -72,6 +72,7 @@ def rescue(
     record: bool = False,
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
+    rule: Rule | None = None,
 ) -> None:
     """Solve again, in place, for the samples of ``solution`` that were given up.
 
@@ -98,7 +99,7 @@ def rescue(
         spent = spent[index]
         start = part.exact(part.evaluate(solution.value[index]))
         report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
-        loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
+        loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at, rule)
         loop.snapshots.uneven = True  # rows go on counting their evaluations
         loop.guarded = False
         # Rows report under their numbers in the whole batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Forward(Solver):
     """
 
     damping: float = 1.0
+
+    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
@@ -59,6 +61,8 @@ class GradientDescent(Solver):
     step_size: float | Literal["auto"] = 1.0
     momentum: float = 0.0
     nesterov: bool = False
+
+    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.step_size != "auto":

@@ -274,19 +274,59 @@ def test_half_precision_is_solved_to_what_it_can_hold(dtype: torch.dtype) -> Non
     assert (rounded - exact).abs().max() < 0.1
 
 
-def test_causal_by_plain_steps_of_a_fixed_number_holds_for_every_bit() -> None:
+FIXED: dict[str, Any] = {
+    "solver": "forward",
+    "tolerance": 0,
+    "max_steps": 12,
+    "on_failure": "ignore",
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "gelu", "state_dim": 8},
+        {"hidden": 0, "dropout": 0.5},
+        {"layer": {"adjoint": "unrolled"}},
+        {"layer": FIXED},
+    ],
+)
+def test_no_later_token_changes_a_bit_of_an_earlier_one_in_a_block(
+    options: dict[str, Any], training: bool
+) -> None:
     torch.manual_seed(0)
-    layer: dict[str, Any] = {"solver": solvers.Forward(), "tolerance": solvers.Tolerance(0.0)}
-    layer |= {"max_steps": 12, "on_failure": "ignore"}
-    block, x = EquilibriumBlock(32, 4, causal=True, layer=layer), torch.randn(3, 20, 32)
-    other = x.clone()
-    other[:, -1] = 5.0 * torch.randn(3, 32)
-    assert torch.equal(block(x)[:, :-1], block(other)[:, :-1])
-    # By the default, what is computed is causal within the tolerance.
-    plain = EquilibriumBlock(32, 4, causal=True)
-    plain.load_state_dict(block.state_dict())
-    moved = (plain(x) - plain(other))[:, :-1]
-    assert moved.norm() < 1e-3 * (plain(x) - x)[:, :-1].norm()
+    block = EquilibriumBlock(32, 4, causal=True, **options).train(training)
+    called = EquilibriumBlock(32, 4, **options).train(training)  # causal by a call
+    called.load_state_dict(block.state_dict())
+    x, padding = torch.randn(3, 20, 32), torch.zeros(3, 20, dtype=torch.bool)
+    padding[0, 18:] = True
+    for first in (1, 7, 19):
+        other = x.clone()
+        other[:, first:] = 5.0 * torch.randn(3, 20 - first, 32)
+        for model, asked in ((block, {}), (called, {"is_causal": True})):
+            outputs = []
+            for tokens in (x, other):
+                torch.manual_seed(1)
+                outputs.append(model(tokens, src_key_padding_mask=padding, **asked))
+            assert torch.equal(outputs[0][:, :first], outputs[1][:, :first])
+            assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_a_causal_block_is_solved_and_differentiated() -> None:
+    block, x = build(causal=True), inputs().requires_grad_()
+    solution = block.solve(x, tolerance=1e-9, max_steps=400)
+    other = block.solve(x, tolerance=1e-9, max_steps=400, solver="anderson")
+    assert solution.converged.all() and (solution.evaluations > 1).all()
+    assert relative_error(solution.value, other.value) <= 1e-7
+    leaves = [x, *block.parameters()]
+    slopes = [torch.autograd.grad(s.value.pow(3).sum(), leaves) for s in (solution, other)]
+    for mine, theirs in zip(*slopes, strict=True):
+        assert relative_error(mine, theirs) <= 1e-6
+    with pytest.warns(solvers.SolveWarning, match="MAX_STEPS"):
+        block.solve(x, tolerance=1e-9, max_steps=3)
+    assert block.last is not None and (block.last.evaluations == 3).all()
 
 
 def test_nan_at_padding_reaches_nothing() -> None:

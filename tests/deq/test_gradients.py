@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from cases.deq import (
@@ -376,3 +377,35 @@ def test_a_matrix_of_pairs_is_one_for_each_sample(name: str, biased: bool, batch
     each = x._replace(**{name: t.expand(batch, N, N) for name, t in part.items()})
     torch.testing.assert_close(again.value, layer(each))
     torch.testing.assert_close(energy.grad(found, x if name != "a user's" else each), 0 * found)
+
+
+def test_second_derivatives_pass_through_attention_of_torch() -> None:
+    """Gradient penalties, the Jacobian's penalty and Newton: fused attention has one derivative only."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return x + 0.3 * attention(z, z, z, need_weights=False)[0]
+
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    layer = DEQ.from_update(f, tolerance=1e-11, max_steps=100)
+    inputs = [x, attention.in_proj_weight, attention.out_proj.weight]
+
+    def iterated(x: Tensor) -> Tensor:
+        z = x
+        for _ in range(60):
+            z = f(z, x)
+        return z
+
+    def penalty(model: Callable[[Tensor], Tensor]) -> Any:
+        (slope,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), inputs)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = penalty(iterated)
+    torch.testing.assert_close(penalty(layer), exact, rtol=1e-6, atol=1e-8)
+    value = layer(x).detach()
+    layer.jacobian_penalty(value, x).sum().backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in inputs[1:])
+    newton = layer.solve(x, solver="newton", max_steps=300)
+    torch.testing.assert_close(newton.value, value)

@@ -21,10 +21,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 import torch
 
-from fuzz import Failure, Family, energies, run_case, solves
+from fuzz import Failure, Family, energies, run_case, solves, truths
 
 FAMILIES: dict[str, Family] = {
     "fixed_points": solves.check_fixed_point,
+    "truths": truths.check_true_value,
     "energies": energies.check_energy,
     "linear": solves.check_linear,
     "adjoints": solves.check_adjoint,

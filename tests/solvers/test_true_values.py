@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import solvers
 from implicit_attn import DEQ
@@ -181,6 +183,102 @@ def test_a_failed_sample_keeps_a_gradient_of_zero() -> None:
     found = fixed_point(lambda z, x: x.log() + 0.1 * z, torch.ones(2, 1), (x,), on_failure="ignore")
     found.value[0].sum().backward()
     assert x.grad is not None and x.grad[1] == 0 and x.grad.isfinite().all()
+
+
+class Scaled(nn.Module):
+    """A parametrization with a running mean of its weight's norm, in place or by a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        size = 0.5 * self.size + 0.5 * weight.detach().norm()
+        if self.training and self.in_place:
+            self.size.copy_(size)  # type: ignore[operator]
+        elif self.training:
+            self.size = size
+        return weight / self.size
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_parametrization_with_a_buffer_is_computed_once_a_solve(in_place: bool) -> None:
+    cell = Cell()
+    with torch.no_grad():
+        cell.linear.weight.mul_(3)
+    parametrize.register_parametrization(cell.linear, "weight", Scaled(in_place))
+    layer, x = DEQ.from_update(cell, on_failure="raise"), normal(3, 2, 4)
+    sizes = [float(size) for size in cell.buffers()]
+    for _ in range(3):
+        layer(x).sum().backward()
+        sizes += [float(size) for size in cell.buffers()]
+    norm = float(cell.linear.parametrizations.weight.original.detach().norm())  # type: ignore[union-attr]
+    for before, after in pairwise(sizes):
+        assert after == pytest.approx(0.5 * before + 0.5 * norm)
+    layer.eval()(x)
+    assert float(next(cell.buffers())) == sizes[-1]
+
+
+def test_closures_of_one_factory_count_their_solves_for_themselves() -> None:
+    calls = 0
+
+    def made(offset: Tensor) -> Any:
+        def f(z: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return 0.5 * torch.cos(z) + offset
+
+        return f
+
+    def spent(f: Any) -> int:
+        """Evaluations that were not counted."""
+        nonlocal calls
+        calls = 0
+        start = torch.tensor([[0.45, 0.45], [5.0, -9.0]])
+        counted = int(fixed_point(f, start, adjoint=None).evaluations.max())
+        return calls - counted
+
+    one, two = torch.zeros(2), torch.ones(2)
+    first = made(one)
+    assert [spent(first) for _ in range(9)] == [2, *[1] * 7, 0]
+    assert [spent(made(one)) for _ in range(2)] == [0, 0]  # the same, made anew
+    assert spent(made(two)) == 2
+    assert spent(first) == 0
+
+
+@pytest.mark.parametrize("solver", ["forward", None])
+def test_coupled_rows_that_did_not_all_converge(solver: Any) -> None:
+    """Those that did not are returned with another iterate than the last one, which the others saw."""
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return x + torch.tanh(0.6 * (z + z.mean(0, keepdim=True)))
+
+    options: dict[str, Any] = {"compact": False, "adjoint": None, "on_failure": "ignore"}
+    some = False
+    for seed in range(9):  # more than the solves of a function that are verified in any case
+        x = normal(40, 1, seed=seed)
+        for most in (5, 10, 20):
+            found = fixed_point(
+                f, x, (x,), max_steps=most, tolerance=1e-3, solver=solver, **options
+            )
+            assert (true_residuals(f, found.value, x)[found.converged] <= 2.1e-3).all()
+            some |= bool(found.converged.any() and not found.converged.all())
+    assert some
+
+
+def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
+    x = normal(12, 4, dtype=torch.float64) * torch.logspace(-2, 0, 12)[:, None]
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return x + 0.5 * torch.tanh(z + 0.5 * z.mean(0, keepdim=True))
+
+    options: dict[str, Any] = {"compact": False, "adjoint": None, "max_steps": 400}
+    plain = fixed_point(f, x, (x,), **options)
+    for watched in ({"record": True}, {"callback": lambda progress: None}):
+        found = fixed_point(f, x, (x,), **options, **watched)
+        assert found.statuses == plain.statuses == ["CONVERGED"] * 12
+        assert (true_residuals(f, found.value, x) <= 2e-4).all()
 
 
 def test_an_update_without_a_graph_is_refused() -> None:

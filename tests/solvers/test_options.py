@@ -1,0 +1,280 @@
+"""Options of a solve: a stopping rule, auxiliary outputs, bounds; and roots of F(z) = 0."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from implicit_attn import DEQ
+from solvers import Descent, Status, fixed_point, root
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def step(z: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(z) + x
+
+
+# --- stop ---
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("solver", ["forward", "anderson", "broyden", None])
+def test_a_rule_stops_samples_with_the_iterate_that_it_saw(solver: Any, compact: bool) -> None:
+    x = normal(9, 3) * torch.logspace(-2, 1, 9)[:, None]
+    asked: list[Tensor] = []
+
+    def large(z: Tensor) -> Tensor:
+        asked.append(z)
+        return z.norm(dim=1) > 1
+
+    found = fixed_point(step, torch.zeros_like(x), (x,), solver=solver, stop=large, compact=compact)
+    stopped = found.status == Status.STOPPED
+    assert stopped.any() and found.converged.any() and (stopped | found.converged).all()
+    assert torch.equal(stopped, found.value.norm(dim=1) > 1)
+    assert all(len(z) == 9 for z in asked) and len(asked) == found.evaluations.max()
+    last = torch.stack(asked)
+    for row in stopped.nonzero().flatten().tolist():
+        first = int((last[:, row].norm(dim=1) > 1).nonzero()[0])
+        assert torch.equal(found.value[row], last[first, row])
+        assert int(found.evaluations[row]) == first + 1
+    residual = (step(found.value, x) - found.value).norm(dim=1)
+    torch.testing.assert_close(found.residual_norm, residual, rtol=1e-6, atol=1e-9)
+
+
+def test_a_rule_that_never_holds_changes_nothing_and_a_stopped_sample_warns_nobody() -> None:
+    x = normal(4, 3)
+    options: dict[str, Any] = {"solver": "forward", "on_failure": "raise"}
+    never = fixed_point(
+        step, x, (x,), stop=lambda z: torch.zeros(4, dtype=torch.bool), record=True, **options
+    )
+    plain = fixed_point(step, x, (x,), record=True, **options)
+    assert torch.equal(never.value, plain.value) and never.converged.all()
+    at_once = fixed_point(step, x, (x,), stop=lambda z: z[:, 0] == z[:, 0], **options)
+    assert at_once.statuses == ["STOPPED"] * 4 and not at_once.converged.any()
+    assert torch.equal(at_once.value, x)
+
+
+def test_a_stopped_sample_has_the_gradient_of_the_chosen_adjoint() -> None:
+    x = normal(3, 2).requires_grad_()
+    options: dict[str, Any] = {"stop": lambda z: z.norm(dim=1) > 0, "solver": "forward"}
+    found = fixed_point(step, torch.zeros(3, 2).double(), (x,), adjoint="unrolled", **options)
+    assert found.statuses == ["STOPPED"] * 3  # after one step, z = x
+    (gradient,) = torch.autograd.grad(found.value.sum(), x)
+    torch.testing.assert_close(gradient, torch.ones_like(x))
+    found = fixed_point(step, torch.zeros(3, 2).double(), (x,), **options)
+    (gradient,) = torch.autograd.grad(found.value.sum(), x)
+    slope = 0.5 / torch.cosh(found.value.detach()) ** 2
+    torch.testing.assert_close(gradient, 1 / (1 - slope), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("answer", [torch.ones(4), torch.ones(3, dtype=torch.bool), True])
+def test_a_rule_must_answer_for_each_sample(answer: Any) -> None:
+    with pytest.raises(TypeError, match="stop must return a bool tensor of shape"):
+        fixed_point(step, torch.ones(4, 3), (torch.ones(4, 3),), stop=lambda z: answer)
+
+
+def test_a_layer_stops_by_its_rule() -> None:
+    x = normal(3, 2, 4)
+    layer = DEQ.from_update(step, stop=lambda z: z.flatten(1).norm(dim=1) > 0)
+    assert layer.solve(x).statuses == ["STOPPED"] * 3
+    assert layer.solve(x, stop=None).statuses == ["CONVERGED"] * 3
+    with pytest.raises(RuntimeError, match=r"torch.func"):
+        torch.func.grad(lambda x: layer(x).sum())(x)
+
+
+# --- has_aux ---
+
+
+class Counted(nn.Module):
+    """A map that also returns what it computes on the way, each sample's and one number of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, z: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        inner = self.linear(z)
+        return 0.5 * torch.tanh(inner) + x, {"inner": inner, "mean": inner.mean()}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_auxiliary_output_is_that_of_the_returned_value(gradients: bool) -> None:
+    cell, x = Counted(), normal(5, 4) * torch.logspace(-2, 1, 5)[:, None]
+    with torch.set_grad_enabled(gradients):
+        found = fixed_point(cell, torch.zeros_like(x), (x,), has_aux=True, tolerance=1e-10)
+    expected = cell(found.value.detach(), x)[1]
+    torch.testing.assert_close(found.aux["inner"].detach(), expected["inner"].detach())
+    assert found.aux["mean"].requires_grad == gradients
+    assert fixed_point(step, x, (x,)).aux is None
+
+
+def test_gradients_pass_through_the_auxiliary_output() -> None:
+    cell, x = Counted(), normal(3, 4).requires_grad_()
+    layer = DEQ.from_update(cell, has_aux=True, tolerance=1e-12, max_steps=100)
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(layer.solve(x).aux["inner"].pow(3).sum(), inputs)
+    z = x
+    for _ in range(100):
+        z = cell(z, x)[0]
+    exact = torch.autograd.grad(cell(z, x)[1]["inner"].pow(3).sum(), inputs)
+    torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8)
+    assert not layer.last.aux["inner"].requires_grad  # type: ignore[union-attr]
+    assert layer.jacobian_penalty(x.detach(), x.detach()).shape == (3,)
+    torch.testing.assert_close(layer.unrolled(100)(x), z)
+
+
+def test_a_partial_function_keeps_what_it_has_bound() -> None:
+    bound = partial(lambda z, k: (k * torch.cos(z), k), k=0.3)
+    assert fixed_point(bound, torch.ones(2, 2), has_aux=True).aux == 0.3
+
+
+@pytest.mark.parametrize(
+    ("f", "error"),
+    [(lambda z: z, TypeError), (Descent(lambda z: z.square().sum(1)), ValueError)],
+)
+def test_auxiliary_output_must_be_there(f: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="has_aux"):
+        fixed_point(f, torch.ones(2, 3), has_aux=True)
+
+
+# --- bounds ---
+
+MATRIX = normal(4, 4, seed=1) @ normal(4, 4, seed=1).T + torch.eye(4, dtype=torch.float64)
+
+
+def quadratic(z: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * (z @ MATRIX * z).sum(1) - (target * z).sum(1)
+
+
+def minimiser(target: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """The minimum in a box by trying all 3^4 sets of active bounds, and which of its coordinates are free."""
+    best, energy, where = target, torch.inf, target > 0
+    for code in range(3**4):
+        kind = torch.tensor([code // 3**k % 3 for k in range(4)])
+        z = torch.full((4,), high, dtype=torch.float64).masked_fill(kind == 1, low)
+        free = kind == 0
+        if free.any():
+            right = target[free] - MATRIX[free][:, ~free] @ z[~free]
+            z[free] = torch.linalg.solve(MATRIX[free][:, free], right)
+        inside = bool(((z >= low) & (z <= high)).all())
+        value = float(quadratic(z[None], target[None])) if inside else torch.inf
+        if value < energy:
+            best, energy, where = z, value, free
+    return best, where
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize(
+    "solver",
+    [None, "forward", "gradientdescent", solvers.GradientDescent(0.5, momentum=0.5, nesterov=True)],
+)
+def test_projected_descent_finds_the_minimum_in_a_box(solver: Any, compact: bool) -> None:
+    """And a coordinate that is held at a bound has no gradient: the others have that of the free system."""
+    target = (3 * normal(6, 4, seed=2)).requires_grad_()
+    found = fixed_point(
+        Descent(quadratic, 0.08), torch.full((6, 4), 9.0).double(), (target,), bounds=(-0.5, 0.8),
+        solver=solver, tolerance=1e-10, max_steps=3000, compact=compact,
+    )  # fmt: skip
+    assert found.converged.all()
+    weights = normal(6, 4, seed=3)
+    (gradient,) = torch.autograd.grad((weights * found.value).sum(), target)
+    held = 0
+    for row in range(6):
+        best, free = minimiser(target[row].detach(), -0.5, 0.8)
+        torch.testing.assert_close(found.value[row].detach(), best, rtol=1e-6, atol=1e-6)
+        expected = torch.zeros(4, dtype=torch.float64)
+        expected[free] = torch.linalg.solve(MATRIX[free][:, free], weights[row][free])
+        torch.testing.assert_close(gradient[row], expected, rtol=1e-6, atol=1e-6)
+        held += int((~free).sum())
+    assert 4 < held < 20
+
+
+def test_bounds_of_each_coordinate_and_of_one_side() -> None:
+    x = normal(3, 2, 4)
+    low = torch.linspace(-1, 1, 4).double()
+    layer = DEQ.from_energy(lambda z, x: (z - x).square().sum((1, 2)), bounds=(low, None))
+    torch.testing.assert_close(layer(x), torch.maximum(x, low))
+    plain = fixed_point(step, x, (x,), bounds=(None, 0.1))
+    torch.testing.assert_close(plain.value, step(plain.value, x).clamp(max=0.1), rtol=0, atol=1e-3)
+    mask = torch.tensor([[True, False]]).expand(3, 2)
+    held = fixed_point(step, x - 9, (x,), bounds=(0.0, 1.0), mask=mask)
+    assert torch.equal(held.value[:, 1], x[:, 1] - 9) and (held.value[:, 0] >= 0).all()
+    with pytest.raises(ValueError, match="bounds"):
+        layer.unrolled(3)
+
+
+@pytest.mark.parametrize("solver", ["anderson", "broyden", "newton", "lbfgs"])
+def test_methods_that_leave_a_box_refuse_bounds(solver: str) -> None:
+    with pytest.raises(ValueError, match="bounds need solver="):
+        fixed_point(
+            Descent(quadratic),
+            torch.ones(2, 4).double(),
+            (normal(2, 4),),
+            solver=solver,
+            bounds=(0, 1),
+        )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error"), [((1, 0), ValueError), ((torch.nan, 1), ValueError), (1.0, TypeError)]
+)
+def test_bounds_must_be_a_box(bounds: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="bounds must be"):
+        fixed_point(step, torch.ones(2, 3), (torch.ones(2, 3),), bounds=bounds)
+
+
+# --- root ---
+
+
+def kepler(z: Tensor, mean: Tensor, eccentricity: Tensor) -> Tensor:
+    return z - eccentricity * torch.sin(z) - mean
+
+
+@pytest.mark.parametrize("solver", ["newton", "anderson", "broyden"])
+def test_roots_have_implicit_gradients(solver: str) -> None:
+    mean = torch.linspace(0.1, 3, 8).double()[:, None].requires_grad_()
+    eccentricity = torch.linspace(0.0, 0.9, 8).double()[:, None].requires_grad_()
+    found = root(kepler, mean.detach(), (mean, eccentricity), solver=solver, tolerance=1e-12)
+    z = found.value.detach()
+    assert found.converged.all()
+    assert kepler(z, mean, eccentricity).abs().max() < 1e-10
+    by_mean, by_eccentricity = torch.autograd.grad(found.value.sum(), [mean, eccentricity])
+    slope = 1 - eccentricity * torch.cos(z)
+    torch.testing.assert_close(by_mean, 1 / slope, rtol=1e-8, atol=0)
+    torch.testing.assert_close(by_eccentricity, torch.sin(z) / slope, rtol=1e-8, atol=0)
+
+
+def test_a_root_of_a_system_without_a_contraction() -> None:
+    """``A z + z^3 = b`` for a matrix with eigenvalues of both signs, as a pytree."""
+    matrix = torch.diag(torch.tensor([3.0, -2.0, 40.0])).double() + 0.1 * normal(3, 3)
+    b = normal(5, 3).requires_grad_()
+
+    def equation(z: dict[str, Tensor], b: Tensor) -> dict[str, Tensor]:
+        return {"z": z["z"] @ matrix.T + 0.01 * z["z"] ** 3 - b}
+
+    found = root(equation, {"z": torch.zeros(5, 3).double()}, (b,), tolerance=1e-11)
+    z = found.value["z"]
+    assert found.converged.all()
+    (gradient,) = torch.autograd.grad(z.sum(), b)
+    jacobian = matrix + torch.diag_embed(0.03 * z.detach() ** 2)
+    exact = torch.linalg.solve(jacobian.mT, torch.ones(5, 3).double())
+    torch.testing.assert_close(gradient, exact, rtol=1e-6, atol=1e-9)
+
+
+def test_an_equation_without_a_root_is_named() -> None:
+    with pytest.warns(solvers.SolveWarning, match="root solve left samples unconverged"):
+        found = root(lambda z: z**2 + 1, torch.ones(2, 1))
+    assert not found.converged.any()
+    with pytest.raises(ValueError, match="F must return tensors like z0"):
+        root(lambda z: z.sum(1, keepdim=True), torch.ones(2, 3))
+    with pytest.raises(TypeError, match="energy"):
+        root(lambda z: z, torch.ones(2, 3), energy=lambda z: z.sum(1))
