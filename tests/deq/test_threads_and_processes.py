@@ -374,7 +374,7 @@ def test_unequal_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(one, other) <= 1e-9
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match="no equal parts for 3 processes"):
+    with pytest.raises(ValueError):
         script.own_share(batch)
 
 

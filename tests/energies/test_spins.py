@@ -472,27 +472,27 @@ def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
 
 STATES, LOOSE = torch.zeros(3, SPINS, COMPONENTS).double(), Couplings(3, 2, symmetric_sites=False)
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (lambda: Couplings(4, 3, scale=0.0), ValueError, "scale must be finite and > 0, got 0.0"),
-    (lambda: Couplings(4, 3, bound=math.inf), ValueError, "bound must be finite and > 0, got inf"),
-    (lambda: coupled()(STATES[:, :3]), ValueError, "z must have 4 sites (N), got shape (3, 3, 3)"),
-    (lambda: coupled()(STATES[..., :2]), ValueError, "z must have 3 features (d)"),
-    (lambda: coupled()(STATES[0]), ValueError, "z must have the shape (B, N, d), got (4, 3)"),
-    (lambda: coupled()(STATES.long()), TypeError, "z must be of a floating dtype"),
-    (lambda: zero_sum(torch.zeros(3, 3, 2, 2).long()), TypeError, "couplings must be a floating"),
-    (lambda: zero_sum(torch.zeros(3, 2, 2, 2)), ValueError, "(N, N, d, d)"),
+    (lambda: Couplings(4, 3, scale=0.0), ValueError, "scale"),
+    (lambda: Couplings(4, 3, bound=math.inf), ValueError, "bound"),
+    (lambda: coupled()(STATES[:, :3]), ValueError, r"\bz\b"),
+    (lambda: coupled()(STATES[..., :2]), ValueError, r"\bz\b"),
+    (lambda: coupled()(STATES[0]), ValueError, r"\bz\b"),
+    (lambda: coupled()(STATES.long()), TypeError, r"\bz\b"),
+    (lambda: zero_sum(torch.zeros(3, 3, 2, 2).long()), TypeError, "couplings"),
+    (lambda: zero_sum(torch.zeros(3, 2, 2, 2)), ValueError, "couplings"),
     (lambda: zero_sum(torch.full((2, 2, 2, 2), math.inf)), ValueError, "finite"),
-    (lambda: VectorSpin(torch.zeros(2, 2, 1, 1)), TypeError, "couplings must be Couplings, got"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(torch.zeros(2, 2, 1, 1)), TypeError, "couplings"),  # type: ignore[arg-type]
     (
         lambda: SpinInteraction(LOOSE),
         ValueError,
-        "couplings must have symmetric_sites=True to have",
+        "couplings",
     ),
-    (lambda: VectorSpin(coupled(), "ising"), TypeError, "site must be a Lagrangian or have"),  # type: ignore[arg-type]
-    (lambda: VectorSpin(coupled(), IsingLagrangian), TypeError, "site must be a Lagrangian or"),  # type: ignore[arg-type]
-    (lambda: SiteLagrangian(GaussianSpin), TypeError, "site must be a Lagrangian or have"),  # type: ignore[arg-type]
-    (lambda: VectorSpin(coupled())(STATES[:, :3]), ValueError, "z must have 4 sites (N)"),
-    (lambda: SpinInteraction(coupled()).hvp(STATES, STATES[:1]), ValueError, "v must be like z"),
-    (lambda: VectorSpin(coupled())(STATES, STATES[:, :3]), ValueError, "VectorSpin: x must have"),
+    (lambda: VectorSpin(coupled(), "ising"), TypeError, "site"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(coupled(), IsingLagrangian), TypeError, "site"),  # type: ignore[arg-type]
+    (lambda: SiteLagrangian(GaussianSpin), TypeError, "site"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(coupled())(STATES[:, :3]), ValueError, r"\bz\b"),
+    (lambda: SpinInteraction(coupled()).hvp(STATES, STATES[:1]), ValueError, r"\bv\b"),
+    (lambda: VectorSpin(coupled())(STATES, STATES[:, :3]), ValueError, r"\bx\b"),
 ]
 
 
@@ -775,20 +775,20 @@ def test_errors_of_bare_attention() -> None:
         log_partition = mean = covariance = staticmethod(lambda h, v: h.sum(-1))
 
     rows: list[tuple[Any, type[Exception], str]] = [
-        (lambda: BareAttention(4, 4, features=torch.ones(6, 4)), ValueError, "d = 4, got .6, 4."),
-        (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site must have log_partition"),  # type: ignore[arg-type]
-        (lambda: made()(z[:, :3]), ValueError, "must have 4 sites"),
-        (lambda: made()(z[..., :3]), ValueError, "4 features"),
-        (lambda: made()(z.float()), TypeError, "dtype of the weights"),
-        (lambda: made().log_prob(z), ValueError, "site must be given"),
-        (lambda: mixture.log_prob(z[:, :3]), ValueError, r"z must have the shape \(2, 4, 4\)"),
-        (mixture._replace(site=NoDraws()).sample, NotImplementedError, "no method sample"),
-        (lambda: energy.local_gradient(z[:0]), ValueError, "z must hold at least one sample"),
-        (lambda: energy.assign_gradient(gradient.float()), TypeError, "of torch.float64"),
-        (lambda: energy.assign_gradient(gradient[:3]), ValueError, "N = 4, d = 4, got"),
-        (lambda: BareAttentionStep(Quadratic()), TypeError, "energy must be a BareAttention"),  # type: ignore[arg-type]
-        (lambda: BareAttentionStep(energy, gamma=1.0), ValueError, "gamma must be below 1"),
-        (lambda: BareAttentionStep(energy, circles=3), ValueError, "divide the 4 components, got"),
+        (lambda: BareAttention(4, 4, features=torch.ones(6, 4)), ValueError, "features"),
+        (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site"),  # type: ignore[arg-type]
+        (lambda: made()(z[:, :3]), ValueError, r"\bz\b"),
+        (lambda: made()(z[..., :3]), ValueError, r"\bz\b"),
+        (lambda: made()(z.float()), TypeError, r"\bz\b"),
+        (lambda: made().log_prob(z), ValueError, "site"),
+        (lambda: mixture.log_prob(z[:, :3]), ValueError, r"\bz\b"),
+        (mixture._replace(site=NoDraws()).sample, NotImplementedError, "sample"),
+        (lambda: energy.local_gradient(z[:0]), ValueError, r"\bz\b"),
+        (lambda: energy.assign_gradient(gradient.float()), TypeError, "gradient"),
+        (lambda: energy.assign_gradient(gradient[:3]), ValueError, "gradient"),
+        (lambda: BareAttentionStep(Quadratic()), TypeError, "energy"),  # type: ignore[arg-type]
+        (lambda: BareAttentionStep(energy, gamma=1.0), ValueError, "gamma"),
+        (lambda: BareAttentionStep(energy, circles=3), ValueError, "circles"),
     ]
     for call, error, words in rows:
         with pytest.raises(error, match=words):

@@ -283,7 +283,7 @@ def test_a_third_derivative_raises_and_the_reference_has_it(output: int) -> None
         for _ in range(2):
             (value,) = torch.autograd.grad(value.square().sum(), z, create_graph=True)
         if backend == "blocks":
-            with pytest.raises(NotImplementedError, match='use backend="reference" for more'):
+            with pytest.raises(NotImplementedError, match="backend"):
                 torch.autograd.grad(value.square().sum(), z)
         else:
             assert torch.autograd.grad(value.square().sum(), z)[0].norm() > 0
@@ -303,7 +303,7 @@ def test_forward_mode_raises() -> None:
             lambda: bisoftmax_hvp(dual, v, BETA, backend="blocks"),
             lambda: bisoftmax_hvp(z, dual, BETA, backend="blocks"),
         ):
-            with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+            with pytest.raises(NotImplementedError, match=r"jacrev|forward"):
                 call()
         tangent = forward_ad.unpack_dual(bisoftmax(dual, BETA)[0]).tangent
         product = forward_ad.unpack_dual(bisoftmax_hvp(z, dual, BETA)).tangent
@@ -314,9 +314,9 @@ def test_forward_mode_raises() -> None:
 @pytest.mark.filterwarnings(SCRIPTED)
 def test_transforms() -> None:
     z, v, _ = (t.detach() for t in recorded())
-    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jvp do not"):
+    with pytest.raises(NotImplementedError, match="vjp"):
         torch.func.jvp(lambda z: bisoftmax(z, BETA, backend="blocks")[0], (z,), (v,))
-    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jvp do not"):
+    with pytest.raises(NotImplementedError, match="vjp"):
         torch.func.grad(lambda z: bisoftmax(z, BETA, backend="blocks")[1].sum())(z)
     tangent = torch.func.jvp(lambda z: bisoftmax(z, BETA)[0], (z,), (v,))[1]
     torch.testing.assert_close(tangent, bisoftmax_hvp(z, v, BETA))

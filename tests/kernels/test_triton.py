@@ -303,7 +303,7 @@ def test_operators_ask_where_a_compiler_traced_past_the_question() -> None:
         lambda z: bisoftmax(z, 1.0, backend="triton")[0], fullgraph=True, backend="eager"
     )
     assert torch.equal(compiled(narrow), value)
-    with pytest.raises(ValueError, match=r"does not take this input: .* got torch\.float64"):
+    with pytest.raises(ValueError):
         compiled(wide)
     assert ops.forward(wide, 1.0, None, False, None, "auto")[0].dtype == torch.float64
 

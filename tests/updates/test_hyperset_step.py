@@ -318,22 +318,22 @@ def test_what_has_no_energy_or_fixed_point() -> None:
     remembering = official(descent="momentum")
     assert not remembering.layers[0].is_plain
     HeldStep(official(gains="separate"))
-    with pytest.raises(ValueError, match="descent must be 'plain' where a fixed point"):
+    with pytest.raises(ValueError, match="descent"):
         HeldStep(remembering)
 
 
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: build(time_dim=7), ValueError, "time_dim must be even and >= 4, got 7"),
-    (lambda: build(lora_rank=2, iterations=0), ValueError, "iterations must be >= 1"),
-    (lambda: ConditionedStepSizes(DIM, "token"), ValueError, "source must be one of .*, got 'tok"),
-    (lambda: sinusoids(torch.ones(2), 2), ValueError, "time_dim must be even and >= 4, got 2"),
+    (lambda: build(time_dim=7), ValueError, "time_dim"),
+    (lambda: build(lora_rank=2, iterations=0), ValueError, "iterations"),
+    (lambda: ConditionedStepSizes(DIM, "token"), ValueError, "source"),
+    (lambda: sinusoids(torch.ones(2), 2), ValueError, "time_dim"),
     (
         lambda: build(step_network="raw", step_size="fixed"),
         ValueError,
-        "must be 'paper' where .* no",
+        "step_size",
     ),
-    (lambda: build(step_network="sinusoids"), ValueError, "time_dim must be dim=12 .* got 512"),
-    (lambda: build(epsilon=None), TypeError, "epsilon must be"),
+    (lambda: build(step_network="sinusoids"), ValueError, "time_dim"),
+    (lambda: build(epsilon=None), TypeError, "epsilon"),
 ]
 
 

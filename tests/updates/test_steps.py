@@ -380,10 +380,10 @@ def test_the_lookahead_of_queries_alone() -> None:
 
 
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (lambda: GradientStep(Quadratic(), 0.0), ValueError, "step_size must be"),
-    (lambda: ActivationStep(nn.Linear(2, 2), RMSNormLagrangian()), TypeError, "must be an Energy"),  # type: ignore[arg-type]
-    (lambda: ActivationStep(Field(), RMSNormLagrangian), TypeError, "must be a Lagrangian, got"),  # type: ignore[arg-type]
-    (lambda: DescentStep(torch.tanh, "momentum", lookahead="scaled"), ValueError, "needs method="),
+    (lambda: GradientStep(Quadratic(), 0.0), ValueError, "step_size"),
+    (lambda: ActivationStep(nn.Linear(2, 2), RMSNormLagrangian()), TypeError, "energy"),  # type: ignore[arg-type]
+    (lambda: ActivationStep(Field(), RMSNormLagrangian), TypeError, "lagrangian"),  # type: ignore[arg-type]
+    (lambda: DescentStep(torch.tanh, "momentum", lookahead="scaled"), ValueError, "method"),
 ]
 
 

@@ -19,7 +19,6 @@ from implicit_attn import DEQ
 from implicit_attn.updates import Update
 from solvers import (
     Adjoint,
-    Descent,
     Forward,
     Implicit,
     SolveError,
@@ -89,16 +88,6 @@ def test_work_in_place_that_begins_late_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"\bf\b"):
         fixed_point(late, torch.zeros(2, 3), (torch.ones(2, 3),), solver=Forward())
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_work_in_place_on_copies_is_allowed(inference: bool) -> None:
-    with torch.inference_mode(inference):
-        b = torch.ones(2, 3)
-        solution = fixed_point(lambda z, b: in_place(z.clone(), b), torch.zeros(2, 3), (b,))
-        assert solution.converged.all()
-        low = fixed_point(Descent(lambda z, b: ((z - b) ** 2).sum(1), 0.3), 0 * b, (b,))
-        assert low.converged.all()
 
 
 class Attention(nn.Module):
@@ -217,7 +206,7 @@ def test_a_norm_that_learns_is_found_wherever_it_is(way: str, layer: bool) -> No
     norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
     f = ways(norm)[way]
     before = {name: value.clone() for name, value in norm.state_dict().items()}
-    with torch.inference_mode(layer), pytest.raises(ValueError, match="BatchNorm1d|running"):
+    with torch.inference_mode(layer), pytest.raises(ValueError, match=r"BatchNorm1d|running"):
         if layer:
             DEQ.from_update(lambda z, x: f(z) + x)(z0)
         else:
@@ -370,19 +359,6 @@ class Inner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
-
-
-def test_a_layer_is_told_of_once_though_filters_change_and_lines_differ() -> None:
-    """Python forgets what it has shown when the filters change, which torch does within a step."""
-    layer = a_layer()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            layer(torch.ones(2, 2, 3))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-        layer(torch.ones(1, 2, 3))
-    assert len(heard) == 1
 
 
 class Model(nn.Module):
