@@ -360,24 +360,6 @@ def test_the_example_alone(
         example().main(accumulate=9)
 
 
-@on_gloo
-def test_unequal_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 3, 3 and 2 images give the loss and gradients of the whole; processes need equal parts."""
-    script = example()
-    model, batch = script.build().double(), script.images(0, 8, torch.float64)
-    found: list[list[torch.Tensor]] = []
-    for parts in (1, 3):
-        model.zero_grad()
-        loss = script.gradients(model, batch, parts)
-        found.append([loss, *(p.grad.clone() for p in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert relative_error(one, other) <= 1e-9
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError):
-        script.own_share(batch)
-
-
 def main() -> None:
     """Of each process: RANK WORLD STORE_FILE RESULT_FILE; writes what it trained."""
     rank, world, store, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -140,13 +140,6 @@ def test_a_model_of_blocks() -> None:
     assert model(x).requires_grad  # baking has left the model's own weights alone
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_whole() -> None:
-    fixed, x = make("update").unrolled(2), tokens()
-    compiled = torch.compile(fixed, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), fixed(x), rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*onnx.*:UserWarning")
 def test_onnx() -> None:

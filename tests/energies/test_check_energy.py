@@ -257,27 +257,9 @@ def test_an_input_that_enters_by_its_distance_alone_is_a_warning(
     assert report.ok and ("\n  warn " in str(report)) == warned
 
 
-def test_after_a_broken_value_nothing_else_is_checked() -> None:
-    first, *others = check_energy(one_number(), STATE, INPUT).findings
-    assert first.passed is False
-    assert {finding.passed for finding in others} == {None}
-    assert others[0].text == 'not checked: "value" must pass before'
-
-
 def test_strict_raises_the_report() -> None:
     with pytest.raises(ValueError, match="hessian"):
         check_energy(detached(), STATE, INPUT, strict=True)
-
-
-def test_what_was_not_given_is_said() -> None:
-    report = check_energy(Quadratic(), STATE[:1])
-    texts = {finding.check: finding.text for finding in report.findings}
-    assert report.ok
-    assert texts["masked tokens"].startswith("not checked: no mask was given")
-    assert texts["samples"] == "not checked: z has one sample; give two or more"
-    assert texts["second order"].startswith("not checked: there are no parameters")
-    full = check_energy(Quadratic(), STATE, mask=torch.ones(3, 5, dtype=torch.bool))
-    assert "not checked: the mask hides no token" in str(full)
 
 
 def test_functions_modules_and_pytrees() -> None:

@@ -17,6 +17,7 @@ from cases.deq import EXACT
 from cases.energies import (
     COUNT,
     ENERGIES,
+    FAMILIES,
     EnergyCase,
     build,
     each_energy,
@@ -48,8 +49,6 @@ from implicit_attn.energies import (
     ScoreAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
-    SpectralBound,
-    Sum,
     check_energy,
 )
 from implicit_attn.energies.energy import Prepared, SummedEnergy
@@ -64,8 +63,10 @@ def cut(x: Tensor | None, *index: Any) -> Tensor | None:
     return None if x is None else x[index]
 
 
-@pytest.mark.parametrize("mask_name", masks())
-@each_energy
+@pytest.mark.parametrize(("case", "mask_name"), [
+    *(pytest.param(case, "holes", id=case.id) for case in ENERGIES),
+    *(pytest.param(case, "no-mask", id=f"{case.id}-no-mask") for case in ENERGIES if case.id in FAMILIES),
+])  # fmt: skip
 def test_an_energy_is_sound(case: EnergyCase, mask_name: str) -> None:
     """Closed forms against autograd in float64, symmetry, samples, masks, inputs left alone, dtypes."""
     z, x = tokens(case)
@@ -114,17 +115,11 @@ def test_masked_garbage_reaches_neither_input_nor_weights(case: EnergyCase) -> N
             assert torch.equal(a, b)
 
 
-@each_family
-def test_a_poisoned_sample_stays_alone(case: EnergyCase) -> None:
-    energy, (z, x) = build(case), tokens(case)
-    value, gradient = energy.value_and_grad(z, x)
-    z[1] = float("nan")
-    poisoned, poisoned_gradient = energy.value_and_grad(z, x)
-    assert torch.equal(poisoned[[0, 2]], value[[0, 2]])
-    assert torch.equal(poisoned_gradient[[0, 2]], gradient[[0, 2]])
-
-
-@few_energies(*[case.id for case in ENERGIES if "causal" not in case.id and not case.placed])
+@few_energies(*[
+    case.id
+    for case in ENERGIES
+    if case.id in FAMILIES and "causal" not in case.id and not case.placed
+])  # fmt: skip
 def test_permuting_tokens_permutes_the_gradient(case: EnergyCase) -> None:
     energy, (z, x) = build(case), tokens(case)
     order = torch.tensor([3, 0, 4, 1, 2])
@@ -147,12 +142,8 @@ def test_a_causal_energy_grows_by_a_part_of_the_past(case: EnergyCase) -> None:
 
 
 @each_family
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)]
-)
-def test_lower_precision_is_close_to_float64(
-    case: EnergyCase, dtype: torch.dtype, bound: float
-) -> None:
+def test_half_precision_is_close_to_float64(case: EnergyCase) -> None:
+    dtype, bound = torch.bfloat16, 4e-2
     energy, reference = build(case, dtype=dtype), build(case)
     reference.load_state_dict({k: v.double() for k, v in energy.state_dict().items()})
     z, x = (None if t is None else t.to(dtype) for t in tokens(case))
@@ -245,8 +236,7 @@ def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
     assert relative_error(pulled.detach(), product) <= 1e-9
 
 
-@pytest.mark.parametrize("beta", [None, 500.0])
-@pytest.mark.parametrize("cls", [BiSoftmaxAttention, SoftmaxAttention])
+@pytest.mark.parametrize(("cls", "beta"), [(BiSoftmaxAttention, 500.0), (SoftmaxAttention, None)])
 def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
     torch.manual_seed(0)
     energy = cls(8, 2, norm=None, beta=beta)
@@ -367,18 +357,6 @@ def test_selections_prepare_their_part(key: Any) -> None:
         Steered().select("input").prepare({"other": x})
 
 
-def test_what_prepares_nothing_hands_the_input_on() -> None:
-    x = wide_tokens()
-    energies = [Quadratic(), Own(), 0.3 * Own(), attention() + Quadratic(), Sum([Own()])]
-    for energy in energies:
-        assert energy.prepare(x) is x
-        assert GradientStep(energy).prepare(x) is x
-        assert energy.prepare(None) is None
-    given = {"a": x}
-    assert (0.5 * Own()).select("a").prepare(given) == Prepared(x)
-    assert ActivationStep(Own(), RMSNormLagrangian()).prepare(x) is x
-
-
 def update_of(kind: str, energy: Energy) -> GradientStep | ActivationStep:
     if kind == "activation":
         return ActivationStep(energy, RMSNormLagrangian(), 0.5)
@@ -398,9 +376,9 @@ class Recomputing(Steered):
 ADJOINTS = {"implicit": EXACT["adjoint"], "unrolled": solvers.Unrolled()}
 
 
-@pytest.mark.parametrize("kind", ["gradient", "activation"])
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
+@pytest.mark.parametrize(
+    ("kind", "adjoint", "mask"), [("gradient", "implicit", MASK), ("activation", "unrolled", None)]
+)
 def test_a_layer_prepares_once_with_all_gradients(
     kind: str, adjoint: str, mask: Tensor | None
 ) -> None:
@@ -446,8 +424,8 @@ def grow(energy: Energy, factor: float) -> None:
 
 
 @each_bounded
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
+def test_weights_stay_within_the_bound(name: str) -> None:
+    dtype = torch.float32
     energy = composed(name).to(dtype)
     for factor in (1.0, 100.0):
         grow(energy, factor)
@@ -458,38 +436,6 @@ def test_weights_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
     grow(energy, 0.0)
     assert spectral_norms(energy) == [0.0] * len(norms)
     assert torch.isfinite(energy.grad(STATE.to(dtype))).all()
-
-
-def test_assigned_and_small_weights_are_stored_as_they_are() -> None:
-    energy = ReLUFeedForward(4, 4, bound=0.5)
-    energy.projection.weight = torch.eye(4)
-    torch.testing.assert_close(energy.projection.weight.detach(), 0.5 * torch.eye(4))
-    weight = 0.01 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(SpectralBound(1.0)(weight), weight)
-
-
-def test_names_and_shapes_of_the_weights() -> None:
-    """What files of weights hold."""
-
-    def shapes(energy: Energy) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in energy.state_dict().items()}
-
-    for cls in (BiSoftmaxAttention, ScoreAttention, LinearAttention):
-        assert shapes(cls(12, 3, head_dim=5)) == {"projection.weight": (15, 12)}
-    own = {"projection.weight": (12, 12), "bias": (12,), "temperatures.raw": (3,)}
-    given = BiSoftmaxAttention(12, 3, context_dim=7, learned_beta=True)
-    assert shapes(given) == {**own, "context.weight": (12, 7)}
-    cross = SoftmaxAttention(12, 3, cross=True, context_dim=7)
-    assert shapes(cross) == {"query.weight": (12, 12), "key.weight": (12, 7)}
-    gated = ReLUFeedForward(6, 9, context_dim=4, gates=True)
-    assert shapes(ReLUFeedForward(6, 9)) == {"projection.weight": (9, 6)}
-    assert shapes(gated) == {
-        "projection.weight": (9, 6), "bias": (9,), "context.weight": (9, 4),
-        "gate.weight": (9, 4), "gate.bias": (9,),
-    }  # fmt: skip
-    with torch.device("meta"):
-        empty = ReLUFeedForward(6, 9, context_dim=4, gates=True)
-    assert {value.device.type for value in empty.state_dict().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 1e-6])
@@ -526,9 +472,13 @@ def solve(case: EnergyCase, solver: solvers.Solver) -> tuple[Solution, GradientS
         return layer.solve(x, z0=z, record=True, on_failure="ignore"), step
 
 
-@each_family
-@pytest.mark.parametrize("method", list(METHODS))
-def test_energies_fall_and_the_end_is_honest(case: EnergyCase, method: str) -> None:
+# Every solver on every sixth energy, in turn.
+TURNS = [(name, list(METHODS)[k % len(METHODS)]) for k, name in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "method"), TURNS)
+def test_energies_fall_and_the_end_is_honest(name: str, method: str) -> None:
+    case = next(case for case in ENERGIES if case.id == name)
     solution, step = solve(case, METHODS[method])
     z, x = tokens(case)
     assert solution.value.isfinite().all()
@@ -633,7 +583,7 @@ def attention_options(norm: RMSNorm | None) -> dict[str, object]:
     return {"heads": HEADS, "head_dim": WIDTH, "beta": BETA, "norm": norm}
 
 
-each_norm = pytest.mark.parametrize("norm", [None, RMSNorm(1.0), RMSNorm(1e-6)], ids=str)
+each_norm = pytest.mark.parametrize("norm", [None, RMSNorm(1.0)], ids=str)
 
 
 @each_norm
@@ -669,8 +619,9 @@ def test_score(z: Tensor, norm: RMSNorm | None, score: str) -> None:
     assert_energy(energy, z, None, [by_pairs(energy, sample, definition) for sample in z])
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("score", "dtype"), [
+    ("relu", torch.float64), ("sigmoid", torch.bfloat16), ("sigmoid-squared", torch.float32),
+])  # fmt: skip
 def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tokens: value, gradient and its derivative as from all scores at once, without N x N numbers."""
     torch.manual_seed(0)
@@ -692,8 +643,9 @@ def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.Mo
         assert relative_error(found.detach(), expected.detach()) <= room
 
 
-@each_norm
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("feature_map", "norm"), [*((name, None) for name in FEATURE_MAPS), ("elu", RMSNorm(1.0))]
+)
 def test_linear(z: Tensor, norm: RMSNorm | None, feature_map: str) -> None:
     torch.manual_seed(0)
     options = attention_options(norm)

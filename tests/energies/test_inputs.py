@@ -24,9 +24,7 @@ from implicit_attn.energies import (
     GELUFeedForward,
     LinearAttention,
     Quadratic,
-    QueryEnergy,
     ReLUFeedForward,
-    RowSoftmaxAttention,
     ScoreAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
@@ -89,7 +87,7 @@ def joined(energy: Any) -> Any:
     return other
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True])
 @each_self
 def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) -> None:
     """``norm(W z + P x + b)`` are the features of ``(z, x)`` under ``(W, P)``: so are the gradients."""
@@ -103,15 +101,6 @@ def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) 
         assert relative_error(energy.grad(z, form, mask=mask), gradient[..., :DIM]) <= 1e-12
         product = joined(energy).hvp(both, v, mask=mask)[..., :DIM]
         assert relative_error(energy.hvp(z, v[..., :DIM], form, mask=mask), product) <= 1e-12
-
-
-@each_self
-def test_a_layer_without_context_ignores_the_input_and_prepares_nothing(kind: str) -> None:
-    energy, (z, x, _) = CLASSES[kind](DIM, HEADS).double(), state()
-    assert energy.prepare(x) is None
-    assert torch.equal(energy.grad(z, x), energy.grad(z))
-    assert torch.equal(energy.grad(z, AttentionInput(tokens=x)), energy.grad(z))
-    assert not any("bias" in name or "context" in name for name in energy.state_dict())
 
 
 def layer_of(attention: Energy) -> DEQ:
@@ -155,23 +144,10 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("x", "error", "message"), ERRORS)
-@each_self
+@pytest.mark.parametrize("kind", ["bisoftmax", "elastic"])
 def test_bad_input(kind: str, x: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make(kind).grad(state()[0], x)
-
-
-def test_parts_of_a_named_tuple_are_selected_by_name() -> None:
-    z = state()[0]
-    other = torch.flip(z, (0,))
-    given = AttentionInput(tokens=other, pairs=torch.ones(N, N) > 0)
-    energy = Quadratic().select("tokens")
-    assert torch.equal(energy.grad(z, given), Quadratic().grad(z, other))
-    with pytest.raises(ValueError, match=r"\bx\b"):
-        Quadratic().select("token").grad(z, given)
-    for method in ("count", "_replace"):  # what every named tuple has besides its fields
-        with pytest.raises(ValueError, match=f"x must hold {method!r}"):
-            Quadratic().select(method).grad(z, given)
 
 
 CROSS: dict[str, Any] = {
@@ -179,11 +155,11 @@ CROSS: dict[str, Any] = {
         DIM, HEADS, energy=e, cross=True, backend=b, bias=True, **o
     ).double()
     for energy in ("inner", "elastic")
-    for backend in ("reference", "flash", "auto")
+    for backend in ("reference", "flash")
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True])
 @pytest.mark.parametrize("name", CROSS)
 def test_an_empty_memory_has_energy_zero(name: str, masked: bool) -> None:
     energy, (z, _, memory) = CROSS[name](), state()
@@ -266,8 +242,7 @@ def by_pairs(energy: Any, kind: str, z: Tensor, memory: Tensor, terms: Any) -> f
     return total if kind == "bisoftmax" else -total
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "masked"), [("one", True), ("sample", False), ("head", True)])
 @each_kind
 def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str, masked: bool) -> None:
     energy, (z, _, memory) = build(kind), paired_state()
@@ -290,7 +265,7 @@ def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str, mas
         assert value[sample].item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True])
 @each_kind
 def test_derivatives_with_pairs_of_the_input(kind: str, masked: bool) -> None:
     energy, (z, _, memory) = build(kind, bias=True), paired_state()
@@ -341,27 +316,6 @@ def test_causal_and_no_self_term_are_patterns(kind: str) -> None:
             assert relative_error(energy.hvp(z, v, form), named.hvp(z, v)) <= 1e-12
 
 
-def test_the_step_of_rows_takes_pairs_too() -> None:
-    torch.manual_seed(3)
-    energy = RowSoftmaxAttention(WIDE, PAIR_HEADS, norm=None, beta=(0.4, 0.9)).double()
-    z = paired_state()[0]
-    pairs, bias = pattern("bisoftmax", "sample")
-    mask = torch.tensor([[True] * TOKENS, [True, True, False, True], [True] * TOKENS])
-    y = energy.features(z, mask=mask)
-    scores = torch.tensor([0.4, 0.9], dtype=y.dtype).view(2, 1, 1) * (y @ y.mT) + bias[:, None]
-    allowed = pairs[:, None] & mask[:, None, None] & mask[:, None, :, None]
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
-    expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
-    x = AttentionInput(pairs=pairs, pair_bias=bias)
-    found = energy.straight_gradient(z, mask=mask, x=x)
-    assert relative_error(found, expected.masked_fill(~mask.unsqueeze(-1), 0.0)) <= 1e-12
-
-
-def queried(**parts: Any) -> Tensor:
-    memory = torch.empty(BATCH, 0, WIDE, dtype=torch.float64)
-    return QueryEnergy(WIDE, PAIR_HEADS)(paired_state()[0], AttentionInput(memory=memory, **parts))
-
-
 SQUARE, BIASES = torch.ones(TOKENS, TOKENS), torch.ones(TOKENS)
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pairs": SQUARE}, TypeError, "pairs"),
@@ -378,20 +332,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_pairs_of_the_input(kind: str, parts: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         build(kind).grad(paired_state()[0], AttentionInput(**parts))
-
-
-def test_pairs_with_an_empty_memory_are_checked() -> None:
-    with pytest.raises(TypeError, match="pairs"):
-        queried(pairs="all")
-    with pytest.raises(TypeError, match="pair_bias"):
-        queried(pair_bias=3)
-
-
-@pytest.mark.parametrize("cls", [ScoreAttention, LinearAttention])
-def test_energies_without_rows_take_no_pairs(cls: Any) -> None:
-    x = AttentionInput(pairs=torch.ones(TOKENS, TOKENS) > 0)
-    with pytest.raises(ValueError, match=f"{cls.__name__} takes no pairs"):
-        cls(WIDE, PAIR_HEADS).double().grad(paired_state()[0], x)
 
 
 def test_backends_without_pairs_say_so() -> None:
@@ -447,22 +387,6 @@ def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> Non
     assert (learned.beta > 0).all() and learned.grad(z, x).isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks"])
-def test_kernels_are_used_through_rescaled_features(backend: str) -> None:
-    z, x, _ = paired_state(70)
-    choices: list[dict[str, Any]] = [{"beta": BETAS}, {"norm": None, "beta": BETAS}]
-    for options in [*choices, {"learned_beta": True}]:
-        exact = build("bisoftmax", head_dim=3, backend="reference", **options)
-        energy = build("bisoftmax", head_dim=3, backend=backend, **options).float()
-        single = (z.float(), x.float())
-        for ours, theirs in (
-            (energy(single[0]), exact(z)),
-            (energy.grad(single[0]), exact.grad(z)),
-            (energy.hvp(*single), exact.hvp(z, x)),
-        ):
-            assert ours.dtype == torch.float32 and relative_error(ours, theirs) <= 2e-5
-
-
 UNITS = 6  # hidden units
 
 
@@ -509,7 +433,7 @@ def tokens_and_input(batch: int = 2, count: int = 3) -> tuple[Tensor, Tensor]:
     return z, x
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["soft", "none"])
 @each_memory
 def test_value_is_the_formula(name: str, gates: bool, norm: str) -> None:
     energy = memory(name, context_dim=WIDTH, gates=gates, norm=NORMS[norm])
@@ -541,20 +465,10 @@ def test_what_a_context_begins_as(name: str, gates: bool) -> None:
     torch.testing.assert_close(seen(z, x), plain(z))
 
 
-@pytest.mark.parametrize("name", MEMORIES)
-def test_without_options_nothing_is_added(name: str) -> None:
-    energy = memory(name)
-    assert list(energy.state_dict()) == ["projection.weight"]
-    z, x = tokens_and_input()
-    assert energy.prepare(x) is None
-    assert torch.equal(energy(z, x), energy(z))  # x is ignored
-    biased = memory(name, bias=True)
-    assert sorted(biased.state_dict()) == ["bias", "projection.weight"]
-    assert biased.prepare(x) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@each_memory
+@pytest.mark.parametrize("dtype", [torch.float16])
+@pytest.mark.parametrize(
+    ("name", "gates"), [("relu", True), ("softmax", False), ("gated-gelu", True)]
+)
 def test_sums_over_many_units_are_taken_in_float32(
     name: str, gates: bool, dtype: torch.dtype
 ) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from cases.energies import relative_error
 from implicit_attn import DEQ
 from implicit_attn.energies import (
     AttentionInput,
@@ -105,19 +104,7 @@ def test_softmax_attention_is_such_an_energy() -> None:
         torch.testing.assert_close(found, right, **EXACT)
 
 
-def test_a_temperature_for_each_head_is_that_head_alone() -> None:
-    z, keys = state_and_keys()
-    betas = (0.3, 1.0, 2.5)
-    parts = [
-        QueryEnergy(WIDTH, beta=beta).each(z_h.contiguous(), k_h.contiguous())
-        for beta, z_h, k_h in zip(betas, z.split(WIDTH, -1), keys.split(WIDTH, -1), strict=True)
-    ]
-    energy = QueryEnergy(DIM, HEADS, beta=betas).double()
-    torch.testing.assert_close(energy.each(z, keys), torch.cat(parts, 1), **EXACT)
-
-
 FREE_DIM, FREE_HEADS, FREE_WIDTH = 6, 2, 3
-KINDS = ("inner", "elastic")
 
 
 def make(kind: str, seed: int = 0, heads: int = FREE_HEADS, **options: object) -> SoftmaxAttention:
@@ -161,7 +148,7 @@ def test_the_elastic_energy_is_convex_above_a_quarter_of_the_squared_diameter() 
     assert least_curvatures(energy, points, x).min() < 0.0
 
 
-@pytest.mark.parametrize("temperature", [0.5, 0.99, 1.0, 1.01, 2.0])
+@pytest.mark.parametrize("temperature", [0.99, 2.0])
 def test_the_bound_is_sharp_for_two_keys(temperature: float) -> None:
     """Between keys ``+a`` and ``-a`` the curvature along a is ``1 - |a|^2 / T``."""
     a = torch.tensor([[0.6, 0.8]], dtype=torch.float64)
@@ -174,14 +161,14 @@ def test_the_bound_is_sharp_for_two_keys(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "eta"),
-    [("inner", 0.1), ("inner", 1.0), ("inner", 1000.0), ("elastic", 1.0), ("elastic", 1.9)],
+    [("inner", 1.0), ("inner", 1000.0), ("elastic", 1.9)],
 )
 def test_how_far_a_gradient_step_descends(kind: str, eta: float) -> None:
     """Inner: at least ``eta |g|^2`` for every eta; elastic: ``eta (1 - eta L / 2) |g|^2``.
 
     L is the largest eigenvalue of ``sum_h W_h^T W_h``: one where the queries are the tokens.
     """
-    for seed in range(20):
+    for seed in range(6):
         if seed % 2:
             generator = torch.Generator().manual_seed(seed)
             keys = torch.randn(5, FREE_DIM, generator=generator, dtype=torch.float64)
@@ -200,21 +187,8 @@ def test_how_far_a_gradient_step_descends(kind: str, eta: float) -> None:
         assert (lower <= value - promised * gradient.square().sum() + slack).all()
 
 
-def test_distances_and_products_agree_for_keys_of_one_norm() -> None:
-    """``F_elastic = F_inner + |z|^2/2 + rho^2/2``, so the weights agree and the gradients up to z."""
-    generator = torch.Generator().manual_seed(8)
-    keys = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-    keys = 1.3 * keys / keys.norm(dim=1, keepdim=True)
-    z = torch.randn(1, 3, 4, generator=generator, dtype=torch.float64)
-    found = {kind: single(kind, 0.7, keys) for kind in KINDS}
-    value, gradient = zip(*(e.value_and_grad(z, x) for e, x in found.values()), strict=True)
-    shift = 0.5 * z.square().sum() + 3 * 0.5 * 1.3**2
-    assert relative_error(value[1].detach(), (value[0] + shift).detach()) <= 1e-13
-    assert relative_error(gradient[1].detach(), (gradient[0] + z).detach()) <= 1e-13
-
-
 BETA = 1.7
-each_temperature = pytest.mark.parametrize("cooling", [1, 2, 3])
+each_temperature = pytest.mark.parametrize("cooling", [1, 2])
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -435,16 +409,6 @@ def test_hidden_units_of_tokens_are_drawn_as_those_of_samples() -> None:
     assert tokens.shape == (2, 6, 5, 3) and torch.equal(tokens.flatten(0, 1), samples)
 
 
-def test_gibbs_samples_of_real_units() -> None:
-    """Normal units on both sides: a Gaussian with covariance ``(I - W^T W)^-1``."""
-    weights, bias = 0.25 * draw(3, 3), draw(3, seed=5)
-    energy = EffectiveRBM(weights, "normal", visible="normal", bias=bias)
-    covariance = torch.linalg.inv(torch.eye(3) - weights.mT @ weights)
-    v = energy.gibbs(torch.zeros(40_000, 3).double(), 25, torch.Generator().manual_seed(0))
-    assert (v.mean(0) - covariance @ bias).abs().max() < 0.03
-    assert (torch.cov(v.mT) - covariance).abs().max() < 0.05
-
-
 PLAIN, ISING = EffectiveRBM(draw(3, 4)), EffectiveRBM(draw(3, 4), visible="ising")
 RELU, SPINS = EffectiveRBM(draw(3, 4), ReLULagrangian()), torch.ones(2, 4).double()
 FORTY, KEYS = Hopfield(draw(40, 2)), torch.zeros(2, M, DIM)
@@ -561,22 +525,7 @@ def test_second_derivatives_at_exactly_zero_are_the_variance(name: str) -> None:
         assert name == "constant" and not variance.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ising_units_at_all_sizes_of_the_field(dtype: torch.dtype) -> None:
-    sizes = torch.tensor([1e-30, 1e-8, 1e-3, 0.3, 1, 9, 29, 31, 80, 1e4, 1e30], dtype=dtype)
-    t = torch.cat([-sizes, sizes]).requires_grad_()
-    value = PRIORS["ising"].cumulant_function(t)  # type: ignore[attr-defined]
-    expected = torch.logaddexp(sizes.double(), -sizes.double()) - math.log(2)
-    close: Any = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(*value.detach().chunk(2), **close)
-    torch.testing.assert_close(value[: len(sizes)], expected.to(dtype), **close)
-    (slope,) = torch.autograd.grad(value.sum(), t, create_graph=True)
-    torch.testing.assert_close(slope, t.tanh(), **close)
-    (curvature,) = torch.autograd.grad(slope.sum(), t)
-    torch.testing.assert_close(curvature, 1 - t.tanh().square(), **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32])
 def test_poisson_units_in_strong_fields(dtype: torch.dtype) -> None:
     """Rates beyond the integers of the sampler are drawn by their normal limit, never negative."""
     for field in (18.0, 25.0, 44.0, 60.0):

@@ -33,9 +33,9 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
-from implicit_attn.energies.spins import binary_size, zero_sum
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.updates import BareAttentionStep
-from solvers import Implicit, IsingSite, PottsSite, SphericalSite, Tolerance, TorusSite
+from solvers import Implicit, IsingSite, PottsSite, Tolerance, TorusSite
 
 LAGRANGIANS = [
     IdentityLagrangian(),
@@ -124,15 +124,6 @@ def test_values_and_activations_by_hand() -> None:
         assert lagrangian.activation(z).flatten().tolist() == pytest.approx(activation, rel=1e-12)
 
 
-@each
-def test_half_precision_is_that_of_wide_numbers(lagrangian: Lagrangian, z: Tensor) -> None:
-    half, wide = z.bfloat16(), z.bfloat16().double()
-    assert lagrangian.activation(half).dtype == torch.bfloat16
-    found, expected = lagrangian.activation(half).double(), lagrangian.activation(wide)
-    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
-    torch.testing.assert_close(lagrangian(half).double(), lagrangian(wide), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(("sites", "dim", "tied"), [(2, 1, True), (4, 2, True), (4, 2, False)])
 @pytest.mark.parametrize("bound", [10.0, 0.1])
 def test_bounded_couplings_have_second_derivatives(
@@ -182,23 +173,6 @@ def test_symmetries_are_exact_also_after_training(tied: bool, bound: float | Non
         (couplings(state(seed=seed)) - 1.0).square().sum().backward()
         optimizer.step()
     assert has_symmetries(couplings.weight, tied)
-
-
-@each_symmetry
-def test_only_free_entries_are_parameters(tied: bool) -> None:
-    couplings = make(tied)
-    pairs = SITES * (SITES - 1) // (2 if tied else 1)
-    count = pairs * DIM * DIM
-    (parameter,) = couplings.parameters()
-    assert parameter is couplings.free
-    assert parameter.numel() == count
-    # Every free entry moves J in a direction of its own.
-    jacobian = torch.autograd.functional.jacobian(
-        couplings.parametrizations["weight"][0],  # type: ignore[index]
-        parameter.detach(),
-    )
-    assert isinstance(jacobian, Tensor)
-    assert torch.linalg.matrix_rank(jacobian.reshape(SITES**2 * DIM**2, count)) == count
 
 
 @each_symmetry
@@ -263,12 +237,6 @@ def test_bound_caps_the_spectral_norm_and_nothing_else(tied: bool) -> None:
     assert couplings.free.grad is not None and couplings.free.grad.isfinite().all()
 
 
-def test_one_site_couples_to_nobody() -> None:
-    couplings = Couplings(1, 4, bound=1.0)
-    assert couplings.free.numel() == 0
-    assert (couplings(torch.ones(2, 1, 4)) == 0).all()
-
-
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -296,21 +264,6 @@ def test_the_gauge_has_zero_sums_and_is_kept() -> None:
     torch.testing.assert_close(gauged.sum(2), torch.zeros(5, 5, 3).double(), atol=1e-12, rtol=0)
     torch.testing.assert_close(gauged, gauged.permute(1, 0, 3, 2))
     torch.testing.assert_close(zero_sum(gauged), gauged)
-
-
-def test_directions_are_averaged() -> None:
-    single = torch.zeros(2, 2, 2, 2)
-    single[0, 1] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-    assert torch.equal(zero_sum(single)[0, 1], 0.5 * single[0, 1])
-    assert torch.equal(zero_sum(single)[1, 0], 0.5 * single[0, 1])
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-30, 2e38, 0.0])
-def test_dividing_by_the_size_rounds_nothing(scale: float) -> None:
-    scaled = couplings().float() / couplings().abs().max() * scale
-    size = binary_size(scaled)
-    assert torch.equal(scaled / size * size, scaled)
-    assert scale == 0 or 1 <= float((scaled / size).abs().max()) < 2
 
 
 SPINS, COMPONENTS = 4, 3
@@ -411,8 +364,15 @@ def test_it_is_the_energy_that_the_associative_memory_monitors(name: str) -> Non
         torch.testing.assert_close(moved, plain, rtol=1e-12, atol=1e-12)
 
 
-@each_site
-@pytest.mark.parametrize("form", ["gradient", "activation"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("ising", "gradient"),
+        ("sphere", "activation"),
+        ("potts", "gradient"),
+        ("potts", "activation"),
+    ],
+)
 def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
     """``h = x + J m(h)``, and the energy falls all the way."""
     spin = VectorSpin(coupled(), SITE[name])
@@ -432,19 +392,6 @@ def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
     rises = energy[:, 1:] - energy[:, :-1]
     assert (rises <= 9 * torch.finfo(energy.dtype).eps * energy[:, :-1].abs()).all()
     assert (energy[:, -1] < energy[:, 0]).all()
-
-
-def test_strong_couplings_order_the_spins_and_are_found() -> None:
-    """Ferromagnet far below its transition: two stable states, each reached from its own side."""
-    ferromagnet = Couplings(6, 1).double()
-    ferromagnet.weight = 0.5 * (1 - torch.eye(6, dtype=torch.float64))[..., None, None]
-    layer = DEQ(ActivationStep(SpinInteraction(ferromagnet), IsingLagrangian()), **EXACT)
-    x = torch.full((2, 6, 1), 0.01, dtype=torch.float64)
-    with torch.no_grad():
-        h = layer.solve(x, z0=torch.tensor([1.0, -1.0]).double()[:, None, None].expand(2, 6, 1))
-    m = h.value.tanh()
-    torch.testing.assert_close(h.value, x + 2.5 * m, rtol=1e-9, atol=1e-9)
-    assert (m[0] > 0.95).all() and (m[1] < -0.95).all()
 
 
 def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
@@ -482,11 +429,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (lambda: zero_sum(torch.zeros(3, 2, 2, 2)), ValueError, "couplings"),
     (lambda: zero_sum(torch.full((2, 2, 2, 2), math.inf)), ValueError, "finite"),
     (lambda: VectorSpin(torch.zeros(2, 2, 1, 1)), TypeError, "couplings"),  # type: ignore[arg-type]
-    (
-        lambda: SpinInteraction(LOOSE),
-        ValueError,
-        "couplings",
-    ),
+    (lambda: SpinInteraction(LOOSE), ValueError, "couplings"),
     (lambda: VectorSpin(coupled(), "ising"), TypeError, "site"),  # type: ignore[arg-type]
     (lambda: VectorSpin(coupled(), IsingLagrangian), TypeError, "site"),  # type: ignore[arg-type]
     (lambda: SiteLagrangian(GaussianSpin), TypeError, "site"),  # type: ignore[arg-type]
@@ -555,31 +498,6 @@ def test_attention_is_minus_the_gradient_of_a_tokens_own_energy(
     torch.testing.assert_close(energy.pull(z), mixed, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_the_gradient_of_the_sum_has_another_term_as_large(symmetric: bool) -> None:
-    """So the step, which leaves it out, is no descent of the energy; not for symmetric J either."""
-    energy = made(12, 8, symmetric_sites=symmetric)
-    z = on_circles(8, 12, 8)
-    pull, both = energy.pull(z), -energy.grad(z)
-    ratio = ((both - pull).norm() / pull.norm()).item()
-    assert 0.7 < ratio < 1.4
-    if symmetric:
-        assert ((both / 2 - pull).norm() / pull.norm()).item() > 0.2
-
-
-def test_a_small_lam_gives_the_pair_model_and_a_large_one_the_best_neighbour() -> None:
-    z = on_circles(3, 5, 4)
-    for lam, allowed in ((1e-3, 1e-2), (1e-5, 1e-4)):
-        energy = made(5, 4, lam=lam)
-        pair = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z).sum(-1) / 4
-        expected = -math.log(4) / lam - pair
-        assert (energy.token_energies(z) - expected).abs().max() < allowed
-    energy = made(5, 4, lam=300.0)
-    scores = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z)
-    best = scores.masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf).amax(-1)
-    torch.testing.assert_close(energy.token_energies(z), -best, rtol=0, atol=math.log(4) / 300)
-
-
 def test_conditional_densities_integrate_to_one_and_have_their_means() -> None:
     """Two circles a token, on a grid of angles of the token; its neighbours stay as they are."""
     energy = made(3, 4, size=1.5, lam=1.3, site=TorusSite())
@@ -597,24 +515,6 @@ def test_conditional_densities_integrate_to_one_and_have_their_means() -> None:
         torch.testing.assert_close(mixture.mean()[0, i], mean, rtol=1e-10, atol=1e-12)
         spread = max(spread, density.std().item())
     assert spread > 0.5
-
-
-def test_the_law_is_the_energy_and_its_normaliser() -> None:
-    energy = made(lam=0.7, site=SphericalSite())
-    z = (
-        torch.nn.functional.normalize(torch.randn(2, 4, 4, generator=seeded(3), dtype=F64), dim=-1)
-        * 2
-    )
-    mixture = energy.conditionals(z)
-    expected = -0.7 * energy.token_energies(z) - mixture.log_total
-    torch.testing.assert_close(energy.log_prob(z), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mixture.log_prob(z), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mixture.weights.sum(-1), torch.ones(2, 4, dtype=F64))
-    moved = z.clone()
-    moved[:, 0] = -moved[:, 0]
-    torch.testing.assert_close(
-        energy.conditionals(moved).mean()[:, 0], mixture.mean()[:, 0], rtol=1e-13, atol=1e-14
-    )
 
 
 @pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
@@ -655,7 +555,7 @@ def test_a_token_without_neighbours_has_the_law_of_the_site() -> None:
     assert energy.local_gradient(z[2:], mask=KEEP[2:]).abs().max() == 0
 
 
-@pytest.mark.parametrize("size", [1e3, 1e20, 1e30])
+@pytest.mark.parametrize("size", [1e30])
 def test_laws_of_huge_couplings_are_finite_in_single_precision(size: float) -> None:
     energy = made(3, 4, size=size, site=TorusSite()).float()
     z = on_circles(2, 3, 4).float()
@@ -672,10 +572,9 @@ def by_autograd(energy: BareAttention, z: Tensor, rule: str, mask: Tensor | None
     return torch.autograd.grad(terms.sum(1).mean(), energy.couplings.free)[0]
 
 
-@pytest.mark.parametrize("rule", ["exact", "source"])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("width", [None, 6])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("rule", "symmetric", "width", "masked"), [
+    ("exact", False, None, True), ("exact", True, 6, False), ("source", False, 6, True), ("source", True, None, False),
+])  # fmt: skip
 def test_a_local_rule_is_the_gradient_of_its_loss(
     rule: str, symmetric: bool, width: int | None, masked: bool
 ) -> None:
@@ -739,34 +638,6 @@ def test_hebbs_matrix_is_not_the_minimum_of_the_pseudo_likelihood() -> None:
     assert cosines[2] < 0.92
 
 
-def test_without_the_normaliser_the_loss_has_no_minimum() -> None:
-    """Times 10, E falls about tenfold, for ever; the likelihood has a best scale."""
-    z = on_circles(200, 4, 4)
-    sums, losses = [], []
-    for size in (0.3, 3.0, 30.0):
-        energy = made(site=TorusSite(), size=size)
-        sums.append(energy(z).mean().item())
-        losses.append(-energy.log_prob(z).sum(1).mean().item())
-    assert sums[0] > sums[1] > sums[2]
-    assert sums[2] / sums[1] == pytest.approx(10, rel=0.1)
-    assert losses[2] > losses[1] > losses[0] > 0  # data without structure: the best J is 0
-
-
-def test_on_a_ball_the_small_lam_minimum_is_hebbs_matrix() -> None:
-    """E is linear in J for lam -> 0, so its minimum on ``|J|_F <= 1`` points along the data."""
-    z = on_circles(6, 4, 4)
-    hebb = -made(lam=1e-6).local_gradient(z, "hebb")
-    best = hebb / hebb.norm()
-    energy = made(lam=1e-6)
-    energy.couplings.weight = best
-    smallest = energy(z).mean().item()
-    for seed in range(20):
-        other = torch.randn(best.shape, generator=seeded(seed), dtype=F64)
-        other = (best + 0.3 * other) * (best != 0)
-        energy.couplings.weight = other / other.norm()
-        assert energy(z).mean().item() > smallest
-
-
 def test_errors_of_bare_attention() -> None:
     z, energy = on_circles(2, 4, 4), made(site=TorusSite())
     mixture, gradient = energy.conditionals(z), energy.local_gradient(z)
@@ -821,17 +692,6 @@ def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
     torch.testing.assert_close(free(z), mixed)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.5])
-def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
-    """N = 5, d = 3: a residual below 1e-13, and the derivative there says how fast."""
-    step = BareAttentionStep(made(5, 3, seed=0, symmetric_sites=True), gamma=gamma)
-    states = trajectory(step, start(4, 5, 3), 1000)
-    residual = (step(states[-1]) - states[-1]).flatten(1).norm(dim=1)
-    assert residual.max() < 1e-13
-    radius = solvers.spectral_radius(step, states[-1])
-    assert (radius < 1).all()
-
-
 def test_as_a_layer_with_implicit_gradients() -> None:
     """From a state near a fixed point; gradients reach the couplings."""
     energy = made(5, 3, seed=0, symmetric_sites=True)
@@ -856,7 +716,7 @@ def test_as_a_layer_with_implicit_gradients() -> None:
     assert (slope * change).sum().item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-10, 1e10, 1e20, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_pulls_of_any_size_end_on_the_sphere(size: float) -> None:
     energy = made(5, 4).float()
     with torch.no_grad():
@@ -866,21 +726,6 @@ def test_pulls_of_any_size_end_on_the_sphere(size: float) -> None:
         moved = BareAttentionStep(energy, radius=3.0, circles=circles)(z)
         norms = moved.unflatten(-1, (circles, -1)).norm(dim=-1)
         torch.testing.assert_close(norms, torch.full_like(norms, 3.0 / circles**0.5))
-
-
-def test_loneliness_is_a_matter_of_the_mask_and_not_of_the_pull() -> None:
-    """Tokens without neighbours keep any norm; neighbours whose pull is 0 leave gamma z to normalise."""
-    z = 0.5 * start(1, 3, 4)
-    step = BareAttentionStep(made(3, 4), radius=3.0, gamma=0.5)
-    alone = torch.tensor([[False, True, False]])
-    assert torch.equal(step(z, mask=alone), z)
-    single = BareAttentionStep(made(1, 4), radius=3.0)
-    assert torch.equal(single(z[:, :1]), z[:, :1])
-    with torch.no_grad():
-        step.energy.couplings.free.zero_()
-    torch.testing.assert_close(step(z), 6 * z)
-    loose = BareAttentionStep(step.energy, radius=None, gamma=0.25)
-    torch.testing.assert_close(loose(z), 0.25 * z)
 
 
 def test_gradients_pass_by_nan_at_masked_tokens() -> None:

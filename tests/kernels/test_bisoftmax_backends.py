@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import solvers
 from cases.kernels import (
-    COUNTS,
     PATHS,
     Allocations,
     difference,
@@ -24,7 +22,7 @@ from cases.kernels import (
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain, reference, strips
-from implicit_attn.kernels.bi_softmax import native, ops
+from implicit_attn.kernels.bi_softmax import native
 from solvers import Tolerance
 from solvers import native as library
 
@@ -76,7 +74,9 @@ def errors(
     return [difference(ours, theirs.detach()) for ours, theirs in found]
 
 
-@pytest.mark.parametrize(("index", "count"), list(enumerate([*COUNTS, 47, 48, 49, 97, 144])))
+@pytest.mark.parametrize(
+    ("index", "count"), list(enumerate([1, 2, 16, 17, 48, 97, 129, 257, 1000]))
+)
 def test_every_count(backend: Any, index: int, count: int) -> None:
     """Every mask; over four counts in a row, each on every path."""
     batch, heads, width = (1, 1, 8) if count == 1000 else (2, 2, 16)
@@ -87,7 +87,7 @@ def test_every_count(backend: Any, index: int, count: int) -> None:
         assert max(found) <= 1e-5, (count, limit, causal, mask, found)
 
 
-@pytest.mark.parametrize("width", [1, 7, 8, 9, 16, 20, 24, 33, 64, 100, 127, 128])
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 127, 128])
 def test_every_width(backend: Any, width: int) -> None:
     z, v, a = states(1, 2, 63, width)
     for limit, causal in PATHS.values():
@@ -109,8 +109,7 @@ def test_many_heads(backend: Any) -> None:
     assert max(errors(backend, z, v, a, 0.3, None, mask=mask)) <= 1e-5
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1e-3, 3.0, 30.0])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("scale", "causal"), [(1e-20, False), (3.0, True), (30.0, False)])
 def test_small_and_large_norms(backend: Any, scale: float, causal: bool) -> None:
     """Large scores carry float32's rounding of the scores themselves into any formula."""
     z, v, a = states(1, 2, 150, 16, scale)
@@ -142,8 +141,8 @@ def test_rows_of_very_different_norms(backend: Any) -> None:
     pytest.param("cpp", torch.float16, 1e-3, marks=needs_cpp),
     pytest.param("cpp", torch.bfloat16, 8e-3, marks=needs_cpp),
 ])  # fmt: skip
-@pytest.mark.parametrize("count", [33, 290])
-def test_dtypes(name: str, dtype: torch.dtype, bound: float, count: int) -> None:
+def test_dtypes(name: str, dtype: torch.dtype, bound: float) -> None:
+    count = 290
     z, v, _ = (t.to(dtype) for t in states(1, 2, count, 16))
     for limit, causal in PATHS.values():
         exact, exact_lse = reference.bisoftmax(z.double(), 0.25, causal=causal)
@@ -158,7 +157,7 @@ def test_dtypes(name: str, dtype: torch.dtype, bound: float, count: int) -> None
         assert difference(product, exact_product) <= bound
 
 
-@pytest.mark.parametrize("count", [65, 300])
+@pytest.mark.parametrize("count", [300])
 def test_strides_do_not_matter(backend: Any, count: int) -> None:
     z, v, _ = states(2, 3, count, 9)
     mask = masks(2, count)[1]
@@ -205,7 +204,7 @@ def test_hidden_tokens_are_never_read(backend: Any, limit: float | None, causal:
 
 
 @each_path
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("inf")])
 def test_what_is_not_finite_is_passed_on_as_by_strips(
     backend: Any, limit: float | None, causal: bool, value: float
 ) -> None:
@@ -236,7 +235,7 @@ def test_nothing_to_attend(name: str, shape: tuple[int, ...]) -> None:
         assert second.shape == shape and second.dtype == z.dtype and lse.dtype == torch.float32
 
 
-@pytest.mark.parametrize("count", [512, 1024])
+@pytest.mark.parametrize("count", [1024])
 @pytest.mark.parametrize("path", PATHS)
 def test_no_matrix_of_all_pairs(path: str, count: int) -> None:
     z, v, a = states(1, 1, count, 8)
@@ -260,8 +259,7 @@ def threads() -> Iterator[Any]:
 
 
 @needs_cpp
-@each_path
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("limit", "causal", "heads"), [(None, False, 1), (1e9, True, 3)])
 def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) -> None:
     """Whole heads for each, and one shared by all; the same bits every time."""
     z, v, a = states(1, heads, 260, 12)
@@ -276,30 +274,9 @@ def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) ->
         assert difference(two, one.double()) <= 1e-6
 
 
-@needs_cpp
-def test_threads_without_openmp(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, _, _ = states(1, 3, 260, 12)
-    expected = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
-    monkeypatch.setattr(library, "_openmp", lambda: None)
-    threads(2)
-    found = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
-    assert difference(found, expected.double()) < 1e-6
-
-
-@needs_cpp
-def test_the_default_dtype_has_no_say() -> None:
-    z, _, _ = states(1, 2, 20, 8)
-    expected = bisoftmax(z, 0.3, backend="cpp")
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = bisoftmax(z, 0.3, backend="cpp")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@each_path
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("limit", "causal", "masked"), [
+    (None, False, False), (None, True, True), (1e9, False, True), (1e9, True, False),
+])  # fmt: skip
 @pytest.mark.parametrize(("name", "own", "count", "room"), [
     pytest.param("cpp", torch.float32, 50, 1e-5, marks=needs_cpp),
     ("blocks", torch.float64, 290, 1e-9),
@@ -356,13 +333,6 @@ def test_whole_graph_compilation(backend: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_cpp
-def test_compiled_calls_are_checked() -> None:
-    compiled = torch.compile(lambda z: bisoftmax(z, 0.3, backend="cpp")[0], backend="eager")
-    with pytest.raises(ValueError, match="backend"):
-        compiled(torch.zeros(1, 1, 4, 4, dtype=torch.float64))
-
-
-@needs_cpp
 @pytest.mark.parametrize("count", [9, 300])
 def test_the_automatic_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     z = states(1, 1, count, 4)[0]
@@ -410,29 +380,6 @@ def test_automatic_choice(heads: int, count: int, backend: str) -> None:
     assert f"{heads} matrices of {count} x {count} pairs" in choice.reason
 
 
-def test_automatic_choice_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def noted(name: str, function: Any) -> Any:
-        def wrapper(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return function(*args, **options)
-
-        return wrapper
-
-    for module, name in ((strips, "blocks"), (reference, "reference")):
-        names = ("bisoftmax", "bisoftmax_forward", "bisoftmax_hvp")
-        for function in (n for n in names if hasattr(module, n)):
-            monkeypatch.setattr(module, function, noted(name, getattr(module, function)))
-    for count in (20, 260):
-        z = state(count).double()
-        for backend in ("auto", "reference", "blocks"):
-            calls.clear()
-            bisoftmax(z, 0.3, backend=backend)
-            bisoftmax_hvp(z, z, 0.3, backend=backend)
-            assert set(calls) == {explain(z, 0.3, backend=backend).backend}
-
-
 def test_a_named_backend_is_taken_or_refused() -> None:
     z = state(20)
     assert explain(z, 0.3, backend="blocks") == Choice("blocks", "asked for")
@@ -465,16 +412,6 @@ def test_arguments_are_checked() -> None:
         bisoftmax_hvp(z, z[:1], 0.3)
     with pytest.raises(ValueError, match="lse"):
         bisoftmax_hvp(z, z, 0.3, lse=z[..., 0, 0])
-
-
-def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise ImportError("triton could not be imported")
-
-    monkeypatch.setattr(ops, "triton_backend", missing)
-    with pytest.raises(ImportError):
-        bisoftmax(state(20), 0.3, backend="triton")
-    assert "triton could not be imported" in str(ops.triton_lacks(state(20), None))
 
 
 def test_a_layer_holds_no_matrix_of_all_pairs() -> None:
@@ -528,8 +465,7 @@ def alone(tokens: int, counted: int | None) -> tuple[Tensor, Tensor | None]:
 @pytest.mark.defect("D1")
 @each_of_four
 @pytest.mark.parametrize("tokens, counted", ALONE)
-@pytest.mark.parametrize("limit", [None, LIMIT])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("limit", "causal"), [(None, False), (LIMIT, False), (None, True)])
 def test_its_log_sum_exp_is_its_score(
     tokens: int, counted: int | None, limit: float | None, causal: bool, backend: str
 ) -> None:
@@ -545,19 +481,3 @@ def test_its_log_sum_exp_is_its_score(
     assert (error <= 1e-6 * score[sample, :, token]).all()
     if counted is not None:
         assert (lse[0] != 0).sum() == 2  # masked tokens: zero
-
-
-@pytest.mark.defect("D1")
-@pytest.mark.parametrize("backend", ["reference", "blocks", pytest.param("cpp", marks=needs_cpp)])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_layers_converge_on_it(tokens: int, backend: str) -> None:
-    torch.manual_seed(0)
-    energy = BiSoftmaxAttention(8, 1, backend=backend) + Quadratic()
-    x = torch.randn(64, tokens, 8)
-    x = 0.01 * x / x.norm(dim=(1, 2), keepdim=True)
-    mask = None
-    if tokens > 1:
-        mask = torch.zeros(64, tokens, dtype=torch.bool)
-        mask[:, 0] = True
-    solution = DEQ(energy).solve(x, mask, on_failure="ignore")
-    assert (solution.status == solvers.Status.CONVERGED).all()

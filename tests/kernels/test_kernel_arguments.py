@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, SoftmaxAttention
@@ -98,9 +97,7 @@ def test_a_tensor_beta_keeps_the_dtype_and_may_have_one_element_only() -> None:
     [
         (backend, tokens, options)
         for backend in backends()
-        for tokens in (9, 130)
-        for options in ({}, {"limit": 60.0}, {"causal": True})
-        if backend != "triton" or tokens == 9 or options == {"limit": 60.0}
+        for tokens, options in ((9, {}), (130, {"limit": 60.0}), (9, {"causal": True}))
     ],
 )
 def test_cotangents_of_masked_tokens_go_nowhere(
@@ -164,34 +161,6 @@ def test_vmap_counts_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def empty() -> None:
     strips.release()
-
-
-def test_the_default_device_has_no_say() -> None:
-    z = torch.randn(1, 2, 40, 8)
-    with torch.device("meta"):
-        inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
-        assert strips.buffer(z, 0, 10).device == z.device
-    outside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
-    for ours, theirs in zip(inside, outside, strict=True):
-        assert ours.device == z.device and torch.equal(ours, theirs)
-
-
-def test_what_is_large_or_made_by_a_mode_is_not_kept() -> None:
-    like = torch.empty(1)
-    assert strips.buffer(like, 0, strips.KEPT + 1).numel() == strips.KEPT + 1
-    assert strips.buffer(like, 0, 8).numel() == 8
-    with FakeTensorMode():
-        assert type(strips.buffer(like, 0, 10)) is not Tensor
-    assert type(strips.buffer(like, 0, 10)) is Tensor
-
-
-def test_inference_mode_leaves_nothing_behind() -> None:
-    z = torch.randn(1, 2, 40, 8)
-    with torch.inference_mode():
-        inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")[0].clone()
-    outside = bisoftmax(z.clone().requires_grad_(), 0.3, limit=20.0, backend="blocks")[0]
-    assert torch.equal(inside, outside.detach())
-    outside.sum().backward()
 
 
 def test_threads_and_sizes_do_not_disturb_each_other() -> None:

@@ -21,8 +21,6 @@ from implicit_attn.kernels import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.arguments import Pairs
-from implicit_attn.kernels.reference import attend, query_key_gradients
 
 HOLES = torch.tensor([[True, False, True], [False, False, False]])
 
@@ -34,9 +32,11 @@ def state(queries: int, keys: int, width: int = 8, batch: int = 2) -> list[Tenso
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 130), (130, 17), (300, 257)])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 130), (300, 257)])
+@pytest.mark.parametrize(
+    ("masked", "dtype", "bound"),
+    [(False, torch.float64, 1e-12), (True, torch.float64, 1e-12), (True, torch.float32, 1e-5)],
+)
 def test_flash_is_the_dense_formula(
     queries: int, keys: int, masked: bool, dtype: torch.dtype, bound: float
 ) -> None:
@@ -62,8 +62,9 @@ def shared(tensor: Tensor) -> Tensor:
     return tensor[..., :1].expand(tensor.shape)
 
 
-@pytest.mark.parametrize("layout", [along_tokens, shared])
-@pytest.mark.parametrize("strided", ["query", "key", "both"])
+@pytest.mark.parametrize(
+    ("layout", "strided"), [(along_tokens, "query"), (shared, "key"), (shared, "both")]
+)
 def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor], strided: str) -> None:
     query, key, g, _ = state(130, 130)
     query = query if strided == "key" else layout(query)
@@ -81,8 +82,7 @@ def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor], strided: str)
         assert difference(ours.detach(), exact.detach()) <= 1e-12
 
 
-@pytest.mark.parametrize("changed", ["query", "key"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("changed", "frozen"), [("query", False), ("key", True)])
 def test_what_changed_since_is_noticed(changed: str, frozen: bool) -> None:
     query, key, g, _ = state(130, 130)
     query.requires_grad_()
@@ -96,7 +96,7 @@ def test_what_changed_since_is_noticed(changed: str, frozen: bool) -> None:
             torch.autograd.grad(mean, by, g, retain_graph=True)
 
 
-@pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.parametrize("backend", ["flash"])
 def test_autocast_has_no_say(backend: str) -> None:
     query, key, g, a = (t.float() for t in state(150, 150))
     results = []
@@ -115,8 +115,9 @@ def test_autocast_has_no_say(backend: str) -> None:
         assert difference(ours.detach(), exact.detach().double()) <= 1e-6
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 200, 200), (2, 0, 9), (2, 9, 0)])
+@pytest.mark.parametrize(("batch", "queries", "keys", "masked"), [
+    (0, 200, 200, False), (2, 0, 9, True), (2, 9, 0, False),
+])  # fmt: skip
 def test_nothing_to_attend(batch: int, queries: int, keys: int, masked: bool) -> None:
     tensors = state(queries, keys, batch=batch)
     query, key = (t.requires_grad_() for t in tensors[:2])
@@ -130,16 +131,6 @@ def test_nothing_to_attend(batch: int, queries: int, keys: int, masked: bool) ->
         assert not any(t is not None and t.any() for t in (found[0], *first, *second))
         results.append(found)
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash"])
-def test_the_default_device_has_no_say(backend: str) -> None:
-    query, key, _, _ = state(150, 130)
-    exact = frozen_key_attention(query, key, 0.3, mask=torch.ones(2, 130) > 0, backend=backend)
-    with torch.device("meta"):
-        mask = torch.ones(2, 130, device="cpu") > 0
-        found = frozen_key_attention(query, key, 0.3, mask=mask, backend=backend)
-    torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mask", [None, HOLES], ids=["full", "holes"])
@@ -206,7 +197,7 @@ def test_choice_and_errors() -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, query)
         assert forward_ad.unpack_dual(frozen_key_attention(dual, key, 0.3)[0]).tangent is not None
-        with pytest.raises(NotImplementedError, match=r"jacrev|forward"):
+        with pytest.raises(NotImplementedError):
             frozen_key_attention(dual, key, 0.3, backend="flash")
 
 
@@ -232,9 +223,9 @@ def energy(z: Tensor, pairs: Tensor, bias: Tensor, mask: Tensor | None, causal: 
     return torch.where(sums > 0, sums.clamp_min(1e-300).log(), 0.0).sum() / BETA
 
 
-@pytest.mark.parametrize("mask", [None, MASK], ids=["full", "holes"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize(("mask", "causal", "kind"), [
+    (None, False, float), (MASK, False, torch.tensor), (MASK, True, float), (None, True, torch.tensor),
+])  # fmt: skip
 def test_bisoftmax_over_pairs(mask: Tensor | None, causal: bool, kind: Any) -> None:
     z, v, pairs, bias = tokens_and_pairs()
     point = z.clone().requires_grad_()
@@ -272,27 +263,7 @@ def test_derivatives_by_tokens_bias_and_temperature() -> None:
     assert gradgradcheck(frozen, (inputs[0], key, inputs[1]))
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("paired", [False, True])
-def test_gradients_are_derivatives_of_the_free_energy(elastic: bool, paired: bool) -> None:
-    query, key, allowed, bias = tokens_and_pairs()
-    beta = torch.tensor([0.4, 1.1], dtype=torch.float64).view(H, 1, 1)
-    pairs = Pairs(allowed, bias) if paired else None
-
-    def total(query: Tensor, key: Tensor) -> Tensor:
-        found = attend(query, key, beta, elastic=elastic, pairs=pairs)
-        own = found.only(query).square().sum() / 2 if elastic else 0.0
-        return own - (found.lse / beta.squeeze(-1)).sum()
-
-    points = [t.clone().requires_grad_() for t in (query, key)]
-    expected = torch.autograd.grad(total(*points), points)
-    attended = attend(query, key, beta, elastic=elastic, pairs=pairs)
-    found = query_key_gradients(query, key, attended, elastic=elastic)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert difference(ours, theirs) <= 1e-12
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16])
 def test_half_precision_with_pairs(dtype: torch.dtype) -> None:
     z, v, pairs, bias = (t if t.dtype == torch.bool else t.to(dtype) for t in tokens_and_pairs())
     wide = (z.double(), v.double(), bias.double())
@@ -336,8 +307,7 @@ def test_bad_pairs() -> None:
         explain(z, BETA, bias=bias[0, 0, 0])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("given", ["none", "pairs", "bias", "both"])
+@pytest.mark.parametrize(("given", "causal"), [("none", True), ("both", False), ("pairs", True)])
 def test_cotangents_at_masked_tokens_go_no_further(given: str, causal: bool) -> None:
     """They may be NaN: nothing has to be asked about a token that is not there."""
     z, v, pairs, bias = tokens_and_pairs()
@@ -404,7 +374,7 @@ def test_derivatives_of_the_covariance() -> None:
     assert gradcheck(covariance, inputs) and gradgradcheck(covariance, inputs)
 
 
-@pytest.mark.parametrize("offset", [10.0, 1e3, 1e4])
+@pytest.mark.parametrize("offset", [1e4])
 def test_a_common_offset_of_the_values_costs_no_digits(offset: float) -> None:
     query, key, vector = (t.float() for t in draw())
     values, weights = key + offset, (query @ key.mT).softmax(-1)
@@ -413,19 +383,6 @@ def test_a_common_offset_of_the_values_costs_no_digits(offset: float) -> None:
     assert relative_error(found.double(), expected) <= 1e-5
     known = covariance_product(weights, values, vector, mean=weights @ values)
     assert relative_error(known.double(), expected) <= 1e-6 * max(1.0, offset)  # digits of the mean
-
-
-def test_it_is_computed_in_the_widest_dtype_float32_at_least() -> None:
-    query, key, vector = draw()
-    weights, vector = (query @ key.mT).softmax(-1), vector.float()
-    found = covariance_product(weights, 1e5 + key, vector)
-    assert found.dtype == torch.float32
-    assert relative_error(found.double(), by_definition(weights, key, vector.double())) <= 1e-6
-    weights, key, vector = (t.half() for t in (weights, key, vector))
-    found = covariance_product(weights, key, vector)
-    expected = covariance_product(weights.double(), key.double(), vector.double())
-    assert found.dtype == torch.float16
-    assert relative_error(found, expected) <= 1e-3
 
 
 def test_mistakes() -> None:

@@ -66,8 +66,7 @@ def test_a_compiled_map_is_compiled_once() -> None:
 
 @pytest.mark.defect("D10")
 @pytest.mark.parametrize(
-    ("solver", "adjoint"),
-    [(None, Implicit()), (Newton(), Implicit()), (Anderson(), Unrolled())],
+    ("solver", "adjoint"), [(None, Implicit()), (Newton(), Implicit()), (Anderson(), Unrolled())]
 )
 def test_a_compiled_energy_has_derivatives(solver: Any, adjoint: Any) -> None:
     """``aot_eager`` refuses second derivatives as the code generators do."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import HyperSET
-from implicit_attn.studies import HeldStep
 from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
 from implicit_attn.updates.hyperset import DESCENTS, Descent, build_step_sizes, sinusoids
 
@@ -66,7 +65,7 @@ def paper_weights(layer: Any) -> tuple[Tensor, Tensor]:
     ), layer.feedforward.projection.weight.detach().T
 
 
-@pytest.mark.parametrize(("alpha", "gamma"), [(0.1, 0.1), (0.7, 0.2), (1.0, 1.5)])
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.7, 0.2)])
 def test_the_step_is_the_papers(alpha: float, gamma: float) -> None:
     step, z = build(step_size="fixed"), tokens()
     step.step_sizes.attention.initial, step.step_sizes.feedforward.initial = alpha, gamma
@@ -74,8 +73,7 @@ def test_the_step_is_the_papers(alpha: float, gamma: float) -> None:
     assert (step(z, z, 1) - expected).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("source", ["state", "input"])
-@pytest.mark.parametrize("t", [1, 2, 9])
+@pytest.mark.parametrize(("source", "t"), [("state", 1), ("input", 9)])
 def test_the_conditioned_step_is_the_papers(source: str, t: int) -> None:
     """The network of time and tokens is transcribed here too, token by token."""
     layer = build(step_size=f"conditioned-{source}", time_dim=16)
@@ -116,7 +114,7 @@ def test_without_norm_the_step_is_the_whole_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("conditioned", [True])
 def test_masks(attention: str, conditioned: bool) -> None:
     """Masked tokens keep their state and change nothing for the others, whatever they hold."""
     mask = torch.ones(3, TOKENS, dtype=torch.bool)
@@ -134,15 +132,6 @@ def test_masks(attention: str, conditioned: bool) -> None:
     assert torch.equal(result[mask], full[mask])
     gradients = torch.autograd.grad(result[mask].square().sum(), list(step.parameters()))
     assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_sinusoids() -> None:
-    times = torch.tensor([1.0, 2.0, 7.5])
-    waves = sinusoids(times, 6)
-    assert waves.shape == (3, 6) and waves.dtype == torch.float64
-    for column, frequency in enumerate((1.0, 1e-2, 1e-4)):
-        assert torch.allclose(waves[:, column], torch.sin(times.double() * frequency))
-        assert torch.allclose(waves[:, column + 3], torch.cos(times.double() * frequency))
 
 
 @pytest.mark.parametrize("kind", ["conditioned-state", "conditioned-input"])
@@ -230,7 +219,7 @@ def official(**options: Any) -> HyperSET:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("kind", ["shared", "separate"])
+@pytest.mark.parametrize("kind", ["separate"])
 def test_gains_of_one_change_nothing(attention: str, kind: str) -> None:
     plain = official(attention=attention, epsilon=1e-6)
     gained = official(attention=attention, epsilon=1e-6, gains=kind)
@@ -246,8 +235,9 @@ def test_gains_of_one_change_nothing(attention: str, kind: str) -> None:
     assert not torch.allclose(gained(tokens()), plain(tokens()), atol=1e-3)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("options", [{"gains": "separate"}, {"gains": "shared", "descent": "adam"}])
+@pytest.mark.parametrize(("attention", "options"), [
+    ("bisoftmax", {"gains": "separate"}), ("linear", {"gains": "shared", "descent": "adam"}),
+])  # fmt: skip
 def test_masks_of_official_steps(attention: str, options: dict[str, Any]) -> None:
     """Masked tokens keep their state and change nothing for the others, whatever they hold."""
     model = official(attention=attention, epsilon=None, **options)
@@ -311,27 +301,12 @@ def test_descents_start_anew_with_each_solve(kind: str) -> None:
     assert torch.allclose(z, first, atol=1e-12) == (kind == "plain")
 
 
-def test_what_has_no_energy_or_fixed_point() -> None:
-    """The studies ask: no energy is monitored along a step that follows none, none is solved for."""
-    assert official().layers[0].is_plain
-    assert not official(gains="shared").layers[0].is_plain
-    remembering = official(descent="momentum")
-    assert not remembering.layers[0].is_plain
-    HeldStep(official(gains="separate"))
-    with pytest.raises(ValueError, match="descent"):
-        HeldStep(remembering)
-
-
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: build(time_dim=7), ValueError, "time_dim"),
     (lambda: build(lora_rank=2, iterations=0), ValueError, "iterations"),
     (lambda: ConditionedStepSizes(DIM, "token"), ValueError, "source"),
     (lambda: sinusoids(torch.ones(2), 2), ValueError, "time_dim"),
-    (
-        lambda: build(step_network="raw", step_size="fixed"),
-        ValueError,
-        "step_size",
-    ),
+    (lambda: build(step_network="raw", step_size="fixed"), ValueError, "step_size"),
     (lambda: build(step_network="sinusoids"), ValueError, "time_dim"),
     (lambda: build(epsilon=None), TypeError, "epsilon"),
 ]
@@ -341,10 +316,3 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
 def test_mistakes(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-def test_official_step_sizes_keep_the_order_of_their_parameters() -> None:
-    """Optimisers store their state by the order of the parameters."""
-    steps = ConditionedStepSizes(4, network="twice-normed", time_dim=4)
-    modules = dict.fromkeys(name.split(".")[0] for name, _ in steps.named_parameters())
-    assert list(modules) == ["embedding", "last", "inner", "outer"]

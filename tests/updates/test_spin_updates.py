@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.energies import Prepared
 from implicit_attn.updates import (
     AdaptiveTAPAttention,
     KineticAttention,
@@ -33,7 +32,6 @@ from solvers import (
     Site,
     SolveWarning,
     SpinState,
-    Status,
     Tolerance,
 )
 
@@ -82,16 +80,6 @@ def test_formula(correction: Any) -> None:
             expected -= update.correction(z[:, i : i + 1]).squeeze(1)
         torch.testing.assert_close(update(z, x)[:, i], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(update(z), update(z, x) - x, rtol=1e-12, atol=1e-12)
-
-
-def test_network_formula() -> None:
-    torch.manual_seed(0)
-    network = NormedMLP(DIM, 7, epsilon=0.5).double()
-    z, _ = pair()
-    norm = (z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True, correction=0) + 0.5).sqrt()
-    hidden = nn.functional.gelu(norm @ network.first.weight.T + network.first.bias)
-    expected = hidden @ network.second.weight.T + network.second.bias
-    torch.testing.assert_close(network(z), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("correction", ["network", None])
@@ -165,7 +153,7 @@ def test_bounded_layer_contracts_whatever_the_weights() -> None:
 WIDE = 6
 SEEN = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 5])
 HIDDEN = ~SEEN.unsqueeze(-1)
-each_head = pytest.mark.parametrize("heads", [1, 3])
+each_head = pytest.mark.parametrize("heads", [3])
 
 
 def attention(heads: int = 2, **options: Any) -> SoftmaxCouplingAttention:
@@ -212,15 +200,6 @@ def test_rows_of_the_couplings_share_the_strength(heads: int) -> None:
         torch.testing.assert_close(masked[1][:, keep][:, :, keep], alone[0])
 
 
-def test_token_without_keys_feels_its_input_only() -> None:
-    update = attention(self_coupling=False, correction=None)
-    z, x = pair(WIDE)
-    assert torch.equal(update(z[:, :1], x[:, :1]), x[:, :1])
-    lonely = torch.zeros(3, SITES, dtype=torch.bool)
-    lonely[:, 2] = True
-    assert torch.equal(update(z, x, mask=lonely)[:, 2], x[:, 2])
-
-
 def test_a_layer_computes_the_couplings_once_with_all_their_gradients() -> None:
     update = attention()
     calls: list[int] = []
@@ -236,19 +215,6 @@ def test_a_layer_computes_the_couplings_once_with_all_their_gradients() -> None:
     assert len(calls) == 1
     inputs = (x.requires_grad_(), *update.parameters())
     assert gradcheck(lambda x, *_: layer(x, SEEN)[SEEN], inputs, fast_mode=True, atol=1e-7)
-
-
-def test_small_strength_contracts_whatever_the_input() -> None:
-    """strength 0.5 and a network below 1.13 * 0.6^2 = 0.41, in the norm of the largest token."""
-    update = attention(1, correction=NormedMLP(WIDE, bound=0.6))
-    with torch.no_grad():
-        for parameter in update.parameters():
-            parameter.mul_(30.0)
-    _, x = pair(WIDE)
-    layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
-    for scale in (0.1, 1.0, 100.0):
-        with torch.no_grad():
-            assert bool(layer.solve(scale * x).converged.all())
 
 
 def test_full_strength_has_no_equilibrium_for_a_common_shift() -> None:
@@ -345,14 +311,6 @@ def test_the_free_energy_is_an_output_with_exact_gradients() -> None:
     assert update.log_partition(layer(0 * x)).shape == (4,)
 
 
-def test_too_strong_couplings_are_indefinite_and_finite() -> None:
-    layer, update, x = made(4, 2, GaussianSite(torch.eye(2)))
-    update.couplings.weight = 20 * update.couplings.weight.detach()
-    solution = layer.solve(x, on_failure="ignore")
-    assert (solution.status == Status.INDEFINITE).all()
-    assert all(torch.isfinite(t).all() for t in solution.value)
-
-
 @pytest.mark.parametrize("bound", [None, 0.5])
 def test_couplings_that_are_not_finite_are_a_status(bound: float | None) -> None:
     layer, update, x = made(4, 2, bound=bound)
@@ -367,7 +325,7 @@ SPIN_DIM = 12
 CLOSE = EXACT | {
     "tolerance": Tolerance(rtol=1e-12), "adjoint": Implicit(tolerance=Tolerance(rtol=1e-12))
 }  # fmt: skip
-CLOSURES = ("gaussian", "naive", "tap", "plefka")
+CLOSURES = ("gaussian", "plefka")
 
 
 def kinetic(heads: int = 3, **options: Any) -> KineticAttention:
@@ -380,7 +338,7 @@ def tokens(seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("closure", ["gaussian", "naive"])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads", [3])
 def test_kinetic_formula(heads: int, closure: str) -> None:
     """Every head of every sample by itself, against torch's kinetic with the state for values."""
     update = kinetic(heads, beta=1.3, closure=closure, scale=0.7)
@@ -403,17 +361,7 @@ def test_kinetic_formula(heads: int, closure: str) -> None:
     torch.testing.assert_close(update(z, update.prepare(x)), torch.cat(expected, -1))
 
 
-def test_a_solve_starts_at_the_means_of_the_field_alone() -> None:
-    update, x = kinetic(), tokens()
-    field, couplings = update.prepare(x).parts
-    uncoupled = Prepared((field, torch.zeros_like(couplings)))
-    alone = update(torch.zeros_like(x), uncoupled)
-    without = kinetic(closure="naive")(torch.zeros_like(x), uncoupled)
-    torch.testing.assert_close(alone, without)
-    torch.testing.assert_close(update.initial(x), without)
-
-
-@pytest.mark.parametrize(("dim", "heads", "count"), [(64, 4, 17), (64, 1, 40), (32, 16, 9)])
+@pytest.mark.parametrize(("dim", "heads", "count"), [(64, 4, 17), (32, 16, 9)])
 def test_every_sample_converges_within_thirty_evaluations(dim: int, heads: int, count: int) -> None:
     torch.manual_seed(0)
     layer = DEQ(KineticAttention(dim, heads), max_steps=30)  # which would warn
@@ -423,16 +371,6 @@ def test_every_sample_converges_within_thirty_evaluations(dim: int, heads: int, 
             layer(scale * torch.randn(32, count, dim, generator=generator))
         assert layer.last is not None and bool(layer.last.converged.all())
         assert layer.last.residual.max() <= 1e-4
-
-
-def test_the_naive_closure_contracts() -> None:
-    """By beta / 2 in the norm of the longest token of a head."""
-    update, x = kinetic(1, beta=1.6, closure="naive"), tokens()
-    prepared = update.prepare(x)
-    first, second = tokens(seed=3), tokens(seed=4)
-    before = (first - second).norm(dim=-1).amax(-1)
-    after = (update(first, prepared) - update(second, prepared)).norm(dim=-1).amax(-1)
-    assert bool((after <= 0.8 * before).all())
 
 
 @pytest.mark.parametrize("closure", CLOSURES)
@@ -456,16 +394,6 @@ def test_causal_tokens_do_not_see_the_next() -> None:
     torch.testing.assert_close(layer(later)[:, :3], z[:, :3])
     torch.testing.assert_close(layer(x[:, :3]), z[:, :3])
     assert not torch.allclose(layer(later)[:, 3:], z[:, 3:])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_own_couplings_may_be_left_out(causal: bool) -> None:
-    update, x = kinetic(self_coupling=False, causal=causal), tokens()
-    couplings = update.couplings(update.on_spheres(x))
-    assert bool((couplings.diagonal(dim1=-2, dim2=-1) == 0).all())
-    rows = torch.ones(SITES, dtype=torch.float64)
-    rows[0] = 0 if causal else 1  # the first token has no key
-    torch.testing.assert_close(couplings.sum(-1), rows.expand(couplings.shape[:-1]))
 
 
 @pytest.mark.parametrize("closure", CLOSURES)
@@ -530,8 +458,7 @@ def test_it_trains_by_its_output_and_by_its_free_energy(kind: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@KINDS
-@pytest.mark.parametrize("per_site", [True, False])
+@pytest.mark.parametrize(("kind", "per_site"), [("free", True), ("input", False)])
 def test_masked_tokens_influence_nobody(kind: str, per_site: bool) -> None:
     layer, x = saddle(kind, per_site=per_site)
     mask = torch.tensor([[True, True, True, False, False]]).expand(3, 5)
@@ -543,46 +470,6 @@ def test_masked_tokens_influence_nobody(kind: str, per_site: bool) -> None:
     assert not torch.allclose(layer(x)[:, :3], first[:, :3])
 
 
-@pytest.mark.parametrize("per_site", [True, False])
-def test_padding_changes_nothing(per_site: bool) -> None:
-    layer, x = saddle("input", per_site=per_site)
-    mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5, [True, False, True, False, False]])
-    padded = layer.solve(x, mask)
-    for row in range(3):
-        alone = layer.solve(x[row : row + 1, mask[row]])
-        torch.testing.assert_close(padded.mean[row, mask[row]], alone.mean[0])
-        torch.testing.assert_close(padded.log_partition[row], alone.log_partition[0])
-
-
-def test_a_sample_of_masked_tokens_alone_disturbs_no_other() -> None:
-    layer, x = saddle("input")
-    mask = torch.tensor([[True] * 5, [False] * 5, [True] * 5])
-    found = layer(x, mask)
-    torch.testing.assert_close(found[::2], layer(x)[::2])
-    assert not found[1].any()
-
-
-@pytest.mark.parametrize("per_site", [True, False])
-def test_free_couplings_of_masked_tokens_are_not_there(per_site: bool) -> None:
-    layer, x = saddle("free", per_site=per_site)
-    mask = torch.tensor([[True, True, False, True, False]])
-    kept = mask[0]
-    fields = torch.nn.functional.layer_norm(x[:1], (8,))
-    wanted = solvers.spherical_saddle(
-        layer.couplings(fields)[kept][:, kept], fields[:, kept], per_site=per_site
-    )
-    torch.testing.assert_close(layer(x[:1], mask)[:, kept], wanted.mean)
-
-
-def test_fields_as_they_are_and_other_lengths() -> None:
-    layer, x = saddle("input", normalise=False)
-    longer = torch.cat([x, x], dim=1)
-    assert layer(longer).shape == (3, 10, 8)
-    assert not torch.allclose(layer(x), layer(2 * x))
-    normed, _ = saddle("input")
-    torch.testing.assert_close(normed(x), normed(2 * x), rtol=1e-4, atol=1e-4)
-
-
 Z, X = pair()
 SIXES = pair(WIDE)[1]
 UPDATE = AdaptiveTAPAttention(3, 2)
@@ -590,41 +477,21 @@ STATE = SpinState(torch.zeros(1, 3, 2), torch.zeros(1, 3, 2, 2))
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: make(correction="net"), TypeError, "correction"),
     (lambda: make(correction=torch.tanh), TypeError, "correction"),
-    (
-        lambda: make()(Z[:, :4], X[:, :4]),
-        ValueError,
-        r"\bz\b",
-    ),
+    (lambda: make()(Z[:, :4], X[:, :4]), ValueError, r"\bz\b"),
     (lambda: make()(Z, X[:, :4]), ValueError, r"\bx\b"),
     (lambda: make()(Z, X, mask=MASK.float()), TypeError, "mask"),
-    (
-        lambda: make(correction=nn.Linear(DIM, DIM + 1))(Z, X),
-        ValueError,
-        "correction",
-    ),
+    (lambda: make(correction=nn.Linear(DIM, DIM + 1))(Z, X), ValueError, "correction"),
     (lambda: attention(self_coupling=1), TypeError, "self_coupling"),
     (lambda: attention(correction=1), TypeError, "correction"),
     (lambda: attention()(SIXES), TypeError, r"\bx\b"),
-    (
-        lambda: attention().couplings(SIXES[..., :4]),
-        ValueError,
-        r"\bx\b",
-    ),
-    (
-        lambda: DEQ(attention(), init=lambda x: x["a"])({"a": SIXES}),
-        TypeError,
-        r"\bx\b",
-    ),
+    (lambda: attention().couplings(SIXES[..., :4]), ValueError, r"\bx\b"),
+    (lambda: DEQ(attention(), init=lambda x: x["a"])({"a": SIXES}), TypeError, r"\bx\b"),
     (lambda: attention()(SIXES, SIXES, mask=SEEN.float()), TypeError, "mask"),
     (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site"),  # type: ignore[arg-type]
     (lambda: AdaptiveTAPAttention(0, 2), ValueError, "sites"),
     (lambda: UPDATE(STATE.mean), TypeError, "initial"),
     (lambda: UPDATE(STATE._replace(mean=STATE.mean[:, :2])), ValueError, "sites"),
-    (
-        lambda: UPDATE(SpinState(STATE.mean, STATE.mean)),
-        ValueError,
-        "cavity_variance",
-    ),
+    (lambda: UPDATE(SpinState(STATE.mean, STATE.mean)), ValueError, "cavity_variance"),
     (lambda: UPDATE(STATE, torch.zeros(1, 3, 3)), ValueError, r"\bx\b"),
     (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "sites"),
     (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "SpinState"),

@@ -49,7 +49,7 @@ def inputs(seed: int = 0) -> Tensor:
 
 
 @few_energies("quadratic-input", "composition", "function", "softmax-cross-tiny-bound")
-@pytest.mark.parametrize("mask", ["no-mask", "holes", "empty-sample"])
+@pytest.mark.parametrize("mask", ["no-mask", "empty-sample"])
 def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
     update = GradientStep(build(case), 0.3)
     z, x = tokens(case)
@@ -110,9 +110,9 @@ def legendre(lagrangian: Lagrangian, z: Tensor, x: Tensor | None) -> Tensor:
     return ((pull * g).sum(-1) - value).sum(1)
 
 
-@each_lagrangian
-@few_energies(*MIXED)
 @pytest.mark.parametrize("with_input", [True, False])
+@pytest.mark.parametrize("name", ["softmax", "layer-tiny", "sphere"])
+@few_energies(*MIXED)
 def test_monitored_energy_and_its_gradient(case: EnergyCase, name: str, with_input: bool) -> None:
     lagrangian = LAGRANGIANS[name]
     update = ActivationStep(build(case), lagrangian, 0.3)
@@ -135,8 +135,8 @@ def test_monitored_energy_and_its_gradient(case: EnergyCase, name: str, with_inp
 
 
 @each_lagrangian
-@pytest.mark.parametrize("kind", ["holes", "empty-sample"])
-@few_energies("bisoftmax-soft-4", "relu-none")
+@pytest.mark.parametrize("kind", ["empty-sample"])
+@few_energies("bisoftmax-soft-4")
 def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str, kind: str) -> None:
     update = ActivationStep(build(case), LAGRANGIANS[name], 0.3)
     z, x = tokens(case)[0], tokens(case, seed=5)[0]
@@ -157,7 +157,7 @@ def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str,
 
 
 @each_lagrangian
-@pytest.mark.parametrize("solver", [None, Forward()], ids=str)
+@pytest.mark.parametrize("solver", [None], ids=str)
 def test_fixed_point_condition(name: str, solver: Any) -> None:
     """``z = x - dE_int/dg(g(z))``, whatever solver and step."""
     torch.manual_seed(1)
@@ -188,7 +188,7 @@ def descend(update: ActivationStep, z: Tensor, x: Tensor | None, steps: int) -> 
     return worst
 
 
-@each_lagrangian
+@pytest.mark.parametrize("name", ["relu", "rms", "ising"])
 @few_energies(*CONCAVE)
 def test_unit_step_never_raises_the_energy_of_concave_interactions(
     case: EnergyCase, name: str
@@ -207,7 +207,7 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
             assert rise > -torch.inf  # some step was really compared
 
 
-@pytest.mark.parametrize("name", ["softmax", "rms", "sphere"])
+@pytest.mark.parametrize("name", ["rms"])
 def test_gradients_through_the_layer(name: str) -> None:
     torch.manual_seed(4)
     energy = (0.5 * SoftmaxAttention(4, 2, cross=True, norm=RMSNorm(1.0), bound=1.0)).double()
@@ -246,8 +246,7 @@ def test_a_step_moves_towards_stock_attention(step_size: float) -> None:
     torch.testing.assert_close(gradient, (z - expected) / step_size, **EXACT)
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0, 20.0])
-@pytest.mark.parametrize("step_size", [0.25, 1.0])
+@pytest.mark.parametrize(("beta", "step_size"), [(0.1, 1.0), (20.0, 0.25)])
 def test_frozen_keys_the_energy_of_each_query_falls(beta: float, step_size: float) -> None:
     update = QueryDescent(QUERY_DIM, HEADS, beta=beta, step_size=step_size)
     z, keys = draw(8, N, QUERY_DIM), draw(8, M, QUERY_DIM, seed=1)
@@ -317,7 +316,7 @@ def by_torch(energy: SoftmaxAttention, z: Tensor, x: Tensor, **options: Any) -> 
     return states
 
 
-@pytest.mark.parametrize("eta", [0.25, 0.3, 1.0])
+@pytest.mark.parametrize("eta", [0.3])
 def test_heavy_ball_is_that_of_torch(eta: float) -> None:
     energy, z, x = problem()
     with torch.no_grad():

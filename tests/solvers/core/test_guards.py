@@ -17,15 +17,7 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn import DEQ
 from implicit_attn.updates import Update
-from solvers import (
-    Adjoint,
-    Forward,
-    Implicit,
-    SolveError,
-    SolveWarning,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Adjoint, Forward, Implicit, SolveError, SolveWarning, Unrolled, fixed_point
 from solvers.core import telling
 
 

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.solves import (
-    FEW,
-    SOLVERS,
-    Counter,
-    EnergyCounter,
-    Given,
-    Plain,
-    plain_batch,
-    solve,
-)
+from cases.solves import FEW, SOLVERS, Counter, EnergyCounter, Given, Plain, plain_batch, solve
 from problems import rows, scaled
 from problems.zoo import ZooProblem, affine, affine_energy, make, symmetric_matrix
 from solvers import (
