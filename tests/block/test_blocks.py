@@ -270,16 +270,6 @@ def test_copies_are_equal_and_apart(name: str, tmp_path: Path) -> None:
         assert not torch.equal(copied(X), expected) and torch.equal(module(X), expected)
 
 
-def test_a_loaded_module_is_trained_parametrised_and_freed_as_any_other() -> None:
-    loaded = pickle.loads(pickle.dumps(Normed()))
-    loaded(X).sum().backward()
-    assert all(parameter.grad is not None for parameter in loaded.parameters())
-    parametrize.remove_parametrizations(loaded[0], "bias")
-    assert type(loaded[0]).__name__ == "ParametrizedLinear"
-    parametrize.remove_parametrizations(loaded[0], "weight")
-    assert type(loaded[0]) is nn.Linear
-
-
 CLOSE: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-12), "max_steps": 200}
 
 
@@ -485,17 +475,6 @@ def test_tokens_rest_when_their_prefix_has_converged() -> None:
         loose(inputs())
     with pytest.raises(ValueError):
         transformer(iterations="prefix")(inputs())
-
-
-def test_a_sample_does_not_depend_on_its_batch() -> None:
-    for iterations in (5, "converged"):
-        block, x = transformer(iterations=iterations, layer=CLOSE), inputs(4)
-        y = block(x)
-        for i in range(4):
-            assert relative_error(block(x[i : i + 1])[0], y[i]) <= 1e-10
-            assert relative_error(block(x[i]), y[i]) <= 1e-10
-    turned = transformer(batch_first=False)
-    assert relative_error(turned(x.transpose(0, 1)).transpose(0, 1), transformer()(x)) <= 1e-12
 
 
 def test_training_makes_the_end_a_fixed_point() -> None:

@@ -229,33 +229,6 @@ def test_sample_without_any_token(name: str) -> None:
         assert bool(torch.isfinite(gradient).all())
 
 
-def test_masked_tokens_stay_at_the_given_start() -> None:
-    layer = make("gradient", init="zeros")
-    z = layer(padded(), PADDING)
-    assert (z[~PADDING] == 0).all()
-    start = tokens(batch=4, count=5, seed=9)
-    z = layer.solve(padded(), PADDING, z0=start).value
-    assert torch.equal(z[~PADDING], start[~PADDING])
-
-
-def test_functions_with_a_mask() -> None:
-    def energy(z: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        pull = (z - x).square().sum(-1)
-        weight = torch.ones_like(pull) if mask is None else mask.to(pull.dtype)
-        mean = (z * weight.unsqueeze(-1)).sum(1) / weight.sum(1, keepdim=True).clamp_min(1.0)
-        return 0.5 * (pull * weight).sum(1) + 0.5 * mean.square().sum(1)
-
-    def update(z: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        weight = torch.ones_like(z[..., :1]) if mask is None else mask.unsqueeze(-1).to(z.dtype)
-        return x - 0.5 * (z * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-
-    for layer in (DEQ.from_energy(energy, **CLOSE), DEQ.from_update(update, **CLOSE)):
-        first, second = layer(padded(0.0), PADDING), layer(padded(5.0), PADDING)
-        torch.testing.assert_close(first[PADDING], second[PADDING], rtol=1e-10, atol=1e-11)
-        alone = layer(padded()[1:2, :3])
-        torch.testing.assert_close(first[1:2, :3], alone, rtol=1e-10, atol=1e-11)
-
-
 @pytest.mark.parametrize(("mask", "error", "message"), [
     (PADDING.float(), TypeError, "mask"),
     (PADDING[:2], ValueError, "mask"),

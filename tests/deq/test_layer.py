@@ -24,7 +24,7 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     SoftmaxAttention,
 )
-from solvers import Anderson, Forward, Implicit, Phantom, Status, Tolerance
+from solvers import Anderson, Implicit, Phantom, Tolerance
 
 
 def well(z: Tensor, x: Tensor) -> Tensor:
@@ -51,19 +51,6 @@ def test_plain_energy_equals_the_energy_class() -> None:
     )
 
 
-def test_functions_without_input() -> None:
-    """``fn(z)``: x is the initial state and nothing else."""
-    layer = DEQ.from_update(lambda z: z.cos(), tolerance=Tolerance(rtol=1e-12))
-    z = layer(tokens())
-    torch.testing.assert_close(z, torch.full_like(z, 0.7390851332151607))
-    basin = DEQ.from_energy(
-        lambda z: (z.square() - 1).square().flatten(1).sum(1), step_size=0.1,
-        tolerance=Tolerance(rtol=1e-10),
-    )  # fmt: skip
-    x = torch.tensor([[0.8, -0.9], [-1.3, 1.2]], dtype=torch.float64)
-    torch.testing.assert_close(basin(x), x.sign())
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_default_solvers_converge(name: str) -> None:
     layer = make(name)
@@ -74,17 +61,6 @@ def test_default_solvers_converge(name: str) -> None:
     trace = solution.trace
     assert trace is not None
     assert (trace.energy is not None) == layer.update.monitored
-
-
-def test_options_of_one_solve() -> None:
-    layer = make("gradient")
-    x = tokens()
-    solution = layer.solve(x, max_steps=2, tolerance=Tolerance(rtol=1e-14), on_failure="ignore")
-    assert (solution.status == Status.MAX_STEPS).all()
-    assert (solution.evaluations == 2).all()
-    tight = layer.solve(x, tolerance=Tolerance(rtol=1e-12), max_steps=300, solver=Anderson())
-    assert bool(tight.converged.all())
-    assert (layer.max_steps, layer.tolerance, layer.solver) == (50, None, None)
 
 
 @pytest.mark.parametrize("solver", ["anderson", Anderson])
@@ -235,31 +211,6 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
         assert bool(torch.isfinite(gradient).all()), key
 
 
-LOOSE = Tolerance(1e-2)
-
-
-def halving(z: Tensor, x: Tensor) -> Tensor:
-    return 0.5 * z + x
-
-
-def test_other_limits_in_evaluation() -> None:
-    options: dict[str, Any] = {"solver": Forward(), "on_failure": "ignore", "init": "zeros"}
-    layer = DEQ.from_update(
-        halving, tolerance=LOOSE, max_steps=50, eval_max_steps=20, eval_tolerance=Tolerance(1e-8),
-        **options,
-    )  # fmt: skip
-    x = torch.ones(2, 3, 4, dtype=torch.float64)
-    short = int(layer.solve(x).evaluations.max())
-    assert short < 10 and bool(layer.last.converged.all())  # type: ignore[union-attr]
-    layer.eval()
-    assert layer.solve(x).evaluations.tolist() == [20, 20]  # which is too few for 1e-8
-    assert layer.solve(x, max_steps=50).evaluations.max() > 20  # a call's own option comes first
-    assert int(layer.solve(x, tolerance=LOOSE).evaluations.max()) == short
-    assert int(layer.train().solve(x).evaluations.max()) == short
-    same = DEQ.from_update(halving, tolerance=LOOSE, **options)
-    assert int(same.eval().solve(x).evaluations.max()) == short
-
-
 TIGHT: dict[str, Any] = {
     "tolerance": Tolerance(rtol=1e-11),
     "adjoint": Implicit(tolerance=Tolerance(rtol=1e-11)),
@@ -379,25 +330,6 @@ def test_last_solution() -> None:
     assert last.adjoint.solves == 2
     layer(x)
     assert layer.last is not last
-
-
-def test_weights_with_a_power_iteration_are_those_of_the_solve() -> None:
-    """torch's spectral_norm changes a weight whenever it is read in training; a solve reads it once."""
-
-    class Bounded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8, bias=False))
-
-        def forward(self, z: Tensor, x: Tensor) -> Tensor:
-            return torch.tanh(0.8 * self.linear(z)) + x
-
-    torch.manual_seed(0)
-    layer = DEQ.from_update(Bounded().double(), tolerance=1e-9, max_steps=200)
-    layer(torch.randn(3, 8).double()).sum().backward()
-    assert layer.last is not None and layer.last.converged.all()
-    assert all(p.grad is not None for p in layer.parameters())
-    assert layer.update.function.linear.training  # type: ignore[union-attr]
 
 
 def test_last_solution_keeps_no_graph() -> None:

@@ -114,20 +114,6 @@ def test_blocks(make_block: Callable[[], Any], made: list[Any]) -> None:
     assert len(made) == 2
 
 
-def test_autocast(made: list[Any]) -> None:
-    torch.manual_seed(0)
-    block, x = EquilibriumBlock(8, 2), tokens(3, 5, 8).float()
-    exact = block(x)
-    block.deq.compile()
-    for dtype in (None, torch.bfloat16, None, torch.bfloat16):
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
-            y, solution, found = results(block, x)
-        assert relative_error(y, exact) <= 5e-2
-        assert solution.converged.all()
-        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found)
-    assert len(made) == 2
-
-
 def test_what_is_recorded_anew(made: list[Any]) -> None:
     layer: Any = make("update")
     x = tokens()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
-from torch.nn.utils.parametrize import register_parametrization
 
 from cases.deq import LAYERS, make, relative_error, tokens
 from implicit_attn import DEQ, EquilibriumBlock
@@ -191,38 +190,6 @@ def test_what_the_layer_refuses_is_refused() -> None:
             with pytest.raises(ValueError, match=None if module is layer else match):
                 module(x, z0=start)
     assert DEQ.from_update(Drops()).eval().unrolled(2)(x).shape == x.shape
-
-
-def test_modes_and_layers_within_layers() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make("update", tolerance=Tolerance(1e-12))
-
-        def forward(self, z: Tensor, x: Tensor) -> Tensor:
-            return 0.3 * self.inner(z) + x
-
-    layer, x = DEQ.from_update(Outer()).eval(), tokens()
-    fixed = unroll(layer, 40)
-    assert not any(isinstance(part, DEQ) for part in fixed.modules())
-    assert not any(part.training for part in (*fixed.modules(), layer.unrolled(2)))
-    assert all(a is b for a, b in zip(fixed.parameters(), layer.parameters(), strict=True))
-    torch.testing.assert_close(fixed(x), layer(x, tolerance=Tolerance(1e-10)), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(exported(unroll(layer, 2), x)(x), unroll(layer, 2)(x))
-
-
-def test_baked_weights_stay_what_they_were() -> None:
-    linear = nn.Linear(3, 3)
-    linear.register_buffer("scale", torch.ones(2))
-    linear.weight.requires_grad_(False)
-    for name in ("weight", "bias", "scale"):
-        register_parametrization(linear, name, nn.Softplus(), unsafe=True)
-    baked = bake(linear)
-    assert type(baked) is nn.Linear
-    assert [name for name, _ in baked.named_buffers()] == ["scale"]
-    frozen = {name: not weight.requires_grad for name, weight in baked.named_parameters()}
-    assert frozen == {"weight": True, "bias": False}
-    torch.testing.assert_close(baked(torch.ones(1, 3)), linear(torch.ones(1, 3)))
 
 
 def test_mistakes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -125,108 +124,57 @@ def test_a_right_one_passes_every_check() -> None:
     assert str(report).startswith("Right: 14 of 14 checks passed\n  ok   value ")
 
 
-# Check -> energies that fail it, with words of the sentence that says so.
-WRONG: list[tuple[str, type[Energy], str]] = [
+# Check -> energies that fail it.
+WRONG: list[tuple[str, type[Energy]]] = [
     (
         "value",
         value(
             lambda e, z, x, mask: e.density(hide(z, mask), hide(x, mask)).sum((1, 2), keepdim=True)
         ),
-        r"one number per sample, shape \(B,\) = \(3,\), got shape \(3, 1, 1\)",
     ),
-    ("value", one_number, "got a scalar"),
-    ("value", density(lambda e, d, z, x: z.log()), "the energy of sample 0 is nan: it must be fin"),
-    ("value", made(density=lost), "KeyError was raised: 'lost'"),
-    (
-        "deterministic",
-        density(lambda e, d, z, x: nn.functional.dropout(d, 0.5, e.training)),
-        "two calls differ: it draws random numbers .*VariationalDropout",
-    ),
-    ("inputs", counts, "buffer calls was changed in place: work on a copy"),
-    (
-        "inputs",
-        value(lambda e, z, x, mask: Right.forward(e, z, x.clamp_(-0.5, 0.5), mask=mask)),
-        "x was changed in place",
-    ),
-    (
-        "samples",
-        density(lambda e, d, z, x: Right.density(e, z, x - x.mean(0))),
-        "the value of sample 0 is another when the other samples are",
-    ),
-    (
-        "samples",
-        gradient(lambda e, t, z, x: z + e.a * t - (z + e.a * t).mean(0)),
-        "the gradient of sample 0 is another when the other samples are",
-    ),
-    (
-        "slope",
-        density(lambda e, d, z, x: d + z.detach() * z),
-        "is not its slope: .*cut from the gr",
-    ),
-    ("gradient", gradient(lambda e, t, z, x: z - e.a * t), "is not the gradient of forward"),
-    ("gradient", pair(lambda e, g: (e, 2 * g)), "value_and_grad is not the gradient of forward"),
-    ("gradient", pair(lambda e, g: (2 * e, g)), "the value of value_and_grad is not that of forw"),
-    ("gradient", pair(lambda e, g: (e, (g,))), "another structure than z"),
-    ("no_grad", made(grad=forgets_no_grad), "RuntimeError was raised: .*does not require grad"),
-    ("no_grad", made(grad=keeps_graph), "requires grad under torch.no_grad"),
-    (
-        "no_grad",
-        gradient(lambda e, t, z, x: z + e.a * (t if torch.is_grad_enabled() else z - x)),
-        "the gradient is another under torch.no_grad",
-    ),
-    ("hessian", detached, "derivative of grad is not its"),
-    (
-        "second order",
-        gradient(lambda e, t, z, x: z + e.a.detach() * t),
-        "the derivative of grad by parameter a is not that of forward",
-    ),
-    (
-        "second order",
-        gradient(lambda e, t, z, x: z + e.a * torch.tanh(z - x.detach())),
-        "the derivative of grad by x is not that of forward",
-    ),
-    ("concave", made(concave=True), "and the curvature .* is positive, .*concave = False"),
-    ("prepare", WrongPrepared, r"with prepare\(x\) in place of x value is another"),
+    ("value", one_number),
+    ("value", density(lambda e, d, z, x: z.log())),
+    ("value", made(density=lost)),
+    ("deterministic", density(lambda e, d, z, x: nn.functional.dropout(d, 0.5, e.training))),
+    ("inputs", counts),
+    ("inputs", value(lambda e, z, x, mask: Right.forward(e, z, x.clamp_(-0.5, 0.5), mask=mask))),
+    ("samples", density(lambda e, d, z, x: Right.density(e, z, x - x.mean(0)))),
+    ("samples", gradient(lambda e, t, z, x: z + e.a * t - (z + e.a * t).mean(0))),
+    ("slope", density(lambda e, d, z, x: d + z.detach() * z)),
+    ("gradient", gradient(lambda e, t, z, x: z - e.a * t)),
+    ("gradient", pair(lambda e, g: (e, 2 * g))),
+    ("gradient", pair(lambda e, g: (2 * e, g))),
+    ("gradient", pair(lambda e, g: (e, (g,)))),
+    ("no_grad", made(grad=forgets_no_grad)),
+    ("no_grad", made(grad=keeps_graph)),
+    ("no_grad", gradient(lambda e, t, z, x: z + e.a * (t if torch.is_grad_enabled() else z - x))),
+    ("hessian", detached),
+    ("second order", gradient(lambda e, t, z, x: z + e.a.detach() * t)),
+    ("second order", gradient(lambda e, t, z, x: z + e.a * torch.tanh(z - x.detach()))),
+    ("concave", made(concave=True)),
+    ("prepare", WrongPrepared),
     (
         "mask of ones",
         value(lambda e, z, x, m: Right.forward(e, z, x, mask=m) * (1 if m is None else 2)),
-        "with a mask of ones value is another than without",
     ),
-    (
-        "masked tokens",
-        value(lambda e, z, x, mask: Right.forward(e, z, x)),
-        "the gradient at a masked token is .*: it must be 0 there",
-    ),
-    (
-        "masked tokens",
-        SeesMasked,
-        "the content of masked tokens changes the value: start from hide",
-    ),
-    ("masked tokens", value(multiplied), "NaN in masked tokens changes the value"),
-    ("dtype", density(lambda e, d, z, x: d.float()), "in float64 the energy is of torch.float32"),
-    (
-        "dtype",
-        gradient(lambda e, t, z, x: (z + e.a * t).double()),
-        r"as given the gradient is of .*torch.float64.*: return it like z",
-    ),
-    (
-        "dtype",
-        gradient(lambda e, t, z, x: (z + e.a * t).float()),
-        r"in float64 the gradient is of .*torch.float32.*: return it like z",
-    ),
+    ("masked tokens", value(lambda e, z, x, mask: Right.forward(e, z, x))),
+    ("masked tokens", SeesMasked),
+    ("masked tokens", value(multiplied)),
+    ("dtype", density(lambda e, d, z, x: d.float())),
+    ("dtype", gradient(lambda e, t, z, x: (z + e.a * t).double())),
+    ("dtype", gradient(lambda e, t, z, x: (z + e.a * t).float())),
 ]
 
 
-@pytest.mark.parametrize(("check", "factory", "words"), WRONG)
-def test_each_mistake_is_named(check: str, factory: Callable[[], Energy], words: str) -> None:
+@pytest.mark.parametrize(("check", "factory"), WRONG)
+def test_each_mistake_is_named(check: str, factory: Callable[[], Energy]) -> None:
     report = check_energy(factory(), STATE, INPUT, mask=MASK)
     found = {finding.check: finding for finding in report.failures}
     assert check in found, str(report)
-    assert re.search(words, str(found[check])), str(report)
 
 
 def test_every_check_has_a_mistake() -> None:
-    assert {check for check, _, _ in WRONG} == set(CHECKS) - {"proximal"}  # which warns
+    assert {check for check, _ in WRONG} == set(CHECKS) - {"proximal"}  # which warns
 
 
 def with_matrix(z: Tensor, x: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from implicit_attn.energies import (
     Weighted,
     check_energy,
 )
-from implicit_attn.updates import FunctionUpdate
 
 
 @pytest.fixture
@@ -262,21 +261,6 @@ def test_they_are_sound_alone_and_in_sums(factory: type[Energy]) -> None:
     assert check_energy(Names(), X, X.flip(0), mask=MASK, strict=True).ok
 
 
-def test_in_layers_of_every_mode() -> None:
-    torch.manual_seed(0)  # not every random term can be descended with this damping
-    layer = DEQ(Well() + 0.2 * ReLUFeedForward(2, 3), max_steps=100)
-    expected = layer(X)
-    each = torch.func.vmap(lambda x: layer(x[None])[0])(X)
-    torch.testing.assert_close(each, expected, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(layer.unrolled(60, damping=0.2)(X), expected, rtol=1e-3, atol=1e-4)
-    gradient = torch.compile(Well().grad, backend="eager", fullgraph=True)
-    torch.testing.assert_close(gradient(X, X), Well().grad(X, X))
-    z = DEQ(Shrink())(X)
-    torch.testing.assert_close(z, 0.5 * torch.tanh(z) + X, rtol=1e-3, atol=1e-3)
-    alone = DEQ(Cosine())(X)
-    torch.testing.assert_close(alone, torch.full_like(X, 0.450184), rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "module", [Well(), Alone(), Well() + Quadratic(), 2 * Well(), Shrink(), Cosine()]
 )
@@ -303,29 +287,6 @@ def test_an_input_that_would_not_arrive_is_refused(function: Any) -> None:
     """By position it would be taken for the mask; by name it would be left out."""
     with pytest.raises(TypeError):
         FunctionEnergy(function)
-
-
-@pytest.mark.parametrize("kind", [FunctionEnergy, FunctionUpdate])
-def test_functions_and_modules_of_every_signature(kind: Any) -> None:
-    class Cell(nn.Linear):
-        def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(z + x).square().flatten(1).sum(1)
-
-    cell = Cell(2, 2)
-    made = kind(cell)
-    assert set(made.state_dict()) == {"function.weight", "function.bias"}
-    torch.testing.assert_close(made(X, X), cell(X, X))
-    torch.testing.assert_close(
-        kind(lambda *inputs: (inputs[0] - inputs[1]).sum((1, 2)))(X, 2 * X), -X.sum((1, 2))
-    )
-    torch.testing.assert_close(kind(lambda z, x=None: z.sum((1, 2)))(X, X), X.sum((1, 2)))
-    only_mask = kind(lambda z, mask=None: z.sum((1, 2)) if mask is None else mask.sum(1) * 1.0)
-    torch.testing.assert_close(only_mask(X, X, mask=MASK), torch.full((3,), 3.0))
-    for function in (None, lambda: X, lambda *, mask: mask, lambda z, x, c: z, lambda z, *, s: z):
-        with pytest.raises(TypeError, match="callable"):
-            kind(function)
-    with pytest.raises(ValueError, match="mask"):
-        kind(lambda z: z)(X, X, mask=MASK)
 
 
 Z = torch.zeros(3, 4, 8)

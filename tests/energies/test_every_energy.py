@@ -38,7 +38,6 @@ from implicit_attn.energies import (
     Energy,
     Field,
     FunctionEnergy,
-    GatedFeedForward,
     Hopfield,
     LinearAttention,
     Projection,
@@ -48,7 +47,6 @@ from implicit_attn.energies import (
     RMSNormLagrangian,
     ScoreAttention,
     SoftmaxAttention,
-    SoftmaxFeedForward,
     check_energy,
 )
 from implicit_attn.energies.energy import Prepared, SummedEnergy
@@ -160,18 +158,6 @@ def test_half_precision_is_close_to_float64(case: EnergyCase) -> None:
     assert product.dtype == dtype and torch.isfinite(product).all()
 
 
-@few_energies("composition", "hopfield-learnable", "softmax-elastic-soft-4", "relu-soft-gates")
-def test_autocast_keeps_the_dtype_of_the_state(case: EnergyCase) -> None:
-    energy = build(case, dtype=torch.float32)
-    z, x = (None if t is None else t.float() for t in tokens(case))
-    assert z is not None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, gradient = energy.value_and_grad(z, x)
-        product = energy.hvp(z, z, x)
-    assert value.dtype == gradient.dtype == product.dtype == torch.float32
-    assert relative_error(gradient, energy.grad(z, x)) <= 4e-2
-
-
 def weights_of(energy: Energy) -> tuple[list[str], list[Tensor]]:
     named = dict(energy.named_parameters())
     return list(named), [p.detach() for p in named.values()]
@@ -245,18 +231,6 @@ def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
     expected, expected_gradient = energy.double().value_and_grad(z.double())
     assert relative_error(value, expected) <= 1e-5
     assert relative_error(gradient, expected_gradient) <= 1e-3
-
-
-def test_flags_combine() -> None:
-    concave = ReLUFeedForward(8, 4, norm=None)
-    assert concave.concave and not ReLUFeedForward(8, 4).concave
-    assert (concave + Field()).concave
-    assert not (concave + Quadratic()).concave
-    assert (2.0 * concave).concave and (0.0 * Quadratic()).concave
-    assert not (-1.0 * concave).concave
-    assert concave.weighted(0.5).concave and concave.select("x").concave
-    assert not ScoreAttention(8, 2, norm=None).weighted(0.5).concave
-    assert not Energy().concave
 
 
 DIM = 4
@@ -436,18 +410,6 @@ def test_weights_stay_within_the_bound(name: str) -> None:
     grow(energy, 0.0)
     assert spectral_norms(energy) == [0.0] * len(norms)
     assert torch.isfinite(energy.grad(STATE.to(dtype))).all()
-
-
-@pytest.mark.parametrize("epsilon", [1.0, 1e-6])
-def test_soft_norm_bounds_the_curvature(epsilon: float) -> None:
-    """A norm with a small epsilon is nearly singular where a projection vanishes."""
-    torch.manual_seed(0)
-    energy = (BiSoftmaxAttention(8, 2, norm=RMSNorm(epsilon)) + Quadratic()).double()
-    z = 1e-2 * STATE[:1, :3]
-    directions = torch.eye(24, dtype=torch.float64).reshape(24, 1, 3, 8)
-    hessian: Tensor = torch.stack([energy.hvp(z, v).flatten() for v in directions])
-    largest = torch.linalg.eigvalsh(hessian).abs().max().item()
-    assert largest < 20 if epsilon == 1.0 else largest > 200
 
 
 RTOL, BUDGET, WEIGHT = 1e-5, 150, 0.1
@@ -718,20 +680,3 @@ def test_hopfield_energies(z: Tensor) -> None:
     found = (shifted(z), shifted.grad(z), shifted.hvp(z, z))
     for value, same in zip(found, (plain(z), plain.grad(z), plain.hvp(z, z)), strict=True):
         torch.testing.assert_close(math.exp(2.0) * value, same)
-
-
-def test_token_energies_take_states_without_tokens(z: Tensor) -> None:
-    """A state (B, d) is one token a sample."""
-    torch.manual_seed(0)
-    energies: list[Energy] = [
-        ReLUFeedForward(WIDE, MEMORIES),
-        SoftmaxFeedForward(WIDE, MEMORIES),
-        GatedFeedForward(WIDE, MEMORIES),
-        Hopfield(torch.randn(MEMORIES, WIDE)),
-        Quadratic(),
-    ]
-    flat = z[:, 0]
-    for energy in energies:
-        energy = energy.double()
-        torch.testing.assert_close(energy(flat), energy(z[:, :1]))
-        torch.testing.assert_close(energy.grad(flat), energy.grad(z[:, :1])[:, 0])

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
-from cases.deq import EXACT
 from cases.energies import NORMS, relative_error
-from implicit_attn import DEQ, Energy
+from implicit_attn import DEQ
 from implicit_attn.energies import (
     AttentionInput,
     BiSoftmaxAttention,
@@ -31,8 +30,6 @@ from implicit_attn.energies import (
     check_energy,
 )
 from implicit_attn.energies.feedforward import MemoryEnergy
-from implicit_attn.models import HyperSETEquilibrium
-from solvers import Implicit, Tolerance
 
 DIM, WIDTH, HEADS, B, N, M = 4, 3, 2, 2, 3, 5
 CLASSES: dict[str, Any] = {
@@ -101,34 +98,6 @@ def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) 
         assert relative_error(energy.grad(z, form, mask=mask), gradient[..., :DIM]) <= 1e-12
         product = joined(energy).hvp(both, v, mask=mask)[..., :DIM]
         assert relative_error(energy.hvp(z, v[..., :DIM], form, mask=mask), product) <= 1e-12
-
-
-def layer_of(attention: Energy) -> DEQ:
-    """The state is as wide as the tokens that the quadratic pulls to, the context is narrower."""
-    pulled = 0.3 * attention.select("attention") + Quadratic().select("pull")
-    return DEQ(pulled, init=lambda x: x["pull"], **EXACT)
-
-
-def test_a_solve_prepares_once_and_takes_the_rows_along() -> None:
-    """Samples that finish early leave with their part; one pattern for all samples stays whole."""
-    torch.manual_seed(0)
-    attention = BiSoftmaxAttention(DIM, HEADS, context_dim=WIDTH, bound=1.0).double()
-    layer = layer_of(attention)
-    calls: list[int] = []
-    assert attention.context is not None
-    attention.context.register_forward_hook(lambda *_: calls.append(1))
-    z, x, _ = state()
-    pairs = torch.rand(N, N, generator=torch.Generator().manual_seed(0)) < 0.7
-    parts = [torch.cat([t] * 3)[:N] for t in (z, x)]  # as many samples as tokens
-    one = {"attention": AttentionInput(tokens=parts[1], pairs=pairs), "pull": parts[0]}
-    solution = layer.solve(one)
-    start = solution.value.detach().clone()
-    start[0] += 3.0
-    again = layer.solve(one, z0=start)
-    assert again.evaluations[1:].max() < again.evaluations[0]
-    torch.testing.assert_close(again.value, solution.value)
-    many = AttentionInput(tokens=parts[1], pairs=pairs.expand(N, N, N))
-    torch.testing.assert_close(layer({"attention": many, "pull": parts[0]}), solution.value)
 
 
 ERRORS: list[tuple[Any, type[Exception], str]] = [
@@ -451,20 +420,6 @@ def test_value_is_the_formula(name: str, gates: bool, norm: str) -> None:
         torch.testing.assert_close(energy.features(z, given), y)
 
 
-@each_memory
-def test_what_a_context_begins_as(name: str, gates: bool) -> None:
-    """No biases and open gates: at first the energy at ``x = 0`` is that without a context."""
-    plain = memory(name, random=False)
-    seen = memory(name, random=False, context_dim=WIDTH, gates=gates)
-    z, x = tokens_and_input()
-    torch.testing.assert_close(seen(z, torch.zeros_like(x)), plain(z))
-    assert not torch.allclose(seen(z, x), plain(z))
-    assert seen.context is not None and abs(seen.context.weight.std().item() * WIDTH**0.5 - 1) < 0.5
-    with torch.no_grad():
-        seen.context.weight.zero_()
-    torch.testing.assert_close(seen(z, x), plain(z))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16])
 @pytest.mark.parametrize(
     ("name", "gates"), [("relu", True), ("softmax", False), ("gated-gelu", True)]
@@ -511,33 +466,3 @@ def test_inputs_that_do_not_fit() -> None:
         memory("relu", gates=True)
     with pytest.raises(ValueError, match="gates"):
         memory("softmax", gates=True, context_dim=3)
-
-
-TIGHT: dict[str, Any] = {
-    "tolerance": Tolerance(1e-13),
-    "adjoint": Implicit(tolerance=Tolerance(1e-13)),
-    "max_steps": 400,
-    "on_failure": "raise",
-}
-
-
-@pytest.mark.parametrize("context", [False, True])
-def test_only_with_a_context_the_equilibrium_is_no_proximal_operator(context: bool) -> None:
-    """``dz*/dx`` is ``(I + H)^-1``, symmetric, as long as x enters by ``1/2 |z - x|^2`` alone."""
-    torch.manual_seed(0)
-    model = HyperSETEquilibrium(
-        4, 2, 6, layer=TIGHT, feedforward="gelu", weight=0.3, context=context
-    )
-    model = model.double()
-    x = torch.randn(1, 3, 4, dtype=torch.float64)
-    jacobian: Any = torch.autograd.functional.jacobian(
-        lambda flat: model(flat.view(1, 3, 4)).flatten(), x.flatten()
-    )
-    asymmetry = (jacobian - jacobian.mT).norm() / jacobian.norm()
-    assert (asymmetry > 0.03) if context else (asymmetry < 1e-8)
-    # The Hessian by z is symmetric in both, which is what solver and adjoint need.
-    energy: Any = model.layer.update.energy
-    hessian: Any = torch.autograd.functional.jacobian(
-        lambda flat: energy.grad(flat.view_as(x), energy.prepare(x)).flatten(), x.flatten()
-    )
-    torch.testing.assert_close(hessian, hessian.mT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -120,16 +119,3 @@ def test_an_image_restorer_learns_to_remove_noise(kind: str) -> None:
         restored = model.eval().solve(noisy, torch.full_like(noisy, 4.0), max_steps=30)
     assert (restored.value - clean).square().mean() < 0.2
     assert restored.value.shape == clean.shape
-
-
-def test_a_restorer_with_an_operator_can_be_copied_and_pickled() -> None:
-    torch.manual_seed(0)
-    model = Restorer(Hopfield(torch.eye(4)) + 0.1 * Hopfield(torch.randn(3, 4)), torch.zeros(4))
-    y, operator = torch.randn(3, 2), lambda z: z[:, ::2]
-    found = model.solve(y, operator=operator)
-    layer = model._task
-    model.solve(y, operator=operator)
-    assert model._task is layer  # made once
-    copied = pickle.loads(pickle.dumps(model))
-    assert torch.equal(copied.solve(y, operator=operator).value, found.value)
-    assert len(model.prior.terms) == 2

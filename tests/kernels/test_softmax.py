@@ -82,20 +82,6 @@ def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor], strided: str)
         assert difference(ours.detach(), exact.detach()) <= 1e-12
 
 
-@pytest.mark.parametrize(("changed", "frozen"), [("query", False), ("key", True)])
-def test_what_changed_since_is_noticed(changed: str, frozen: bool) -> None:
-    query, key, g, _ = state(130, 130)
-    query.requires_grad_()
-    key.requires_grad_(not frozen)
-    mean, _ = frozen_key_attention(query, key, 0.3, backend="flash")
-    for by in (query,) if frozen else (query, key):
-        torch.autograd.grad(mean, by, g, retain_graph=True)
-    (query if changed == "query" else key).detach().mul_(3)
-    for by in (query,) if frozen else (query, key):
-        with pytest.raises(RuntimeError):
-            torch.autograd.grad(mean, by, g, retain_graph=True)
-
-
 @pytest.mark.parametrize("backend", ["flash"])
 def test_autocast_has_no_say(backend: str) -> None:
     query, key, g, a = (t.float() for t in state(150, 150))
@@ -261,38 +247,6 @@ def test_derivatives_by_tokens_bias_and_temperature() -> None:
     key = v[:1, :1].clone().requires_grad_()
     assert gradcheck(frozen, (inputs[0], key, inputs[1]))
     assert gradgradcheck(frozen, (inputs[0], key, inputs[1]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16])
-def test_half_precision_with_pairs(dtype: torch.dtype) -> None:
-    z, v, pairs, bias = (t if t.dtype == torch.bool else t.to(dtype) for t in tokens_and_pairs())
-    wide = (z.double(), v.double(), bias.double())
-    gradient, lse = bisoftmax(z, BETA, pairs=pairs, bias=bias)
-    exact = bisoftmax(wide[0], BETA, pairs=pairs, bias=wide[2])
-    assert gradient.dtype == dtype and lse.dtype == torch.float32
-    assert difference(lse.double(), exact[1]) <= 1e-5
-    assert difference(gradient.double(), exact[0]) <= 2 * torch.finfo(dtype).eps
-    product = bisoftmax_hvp(z, v, BETA, pairs=pairs, bias=bias)
-    expected = bisoftmax_hvp(wide[0], wide[1], BETA, pairs=pairs, bias=wide[2])
-    assert product.dtype == dtype
-    assert difference(product.double(), expected) <= 2 * torch.finfo(dtype).eps
-
-
-def test_the_choice_is_explained() -> None:
-    z, key, pairs, bias = tokens_and_pairs()
-    choices: list[dict[str, Any]] = [{"pairs": pairs}, {"bias": bias}, {"pairs": pairs[0, 0]}]
-    for options in choices:
-        assert explain(z, BETA, **options).backend == "reference"
-        assert "pairs" in explain(z, BETA, **options).reason
-        assert explain_frozen_keys(z, key, BETA, **options).backend == "reference"
-        for refuse in (
-            lambda o=options: explain(z, BETA, backend="blocks", **o),
-            lambda o=options: bisoftmax(z, BETA, backend="triton", **o),
-            lambda o=options: bisoftmax_hvp(z, z, BETA, backend="blocks", **o),
-            lambda o=options: frozen_key_attention(z, key, BETA, backend="flash", **o),
-        ):
-            with pytest.raises(ValueError):
-                refuse()
 
 
 def test_bad_pairs() -> None:

@@ -18,7 +18,6 @@ from implicit_attn.models import (
     EnergyAttention,
     EquilibriumLanguageModel,
     LanguageModel,
-    LightNewtonAttention,
     NewtonAttention,
     QueryTrajectory,
     build_attention_form,
@@ -132,28 +131,6 @@ def test_newton_is_the_step_of_autograds_hessian(order: int | None) -> None:
     assert relative_error(form(z).detach(), expected) <= 1e-10
 
 
-def light(order: int, tau: float) -> Any:
-    form = make(LightNewtonAttention, order=order)
-    set_scalars(form, tau=tau)
-    return form
-
-
-@pytest.mark.parametrize("order", [1, 5])
-def test_light_attention_approaches_the_solution_with_the_covariance(order: int) -> None:
-    """The rest of a geometric series: ``|tau C|^(order + 1) / (1 - |tau C|) |m|`` at most."""
-    z, form = draw(4), light(order, 0.3)
-    query, key, value = (form.split(layer(z)) for layer in (form.query, form.key, form.value))
-    weights = form.weights((query @ key.mT) * WIDTH**-0.5, None)
-    mean = weights @ value
-    deviations = value.unsqueeze(2) - mean.unsqueeze(3)
-    step = 0.3 * torch.einsum("bhij,bhijp,bhijq->bhipq", weights, deviations, deviations)
-    exact = torch.linalg.solve(torch.eye(WIDTH).double() - step, mean.unsqueeze(-1)).squeeze(-1)
-    rest = (form.attend(query, key, z, None) - exact).norm(dim=-1)
-    size, length = torch.linalg.matrix_norm(step, 2), mean.norm(dim=-1)
-    assert size.max() < 0.8
-    assert (rest <= size ** (order + 1) / (1 - size) * length + 1e-13).all()
-
-
 @each_form
 def test_later_tokens_reach_no_earlier_one(name: str) -> None:
     form, z = make(name), draw().requires_grad_()
@@ -248,19 +225,6 @@ def test_one_step_is_stock_attention(cross: bool, name: str, dtype: torch.dtype)
         expected = expected.masked_fill(~mask.unsqueeze(-1), 0.0)
     bound = 1e-12 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
-
-
-def test_causal_attention() -> None:
-    model = build(16, heads=2, causal=True)
-    x = drawn_input(2, 6, 16)
-    torch.testing.assert_close(model(x), stock(model, x, x, is_causal=True), rtol=0.0, atol=1e-12)
-    mask = torch.tensor([[True] * 5 + [False], [True] * 6])
-    both = mask[:, None, None] & torch.ones(6, 6, dtype=torch.bool).tril()
-    hidden = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-    expected = stock(model, hidden, hidden, attn_mask=both).masked_fill(~mask.unsqueeze(-1), 0.0)
-    torch.testing.assert_close(model(x, mask=mask), expected, rtol=0.0, atol=1e-12)
-    open_rows = torch.ones(2, 6, 6, dtype=torch.bool)
-    torch.testing.assert_close(model(x, mask=open_rows), model(x), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(("steps", "cross"), [(3, True), (None, False)])
@@ -360,29 +324,6 @@ def test_no_later_symbol_reaches_an_earlier_logit(cls: Any, attention: str, step
     logits, changed = model(ids), model(other)
     assert torch.equal(logits[:, :3], changed[:, :3])
     assert not torch.equal(logits[:, 3:], changed[:, 3:])
-
-
-def test_sizes_by_the_formula() -> None:
-    """``2 V d + n d + L (12 d^2 + 9 d) + 2 d``, and what the forms and steps add."""
-    with torch.device("meta"):
-
-        def size(*shape: Any, **options: Any) -> int:
-            return count(LanguageModel(*shape, **options))
-
-        pilot = (81, 64, 4, 4, 64)
-        assert size(*pilot) == 2 * 81 * 64 + 64 * 64 + 4 * (12 * 64**2 + 9 * 64) + 2 * 64 == 213_504
-        for descent, extra in (("gain", 8), ("momentum", 16), ("nesterov", 16)):
-            assert size(*pilot, descent=descent) == 213_504 + extra
-        assert size(*pilot, attention="light-newton-taylor") == 213_520
-        assert size(*pilot, attention="newton-taylor") == 213_536
-        experiment = (81, 96, 4, 6, 128)
-        assert size(*experiment) == 696_768
-        assert size(*experiment, attention="newton-taylor-no-value") == 641_520
-        published = [(256, 4, 6), (384, 6, 8), (512, 8, 8), (768, 12, 12)]
-        sizes = [size(50_257, d, heads, layers, 256) / 1e6 for d, heads, layers in published]
-        assert sizes == pytest.approx([30.53, 52.88, 76.80, 162.41], abs=0.005)
-        solved = EquilibriumLanguageModel(81, 64, 4, 64)
-        assert count(solved) == size(81, 64, 4, 1, 64)
 
 
 def test_a_few_steps_learn_what_follows_what() -> None:

@@ -19,7 +19,6 @@ from cases.deq import specification
 from implicit_attn import DEQ, EquilibriumBlock, models
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import load
-from implicit_attn.data.images import hide_patches, split_patches
 from implicit_attn.models import (
     BACKBONES,
     CRATE,
@@ -28,7 +27,6 @@ from implicit_attn.models import (
     HyperSET,
     HyperSETEquilibrium,
     ImageClassifier,
-    MaskedImageModel,
     SharedTransformer,
     SpinClassifier,
     SpinTransformer,
@@ -296,47 +294,6 @@ def test_the_step_is_its_papers(name: str) -> None:
     assert not torch.allclose(result, x, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"beta": [0.2, 0.5, 1.3], "memory_bias": True},
-        {"learned_beta": True, "bias": True, "exclude_self": True},
-    ],
-    ids=str,
-)
-def test_the_energy_transformer_with_its_published_options(options: dict[str, Any]) -> None:
-    """On copied weights: biases of queries and keys, temperatures of heads, no self term."""
-    model, plain = build("energy-transformer", **options), build("energy-transformer")
-    model.load_state_dict(plain.state_dict() | _new(model, plain))
-    x = tokens()
-    expected = torch.stack([energy_transformer_step(model.layers[0], sample) for sample in x])
-    result = model(x, iterations=1)
-    assert (result - expected).abs().max() <= 1e-10
-    assert not torch.allclose(result, plain(x, iterations=1), atol=1e-3)
-    assert {type(p) for p in model.parameters()} == {nn.Parameter}
-    result.square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-
-
-def _new(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
-    """What only the first of two models has in its state."""
-    known = plain.state_dict()
-    return {name: value for name, value in model.state_dict().items() if name not in known}
-
-
-def test_the_energy_transformer_descends() -> None:
-    """The step leaves the norm's derivative out and descends, for it is positive semidefinite."""
-    model = build("energy-transformer", step_size=0.02)
-    layer = model.layers[0]
-    with torch.no_grad():
-        states = model.states(tokens(), iterations=30)
-        energies = torch.stack([layer.energy(z) for z in states])
-        for index, sample in enumerate(states[4]):
-            value = energy_of_activation(layer, activation(layer, sample))
-            assert torch.allclose(energies[4, index], value)
-    assert (energies.diff(dim=0) < 0).all()
-
-
 # Stacks of equilibrium blocks as a backbone: what they compute, masks, budgets, mistakes, learning.
 
 
@@ -443,60 +400,7 @@ def image_model(
     return ImageClassifier(backbone, size, channels, classes, **settings)
 
 
-def test_grid_positions() -> None:
-    table = grid_positions(3, 8)
-    for row in range(3):
-        for column in range(3):
-            angles = [(column, 1.0), (column, 0.01), (row, 1.0), (row, 0.01)]
-            sines = [math.sin(place * f) for place, f in angles]
-            cosines = [math.cos(place * f) for place, f in angles]
-            expected = torch.tensor([*sines[:2], *cosines[:2], *sines[2:], *cosines[2:]])
-            assert torch.allclose(table[3 * row + column], expected, atol=1e-6)
-
-
 # The model of hidden patches, around every backbone.
-
-
-PICTURES = torch.rand(3, 2, 6, 6, generator=torch.Generator().manual_seed(0))
-HIDDEN = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 0, 1], [0] * 9, [1] * 8 + [0]]).bool()
-
-
-class Echo(nn.Module):
-    """A backbone that returns its tokens and remembers what it was asked for."""
-
-    def __init__(self, dim: int = 8) -> None:
-        super().__init__()
-        self.dim, self.asked = dim, None
-
-    def forward(self, x: Tensor, *, iterations: Any = None) -> Tensor:
-        self.asked = iterations
-        return x
-
-
-def test_a_token_is_that_of_its_patch_or_the_mask_token() -> None:
-    model = MaskedImageModel(Echo(), 6, 2, patch=2)
-    x = model.tokens(hide_patches(PICTURES, HIDDEN, 2))
-    visible = model.embed(PICTURES) + model.position
-    hidden = (model.mask_token + model.position).expand_as(x)
-    assert torch.equal(x[~HIDDEN], visible[~HIDDEN])
-    assert torch.equal(x[HIDDEN], hidden[HIDDEN])
-    pixels = split_patches(model(PICTURES), 2)
-    assert torch.allclose(pixels, model.head(model.norm(visible)), atol=1e-6)
-
-
-def test_a_prediction_depends_on_the_visible_patches() -> None:
-    torch.manual_seed(0)
-    layer = build_backbone(
-        "hyperset", 8, 2, iterations=3, initial_step=0.3
-    )  # a step of 0: the identity
-    model, other = MaskedImageModel(layer, 6, 2, patch=2).double(), PICTURES.double()
-    other[0, :, 2:4, 0:2] += 0.5  # patch 3, hidden in the first image
-    shown, same = (hide_patches(each.double(), HIDDEN, 2) for each in (PICTURES, other))
-    nn.init.normal_(layer.layers[0].step_sizes.last.weight)
-    assert torch.equal(model(shown), model(same))
-    other[0, :, 2:4, 2:4] += 0.5  # patch 4, visible
-    moved = (model(hide_patches(other, HIDDEN, 2)) - model(shown)).abs().amax((1, 2, 3))
-    assert moved[0] > 1e-3 and moved[1:].max() == 0
 
 
 # The Sudoku model around every backbone.
@@ -532,10 +436,6 @@ def test_modules_follow_each_other(layers: int, residual: bool) -> None:
 # The spin classifier: shapes, parameters, what the class token can know, mistakes.
 
 
-def large_images(batch: int = 3, channels: int = 1) -> Tensor:
-    return torch.rand(batch, channels, 28, 28, generator=torch.Generator().manual_seed(0))
-
-
 def classifier(**options: Any) -> SpinClassifier:
     torch.manual_seed(0)
     return SpinClassifier(**options)
@@ -550,20 +450,6 @@ def test_number_of_parameters() -> None:
     model = classifier()
     expected = stem + couplings + correction + readout + 16 * 10 + 10
     assert sum(p.numel() for p in model.parameters()) == expected == 25_832
-
-
-def test_the_class_token_learns_of_the_image_through_the_couplings_alone() -> None:
-    model = classifier().eval()
-    first, second = large_images(2)
-    both = torch.stack([first, second])
-    assert torch.equal(model.tokens(both)[0, 0], model.tokens(both)[1, 0])
-    assert not torch.allclose(model(both)[0], model(both)[1], atol=1e-4)
-    couplings = model.attention.couplings
-    with torch.no_grad():
-        cut = couplings.weight.clone()
-        cut[0, 1:] = cut[1:, 0] = 0.0
-        couplings.weight = cut
-        assert torch.allclose(model(both)[0], model(both)[1], atol=1e-6)
 
 
 # Mistakes, by what the error says.

@@ -70,21 +70,6 @@ def test_the_model_repeats_its_layers(options: dict[str, Any], iterations: int |
     assert torch.allclose(model.states(x, iterations=iterations), torch.stack(states), atol=1e-12)
 
 
-def test_time_after_training() -> None:
-    """The state after T iterations does not depend on how many follow; "hold" repeats time T."""
-    x = tokens()
-    extrapolating, holding = build(), build(beyond="hold")
-    long = extrapolating.states(x, iterations=9)
-    assert torch.allclose(long[:5], extrapolating.states(x), atol=1e-12)
-    held = holding.states(x, iterations=9)
-    assert torch.allclose(held[:5], long[:5], atol=1e-12)
-    z = held[4]
-    for index in range(5, 10):
-        z = holding.layers[0](z, x, 4)
-        assert torch.allclose(held[index], z, atol=1e-12)
-    assert not torch.allclose(held[-1], long[-1], atol=1e-4)
-
-
 @each_model
 def test_trajectory(options: dict[str, Any]) -> None:
     model = build(**options)
@@ -213,14 +198,6 @@ def sudoku_shapes(
         shapes |= {f"{name}.attn.mask": (1, 1, 81, 81)}
     shapes |= pair("time_mlp.0.1", d, time) | pair("time_mlp.0.3", d, d)
     return shapes | pair("time_mlp.1.1", 2 * d, d)
-
-
-def code_shapes(*, d: int = 8, heads: int = 2, memories: int = 12, codes: int = 7) -> Shapes:
-    shapes: Shapes = {"tok_emb.weight": (codes + 1, d), "lm_head.0.weight": (d,)}
-    shapes |= {"transformer.qkv.weight": (d, d), "transformer.ln1.weight": (d // heads,)}
-    shapes |= {"transformer.mlp.weight": (memories, d), "transformer.ln2.weight": (memories,)}
-    shapes |= {"transformer.time_mlp.1.0.weight": (d,)} | pair("lm_head.1", codes, d)
-    return shapes | pair("transformer.time_mlp.1.2", 2 * d, d)
 
 
 def random_state(shapes: Shapes, seed: int = 0) -> State:
@@ -433,34 +410,6 @@ def sudoku_forward(
     return linear(state, "head", rms(x, state["ln_f.weight"]))
 
 
-def codes_forward(
-    state: State,
-    codes: Tensor,
-    *,
-    iterations: int,
-    attention: str = "bisoftmax",
-    feedforward: str = "relu",
-    source: str = "input",
-    descent: str = "plain",
-) -> Tensor:
-    side, d = codes.shape[1], state["tok_emb.weight"].shape[1]
-    x0 = x = state["tok_emb.weight"][codes.flatten(1)] + grid(side, d)
-    gain = state["transformer.ln1.weight"]
-    beta = 1.0 / side if attention in PHI else len(gain) ** -0.5
-    first: list[Tensor] = []
-    second: list[Tensor] = []
-    for t in range(1, iterations + 1):
-        hidden = sinusoids(t, d) + (x if source == "state" else x0)
-        hidden = gelu(rms(hidden, state["transformer.time_mlp.1.0.weight"]))
-        alpha, gamma = linear(state, "transformer.time_mlp.1.2", hidden).chunk(2, -1)
-        first.append(attend(x, state["transformer.qkv.weight"], [gain] * 3, attention, beta))
-        x = x - alpha * descend(descent, first)
-        memories, scale = state["transformer.mlp.weight"], state["transformer.ln2.weight"]
-        second.append(recall(x, memories, scale, feedforward))
-        x = x + gamma * descend(descent, second)
-    return linear(state, "lm_head.1", rms(x, state["lm_head.0.weight"]))
-
-
 # Official weights in our models: the dense transcription's forward pass, round trips, wrong states.
 
 
@@ -542,28 +491,6 @@ def test_sudoku(sizes: dict[str, Any], options: dict[str, Any], written: dict[st
     assert_loads(state, model, puzzles, sudoku_forward(state, puzzles, iterations=3, **written))
 
 
-CODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "momentum": ({"descent": "momentum"}, {"descent": "momentum"}),
-    "state": ({"condition": "state"}, {"source": "state"}),
-    "phi": (
-        {"attention": "linear-silu", "feedforward": "gated-silu"},
-        {"attention": "silu", "feedforward": "gated-silu"},
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "written"), CODES.values(), ids=CODES.keys())
-def test_codes(options: dict[str, Any], written: dict[str, Any]) -> None:
-    state = random_state(code_shapes())
-    model = load_official(state, iterations=3, side=3, **options)
-    codes = integers(8, 2, 3, 3)
-    expected = codes_forward(state, codes, iterations=3, **written)
-    assert_loads(state, model, codes, expected)
-    assert torch.equal(model(codes.flatten(1)), model(codes))
-    with pytest.raises(ValueError, match="codes"):
-        model(codes[:, :2])
-
-
 def test_ours_becomes_official_and_comes_back() -> None:
     """The other way round, from a model that was built here, in float32, with two channels."""
     layout = OfficialLayout(
@@ -578,18 +505,6 @@ def test_ours_becomes_official_and_comes_back() -> None:
     assert torch.equal(model(x), again(x))
     state["cls_token"].zero_()  # a copy: the model keeps its own
     assert torch.equal(model(x), again(x))
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "prefix"), [("model_state_dict", "module.model."), ("state_dict", "")]
-)
-def test_checkpoints_are_unwrapped(wrapper: str, prefix: str) -> None:
-    state = random_state(sudoku_shapes())
-    wrapped = {wrapper: {f"{prefix}{key}": weight for key, weight in state.items()}, "epoch": 3}
-    before = torch.random.get_rng_state()
-    found = to_official(load_official(wrapped))
-    assert all(torch.equal(found[key], state[key]) for key in state)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def change(key: str, weight: Any) -> Callable[[State], None]:

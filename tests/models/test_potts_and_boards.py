@@ -112,30 +112,6 @@ def test_logits_are_those_of_the_couplings(rows: str, heads: int) -> None:
     torch.testing.assert_close(model.penalty(), 0.5 * couplings.square().sum())
 
 
-@pytest.mark.parametrize("heads", [4, 9])
-def test_the_error_of_the_best_heads_is_the_tail_of_the_singular_values(heads: int) -> None:
-    couplings = random_couplings(5, 3, 1.0, torch.Generator().manual_seed(2))
-    sigma = torch.linalg.svdvals(couplings.reshape(25, 9))
-    model = FactoredAttention.from_couplings(couplings, heads)
-    error = (model.couplings() - couplings).norm()
-    torch.testing.assert_close(error, sigma[heads:].square().sum().sqrt(), atol=1e-12, rtol=1e-9)
-    assert heads == 9 or float(error.detach()) > 0.1  # 9 = min(N^2, d^2) is exact
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_squared_values_are_couplings_of_three_sites(rows: str) -> None:
-    model = drawn(4, 3, 2, rows, power=2)
-    s, weights, values = drawn_colours(model), model.attention(), model.values
-    triples = torch.einsum(
-        "hij,hik,har,hrb,hrc->ijkabc", weights, weights, model.output, values, values
-    )
-    states = model.one_hot(s)
-    wanted = model.field + torch.einsum("ijkabc,mjb,mkc->mia", triples, states, states)
-    torch.testing.assert_close(model.logits(s), wanted)
-    with pytest.raises(ValueError, match="power"):
-        model.couplings()
-
-
 # Fits by pseudo-likelihood: what the record says, and that it is true.
 
 
@@ -232,18 +208,6 @@ def test_the_groups_of_sudoku_are_learned_from_boards() -> None:
     assert found == sorted(unit.tolist() for unit in units())
 
 
-def test_groups_that_the_boards_do_not_show_are_refused() -> None:
-    """Too few boards, too few steps, and cells that are alike instead of different."""
-    boards = latin_squares(50, 4)
-    with pytest.raises(ValueError):
-        learn_groups(boards[:32], 4)
-    with pytest.raises(ValueError):
-        learn_groups(boards, 4, steps=2)
-    alike = boards[:, [0, 5, 10, 0]]
-    with pytest.raises(ValueError):
-        learn_groups(alike, 4, steps=20)
-
-
 # The board solver: its formula, its symmetries, its gradients, its solves.
 
 
@@ -304,19 +268,6 @@ def test_symmetries_of_sudoku_are_kept() -> None:
     assert (other.amax(2).sort(1).values - before).abs().max() > 1e-6
 
 
-def test_iterations_in_evaluation_and_in_training() -> None:
-    model = solver(window=2)
-    states = list(model.trajectory(PUZZLES, 7))
-    torch.testing.assert_close(model(PUZZLES), states[4], rtol=0, atol=0)
-    torch.testing.assert_close(model(PUZZLES, iterations=7), states[6], rtol=0, atol=0)
-    model.train()
-    kept = model(PUZZLES, iterations=7)
-    assert kept.shape == (2, 2, 9, 3)
-    torch.testing.assert_close(kept.detach(), torch.stack(states[5:]).detach(), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="iterations"):
-        model(PUZZLES, iterations=1)
-
-
 def latin_puzzles(number: int, unknown: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     boards = latin_squares(number, 4, generator) + 1
     hidden = torch.rand(boards.shape, generator=generator).argsort(1) < unknown
@@ -372,21 +323,6 @@ def test_guesses_are_taken_only_where_they_agree_with_the_groups(trained: Any) -
     for name in ("digits", "value", "status", "residual", "steps"):
         for same in (kept, plain.consistent):
             assert torch.equal(getattr(found, name)[same], getattr(plain, name)[same]), name
-
-
-def test_boards_go_on_from_carried_states() -> None:
-    """The last boards of a batch from given states, the others from zero."""
-    model = solver(window=2).train()
-    _, half = model(PUZZLES[1:], 3, torch.empty(0))
-    logits, states = model(PUZZLES, 3, half)
-    assert logits.shape == (2, 2, 9, 3) and not states.requires_grad
-    torch.testing.assert_close(logits[:, :1], model(PUZZLES[:1], 3), rtol=0, atol=1e-12)
-    torch.testing.assert_close(logits[:, 1:], model(PUZZLES[1:], 6), rtol=0, atol=1e-12)
-    unknown = PUZZLES == 0
-    torch.testing.assert_close(
-        model.classify(states)[unknown], logits[-1][unknown], rtol=0, atol=1e-12
-    )
-    assert torch.equal(logits[-1].argmax(-1)[~unknown] + 1, PUZZLES[~unknown])
 
 
 SOLVED_BOARD = "".join(str(digit) for digit in unique_puzzles(1, 0)[1][0].tolist())

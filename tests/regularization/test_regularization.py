@@ -15,7 +15,7 @@ from torchdeq.loss import fp_correction
 
 import solvers
 from implicit_attn import DEQ, Energy
-from implicit_attn.energies import Projection, Quadratic
+from implicit_attn.energies import Quadratic
 from implicit_attn.regularization import (
     SpectralNorm,
     SpectralRadii,
@@ -118,23 +118,6 @@ def test_derivatives(norm: Any, count: int) -> None:
     given = [t.requires_grad_() for t in (parts if isinstance(parts, tuple) else (parts,))]
     assert len(given) == count
     assert torch.autograd.gradcheck(norm, given) and torch.autograd.gradgradcheck(norm, given)
-
-
-@pytest.mark.parametrize("norm", ["weight", "spectral", "bound"])
-def test_removed_again(norm: str) -> None:
-    model, x = nn.Sequential(Cell(), Projection(4, 4, bound=0.5).double()), drawn(2, 3, 4)
-    cell: Any = model[0]
-    plain = list(dict(cell.named_parameters()))
-    apply_norm(model, norm, target=0.8)
-    image = cell(x, x)
-    removed = ["0.inner.weight", "0.outer.weight", "0.skip.0.weight"]
-    assert remove_norm(model) == removed
-    assert sorted(dict(cell.named_parameters())) == sorted(plain)
-    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in cell.parameters())
-    torch.testing.assert_close(cell(x, x), image)
-    assert parametrize.is_parametrized(model[1], "weight")  # which had a bound of its own
-    assert remove_norm(model) == []
-    apply_norm(cell, norm, target=0.8)  # and may be normed again
 
 
 @pytest.mark.parametrize("norm", ["spectral", "bound"])
@@ -247,21 +230,6 @@ def shifted(z: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(0.6 * z.roll(1, -1)) + x
 
 
-def test_states_on_the_way_are_those_of_shorter_solves() -> None:
-    layer = DEQ.from_update(shifted, solver=solvers.Forward())
-    x = states(1)[0][:, None].requires_grad_()
-    layer(x)
-    last = layer.last
-    first, second = states_at(layer, x, [1, 3])
-    assert (
-        torch.equal(first, x) and layer.last is last
-    )  # the initial state, of which one step is known
-    torch.testing.assert_close(second, shifted(shifted(x, x), x))
-    (found,) = torch.autograd.grad(second.sum(), x)
-    (expected,) = torch.autograd.grad(shifted(second.detach(), x).sum(), x)
-    torch.testing.assert_close(found, expected)
-
-
 TIGHT = Tolerance(1e-12)
 EXACT: dict[str, Any] = {"tolerance": TIGHT, "adjoint": Implicit(tolerance=TIGHT), "max_steps": 200}
 
@@ -318,16 +286,6 @@ def test_one_mask_a_solve_and_sample() -> None:
     deq(x)
     assert not torch.equal(cell.seen[-1][:3], first[:3])
     assert not torch.equal(cell.seen[-1], cell.seen[number - 1])
-
-
-def test_none_in_evaluation_and_without_probability() -> None:
-    x = tokens()
-    plain = DEQ.from_update(Dropping(0.0), **EXACT).double()
-    dropped = layer()
-    state = torch.get_rng_state()
-    torch.testing.assert_close(dropped.eval()(x), plain(x), rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)  # and nothing is drawn
-    assert not torch.allclose(dropped.train()(x), plain(x))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

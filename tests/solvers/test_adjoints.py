@@ -250,42 +250,6 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def test_frozen_parameters_get_nothing_and_cost_nothing() -> None:
-    layer, x = Layer(Map(), adjoint=Implicit()), normal(3, 4)
-    layer.requires_grad_(False)
-    assert not layer(x).requires_grad
-    layer.inner.linear.bias.requires_grad_()
-    layer(x).sum().backward()
-    assert layer.inner.linear.weight.grad is None
-    assert layer.inner.linear.bias.grad is not None
-
-
-def through_a_gradient_inside(weight: Tensor, x: Tensor) -> Any:
-    """``f = z - dE/dz`` written by hand, with a leaf of its own, as users do."""
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            own = z.detach().requires_grad_()
-            energy = (own @ weight.mT).cosh().log().sum() - (x * own).sum()
-            (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
-        return -0.2 * gradient + 0.5 * x
-
-    return f, (x,)
-
-
-@pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT_SOURCE), OneStep(), Phantom(2)])
-def test_a_leaf_made_by_f_is_not_taken_for_an_outer_tensor(adjoint: Adjoint) -> None:
-    """Its graph ends at that leaf, so f does not depend on z here: one step is exact."""
-    weight, x = leaves()
-    f, args = through_a_gradient_inside(weight, x)
-    solution = fixed_point(f, torch.zeros_like(x), args, tolerance=TIGHT_SOURCE, adjoint=adjoint,
-                           max_steps=100)  # fmt: skip
-    mine = torch.autograd.grad(solution.value.pow(2).sum(), (weight, x))
-    once = f(solution.value.detach(), x)
-    expected = torch.autograd.grad(once.pow(2).sum(), (weight, x))
-    torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
-
-
 WEIGHT = 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -381,35 +345,6 @@ def test_the_value_is_the_solution_where_phantom_steps_leave_the_domain(adjoint:
     found, expected = solve(adjoint), solve(None)
     assert torch.equal(found.value, expected.value)
     assert bool(found.converged.all())
-
-
-@pytest.mark.parametrize("target", ["b", "captured", "weight"])
-def test_a_double_backward_uses_the_values_of_the_forward_pass_or_raises(target: str) -> None:
-    w, b = leaf(0.3, 0.5), leaf(0.2, -0.4).detach()
-    captured = torch.tensor(0.7, dtype=torch.float64)
-    weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-    tensors = {"b": b, "w": w, "captured": captured, "weight": weight}
-
-    def f(z: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return torch.tanh(0.5 * w * z * b * captured) + w.square() * b * weight
-
-    def second(change: str | None) -> Tensor:
-        value = fixed_point(
-            f,
-            torch.zeros_like(w),
-            (w, b),
-            adjoint=Implicit(tolerance=TIGHT_SOURCE),
-            tolerance=TIGHT_SOURCE,
-        ).value
-        (first,) = torch.autograd.grad(value.sum(), w, create_graph=True)
-        if change is not None:
-            with torch.no_grad():
-                tensors[change].mul_(1.5)
-        return torch.autograd.grad(first.square().sum(), w)[0]
-
-    assert second(None).isfinite().all()
-    with pytest.raises(RuntimeError):
-        second(target)
 
 
 @pytest.mark.defect("A5")
@@ -584,16 +519,6 @@ class Scaled(nn.Module):
         return 0.5 * torch.tanh(z * self.w * self.cache + x * self.c)
 
 
-@pytest.mark.defect("A6")
-def test_checkpoints_raise_where_f_reads_other_tensors_than_before() -> None:
-    model, x = Layer(Scaled(), adjoint=Unrolled(checkpoint=True)), normal(4, 3).requires_grad_()
-    other = nn.Parameter(0.5 * model.inner.w.detach())
-    loss = model(x).sum()
-    model.inner.w = other
-    with pytest.raises(RuntimeError):
-        loss.backward()
-
-
 def half_lost(weight: Tensor, x: Tensor, **options: Any) -> solvers.Solution:
     """Two samples: ``z = w z / 2 + x``; and a step of an energy without bound, ``z - dE = 3 w z + x``."""
     factor = torch.tensor([[0.5], [3.0]], dtype=torch.float64)
@@ -683,28 +608,6 @@ def test_backward_twice(adjoint: Adjoint) -> None:
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(loss, (weight, x))
-
-
-@pytest.mark.parametrize("adjoint", EXACT[:1])
-def test_a_solve_inside_f(adjoint: Adjoint) -> None:
-    """Bilevel: the map of the outer solve is itself a solve; exact where both are."""
-    weight, x = layer_inputs(3, 4)
-
-    def outer(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * solve_layer(weight, x + 0.3 * z, adjoint).value
-
-    def loss(x: Tensor) -> Tensor:
-        return fixed_point(
-            outer, torch.zeros_like(x), (weight, x), tolerance=1e-11, max_steps=100,
-            adjoint=adjoint,
-        ).value.sum()  # fmt: skip
-
-    (gradient,) = torch.autograd.grad(loss(x), x)
-    direction = torch.ones_like(x)
-    ends = [float(loss(x.detach() + sign * 1e-5 * direction).detach()) for sign in (1, -1)]
-    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(
-        float((gradient * direction).sum()), rel=1e-6
-    )
 
 
 def third(adjoint: Adjoint) -> Tensor:
@@ -800,7 +703,6 @@ def test_a_saddle_has_a_gradient_all_the_same(linear: LinearSolver | None) -> No
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
 
 
-CALL: dict[str, Any] = {"tolerance": TIGHT_SOURCE, "max_steps": 200}
 KINDS: list[Any] = [Implicit(tolerance=TIGHT_SOURCE), solvers.Phantom(3), solvers.OneStep()]
 
 
@@ -834,27 +736,6 @@ def test_second_derivatives() -> None:
     )
     with pytest.raises(RuntimeError, match="Unrolled"):
         jacrev(jacrev(jacrev(loss)))(x)
-
-
-def test_an_energy_with_a_mask_and_a_pytree() -> None:
-    weight = Map().linear.weight.detach()
-
-    def value(x: Tensor, mask: Tensor) -> Tensor:
-        def energy(z: dict[str, Tensor], x: Tensor) -> Tensor:
-            pull = (z["a"] - x).square() + (0.3 * (z["a"] @ weight)).cosh()
-            return pull.flatten(1).sum(1) + (z["b"] - x.sum((1, 2))[:, None]).square().sum(1)
-
-        start = {"b": torch.zeros_like(x[:, 0, :2]), "a": torch.zeros_like(x)}
-        solution = fixed_point(Descent(energy, 0.3), start, (x,), mask=mask, **CALL)
-        return solution.value["a"].pow(2).sum() + solution.value["b"].sum()
-
-    x, mask = normal(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(value(leaf, mask), leaf)
-    close(grad(value)(x, mask), expected)
-    many = torch.stack([x, 2 * x])
-    each = vmap(grad(value), in_dims=(0, None))(many, mask)
-    close(each, torch.stack([grad(value)(part, mask) for part in many]))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

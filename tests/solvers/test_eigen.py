@@ -113,32 +113,6 @@ def test_several_eigenvalues(method: str) -> None:
         assert (found.products >= 30).all() if method == "dense" else (found.products > 0).all()
 
 
-def test_low_precision() -> None:
-    """Products in the dtype of z, eigenvalues in float64."""
-    size, dtype, accuracy = 80, torch.float32, 1e-4
-    z, matrix = (t.to(dtype) for t in problem(size, "definite"))
-    seen = set()
-
-    def product(z: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
-        seen.add(v.dtype)
-        return multiply(v.float(), matrix.float()).to(v.dtype)
-
-    largest = spectral_radius(product, z, (matrix,), kind="product")
-    assert seen == {dtype}
-    assert largest.dtype == torch.float64
-    expected = radius(matrix.double())
-    torch.testing.assert_close(largest, expected, rtol=accuracy, atol=0)
-
-
-@pytest.mark.parametrize("method", ["dense", "arpack"])
-def test_the_zero_map_and_a_linear_energy(method: str) -> None:
-    z = right_sides(2, 9)
-    assert (spectral_radius(lambda z: 0 * z, z, method=method) == 0).all()
-    ends = extreme_eigenvalues(lambda z: z.sum(1), z, method=method)
-    assert (ends[0] == 0).all()
-    assert (ends[1] == 0).all()
-
-
 @pytest.mark.parametrize("method", ["dense", "arpack"])
 def test_samples_that_are_not_finite_are_said(method: str) -> None:
     z, matrix = problem(12, "contraction")

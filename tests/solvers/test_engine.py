@@ -166,21 +166,6 @@ def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(z, record=True) == solve(half) == solve(z, solver=Anderson(memory=65)) == 0
 
 
-def test_a_map_may_keep_its_states_and_must_not_write_to_them() -> None:
-    kept: list[Tensor] = []
-
-    def f(z: Tensor) -> Tensor:
-        kept.append(z)
-        return torch.cos(z)
-
-    fixed_point(f, torch.zeros(3, 2), adjoint=None)
-    copies = [z.clone() for z in kept]
-    fixed_point(torch.cos, torch.zeros(3, 2), adjoint=None)
-    assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
-    with pytest.raises(ValueError, match=r"\bf\b"):
-        fixed_point(lambda z: z.add_(1) if z.abs().max() > 0 else torch.cos(z), torch.zeros(3, 2))
-
-
 def test_the_levels() -> None:
     """Each library that this processor can run does the same; the best one is loaded."""
     best = native.engine()

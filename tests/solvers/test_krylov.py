@@ -127,22 +127,6 @@ def test_the_zero_matrix(solver: LinearSolver, status: Status) -> None:
     assert (solution.evaluations <= 2).all()
 
 
-def test_a_rotation_stalls_restarted_gmres() -> None:
-    """Cyclic shifts: no Krylov space below the full one lowers the residual."""
-    right = torch.eye(8, dtype=torch.float64)[:2]
-
-    def shift(vectors: Tensor) -> Tensor:
-        return vectors.roll(1, dims=1)
-
-    short = solve_linear(shift, right, solver=GMRES(restart=5), on_failure="ignore")
-    assert (short.status == Status.STALLED).all()
-    assert (short.residual == 1).all()
-    assert (short.steps == 5).all()
-    full = solve_linear(shift, right, solver=GMRES(restart=8))
-    assert full.converged.all()
-    assert (full.steps == 8).all()
-
-
 @pytest.mark.parametrize("solver", [CG(), MINRES(), GMRES(restart=6)])
 def test_rounding_above_the_tolerance_stalls(solver: LinearSolver) -> None:
     matrix, right = matrices("definite").float(), right_sides().float()
@@ -231,20 +215,6 @@ def test_a_solution_beyond_half_precision_is_not_infinite(solver: LinearSolver) 
     assert solution.residual[0] == 1  # of zero
 
 
-@pytest.mark.defect("A9")
-def test_a_definite_matrix_is_never_called_indefinite() -> None:
-    """Asked for the impossible, CG goes on until the curvature of its directions underflows."""
-    torch.manual_seed(0)
-    dtype = torch.float32
-    root = torch.randn(6, 5, 5, dtype=dtype)
-    matrix = 2.0**-60 * (root @ root.mT + torch.eye(5, dtype=dtype))
-    solution = solve_linear(
-        lambda v: (matrix @ v[..., None])[..., 0], torch.randn(6, 5, dtype=dtype),
-        solver=CG(), tolerance=0.0, max_steps=200, on_failure="ignore", compact=False,
-    )  # fmt: skip
-    assert not (solution.status == Status.INDEFINITE).any()
-
-
 SOLVERS = [CG(), MINRES(), GMRES(restart=6), GMRES(restart=30)]
 ALL = pytest.mark.parametrize("solver", SOLVERS, ids=str)
 
@@ -311,21 +281,6 @@ def test_finished_samples_leave_the_batch(solver: LinearSolver) -> None:
     assert min(count.sizes) == 1
     assert sum(count.sizes) <= 1.06 * solution.evaluations.sum().item() + 32
     assert (true_residual(matrix, right, solution) <= 1.01e-6).all()
-
-
-def test_a_closed_over_batch_is_kept_whole() -> None:
-    matrix, right = mixed(20)
-    seen = []
-
-    def product(vectors: Tensor) -> Tensor:
-        seen.append(vectors.shape[0])
-        return multiply(vectors, matrix)
-
-    solution = solve_linear(product, right, solver=GMRES(restart=4), max_steps=400, compact=False)
-    assert solution.converged.all()
-    assert set(seen) == {20}
-    with pytest.raises(RuntimeError, match="compact=False"):
-        solve_linear(product, right, solver=CG(), max_steps=400)
 
 
 @ALL
@@ -432,28 +387,6 @@ def test_half_precision(solver: LinearSolver) -> None:
     assert (true_residual(matrix, right, solution) <= 1.5 * rtol).all()
 
 
-@pytest.mark.parametrize("solver", [CG(), GMRES(restart=6)])
-def test_a_pytree_is_solved_as_one_vector(solver: LinearSolver) -> None:
-    matrix, right = mixed(5, 12)
-
-    def split(vectors: Tensor) -> dict[str, Any]:
-        parts = vectors.split([6, 4, 2], dim=1)
-        return {"a": parts[0].reshape(-1, 2, 3), "b": (parts[1], parts[2].reshape(-1, 2, 1))}
-
-    def join(tree: dict[str, Any]) -> Tensor:
-        leaves = [tree["a"], *tree["b"]]
-        return torch.cat([leaf.flatten(1) for leaf in leaves], dim=1)
-
-    def product(tree: dict[str, Any], matrix: Tensor) -> dict[str, Any]:
-        return split(multiply(join(tree), matrix))
-
-    whole = solve_linear(multiply, right, solver=solver, args=(matrix,))
-    parts = solve_linear(product, split(right), solver=solver, args=(matrix,))
-    torch.testing.assert_close(join(parts.value), whole.value, rtol=1e-9, atol=1e-12)
-    assert torch.equal(parts.evaluations, whole.evaluations)
-    assert parts.value["a"].shape == (5, 2, 3)
-
-
 @pytest.mark.defect("A21")
 @pytest.mark.parametrize("record", [False, True], ids=["engine", "loop"])
 def test_the_residual_of_a_singular_system_is_the_true_one_after_a_restart(record: bool) -> None:
@@ -505,27 +438,6 @@ def test_the_absolute_tolerance() -> None:
     assert solution.evaluations[0] == 0
     assert (solution.residual_norm <= 1e-3).all()
     assert (solution.residual_norm[1:] > 1e-6).all()
-
-
-def test_the_problem_is_not_differentiated_or_changed() -> None:
-    matrix, right = mixed(4)
-    matrix.requires_grad_()
-    right.requires_grad_()
-    copies = matrix.detach().clone(), right.detach().clone()
-
-    def product(vectors: Tensor, matrix: Tensor) -> Tensor:
-        """A symmetric matrix times a vector, as the gradient of a quadratic form."""
-        with torch.enable_grad():
-            point = torch.zeros_like(vectors).requires_grad_()
-            linear = multiply(point, matrix)
-            return torch.autograd.grad(linear, point, vectors, create_graph=True)[0]
-
-    for solver in SOLVERS:
-        solution = solve_linear(product, right, solver=solver, args=(matrix,), max_steps=300)
-        assert solution.converged.all()
-        assert not solution.value.requires_grad
-    assert torch.equal(matrix, copies[0])
-    assert torch.equal(right, copies[1])
 
 
 @pytest.mark.parametrize("solver", [MINRES(), GMRES(restart=6)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -235,37 +234,6 @@ def test_gains_of_one_change_nothing(attention: str, kind: str) -> None:
     assert not torch.allclose(gained(tokens()), plain(tokens()), atol=1e-3)
 
 
-@pytest.mark.parametrize(("attention", "options"), [
-    ("bisoftmax", {"gains": "separate"}), ("linear", {"gains": "shared", "descent": "adam"}),
-])  # fmt: skip
-def test_masks_of_official_steps(attention: str, options: dict[str, Any]) -> None:
-    """Masked tokens keep their state and change nothing for the others, whatever they hold."""
-    model = official(attention=attention, epsilon=None, **options)
-    mask = torch.ones(3, TOKENS, dtype=torch.bool)
-    mask[0, 2:4], mask[1, 5:], mask[2] = False, False, False
-    x = tokens(batch=3)
-    full = model(x, mask=mask)
-    assert torch.equal(full[~mask], x[~mask])
-    assert torch.allclose(full[:1, mask[0]], model(x[:1, mask[0]]), atol=1e-12)
-    assert torch.allclose(full[1:2, mask[1]], model(x[1:2, mask[1]]), atol=1e-12)
-    result = model(torch.where(mask.unsqueeze(-1), x, float("nan")), mask=mask)
-    assert torch.equal(result[mask], full[mask])
-    gradients = torch.autograd.grad(result[mask].square().sum(), list(model.parameters()))
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_the_step_with_gains_is_no_gradient() -> None:
-    """Its Jacobian is not symmetric, so no energy has it as a gradient; what is monitored has no gains."""
-    model = official(gains="separate", step_size="fixed", attention="linear", iterations=1)
-    layer, z = model.layers[0], tokens(batch=1)[:, :2]
-    direction = lambda z: layer.gains.direction(layer.attention, z, None, None)  # noqa: E731
-    jacobian = torch.autograd.functional.jacobian(direction, z).reshape(2 * DIM, 2 * DIM)
-    assert (jacobian - jacobian.T).abs().max() > 0.1 * jacobian.abs().max()  # type: ignore[union-attr]
-    value, _, features = layer.observe(z, 0)
-    assert torch.equal(value, layer.attention(z))
-    assert torch.allclose(features.square().mean(-1), torch.ones(()).double(), atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", DESCENTS)
 def test_descents_are_those_of_torch(kind: str) -> None:
     position = nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
@@ -284,21 +252,6 @@ def test_descents_are_those_of_torch(kind: str) -> None:
         rules[kind].step()
         step = descent(kept, position.grad)
         torch.testing.assert_close(before - step, position.detach(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", DESCENTS)
-def test_descents_start_anew_with_each_solve(kind: str) -> None:
-    model = official(descent=kind)
-    first = model(tokens())
-    assert torch.equal(model(tokens()), first)
-    assert torch.equal(copy.deepcopy(model)(tokens()), first)
-    states = model.states(tokens(), iterations=5)
-    assert torch.allclose(states[3], first, atol=1e-12)
-    # The same layer without memory takes other steps, but for the plain rule.
-    z = tokens()
-    for t in (1, 2, 3):
-        z = model.layers[0](z, tokens(), t)
-    assert torch.allclose(z, first, atol=1e-12) == (kind == "plain")
 
 
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, ActivationStep, GradientStep
 from implicit_attn.energies import (
-    AttentionInput,
     BiSoftmaxAttention,
     Energy,
     Field,
@@ -30,10 +29,9 @@ from implicit_attn.energies import (
     SphericalLagrangian,
 )
 from implicit_attn.updates import DescentStep, QueryDescent
-from solvers import Forward, Implicit, Tolerance
+from solvers import Tolerance
 
 DIM = 6
-TIGHT = Tolerance(rtol=1e-12)
 
 
 def convex() -> Energy:
@@ -63,14 +61,6 @@ def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
     assert relative_error(gradient, reference) <= 1e-9
     if chosen is not None:
         assert torch.equal(moved[~chosen], z[~chosen])
-
-
-def test_the_fixed_point_does_not_depend_on_the_step() -> None:
-    energy, x = convex(), inputs()
-    reference = DEQ(energy, tolerance=TIGHT, max_steps=200)(x)
-    solution = DEQ(GradientStep(energy, 0.3), tolerance=TIGHT, max_steps=200).solve(x)
-    assert bool(solution.converged.all())
-    assert relative_error(solution.value.detach(), reference.detach()) <= 1e-10
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[True, False, True]])], ids=["all", "mask"])
@@ -219,12 +209,6 @@ def test_gradients_through_the_layer(name: str) -> None:
 
 QUERY_DIM, HEADS, N, M = 6, 2, 4, 5
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-SOLVED: dict[str, Any] = {
-    "tolerance": Tolerance(rtol=1e-13),
-    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
-    "max_steps": 500,
-    "on_failure": "raise",
-}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -255,19 +239,6 @@ def test_frozen_keys_the_energy_of_each_query_falls(beta: float, step_size: floa
     assert torch.equal(states[0], z)
     assert (energies.diff(dim=0) <= 1e-13).all()
     assert (energies[-1] < energies[0]).all()
-
-
-def test_a_layer_finds_the_limit_of_the_steps_with_its_gradients() -> None:
-    update = QueryDescent(QUERY_DIM, HEADS, beta=0.4)
-    keys = draw(3, M, QUERY_DIM, seed=1).requires_grad_()
-    x, weights = AttentionInput(memory=keys), draw(3, N, QUERY_DIM, seed=3)
-    layer = DEQ(update, **SOLVED)
-    z = layer(x, z0=draw(3, N, QUERY_DIM))
-    (found,) = torch.autograd.grad((z * weights).sum(), keys)
-    states, _ = update.trajectory(draw(3, N, QUERY_DIM), x, 300)
-    (expected,) = torch.autograd.grad((states[-1] * weights).sum(), keys)
-    torch.testing.assert_close(z, states[-1], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
 STEPS = 8
@@ -360,22 +331,6 @@ def test_without_momentum_it_is_the_plain_step_bit_by_bit(method: str) -> None:
     found, _ = run(sublayers(method, **options), z)
     assert p is None
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-
-
-def test_the_lookahead_of_queries_alone() -> None:
-    _, z, _ = problem()
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def branch(at: Tensor, *, memory: Tensor) -> Tensor:
-        seen.append((at, memory))
-        return at - memory + 1.0
-
-    options: dict[str, Any] = {"beta": 0.5, "lookahead": "queries"}
-    steps = [step_of(branch, "nesterov", **options) for _ in range(2)]
-    z, p = steps[0](z)
-    steps[1](z, p)
-    assert torch.equal(seen[0][0], seen[0][1]) and torch.equal(seen[1][1], z)
-    assert torch.equal(seen[1][0], z - 0.5 * p)
 
 
 MISTAKES: list[tuple[Any, type[Exception], str]] = [

@@ -140,25 +140,6 @@ def test_every_floating_dtype(solver: str, dtype: torch.dtype, rtol: float) -> N
     assert (relative <= 1.1 * rtol).all()
 
 
-def test_a_mixed_state_keeps_the_dtype_of_each_leaf() -> None:
-    def f(z: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        a, b = z["a"], z["b"]
-        return {
-            "a": torch.tanh(0.3 * a + x + 0.1 * b.to(a.dtype)),
-            "b": (0.5 * b.float().sin() + 0.1 * a.float()).to(b.dtype),
-        }
-
-    z0 = {"a": torch.zeros(3, 4), "b": torch.zeros(3, 4, dtype=torch.bfloat16)}
-    x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
-    for solver in (Anderson(), Broyden(), Forward()):
-        solution = fixed_point(f, z0, (x,), solver=solver, tolerance=2e-2)
-        assert bool(solution.converged.all())
-        assert solution.value["a"].dtype == torch.float32
-        assert solution.value["b"].dtype == torch.bfloat16
-        (gradient,) = torch.autograd.grad(solution.value["a"].sum(), x)
-        assert gradient.isfinite().all()
-
-
 def tokens(z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     """Tokens that pull each other through their masked mean: z, x (B, N, d), mask (B, N)."""
     weights = mask.to(z.dtype) / mask.sum(1, keepdim=True)
@@ -325,31 +306,6 @@ def test_nothing_stays_behind() -> None:
         gc.enable()
 
 
-def test_unrolled_memory_is_cut_by_checkpoints() -> None:
-    """The graph of f, wide inside, is not kept under checkpointing."""
-    assert unrolled_elements(True) < unrolled_elements(False) / 3
-
-
-def unrolled_elements(checkpoint: bool) -> int:
-    """Numbers saved for the backward pass of ten unrolled steps of a wide map."""
-    total = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.numel()
-        return tensor
-
-    weight = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)) / 512
-    weight.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        fixed_point(
-            lambda z: torch.tanh(torch.tanh(z @ weight).sin() @ weight.mT) + 1, torch.zeros(4, 8),
-            solver=Forward(), tolerance=0.0, max_steps=10, on_failure="ignore",
-            adjoint=solvers.Unrolled(checkpoint),
-        )  # fmt: skip
-    return total
-
-
 def solve_cosine(**options: Any) -> solvers.Solution:
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
     return fixed_point(lambda z, x: 0.9 * z.cos() + x, torch.zeros_like(x), (x,), **options)
@@ -395,26 +351,6 @@ def test_a_class_or_its_name_stands_for_its_defaults(kind: Any) -> None:
         elif issubclass(kind, solvers.LinearSolver):
             assert Implicit(solver=given) == Implicit(solver=kind())
             assert Newton(linear=given) == Newton(linear=kind())
-
-
-def test_one_tensor_is_all_that_f_takes() -> None:
-    x = torch.ones(2, 3)
-    found = [fixed_point(lambda z, x: 0.5 * z + x, x, args) for args in (x, (x,))]
-    assert_same(*found)
-
-
-@pytest.mark.parametrize(
-    ("site", "shape"), [("ising", (4,)), ("Ising", (1, 4)), (solvers.IsingSite, (1, 4, 1))]
-)
-def test_scalar_spins(site: Any, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    couplings = 0.2 * torch.randn(4, 4, dtype=torch.float64).triu(1)
-    couplings, field = couplings + couplings.mT, torch.randn(4, dtype=torch.float64)
-    wanted = adaptive_tap(
-        couplings[:, :, None, None], field.view(1, 4, 1), site=solvers.IsingSite(), tolerance=1e-9
-    ).value.mean
-    found = adaptive_tap(couplings, field.view(shape), site=site, tolerance=Tolerance(1e-9))
-    assert torch.equal(found.value.mean, wanted)
 
 
 F, Z0, ARGS = plain_batch(3, 4)
@@ -521,23 +457,8 @@ def test_a_wrong_option_is_refused_by_name(row: Any) -> None:
     refused(*row)
 
 
-def test_options_cannot_be_changed_behind_the_back() -> None:
-    with pytest.raises(AttributeError):
-        Anderson().memory = 3  # type: ignore[misc]
-
-
 def closing_over(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda z, scale: scale[:, None] * torch.tanh(z) + x
-
-
-def test_a_closure_over_the_batch_is_explained() -> None:
-    x = torch.ones(4, 3, dtype=torch.float64)
-    scale = torch.tensor([0.01, 0.01, 0.9, 0.9], dtype=torch.float64)
-    call: dict[str, Any] = {"tolerance": Tolerance(1e-8), "max_steps": 200}
-    with pytest.raises((RuntimeError, ValueError), match=r"\bargs=?"):
-        fixed_point(closing_over(x), torch.zeros_like(x), (scale,), **call)
-    whole = fixed_point(closing_over(x), torch.zeros_like(x), (scale,), compact=False, **call)
-    assert bool(whole.converged.all())
 
 
 def test_a_closure_that_would_broadcast_is_explained() -> None:

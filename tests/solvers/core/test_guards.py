@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.updates import Update
 from solvers import Adjoint, Forward, Implicit, SolveError, SolveWarning, Unrolled, fixed_point
 from solvers.core import telling
 
@@ -209,25 +208,6 @@ def test_a_norm_that_learns_is_found_wherever_it_is(way: str, layer: bool) -> No
     if way != "function":
         norm.eval()
         assert fixed_point(f, z0).converged.all()
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_updates_of_torchscript() -> None:
-    """Their modules keep their children in containers of their own."""
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    made: Any = torch.jit.script(plain)
-
-    class Half(Update):
-        def __init__(self, part: nn.Module) -> None:
-            super().__init__()
-            self.part = part
-
-        def forward(self, z: Any, x: Any = None, *, mask: Any = None) -> Any:
-            return 0.5 * self.part(z) + x
-
-    layer, wanted = (DEQ(Half(part)) for part in (made, plain))
-    torch.testing.assert_close(layer(x), wanted(x))
 
 
 def halve(z: Tensor, b: Tensor) -> Tensor:

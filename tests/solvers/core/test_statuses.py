@@ -17,7 +17,6 @@ from problems.zoo import ZooProblem, affine, affine_energy, make, symmetric_matr
 from solvers import (
     CG,
     GMRES,
-    LBFGS,
     MINRES,
     Anderson,
     Broyden,
@@ -147,16 +146,6 @@ def test_counts_statuses_and_the_printed_form() -> None:
     assert solution.summary() in repr(solution) and len(str(solution)) <= 300
 
 
-def test_a_point_whose_image_is_zero_has_a_finite_residual() -> None:
-    # 4 over the smallest number is infinite in float32.
-    solution = fixed_point(
-        lambda z: 0 * z, torch.full((1, 1), 4.0), max_steps=1, on_failure="ignore"
-    )
-    assert solution.status.tolist() == [Status.MAX_STEPS]
-    assert solution.residual_norm.tolist() == [4.0]
-    assert solution.residual.isfinite().all()
-
-
 EPS = torch.finfo(torch.float64).eps
 ENERGIES = ["linear_expanding", "energy_bisoftmax_1.0_0.3", "energy_double_wells"]
 
@@ -182,20 +171,6 @@ def test_the_energy_never_rises(solver: str, name: str) -> None:
     assert_never_rises(solution)
     assert not (solution.status == Status.DIVERGED).any()
     assert not (solution.status == Status.NONFINITE).any()
-
-
-@pytest.mark.parametrize("solver", ["forward", "anderson", "broyden", "nesterov"])
-def test_the_energy_never_rises_with_its_value_alone(solver: str) -> None:
-    problem = make("linear_expanding")
-    solution = fixed_point(
-        Plain(problem), problem.z0, problem.args, solver=SOLVERS[solver], energy=problem.energy,
-        record=True, max_steps=80, adjoint=None, on_failure="ignore",
-    )  # fmt: skip
-    assert_never_rises(solution)
-    trace = solution.trace
-    assert trace is not None and trace.accepted is not None
-    if solver in ("forward", "nesterov"):  # whose first steps go too far here
-        assert not trace.accepted[:, 1:].all()
 
 
 def test_rejected_trials_are_those_that_miss_armijo() -> None:
@@ -234,29 +209,6 @@ def test_rejected_trials_are_those_that_miss_armijo() -> None:
                 assert energies[k] > allowed - rounding
 
 
-@pytest.mark.parametrize("solver", MORE)
-def test_energy_and_gradient_are_computed_in_one_go(solver: str) -> None:
-    problem = make("energy_bisoftmax_0.4_0.2")
-    assert problem.energy is not None
-    energy = problem.energy
-    calls = 0
-
-    def counted(z: Tensor, *args: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return energy(z, *args)
-
-    one = slice(0, 1)
-    solution = fixed_point(
-        Descent(counted), problem.z0[one], tuple(t[one] for t in problem.args),
-        solver=SOLVERS[solver], adjoint=None, max_steps=60, on_failure="ignore",
-    )  # fmt: skip
-    if solver == "newton":  # products with the Hessian need a graph of their own
-        assert calls <= int(solution.evaluations)
-    else:
-        assert calls == int(solution.evaluations)
-
-
 @pytest.mark.parametrize("fails", [torch.nan, torch.inf])
 def test_an_energy_that_is_not_finite_at_the_start_is_nonfinite(fails: float) -> None:
     def energy(z: Tensor) -> Tensor:
@@ -286,20 +238,8 @@ def test_a_descent_direction_that_lies_ends_as_stalled() -> None:
         assert (solution.steps == 1).all()
 
 
-DESCENDING: list[Solver] = [LBFGS(), Anderson(), GradientDescent()]
-
-
 def linear(z: Tensor) -> Tensor:
     return -z.flatten(1).sum(1)
-
-
-@pytest.mark.defect("A12")
-@pytest.mark.parametrize("solver", DESCENDING, ids=lambda s: type(s).__name__)
-def test_no_budget_makes_a_constant_force_converge(solver: Solver) -> None:
-    z0 = torch.linspace(-1, 1, 6).reshape(2, 3)
-    for steps in (20, 1000):
-        options: Any = {"max_steps": steps, "on_failure": "ignore", "solver": solver}
-        assert not fixed_point(Descent(linear, 30.0), z0, **options).converged.any()
 
 
 @pytest.mark.defect("A12")
@@ -323,19 +263,6 @@ def test_a_force_that_fell_less_than_the_state_grew_is_no_minimum(name: str) -> 
     z0 = torch.full((2, 3), start)
     solution = fixed_point(Descent(energy), z0, max_steps=200, on_failure="ignore")
     assert solution.counts() == {"DIVERGED": 2}
-
-
-def double_well(z: Tensor) -> Tensor:
-    return 0.25 * ((z * z - 1) ** 2).sum(1)
-
-
-@pytest.mark.defect("A12")
-def test_a_slow_start_at_a_saddle_point_is_no_divergence() -> None:
-    f, z0 = Descent(double_well, 0.1), torch.full((1, 2), 1e-8)
-    options: Any = {"solver": GradientDescent(), "on_failure": "ignore"}
-    for steps in (60, 140, 240):
-        counts = fixed_point(f, z0, max_steps=steps, **options).counts()
-        assert "DIVERGED" not in counts, steps
 
 
 FAR: dict[str, Any] = {
@@ -583,15 +510,6 @@ def test_a_hard_sample_does_not_bill_the_easy_ones(solver: str) -> None:
     assert sizes[0] == 64
     assert sizes[-1] < 8  # the easy ones have left
     assert sizes == sorted(sizes, reverse=True)
-
-
-@pytest.mark.parametrize("solver", MORE)
-def test_finished_samples_leave_a_small_batch_at_once(solver: str) -> None:
-    problem = make("start_at_solution")
-    seen, sizes = rows_seen(problem, solver)
-    assert sizes[0] == 5
-    assert sizes[1] == 3
-    assert seen[:2].tolist() == [1, 1]
 
 
 # Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.

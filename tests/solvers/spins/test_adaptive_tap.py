@@ -18,7 +18,6 @@ from cases.spin_models import (
     fields,
     generator,
     ising_states,
-    potts_states,
     symmetric,
 )
 from solvers import (
@@ -113,22 +112,6 @@ def assert_consistent(solution: Solution, blocks: Tensor, x: Tensor, site: Site)
     torch.testing.assert_close(own, covariance.flatten(1), rtol=1e-5, atol=1e-7)
 
 
-def test_potts_beats_the_naive_mean_field_on_every_model() -> None:
-    sites, dim, strength, random = 7, 3, 1.0, generator(3)
-    states = potts_states(sites, dim)
-    for _ in range(10):
-        blocks = couplings(sites, dim, strength / sites**0.5, random)
-        x = fields(1, sites, dim, random)
-        exact, covariance = enumerate_moments(states, blocks, x[0])
-        tap = adaptive_tap(blocks, x, site=PottsSite(), response=True)
-        naive = adaptive_tap(blocks, x, site=PottsSite(), order="naive")
-        assert tap.converged.all()
-        error = relative_error(tap.value.mean, exact)
-        assert error < 0.25 * relative_error(naive.value.mean, exact)
-        got = tap.value.response.reshape_as(covariance)
-        assert (got - covariance).norm() < 0.1 * strength * covariance.norm()
-
-
 # --- batches, masks, options -------------------------------------------------------------------------
 
 
@@ -201,18 +184,6 @@ def test_one_bad_sample_leaves_the_gradients_of_the_others_alone() -> None:
     alone = adaptive_tap(blocks, x[[0, 2]], site=site)
     (wanted,) = torch.autograd.grad(alone.value.mean.square().sum(), blocks)
     torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
-
-
-def test_a_spent_budget_is_said() -> None:
-    random = generator(14)
-    blocks, x = couplings(6, 3, 0.5, random), fields(2, 6, 3, random)
-    with pytest.warns(SolveWarning):
-        adaptive_tap(blocks, x, site=PottsSite(), order="second", max_steps=2)
-    options: Any = {"site": PottsSite(), "max_steps": 3, "on_failure": "ignore", "record": True}
-    solution = adaptive_tap(blocks, x, **options)
-    assert (solution.status == Status.MAX_STEPS).all()
-    assert (solution.evaluations == 3).all()
-    assert solution.trace is not None and solution.trace.residual.shape == (2, 3)
 
 
 # --- errors -----------------------------------------------------------------------------------------
@@ -432,25 +403,6 @@ def test_a_warm_start_saves_evaluations(name: str, order: str) -> None:
         if name == "potts" or order != "adaptive":  # else one Newton step, from anywhere
             assert (warm.evaluations < cold.evaluations).all()
         torch.testing.assert_close(warm.value.mean, cold.value.mean, rtol=0, atol=1e-8)
-
-
-@ORDERS
-def test_annealing_ends_at_the_last_temperature_and_counts_all(order: str) -> None:
-    blocks, x = model(3, 0.5)
-    options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
-    x.requires_grad_()
-    wanted = adaptive_tap(2.0 * blocks, 2.0 * x, **options, **TIGHT_FREE_ENERGY)
-    got = adaptive_tap(
-        blocks, x, inverse_temperature=(0.5, 1.0, 2.0), **options, **TIGHT_FREE_ENERGY
-    )
-    hot = adaptive_tap(blocks, x, inverse_temperature=0.5, **options, **TIGHT_FREE_ENERGY)
-    for first, second in zip(got.value, wanted.value, strict=True):
-        if first is not None:
-            torch.testing.assert_close(first, second, rtol=0, atol=1e-9)
-    (slope,) = torch.autograd.grad(got.value.log_partition.sum(), x)
-    torch.testing.assert_close(slope, 2 * got.value.mean, rtol=0, atol=1e-9)
-    assert (got.evaluations > wanted.evaluations).all()
-    assert (got.evaluations > hot.evaluations).all()
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,6 @@ def test_exact_on_trees(edges: tuple[tuple[int, int], ...], options: dict[str, A
         assert int(solution.evaluations.max()) <= 4
 
 
-def test_one_loop_is_near_and_weak_loops_nearer() -> None:
-    """The error of the marginals on a ring of five falls with the strength, as its fifth power."""
-    errors = []
-    for scale in (0.4, 0.2):
-        random = generator(5)
-        listed, blocks = pair_list(RING, 2, scale, random)
-        field = fields(4, 5, 2, random)
-        exact = enumerated(dense(listed, blocks, 5), field)
-        found = belief_propagation(blocks, field, edges=listed, **ALL).value
-        errors.append((found.mean - exact.mean).abs().max().item())
-        assert (found.log_partition - exact.log_partition).abs().max() < 0.01
-    assert 1e-9 < errors[1] < errors[0] / 8 < 1e-3
-
-
 def test_clamped_and_masked_sites() -> None:
     """A clamped site splits the ring, so that the rest is exact; a masked one is not there."""
     random = generator(2)
@@ -167,20 +153,6 @@ def test_contradictions_are_a_status_and_leave_the_others_alone() -> None:
         belief_propagation(blocks, field, edges=listed, given=(values, clamped), on_failure="raise")
     with pytest.warns(SolveWarning):
         belief_propagation(blocks, field, edges=listed, given=(values, clamped))
-
-
-def test_messages_that_run_away_are_bounded() -> None:
-    """Two colours on a ring of four with one preferred: certainty is approached, never reached."""
-    listed, blocks = colouring(((0, 1), (1, 2), (2, 3), (3, 0)), 2)
-    field = torch.zeros(1, 4, 2, dtype=F64)
-    field[0, 0, 0] = 2.0
-    found = belief_propagation(
-        blocks, field, edges=listed, bound=30.0, max_steps=2000,
-        log_partition=True,
-    )  # fmt: skip
-    assert bool(found.converged.all()) and finite(found.value.mean, found.value.messages)
-    assert torch.equal(found.value.mean[0].argmax(1), torch.tensor([0, 1, 0, 1]))
-    assert bool(((found.value.messages.abs() - 15.0) < 1e-3).all())
 
 
 IMPLICIT = Implicit(tolerance=1e-12)
@@ -371,16 +343,6 @@ def test_a_contradiction_ends_an_attempt_and_keeps_what_was_known() -> None:
     assert found.accepted.tolist() == [False, True]
     assert found.status[0] == Status.CONTRADICTORY and found.fixed[0] == 0
     assert found.states[0, :2].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("answer", [True, torch.ones(3), torch.ones(2, dtype=torch.bool)])
-def test_what_accept_returns_is_checked(answer: Any) -> None:
-    with pytest.raises(TypeError, match="accept"):
-        decimate(
-            colouring_decimation(fields(3, 6, 3, generator(2))),
-            no_one_given(3, 6, 3),
-            accept=lambda rows, states: answer,
-        )
 
 
 def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:

@@ -120,28 +120,6 @@ def test_the_gaussian_average_in_strong_noise(noise: float) -> None:
         torch.testing.assert_close(value[..., 0], table @ weights, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(2, F64), (8, torch.float32)])
-def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
-    """The field is read off a mean near the sphere up to what rounding leaves of ``R^2 - |m|^2``."""
-    radius = (dim / 2) ** 0.5
-    site, law = SphericalSite(radius), law_of(SphericalSite(radius), dim)
-    strength = torch.logspace(-2, 5, 50, dtype=dtype)  # R |h|
-    field = torch.zeros(1, 50, dim, dtype=dtype)
-    field[0, :, 0] = strength / radius
-    mean = law.mean(field)
-    slope = mean[0, :, 0] / field[0, :, 0]
-    found = law.response(mean).slope[0, :, 0]  # pyright: ignore[reportAttributeAccessIssue]
-    allowed = (40 * strength * torch.finfo(dtype).eps).clamp_min(1e-12 if dtype == F64 else 1e-5)
-    assert bool(((found / slope - 1).abs() <= allowed).all())
-    covariance = law.covariance(mean)
-    variances = covariance.diagonal(dim1=-2, dim2=-1)
-    assert bool((variances > 0).all())
-    exact = site.covariance(field.double(), torch.zeros(1, 50, dim, dim, dtype=F64))
-    torch.testing.assert_close(
-        covariance.double(), exact, rtol=0, atol=(1e-12 if dtype == F64 else 1e-4) * radius**2
-    )
-
-
 @each
 def test_nan_at_masked_sites_reaches_no_other(site: Site, dim: int, closure: str) -> None:
     mean, field = means_and_fields(site, dim)
@@ -282,19 +260,6 @@ def test_implicit_gradients(site: Site, dim: int, closure: str, apart: bool) -> 
     assert torch.autograd.gradcheck(solved, (field, j), atol=1e-6, rtol=1e-4)
 
 
-def test_samples_are_apart_and_masks_count() -> None:
-    field, j = network(3, apart=True)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    start = torch.full_like(field, 0.1)
-    options: dict[str, Any] = {"site": LARGE, "start": start, **TIGHT}
-    found = steady_state(field, j, mask=mask, **options).value
-    assert torch.equal(found[0, 2], start[0, 2])
-    small = steady_state(field[:1, :2], j[:1, :2, :2], site=LARGE, **TIGHT).value
-    torch.testing.assert_close(found[:1, :2], small)
-    alone = steady_state(field[1:], j[1:], site=LARGE, **TIGHT).value
-    torch.testing.assert_close(found[1:], alone)
-
-
 @pytest.mark.parametrize(
     ("site", "dim"), [(IsingSite(), 1), (PottsSite(), 3), (SphericalSite(1.4), 3)]
 )
@@ -312,18 +277,6 @@ def test_the_first_step_of_the_dynamics(site: Site, dim: int) -> None:
     assert torch.equal(run.means[0], spins.expand(chains, -1, -1).mean(0))
     assert bool(((run.means[1] - exact).abs() <= 4 * error + 1e-6).all())
     assert torch.equal(run.means[-1], run.spins.mean(0))
-
-
-def test_a_seed_gives_the_same_dynamics_again() -> None:
-    spins, field, j = torch.ones(5, 3, 1), torch.zeros(3, 1), torch.zeros(3, 3)
-    state = torch.random.get_rng_state()
-    first, again = (
-        glauber(spins, field, j, steps=4, site=IsingSite(), generator=generator(0))
-        for _ in range(2)
-    )
-    assert torch.equal(first.spins, again.spins) and torch.equal(first.means, again.means)
-    assert first.means.shape == (5, 3, 1) and first.spins.shape == (5, 3, 1)
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 WRONG_DYNAMICS: list[tuple[dict[str, Any], type[Exception], str]] = [

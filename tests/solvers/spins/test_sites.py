@@ -12,14 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.spin_models import (
-    as_matrix,
-    couplings,
-    enumerate_moments,
-    fields,
-    generator,
-    potts_states,
-)
+from cases.spin_models import couplings, enumerate_moments, fields, generator, potts_states
 from solvers import (
     GaussianSite,
     IsingSite,
@@ -196,18 +189,6 @@ def test_saturated_sites_keep_their_digits() -> None:
     assert covariance.sum(-1).abs().max() <= 1e-15 * covariance.max()
 
 
-@pytest.mark.parametrize("site", [site for site, dim in SITES.values() if dim == 3])
-def test_a_site_that_is_not_finite_spoils_no_other(site: Site) -> None:
-    field, variance = tilt(3)
-    wanted = site.moments(field, variance)
-    variance[0, 1], field[1, 2] = torch.inf, torch.nan
-    good = torch.ones(2, 3, dtype=torch.bool)
-    good[0, 1] = good[1, 2] = False
-    for got, true in zip(site.moments(field, variance), wanted, strict=True):
-        torch.testing.assert_close(got[good], true[good])
-        assert not torch.isfinite(got[0, 1]).all()
-
-
 class Scalar(Site):
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
         return field.sum()
@@ -360,18 +341,6 @@ def test_potts_sites_against_enumeration(site: Site) -> None:
     assert_moments(sample(blocks, field, site).flatten(1), *exact)
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_gaussian_sites_against_the_inverse(each: bool) -> None:
-    site = gaussian(2, 3 if each else None)
-    blocks, field = couplings(3, 2, 0.2, generator(0)), fields(1, 3, 2, generator(1))[0]
-    precision = torch.block_diag(*torch.linalg.inv(site.sigma).expand(3, 2, 2))
-    covariance = torch.linalg.inv(precision - as_matrix(blocks))
-    mean = covariance @ field.flatten()
-    assert_moments(sample(blocks, field, site).flatten(1), mean, covariance)
-    with pytest.raises(ValueError):
-        sample(20 * blocks, field, site)
-
-
 def test_two_coupled_spheres() -> None:
     blocks = torch.zeros(2, 2, 3, 3, dtype=F64)
     blocks[0, 1] = blocks[1, 0] = 0.5 * torch.eye(3, dtype=F64)
@@ -424,16 +393,6 @@ def test_states_must_be_values_of_the_site(
     with pytest.raises(ValueError, match="given"):
         gibbs(blocks, field, site=site, sweeps=1, given=(bad, clamped))
     gibbs(blocks, field, site=site, sweeps=1, given=(bad, ~clamped & clamped))  # no one is clamped
-
-
-def test_chains_go_on_from_a_start_and_have_fields_of_their_own() -> None:
-    blocks = torch.zeros(3, 3, 1, 1, dtype=F64)
-    blocks[0, 1] = blocks[1, 0] = blocks[1, 2] = blocks[2, 1] = 50.0
-    start = torch.tensor([1.0, -1.0]).double().view(2, 1, 1).expand(2, 3, 1)
-    again = sample(blocks, torch.zeros(3, 1, dtype=F64), IsingSite(), chains=None, start=start)
-    assert torch.equal(again, start)
-    field = 50 * start
-    assert torch.equal(sample(0 * blocks, field, IsingSite(), chains=None), start)
 
 
 J, X = torch.zeros(3, 3, 2, 2), torch.zeros(3, 2)
