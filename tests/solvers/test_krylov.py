@@ -428,18 +428,6 @@ def test_starts(solver: LinearSolver) -> None:
     assert solution.residual[2] == 1
 
 
-def test_the_absolute_tolerance() -> None:
-    matrix, right = mixed(6)
-    right[0] *= 1e-9
-    solution = solve_linear(
-        multiply, right, tolerance=Tolerance(rtol=0.0, atol=1e-3), args=(matrix,)
-    )
-    assert solution.converged.all()
-    assert solution.evaluations[0] == 0
-    assert (solution.residual_norm <= 1e-3).all()
-    assert (solution.residual_norm[1:] > 1e-6).all()
-
-
 @pytest.mark.parametrize("solver", [MINRES(), GMRES(restart=6)])
 def test_trace_and_callback(solver: LinearSolver) -> None:
     matrix, right = mixed(20)

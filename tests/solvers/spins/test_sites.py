@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.spin_models import couplings, enumerate_moments, fields, generator, potts_states
+from cases.spin_models import (
+    as_matrix,
+    couplings,
+    enumerate_moments,
+    fields,
+    generator,
+    potts_states,
+)
 from solvers import (
     GaussianSite,
     IsingSite,
@@ -158,35 +165,7 @@ def test_sphere_against_quadrature(dim: int, scale: float) -> None:
         torch.testing.assert_close(alone.value.mean, mean[:, :1], rtol=0, atol=1e-10)
 
 
-def test_large_dimension_is_the_known_formula_and_the_limit() -> None:
-    errors = []
-    for dim in (8, 64, 512):
-        field = torch.randn(1, 2, dim, generator=generator(dim), dtype=F64)
-        nothing = torch.zeros(1, 2, dim, dim, dtype=F64)
-        mean = SphericalSite(large_dimension=True).mean(field, nothing)
-        size = field.square().sum(-1, keepdim=True) / dim
-        torch.testing.assert_close(mean, 2 * field / (1 + (1 + 4 * size).sqrt()))
-        exact = SphericalSite().mean(field, nothing)
-        errors.append(((mean - exact).norm() / exact.norm()).item() * dim)
-    assert max(errors) < 1.0  # O(1/d)
-    assert min(errors) > 0.01  # and not the same thing
-
-
 # --- the others ------------------------------------------------------------------------------------
-
-
-def test_saturated_sites_keep_their_digits() -> None:
-    field = torch.tensor([[[20.0], [-300.0]]], dtype=F64)
-    nothing = torch.zeros(1, 2, 1, 1, dtype=F64)
-    covariance = IsingSite().covariance(field, nothing).flatten().tolist()
-    assert covariance == pytest.approx([4 * math.exp(-40), 4 * math.exp(-600)], rel=1e-12)
-    assert IsingSite().log_partition(field, nothing).flatten().tolist() == pytest.approx(
-        [20 - math.log(2), 300 - math.log(2)]
-    )
-    field = torch.tensor([[[50.0, 0.0, 1.0]]], dtype=F64)
-    _, covariance = PottsSite().moments(field, torch.zeros(1, 1, 3, 3, dtype=F64))
-    assert covariance[0, 0, 0, 0].item() == pytest.approx(math.exp(-50) + math.exp(-49), rel=1e-12)
-    assert covariance.sum(-1).abs().max() <= 1e-15 * covariance.max()
 
 
 class Scalar(Site):
@@ -422,3 +401,15 @@ def test_gibbs_names_what_is_wrong(
     call: Callable[..., Tensor] = gibbs
     with pytest.raises(error, match=words):
         call(**({"sweeps": 1, "chains": 2} | options | change))
+
+
+@pytest.mark.parametrize("each", [True])
+def test_gaussian_sites_against_the_inverse(each: bool) -> None:
+    site = gaussian(2, 3 if each else None)
+    blocks, field = couplings(3, 2, 0.2, generator(0)), fields(1, 3, 2, generator(1))[0]
+    precision = torch.block_diag(*torch.linalg.inv(site.sigma).expand(3, 2, 2))
+    covariance = torch.linalg.inv(precision - as_matrix(blocks))
+    mean = covariance @ field.flatten()
+    assert_moments(sample(blocks, field, site).flatten(1), mean, covariance)
+    with pytest.raises(ValueError, match="couplings are too strong"):
+        sample(20 * blocks, field, site)
