@@ -520,7 +520,7 @@ def argument(message: str, **arguments: Any) -> tuple[Callable[[], object], str]
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     option(EquilibriumBlock, "curvature", curvature=(0.6, 0.4)),
     option(EquilibriumBlock, "curvature", curvature=0.5),
-    option(EquilibriumBlock, "hidden", attention=None, hidden=0),
+    option(EquilibriumBlock, "attention", attention=None, hidden=0),
     option(EquilibriumBlock, "steps", layer={"steps": 3}),
     option(EquilibriumBlock, "layer", layer=[3]),
     option(EquilibriumBlock, "causal", attention=None, causal=True),

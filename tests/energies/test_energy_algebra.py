@@ -331,8 +331,8 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Scaled(Quadratic(), nn.Parameter(torch.ones(2))), ValueError, "weight"),
     (lambda: Quadratic().weighted(2.0, maximum=1.0), ValueError, "initial"),
     (lambda: FunctionEnergy(3), TypeError, "function"),  # type: ignore[arg-type]
-    (lambda: FunctionEnergy(needs_two_more), TypeError, "function"),
-    (lambda: FunctionEnergy(lambda: Z), TypeError, "function"),
+    (lambda: FunctionEnergy(needs_two_more), TypeError, "needs_two_more"),
+    (lambda: FunctionEnergy(lambda: Z), TypeError, "lambda"),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from typing import Any
 
 import pytest
@@ -231,7 +230,7 @@ def test_set_weights_must_have_the_symmetries(place: tuple[int, ...], message: s
     before = couplings.weight.detach().clone()
     weight = before.clone()
     weight[place] += 1.0
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         couplings.weight = weight
     assert torch.equal(couplings.weight, before)
     couplings.weight = before
@@ -397,7 +396,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES)
 def test_mistakes(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -570,7 +569,7 @@ def test_errors_of_bare_attention() -> None:
         (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site"),  # type: ignore[arg-type]
         (lambda: made()(z[:, :3]), ValueError, r"\bz\b"),
         (lambda: made()(z[..., :3]), ValueError, r"\bz\b"),
-        (lambda: made()(z.float()), TypeError, r"\bz\b"),
+        (lambda: made()(z.float()), TypeError, "dtype"),
         (lambda: made().log_prob(z), ValueError, "site"),
         (lambda: mixture.log_prob(z[:, :3]), ValueError, r"\bz\b"),
         (mixture._replace(site=NoDraws()).sample, NotImplementedError, "sample"),

@@ -389,7 +389,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     *[(lambda given=given: EnergyAttention(8, heads=2)(*given), message) for given, message in (
         ((X[..., :4],), r"\bx\b"),
         ((None,), r"\bx\b"),
-        ((X.double(),), r"\bz\b"),
+        ((X.double(),), r"\bx\b"),
         ((X, X), "context"),
         ((X, None, torch.ones(2, 4).bool()), "mask"),
         ((X, None, torch.ones(2, 5)), "mask"),

@@ -459,8 +459,8 @@ ROUNDING = 1e-6  # the recomputed residual may differ in the last digits
 UNCLAIMED: dict[str, str] = {
     "forward": "linear_expanding linear_saddle logistic_cycle tanh_gain_1.75 transient_nan "
     "linear_normal_0.98 linear_nonnormal_0.98 energy_bisoftmax_0.4_0.2 energy_bisoftmax_1.0_0.3 "
-    "energy_rosenbrock_10 energy_rosenbrock_100 energy_helical_valley energy_quadratic_100 energy_quadratic_1e4 "
-    "energy_log_sum_exp energy_powell_singular",
+    "energy_rosenbrock_10 energy_rosenbrock_100 energy_helical_valley energy_quadratic_100 "
+    "energy_quadratic_1e4 energy_log_sum_exp energy_powell_singular",
     "anderson": "tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_10 energy_rosenbrock_100 "
     "energy_double_wells energy_helical_valley energy_log_sum_exp",
     "broyden": "energy_quadratic_1e4 energy_double_wells energy_powell_singular energy_rosenbrock_100 "

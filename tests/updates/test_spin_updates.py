@@ -431,7 +431,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: kinetic(scale=-1.0), ValueError, "scale"),
     (lambda: kinetic().prepare(tokens()[..., :7]), ValueError, r"\bx\b"),
     (lambda: kinetic()(tokens(), tokens(), mask=SEEN[:, :2]), ValueError, "mask"),
-    (lambda: kinetic().prepare(tokens().float()), TypeError, r"\bz\b"),
+    (lambda: kinetic().prepare(tokens().float()), TypeError, r"\bx\b"),
     (lambda: SaddleAttention(3, 2, beta=0.0), ValueError, "beta"),
     (lambda: SaddleAttention(0, 2), ValueError, "sites"),
     (lambda: SaddleAttention(3, 2, per_site=1), TypeError, "per_site"),  # type: ignore[arg-type]
