@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import solvers
 from cases.deq import LAYERS, make, tokens
 from cases.energies import relative_error
-from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
+from implicit_attn import DEQ
 from solvers import Tolerance
 from solvers.core.cuda import forced
 from solvers.cuda import recording
@@ -91,27 +90,6 @@ def test_layers(name: str, masked: bool, made: list[Any]) -> None:
     # The energies of the others are descended by L-BFGS in the ordinary loop.
     agree(layer, x, mask, counts=name in ("update", "mean_field"))
     assert len(made) == 1
-
-
-@pytest.mark.parametrize(
-    "make_block",
-    [
-        lambda: EquilibriumBlock(8, 2, layer=dict(EXACT)),
-        lambda: EquilibriumBlock(8, 2, causal=True, activation="gelu", layer=dict(EXACT)),
-        lambda: DEQTransformer(
-            8, 2, iterations="converged", gradient="implicit", layer=dict(EXACT)
-        ),
-    ],
-    ids=["equilibrium", "causal", "transformer"],
-)
-def test_blocks(make_block: Callable[[], Any], made: list[Any]) -> None:
-    torch.manual_seed(0)
-    block, x = make_block().double(), tokens(3, 5, 8)
-    agree(block, x, counts=not isinstance(block, DEQTransformer))
-    padding = torch.zeros(3, 5, dtype=torch.bool)
-    padding[1, 3:] = True
-    agree(block, x, None, padding, counts=False)
-    assert len(made) == 2
 
 
 def test_what_is_recorded_anew(made: list[Any]) -> None:
@@ -196,20 +174,6 @@ def test_what_cannot_be_recorded_is_solved_by_the_ordinary_loop(function: Any, n
             assert one is None or torch.equal(one, other)
 
 
-def test_unsupported_options_are_named() -> None:
-    x = tokens()
-    for options, named in (
-        ({"solver": solvers.Broyden()}, "Broyden"),
-        ({"adjoint": solvers.Unrolled()}, "Unrolled"),
-    ):
-        chosen: dict[str, Any] = options
-        layer = make("update", **chosen)
-        expected = layer(x)
-        layer.compile()
-        with pytest.warns(RuntimeWarning, match=named):
-            assert torch.equal(layer(x), expected)
-
-
 def test_a_batch_with_a_failure_is_solved_by_the_ordinary_loop() -> None:
     def diverges(z: Tensor, x: Tensor) -> Tensor:
         return torch.where(x[:, :, :1] > 0, torch.inf, 0.5 * z.cos() + x)
@@ -224,36 +188,11 @@ def test_a_batch_with_a_failure_is_solved_by_the_ordinary_loop() -> None:
     assert torch.equal(layer.last.status, statuses)
 
 
-def test_a_weight_changed_before_the_backward_pass_is_noticed() -> None:
-    layer: Any = make("update")
-    x = tokens()
-    layer.compile()
-    y = layer(x)
-    with torch.no_grad():
-        layer.update.function.linear.weight.mul_(2.0)
-    with pytest.raises(RuntimeError):
-        y.sum().backward()
-
-
 def test_second_derivatives_raise() -> None:
     layer, x = make("update"), tokens().requires_grad_()
     layer.compile()
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-def test_memory_goes_with_the_layer(made: list[Any]) -> None:
-    layer = make("gradient")
-    layer.compile()
-    results(layer, tokens())
-    assert made[0]() is not None
-    gc.collect()
-    gc.disable()  # no cycle keeps it
-    try:
-        del layer
-        assert made[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_a_compiled_layer_can_be_copied_and_pickled() -> None:

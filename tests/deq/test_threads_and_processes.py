@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 import solvers
 from cases.deq import DIM, make, relative_error, tokens
@@ -99,26 +99,6 @@ def test_a_solve_that_ends_within_another_leaves_no_weights_behind() -> None:
         for mine, other in zip(gradients(layer, x), gradients(alone, x), strict=True):
             assert torch.equal(mine, other)
             assert bool(mine.any())
-
-
-def test_a_weight_is_computed_once_a_solve() -> None:
-    calls = []
-
-    class Count(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            calls.append(1)
-            return 0.5 * weight
-
-    linear = nn.Linear(3, 3)
-    parametrize.register_parametrization(linear, "weight", Count())
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    for outside in (False, True):
-        calls.clear()
-        with parametrize.cached() if outside else torch.no_grad():
-            solution = solvers.fixed_point(lambda z, x: torch.tanh(linear(z) + x), x, (x,),
-                                           adjoint=None)  # fmt: skip
-        assert int(solution.evaluations.max()) > 2
-        assert len(calls) == 1
 
 
 class WeightNorm(Update):
@@ -342,22 +322,6 @@ def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
     """Their processes would wait for each other at evaluations that not all of them make."""
     for result in results:
         assert "shard the DEQ layer" in result["refused"]
-
-
-@on_gloo
-def test_the_example_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without torchrun it is one process, whose losses do not depend on the parts of a batch."""
-    monkeypatch.delenv("RANK", raising=False)
-    losses = []
-    for parts in (1, 2):
-        example().main(steps=2, accumulate=parts)
-        losses.append([float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()])
-    assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    with pytest.raises(SystemExit):
-        example().main(accumulate=9)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from cases.deq import LAYERS, make, relative_error, tokens
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.deq import bake, unroll
 from implicit_attn.energies import FunctionEnergy
-from solvers import Forward, Solver, Tolerance, fixed_point
+from solvers import Forward, Solver, Tolerance
 
 ANY: Any = torch.export.Dim("batch", min=1, max=64)
 
@@ -45,23 +45,6 @@ def test_as_the_layer_at_as_many_steps(name: str) -> None:
             expected = by_solver(layer, x, solver, 5, mask)
             torch.testing.assert_close(found(x, mask), expected, **close)
     assert relative_error(layer.unrolled(1)(x), layer.unrolled(5)(x)) > 1e-4
-
-
-def test_weights_and_gradients_are_shared() -> None:
-    layer, x = make("gradient"), tokens()
-    fixed = layer.unrolled(60)
-    assert fixed.state_dict().keys() == layer.state_dict().keys()
-    for one, other in zip(fixed.parameters(), layer.parameters(), strict=True):
-        assert one is other
-    fixed(x).square().sum().backward()
-    found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    layer.zero_grad()
-    layer(x, tolerance=Tolerance(1e-12), max_steps=200).square().sum().backward()
-    for name, p in layer.named_parameters():
-        assert p.grad is not None
-        assert relative_error(found[name], p.grad) <= 1e-6, name
-    start = tokens(seed=4)
-    torch.testing.assert_close(layer.unrolled(1)(x, z0=start), layer.update(start, x))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -154,19 +137,6 @@ def test_onnx() -> None:
     x = tokens(batch=5, seed=2).float()
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), fixed(x), rtol=1e-5, atol=1e-6)
-
-
-def test_what_cannot_be_exported_is_said() -> None:
-    layer, x = make("update"), tokens()
-    with pytest.raises(RuntimeError):
-        torch.export.export(layer, (x,))
-
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return fixed_point(lambda z, x: 0.5 * z.cos() + x, x, (x,)).value
-
-    with pytest.raises(RuntimeError):
-        torch.export.export(Own(), (x,))
 
 
 class Drops(nn.Module):

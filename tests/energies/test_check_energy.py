@@ -210,24 +210,6 @@ def test_strict_raises_the_report() -> None:
         check_energy(detached(), STATE, INPUT, strict=True)
 
 
-def test_functions_modules_and_pytrees() -> None:
-    class Coupled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, z: dict[str, Tensor]) -> Tensor:
-            return (self.linear(z["a"]).tanh() * z["b"]).flatten(1).sum(1)
-
-    report = check_energy(Coupled(), {"a": STATE, "b": INPUT})
-    assert report.ok and report.name == "Coupled", str(report)
-
-    def wrong(z: Tensor) -> Tensor:
-        return (z - z.mean()).square().flatten(1).sum(1)
-
-    assert [f.check for f in check_energy(wrong, STATE).failures] == ["samples"]
-
-
 def test_the_energy_and_its_inputs_stay_as_they_are() -> None:
     energy, z, x = counts(), STATE.clone().requires_grad_(), INPUT.clone()
     state = torch.random.get_rng_state()

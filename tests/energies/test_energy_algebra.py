@@ -274,21 +274,6 @@ def test_a_mask_that_is_not_taken_raises(module: Any) -> None:
                 call(X, X, mask=MASK)
 
 
-def by_name(z: Tensor, *, x: Tensor | None = None) -> Tensor:
-    return z.flatten(1).sum(1)
-
-
-def behind(z: Tensor, mask: Tensor | None = None, x: Tensor | None = None) -> Tensor:
-    return z.flatten(1).sum(1)
-
-
-@pytest.mark.parametrize("function", [by_name, behind, 3])
-def test_an_input_that_would_not_arrive_is_refused(function: Any) -> None:
-    """By position it would be taken for the mask; by name it would be left out."""
-    with pytest.raises(TypeError):
-        FunctionEnergy(function)
-
-
 Z = torch.zeros(3, 4, 8)
 
 

@@ -127,18 +127,6 @@ def test_permuting_tokens_permutes_the_gradient(case: EnergyCase) -> None:
     assert relative_error(moved_gradient, gradient[:, order]) <= 1e-12
 
 
-@few_energies("bisoftmax-causal-soft-4", "softmax-causal-none-1")
-def test_a_causal_energy_grows_by_a_part_of_the_past(case: EnergyCase) -> None:
-    """``E(z_1..z_n) - E(z_1..z_n-1)`` is token n's part; the gradient does reach back."""
-    energy, (z, _) = build(case), tokens(case)
-    changed = z.clone()
-    changed[:, 4] += 1.0
-    values, others = ([energy(s[:, : n + 1]) for n in range(5)] for s in (z, changed))
-    assert all(torch.equal(a, b) for a, b in zip(values[:4], others[:4], strict=True))
-    assert not torch.equal(values[4], others[4])
-    assert not torch.allclose(energy.grad(changed)[:, 0], energy.grad(z)[:, 0])
-
-
 @each_family
 def test_half_precision_is_close_to_float64(case: EnergyCase) -> None:
     dtype, bound = torch.bfloat16, 4e-2
@@ -313,22 +301,6 @@ def test_prepared_input_gives_the_numbers_of_the_input(name: str) -> None:
     assert calls(energy) == [before + 1 for before in counted]
     for mask in (None, MASK):
         check_energy(energy, z, x, mask=mask, strict=True)
-
-
-@pytest.mark.parametrize("key", ["input", 0])
-def test_selections_prepare_their_part(key: Any) -> None:
-    torch.manual_seed(0)
-    part = (0.3 * Steered() + Own()).select(key)
-    energy = part + Quadratic().select("other" if key == "input" else 1)
-    z, x, other = wide_tokens(), wide_tokens(1), wide_tokens(2)
-    given = {"input": x, "other": other} if key == "input" else (x, other)
-    prepared = energy.prepare(given)
-    assert isinstance(prepared, Prepared) and calls(energy) == [1]
-    torch.testing.assert_close(energy.grad(z, prepared), energy.grad(z, given))
-    expected = part.energy.grad(z, x) + z - other
-    torch.testing.assert_close(energy.grad(z, prepared), expected)
-    with pytest.raises(ValueError, match=r"\bx\b"):
-        Steered().select("input").prepare({"other": x})
 
 
 def update_of(kind: str, energy: Energy) -> GradientStep | ActivationStep:

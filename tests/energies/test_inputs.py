@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -303,19 +302,6 @@ def test_bad_pairs_of_the_input(kind: str, parts: Any, error: Any, message: str)
         build(kind).grad(paired_state()[0], AttentionInput(**parts))
 
 
-def test_backends_without_pairs_say_so() -> None:
-    x = AttentionInput(pairs=torch.ones(TOKENS, TOKENS) > 0)
-    with pytest.raises(ValueError, match="pairs"):
-        build("bisoftmax", backend="blocks").grad(paired_state()[0], x)
-    with pytest.raises(ValueError, match="exclude_self"):
-        build("bisoftmax", backend="blocks", exclude_self=True)
-    with pytest.raises(ValueError, match="exclude_self"):
-        build("cross", exclude_self=True)
-    memory = AttentionInput(memory=paired_state()[2], pairs=torch.ones(TOKENS, KEYS) > 0)
-    with pytest.raises(ValueError, match="pairs"):
-        build("cross", backend="flash").grad(paired_state()[0], memory)
-
-
 BETAS = (0.3, 1.4)
 each_class = pytest.mark.parametrize("kind", CLASSES)
 
@@ -418,28 +404,6 @@ def test_value_is_the_formula(name: str, gates: bool, norm: str) -> None:
     for given in (x, energy.prepare(x)):
         torch.testing.assert_close(energy(z, given), POTENTIALS[name](y, g).sum(1))
         torch.testing.assert_close(energy.features(z, given), y)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16])
-@pytest.mark.parametrize(
-    ("name", "gates"), [("relu", True), ("softmax", False), ("gated-gelu", True)]
-)
-def test_sums_over_many_units_are_taken_in_float32(
-    name: str, gates: bool, dtype: torch.dtype
-) -> None:
-    """Half precision would stop counting at a few hundred or thousand."""
-    cls, own = MEMORIES[name]
-    torch.manual_seed(0)
-    energy = cls(DIM, 20000, **own, context_dim=WIDTH, gates=gates, norm=None).to(dtype)
-    with torch.no_grad():
-        energy.projection.weight.mul_(0.1)
-        energy.get_parameter("bias").fill_(1.0 if "gated" not in name else 0.01)
-    reference = copy.deepcopy(energy).double()
-    z, x = (t.to(dtype) for t in tokens_and_input())
-    value, gradient = energy.value_and_grad(z, energy.prepare(x))
-    assert value.dtype == torch.float32 and gradient.dtype == dtype
-    room = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(value.double(), reference(z.double(), x.double()), rtol=room, atol=0)
 
 
 def test_inputs_that_do_not_fit() -> None:

@@ -168,25 +168,6 @@ def grid(reach: float = 8.0, count: int = 401) -> tuple[Tensor, float]:
     return torch.cartesian_prod(line, line), (2 * reach / (count - 1)) ** 2
 
 
-@each_temperature
-def test_the_density_is_a_mixture_over_means_of_patterns(cooling: int) -> None:
-    """Against the sum over all ordered tuples, Gaussian by Gaussian."""
-    patterns, z = draw(4, 3), draw(5, 6, 3, seed=1)
-    precision = cooling * BETA
-    terms, weights = [], []
-    for members in itertools.product(patterns, repeat=cooling):
-        center = sum(members) / cooling
-        assert isinstance(center, Tensor)
-        weights.append(precision / 2 * center.square().sum())
-        terms.append(-precision / 2 * (z - center).square().sum(-1))
-    log_weights = torch.stack(weights).log_softmax(0)
-    volume = 3 / 2 * math.log(2 * math.pi / precision)
-    expected = torch.logsumexp(torch.stack(terms, -1) + log_weights, -1) - volume
-    found = Hopfield(patterns, beta=BETA).log_prob(z, cooling)
-    assert found.shape == (5, 6)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
 def with_patterns(patterns: Tensor) -> Hopfield:
     memory = Hopfield(patterns, beta=BETA)
     memory.patterns = patterns  # with its graph
@@ -426,21 +407,6 @@ def test_second_derivatives_at_exactly_zero_are_the_variance(name: str) -> None:
         torch.testing.assert_close(curvature, variance, rtol=0, atol=1e-15)
     else:
         assert name == "constant" and not variance.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_poisson_units_in_strong_fields(dtype: torch.dtype) -> None:
-    """Rates beyond the integers of the sampler are drawn by their normal limit, never negative."""
-    for field in (18.0, 25.0, 44.0, 60.0):
-        t = torch.full((20_000,), field, dtype=dtype)
-        h = PRIORS["poisson"].sample(t, torch.Generator().manual_seed(0)).double()
-        assert torch.equal(h, h.round()) and (h > 0).all()
-        slack = 4 * math.exp(-field / 2) / math.sqrt(len(h)) + 2e-7
-        assert abs((h.mean() / math.exp(field) - 1).item()) < slack
-        if field < 20 or dtype == torch.float64:  # else finer than float32
-            assert h.std().item() == pytest.approx(math.exp(field / 2), rel=0.03)
-    beyond = PRIORS["poisson"].sample(torch.full((9,), 1e3, dtype=dtype))
-    assert (beyond == math.inf).all()
 
 
 @pytest.mark.parametrize("name", ["exponential", "laplace", "normal", "poisson"])

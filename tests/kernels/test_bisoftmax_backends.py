@@ -172,25 +172,6 @@ def test_hidden_tokens_are_never_read(backend: Any, limit: float | None, causal:
         assert torch.isfinite(product).all() and not product.masked_select(hidden).any()
 
 
-@each_path
-@pytest.mark.parametrize("value", [float("inf")])
-def test_what_is_not_finite_is_passed_on_as_by_strips(
-    backend: Any, limit: float | None, causal: bool, value: float
-) -> None:
-    z, v, _ = states(1, 2, 60, 8)
-    z[0, 0, 20, 3] = value
-    found, known = (
-        (
-            *each.bisoftmax_forward(z, 0.3, None, causal, limit),
-            each.bisoftmax_hvp(z, v, 0.3, None, causal, limit),
-        )
-        for each in (backend, strips)
-    )
-    for ours, theirs in zip(found, known, strict=True):
-        assert torch.equal(torch.isfinite(ours), torch.isfinite(theirs))
-        assert not torch.isfinite(ours[0, 0]).all() and torch.isfinite(ours[0, 1]).all()
-
-
 @pytest.mark.parametrize(
     "name", ["auto", "reference", "blocks", pytest.param("cpp", marks=needs_cpp)]
 )
@@ -331,22 +312,6 @@ def test_what_it_does_not_take() -> None:
 
 def state(count: int) -> Tensor:
     return states(2, 2, count, 8)[0]
-
-
-@pytest.mark.parametrize(("heads", "count", "backend"), [
-    (4, 1, "reference"),
-    (4, 256, "reference"),
-    (4, 257, "blocks"),
-    (12, 256, "blocks"),
-    (400, 65, "blocks"),
-    (1, 2000, "blocks"),
-])  # fmt: skip
-def test_automatic_choice(heads: int, count: int, backend: str) -> None:
-    """Of what the engine does not take."""
-    choice = explain(torch.empty(1, heads, count, 4, dtype=torch.float64), 0.3)
-    assert isinstance(choice, Choice)
-    assert choice.backend == backend
-    assert f"{heads} matrices of {count} x {count} pairs" in choice.reason
 
 
 def test_a_named_backend_is_taken_or_refused() -> None:

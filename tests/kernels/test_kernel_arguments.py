@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn import DEQ
-from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, SoftmaxAttention
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain, frozen_key_attention, strips
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
-from solvers import Implicit, Tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = torch.float64
@@ -179,43 +176,3 @@ def test_threads_and_sizes_do_not_disturb_each_other() -> None:
         found = list(pool.map(both, states * 8))
     for pair, known in zip(found, expected * 8, strict=True):
         torch.testing.assert_close(pair, known)
-
-
-# The energy of a backend, which backend is compared with the reference, and (batch, tokens, dim).
-LAYERS: dict[str, tuple[Callable[[str], Energy], str, tuple[int, int, int]]] = {
-    "bi-softmax": (lambda b: 0.4 * BiSoftmaxAttention(12, 2, backend=b), "auto", (1, 260, 12)),
-    "inner": (
-        lambda b: 0.3 * SoftmaxAttention(8, 2, energy="inner", cross=True, backend=b),
-        "flash",
-        (2, 70, 8),
-    ),
-    "elastic": (
-        lambda b: 0.3 * SoftmaxAttention(8, 2, energy="elastic", cross=True, backend=b),
-        "flash",
-        (2, 70, 8),
-    ),
-}
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("attention", "ours", "shape"), LAYERS.values(), ids=LAYERS.keys())
-def test_layers_agree(
-    attention: Callable[[str], Energy], ours: str, shape: tuple[int, int, int], masked: bool
-) -> None:
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    mask = torch.rand(shape[:2], generator=generator) > 0.3 if masked else None
-    exact, results = Tolerance(rtol=1e-11), {}
-    for backend in (ours, "reference"):
-        torch.manual_seed(0)
-        model = (attention(backend) + Quadratic()).double()
-        layer = DEQ(model, tolerance=exact, adjoint=Implicit(tolerance=exact))
-        point = x.clone().requires_grad_()
-        inputs = [point, *layer.parameters()]
-        z = layer(point, mask)
-        first = torch.autograd.grad(z.square().mean(), inputs, create_graph=True)
-        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), inputs)
-        product = model.hvp(z.detach(), x, x, mask=mask).detach()
-        results[backend] = [z, product, *first, *second]
-    for found, theirs in zip(results[ours], results["reference"], strict=True):
-        assert (found - theirs).norm() <= 1e-7 * theirs.norm()

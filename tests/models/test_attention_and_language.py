@@ -19,7 +19,6 @@ from implicit_attn.models import (
     EquilibriumLanguageModel,
     LanguageModel,
     NewtonAttention,
-    QueryTrajectory,
     build_attention_form,
     generate,
 )
@@ -250,21 +249,6 @@ def test_gradients(cross: bool, steps: int | None) -> None:
     assert torch.autograd.gradcheck(run, [*tokens, *model.parameters()], fast_mode=steps is None)
 
 
-def test_trajectory_and_its_energies() -> None:
-    model, x = build(12, heads=3, steps=6, beta=2.0), drawn_input(2, 5, 12)
-    found = model(x, return_trajectory=True)
-    assert isinstance(found, QueryTrajectory)
-    assert found.queries.shape == (7, 2, 3, 5, 4) and found.energies.shape == (7, 2, 3, 5)
-    query, key = (queries_of(F.linear(x, w.weight), 3) for w in (model.query, model.key))
-    torch.testing.assert_close(found.queries[0], query, rtol=0.0, atol=0.0)
-    for at, energy in zip(found.queries, found.energies, strict=True):
-        lse = (2.0 * at @ key.mT).logsumexp(-1) / 2.0
-        torch.testing.assert_close(energy, 0.5 * at.square().sum(-1) - lse, rtol=1e-12, atol=1e-12)
-    assert (found.energies.diff(dim=0) <= 1e-13).all()
-    last = F.linear(found.queries[-1].transpose(1, 2).flatten(2), model.output.weight)
-    torch.testing.assert_close(model(x), last, rtol=0.0, atol=1e-14)
-
-
 VOCABULARY, LENGTH = 11, 6
 SMALL: dict[str, Any] = {"vocabulary": VOCABULARY, "dim": 8, "heads": 2, "length": LENGTH}
 
@@ -342,17 +326,6 @@ def test_a_few_steps_learn_what_follows_what() -> None:
     assert loss.item() < 0.05
     found = generate(model, ids[None, :1], 9, temperature=0.0)
     assert found.tolist() == [[k % 2 for k in range(10)]]
-
-
-def test_the_equilibrium_model_is_a_deq_transformer_among_its_tokens() -> None:
-    model, ids = language_model(EquilibriumLanguageModel, iterations=(4, 8)).eval(), symbols()
-    z = model.block.solve(model.tokens(ids), tolerance=1e-11, max_steps=200).value
-    expected = model.head(model.norm(z))
-    assert relative_error(model(ids, iterations=60), expected) <= 1e-9
-    assert relative_error(model(ids, iterations="converged"), expected) <= 1e-2
-    assert model.last.converged.all()
-    assert torch.equal(model(ids), model(ids, iterations=6))
-    assert model(symbols()[:0]).shape == (0, LENGTH, VOCABULARY)
 
 
 def test_generated_text() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.models import HyperSET, HyperSETEquilibrium
-from implicit_attn.models.official import PUBLISHED, OfficialLayout, load_official, to_official
+from implicit_attn.models.official import PUBLISHED, load_official, to_official
 from implicit_attn.updates import HyperSETLayer
 from solvers import Status, Tolerance
 
@@ -68,34 +68,6 @@ def test_the_model_repeats_its_layers(options: dict[str, Any], iterations: int |
     assert torch.allclose(model(x, iterations=iterations), z, atol=1e-12)
     assert torch.allclose(model(x, iterations=iterations, z0=x), z, atol=1e-12)
     assert torch.allclose(model.states(x, iterations=iterations), torch.stack(states), atol=1e-12)
-
-
-@each_model
-def test_trajectory(options: dict[str, Any]) -> None:
-    model = build(**options)
-    x = tokens()
-    mask = torch.ones(3, TOKENS, dtype=torch.bool)
-    mask[1, 3:] = False
-    with torch.no_grad():
-        path = model.trajectory(x, iterations=5, mask=mask)
-        assert torch.equal(path.states, model.states(x, iterations=5, mask=mask))
-    number = 1 + 5 * len(model.layers)
-    assert path.attention_energy.shape == path.feedforward_energy.shape == (number, 3)
-    assert path.features.shape == (number, 3, HEADS, TOKENS, DIM // HEADS)
-    lengths = path.features.square().mean(-1)
-    counts = mask[:, None].expand(3, HEADS, TOKENS)
-    assert torch.allclose(lengths[:, counts], torch.ones(1, dtype=torch.float64), atol=2e-3)
-    assert (lengths[:, ~counts] == 0).all()
-    if "lora_rank" in options:
-        return
-    steps = [*model.schedule(5), model.schedule(5)[-1]]
-    for t, (layer, _) in enumerate(steps):
-        module, z = model.layers[layer], path.states[t]
-        for energy, seen in (
-            (module.attention, path.attention_energy[t]),
-            (module.feedforward, path.feedforward_energy[t]),
-        ):
-            assert torch.allclose(energy(z, mask=mask), seen, atol=1e-10)
 
 
 @each_model
@@ -489,22 +461,6 @@ def test_sudoku(sizes: dict[str, Any], options: dict[str, Any], written: dict[st
     model = load_official(state, iterations=3, **options)
     puzzles = integers(10, 2, 81)
     assert_loads(state, model, puzzles, sudoku_forward(state, puzzles, iterations=3, **written))
-
-
-def test_ours_becomes_official_and_comes_back() -> None:
-    """The other way round, from a model that was built here, in float32, with two channels."""
-    layout = OfficialLayout(
-        "images", 8, 2, 8, channels=2, image_size=6, patch=3, time_dim=6, network="twice-normed"
-    )
-    model = layout.build().eval()
-    state = to_official(model)
-    again = load_official(state, image_size=6, channels=2)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    x = images()[:, :2].float()
-    assert torch.equal(model(x), again(x))
-    state["cls_token"].zero_()  # a copy: the model keeps its own
-    assert torch.equal(model(x), again(x))
 
 
 def change(key: str, weight: Any) -> Callable[[State], None]:

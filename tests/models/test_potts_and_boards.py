@@ -23,7 +23,7 @@ from implicit_attn.models import (
     fit_pseudolikelihood,
     learn_groups,
 )
-from implicit_attn.models.boards import maximal_cliques, strong_pairs
+from implicit_attn.models.boards import maximal_cliques
 from implicit_attn.models.potts import ROWS
 from implicit_attn.weights import load_pretrained
 
@@ -136,20 +136,6 @@ def test_a_converged_fit_is_at_the_minimum() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("schedule", ["one-cycle", "constant"])
-def test_adam_finds_the_same_minimum(schedule: str) -> None:
-    exact, model = PottsModel(4, 3), PottsModel(4, 3)
-    fit_pseudolikelihood(exact, data(), 0.01, steps=100)
-    seen: list[tuple[int, float]] = []
-    fit = fit_pseudolikelihood(
-        model, data(), 0.01, "adam", steps=300, schedule=schedule,
-        watch=lambda step, loss: seen.append((step, loss)),
-    )  # fmt: skip
-    assert fit.status == "max_steps" and math.isnan(fit.gradient)
-    torch.testing.assert_close(model.couplings.weight, exact.couplings.weight, atol=2e-2, rtol=0)
-    assert seen == list(enumerate(fit.losses, 1)) and len(seen) == 300
-
-
 # Groups of cells: from boards to couplings to a graph to its cliques.
 
 
@@ -165,17 +151,6 @@ def test_cliques_of_random_graphs(seed: int) -> None:
     graph = networkx.gnp_random_graph(12, 0.2 + 0.12 * seed, seed=seed)
     expected = sorted(sorted(clique) for clique in networkx.find_cliques(graph) if len(clique) > 1)
     assert maximal_cliques(pairs_of(list(graph.edges), 12)) == expected
-
-
-def test_strong_pairs_lie_above_the_widest_gap() -> None:
-    colours = torch.eye(3, dtype=torch.float64) - 1 / 3
-    weights = torch.tensor(
-        [[0, 5.0, 0.2, 0.1], [4.8, 0, 4.0, 0.3], [0.2, 4.4, 0, 0.2], [0.3, 0.1, 0, 0]]
-    )
-    found, gap = strong_pairs(weights.double()[..., None, None] * colours)
-    assert torch.equal(found, pairs_of([(0, 1), (1, 2)], 4))
-    assert gap == pytest.approx((4.2 - 0.2) / 4.2)  # means of both directions
-    assert strong_pairs(torch.zeros(4, 4, 3, 3))[1] == 0
 
 
 def latin_squares(number: int, side: int, generator: torch.Generator | None = None) -> Tensor:
@@ -197,15 +172,6 @@ def test_rows_and_columns_are_learned_from_latin_squares() -> None:
     state = torch.random.get_rng_state()
     assert learn_groups(boards, side, steps=50) == sorted(rows + columns)
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_the_groups_of_sudoku_are_learned_from_boards() -> None:
-    puzzles, solutions = unique_puzzles(8, 0)
-    index = torch.arange(600) % 8
-    generator = torch.Generator().manual_seed(0)
-    boards = SudokuSymmetries()(puzzles[index], solutions[index], generator)[1]
-    found = learn_groups(boards[:500] - 1, 9, steps=40)
-    assert found == sorted(unit.tolist() for unit in units())
 
 
 # The board solver: its formula, its symmetries, its gradients, its solves.
@@ -326,26 +292,6 @@ def test_guesses_are_taken_only_where_they_agree_with_the_groups(trained: Any) -
 
 
 SOLVED_BOARD = "".join(str(digit) for digit in unique_puzzles(1, 0)[1][0].tolist())
-
-
-def test_boards_are_read_and_answered_in_the_shape_they_have() -> None:
-    model = solver(UNITS, cells=81, colours=9).float()
-    text = SOLVED_BOARD[:-1] + "."
-    board = torch.tensor([int(sign) for sign in SOLVED_BOARD[:-1] + "0"])
-    lines = "\n".join(" | ".join(text[k : k + 9]) for k in range(0, 81, 9))
-    forms: list[Any] = [text, text.replace(".", "0"), [text] * 2, board, board.view(9, 9)]
-    forms += [board[None], board.view(1, 9, 9).to(torch.uint8), f"{lines}\n", [lines, text]]
-    shapes = [(81,), (81,), (2, 81), (81,), (9, 9), (1, 81), (1, 9, 9), (81,), (2, 81)]
-    for form, shape in zip(forms, shapes, strict=True):
-        found = model.solve(form, max_steps=2, on_failure="ignore")
-        assert found.digits.shape == shape and found.digits.dtype == torch.int64
-        assert torch.equal(found.digits.view(-1, 81)[0, :80], board[:80])
-        assert found.value.shape == (found.digits.numel() // 81, 81, 9)
-    for wrong in (text[:80], "x" + text[1:], [text, text + "."]):
-        with pytest.raises(ValueError, match="puzzles"):
-            model.solve(wrong)
-    with pytest.raises(TypeError, match="puzzles"):
-        model.solve(board.tolist())
 
 
 def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torchdeq.loss import fp_correction
 
 import solvers
@@ -25,7 +24,6 @@ from implicit_attn.regularization import (
     correction_weights,
     dropout_seeds,
     fixed_point_correction,
-    remove_norm,
     states_at,
 )
 from solvers import Anderson, Implicit, OneStep, Phantom, Tolerance, Unrolled
@@ -146,21 +144,6 @@ def test_a_layer_that_contracts_and_its_gradients(norm: str) -> None:
         return DEQ.from_update(call, max_steps=200, **options)(x)
 
     assert torch.autograd.gradcheck(value, (original.detach().clone().requires_grad_(),))
-
-
-def test_weights_that_cannot_be_normed() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    apply_norm(model, only="0")
-    with pytest.raises(ValueError):
-        apply_norm(model)
-    assert not parametrize.is_parametrized(model[1])
-    tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError):
-        apply_norm(tied)
-    parametrize.register_parametrization(model[0], "weight", nn.Identity())
-    with pytest.raises(ValueError, match="weight"):
-        remove_norm(model)
 
 
 # The spectral radii of a model's equilibrium layers.
@@ -375,45 +358,6 @@ def test_within_an_energy() -> None:
     torch.manual_seed(9)
     (gradient,) = torch.autograd.grad(deq(x, mask)[:, :3].pow(2).sum(), x)
     assert float(gradient[:, 3:].abs().max()) == 0
-
-
-@pytest.mark.parametrize("adjoint", [EXACT["adjoint"], Phantom(2), OneStep()], ids=str)
-def test_transforms(adjoint: Any) -> None:
-    deq, x = layer(adjoint=adjoint), tokens()
-
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        torch.manual_seed(6)
-        return functional_call(deq, weights, (x,)).pow(2).sum()
-
-    weights = {name: p.detach().requires_grad_() for name, p in deq.named_parameters()}
-    expected = torch.autograd.grad(loss(weights, x), list(weights.values()))
-    plain = {name: p.detach() for name, p in weights.items()}
-    for one, other in zip(grad(loss)(plain, x).values(), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
-    different = vmap(lambda x: deq(x[None])[0], randomness="different")
-    same = x[:1].expand(3, -1, -1)
-    values = different(same)
-    assert not torch.allclose(values[0], values[1])
-    values = vmap(lambda x: deq(x[None])[0], randomness="same")(same)
-    torch.testing.assert_close(values[0], values[1])
-    with pytest.raises(RuntimeError, match="randomness"):
-        vmap(lambda x: deq(x[None])[0])(same)
-
-
-def test_the_penalty_and_the_radius_have_the_masks_of_the_solve() -> None:
-    deq, x = layer(Dropping(0.5)), tokens()
-    z = deq(x).detach()
-    cell: Any = deq.update.function  # type: ignore[union-attr]
-    last = cell.seen[-1]
-    penalty = deq.jacobian_penalty(z, x, samples=None)
-    assert torch.equal(cell.seen[-1], last)
-    torch.testing.assert_close(penalty, deq.jacobian_penalty(z, x, samples=None))
-    f, args = deq._equation(x, None, z)
-    image = f(z, *args)
-    torch.testing.assert_close(image, z, rtol=1e-9, atol=1e-9)
-    assert bool((deq.spectral_radius(z, x) < 1).all())
-    with pytest.raises(RuntimeError):
-        deq.jacobian_penalty(z[:2], x[:2])
 
 
 # Mistakes, by what the error says.

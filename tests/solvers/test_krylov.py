@@ -368,25 +368,6 @@ def test_products_that_are_not_finite(
     assert solution.converged[others].all()
 
 
-@ALL
-def test_half_precision(solver: LinearSolver) -> None:
-    dtype, rtol, scale = torch.float16, 4e-3, 2.0**9
-    matrix = matrices("definite", condition=3.0).to(dtype)
-    right = (right_sides() * scale).to(dtype)
-    seen = set()
-
-    def product(vectors: Tensor, matrix: Tensor) -> Tensor:
-        seen.add(vectors.dtype)
-        return multiply(vectors.float(), matrix.float()).to(vectors.dtype)
-
-    solution = solve_linear(product, right, solver=solver, tolerance=rtol, args=(matrix,))
-    assert seen == {dtype}
-    assert solution.value.dtype == dtype
-    assert solution.residual.dtype == torch.float32
-    assert solution.converged.all()
-    assert (true_residual(matrix, right, solution) <= 1.5 * rtol).all()
-
-
 @pytest.mark.defect("A21")
 @pytest.mark.parametrize("record", [False, True], ids=["engine", "loop"])
 def test_the_residual_of_a_singular_system_is_the_true_one_after_a_restart(record: bool) -> None:

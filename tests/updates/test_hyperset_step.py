@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import HyperSET
-from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
+from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer
 from implicit_attn.updates.hyperset import DESCENTS, Descent, build_step_sizes, sinusoids
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
@@ -156,52 +156,6 @@ def test_the_network_starts_at_its_initial_step(kind: str) -> None:
         moved.append(not torch.equal(layer.attention.projection.weight, before))
     assert moved == [False, True]
     assert not torch.equal(layer(z, z, 1), z)
-
-
-@pytest.mark.parametrize("source", ["state", "input"])
-def test_what_the_network_looks_at(source: str) -> None:
-    """Time, and the direction of its own tokens: neither their size nor the other tokens."""
-    torch.manual_seed(0)
-    sizes = ConditionedStepSizes(DIM, source, time_dim=16).double()
-    torch.nn.init.normal_(sizes.last.weight)
-    z, x0 = tokens(1), tokens(2)
-
-    def steps(z: Tensor, x0: Tensor, t: float = 3.0) -> Tensor:
-        return torch.cat(sizes(z, sizes.prepare(x0, torch.tensor([t])), 0), -1)
-
-    base = steps(z, x0)
-    assert not torch.allclose(steps(z, x0, 4.0), base, atol=1e-2)
-    assert torch.allclose(steps(z, x0, 3.0 + 1e-6), base, atol=1e-4)  # smooth in time
-    other = tokens(3)
-    changed_z, changed_x = steps(other, x0), steps(z, other)
-    assert torch.equal(changed_x if source == "state" else changed_z, base)
-    assert not torch.allclose(changed_z if source == "state" else changed_x, base, atol=1e-2)
-    scaled = steps(5.0 * z, 5.0 * x0)
-    assert torch.allclose(scaled, base, atol=1e-4)
-    one = z.clone(), x0.clone()
-    for tensor in one:
-        tensor[:, 0] += 1.0
-    assert torch.equal(steps(*one)[:, 1:], base[:, 1:])
-    assert not torch.equal(steps(*one)[:, 0], base[:, 0])
-
-
-def test_low_rank_deltas() -> None:
-    torch.manual_seed(0)
-    deltas = LowRankDeltas(40, 30, 3, 5, scale=4.0)
-    weight = torch.randn(40, 30)
-    for index in range(5):
-        expected = weight + 4.0 * deltas.left[index] @ deltas.right[index]
-        assert torch.allclose(deltas(weight, index), expected, atol=1e-6)
-        change = deltas(weight, index) - weight
-        assert torch.linalg.matrix_rank(change, rtol=1e-3) == 3
-    assert torch.equal(deltas(weight, 11), deltas(weight, 4))
-    assert sum(p.numel() for p in deltas.parameters()) == 5 * 3 * (40 + 30)
-    for width in (2, 6):  # heads whose features are fewer or more than d
-        layer, x = build(lora_rank=2, iterations=3, head_dim=width, step_size="fixed"), tokens()
-        assert layer.attention_deltas.left.shape == (3, HEADS * width, 2)
-        assert not torch.allclose(layer(x, x, 1), layer(x, x, 2))
-    for parameter in deltas.parameters():
-        assert 0.018 < parameter.std() < 0.022 and parameter.mean().abs() < 0.004
 
 
 def official(**options: Any) -> HyperSET:

@@ -131,7 +131,6 @@ def test_without_correction_the_response_is_linear() -> None:
 
 WIDE = 6
 SEEN = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 5])
-HIDDEN = ~SEEN.unsqueeze(-1)
 each_head = pytest.mark.parametrize("heads", [3])
 
 
@@ -158,25 +157,6 @@ def test_formula_of_couplings(heads: int, correction: str | None) -> None:
     torch.testing.assert_close(update(z, x), expected, rtol=1e-12, atol=1e-12)
     prepared = update.prepare(x)
     torch.testing.assert_close(update(z, prepared), expected, rtol=1e-12, atol=1e-12)
-
-
-@each_head
-def test_rows_of_the_couplings_share_the_strength(heads: int) -> None:
-    _, x = pair(WIDE)
-    for own in (True, False):
-        update = attention(heads, strength=0.7, self_coupling=own)
-        couplings = update.couplings(x)
-        assert couplings.shape == (3, heads, SITES, SITES)
-        torch.testing.assert_close(couplings.sum(-1), torch.full_like(couplings[..., 0], 0.7))
-        diagonal = couplings.diagonal(dim1=-2, dim2=-1)
-        assert (diagonal > 0).all() if own else (diagonal == 0).all()
-        masked = update.couplings(x.masked_fill(HIDDEN, torch.nan), mask=SEEN)
-        pairs = (SEEN[:, None, :, None] & SEEN[:, None, None, :]).expand_as(masked)
-        assert (masked[~pairs] == 0).all()
-        torch.testing.assert_close(masked[0], couplings[0])
-        keep = SEEN[1]
-        alone = update.couplings(x[1:2, keep])
-        torch.testing.assert_close(masked[1][:, keep][:, :, keep], alone[0])
 
 
 def test_a_layer_computes_the_couplings_once_with_all_their_gradients() -> None:
@@ -332,16 +312,6 @@ def test_masked_tokens_influence_none_and_keep_their_state(closure: str) -> None
     torch.testing.assert_close(z[1, open_tokens], layer(x[1:2, open_tokens])[0])
     changed = torch.where(SEEN.unsqueeze(-1), x, torch.nan_to_num(x * 7 + 1))
     torch.testing.assert_close(layer(changed, SEEN)[SEEN], z[SEEN])
-
-
-def test_causal_tokens_do_not_see_the_next() -> None:
-    layer, x = DEQ(kinetic(causal=True), **CLOSE), tokens()
-    z = layer(x)
-    later = x.clone()
-    later[:, 3:] += 1
-    torch.testing.assert_close(layer(later)[:, :3], z[:, :3])
-    torch.testing.assert_close(layer(x[:, :3]), z[:, :3])
-    assert not torch.allclose(layer(later)[:, 3:], z[:, 3:])
 
 
 @pytest.mark.parametrize("closure", CLOSURES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases.spin_models import (
@@ -30,7 +30,6 @@ from solvers import (
     SolveError,
     SolveWarning,
     SphericalSite,
-    SpinState,
     Status,
     Tolerance,
     adaptive_tap,
@@ -302,31 +301,6 @@ def test_first_and_second_derivatives(name: str) -> None:
     assert gradgradcheck(solve, (raw, x), fast_mode=True, atol=1e-4)
 
 
-class Biased(Site):
-    """Ising sites with a learned bias and moment, known by log Z alone."""
-
-    def __init__(self, bias: Tensor) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(bias)
-
-    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
-        return nn.functional.softplus(2 * (field + self.bias)).sum(-1) - field.sum(-1)
-
-
-def test_gradients_reach_the_parameters_of_a_users_site() -> None:
-    random = generator(2)
-    blocks, x = couplings(3, 1, 0.4, random), fields(2, 3, 1, random)
-    site = Biased(torch.tensor(0.3, dtype=F64))
-    value = adaptive_tap(blocks, x, site=site, **TIGHT).value
-    (got,) = torch.autograd.grad(value.mean.sum(), site.bias)
-    # The bias is a uniform field, so its gradient is the fields' summed up.
-    x.requires_grad_()
-    shifted = adaptive_tap(blocks, x + 0.3, site=IsingSite(), **TIGHT).value
-    torch.testing.assert_close(value.mean, shifted.mean)
-    (wanted,) = torch.autograd.grad(shifted.mean.sum(), x)
-    torch.testing.assert_close(got, wanted.sum())
-
-
 TIGHT_FREE_ENERGY: dict[str, Any] = {"tolerance": 1e-13, "max_steps": 400}
 SITES_FREE_ENERGY: dict[str, tuple[Site, int]] = {
     "ising": (IsingSite(), 1),
@@ -389,20 +363,6 @@ def test_second_order_is_plefkas_expansion() -> None:
 
 
 # --- warm starts, clamped sites, annealing ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "order"), [("potts", "adaptive"), ("gaussian", "second")])
-def test_a_warm_start_saves_evaluations(name: str, order: str) -> None:
-    site, dim = SITES_FREE_ENERGY[name]
-    blocks, x = model(dim, 0.5)
-    cold = adaptive_tap(blocks, x, site=site, order=order)
-    near = adaptive_tap(blocks, x + 1e-4, site=site, order=order).value
-    for start in (near, SpinState(near.mean, near.cavity_variance)):
-        warm = adaptive_tap(blocks, x, site=site, order=order, start=start)
-        assert warm.converged.all()
-        if name == "potts" or order != "adaptive":  # else one Newton step, from anywhere
-            assert (warm.evaluations < cold.evaluations).all()
-        torch.testing.assert_close(warm.value.mean, cold.value.mean, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize(

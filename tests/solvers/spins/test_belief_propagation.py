@@ -85,23 +85,6 @@ def test_samples_do_not_depend_on_their_batch() -> None:
     assert bool(whole.evaluations[0] == alone.evaluations[0])
 
 
-def test_strong_couplings_and_low_precision() -> None:
-    """Weights beyond the range of the dtype are added in logarithms."""
-    random = generator(8)
-    listed, blocks = pair_list(TREE, 3, 400.0, random)
-    field = fields(2, 5, 3, random, scale=100.0)
-    exact = enumerated(dense(listed, blocks, 5), field)
-    found = belief_propagation(blocks, field, edges=listed, damping=1.0, **ALL)
-    close(found.value.log_partition, exact.log_partition, 1e-9)
-    close(found.value.mean, exact.mean)
-    half = belief_propagation(
-        blocks.half(), field.half(), edges=listed, damping=1.0, log_partition=True
-    )
-    assert half.value.mean.dtype == torch.float16
-    assert half.value.log_partition.dtype == torch.float32
-    close(half.value.log_partition.double(), exact.log_partition, 2.0)
-
-
 INF = torch.inf
 
 

@@ -180,24 +180,6 @@ def test_gradients_of_a_step(site: Site, dim: int, closure: str) -> None:
     assert torch.autograd.gradcheck(step, (mean, field, j), atol=1e-6, rtol=1e-4)
 
 
-class Other(Site):
-    """A site that the closures do not know."""
-
-    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
-        return field.square().sum(-1) / 2
-
-
-def test_a_site_of_ones_own_has_the_naive_closure() -> None:
-    mean, field = means_and_fields(LARGE, 3)
-    j = couplings("numbers")
-    torch.testing.assert_close(
-        kinetic_step(mean, field, j, site=Other(), closure="naive"), field + j @ mean
-    )
-    for closure in ("gaussian", "tap"):
-        with pytest.raises(ValueError, match="closure"):
-            kinetic_step(mean, field, j, site=Other(), closure=closure)
-
-
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mean": torch.zeros(2, 4)}, ValueError, "mean"),
     ({"couplings": torch.zeros(3, 3)}, ValueError, "couplings"),

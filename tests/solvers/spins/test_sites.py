@@ -248,23 +248,6 @@ def test_derivatives_of_any_order_by_the_field(scale: float) -> None:
     torch.testing.assert_close(slope, site.mean(field, nothing(field)), rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_the_variance_along_a_strong_field_keeps_its_digits(dtype: torch.dtype) -> None:
-    """It falls as ``1 / (2 r^2)`` beside ``1 / r`` across: relative to the sphere, in double."""
-    size = torch.tensor([0.5, 5.4, 5.6, 19.9, 20.1, 1e2, 1e3, 1e4, 1e5], dtype=dtype)
-    field = torch.stack([size, torch.zeros_like(size)], -1).unsqueeze(0)
-    wide = field.double()
-    wanted = SphericalSite(1.0).covariance(wide, torch.zeros(1, 9, 2, 2, dtype=F64))[0]
-    wanted[7:, 0, 0] = 0.5 / size[7:].double() ** 2 * (1 + 0.5 / size[7:] + 0.75 / size[7:] ** 2)
-    site, rtol = TorusSite(), 1e-11 if dtype == F64 else 2e-5
-    found = site.covariance(field, nothing(field))[0].double()
-    torch.testing.assert_close(found, wanted, rtol=rtol, atol=0)
-    field = field.requires_grad_()
-    mean = site.mean(field, nothing(field))
-    (along,) = torch.autograd.grad(mean[..., 0].sum(), field)
-    torch.testing.assert_close(along[0, :, 0].double(), wanted[:, 0, 0], rtol=rtol, atol=0)
-
-
 CHAINS = 4_000
 ERRORS = 4.5  # standard errors of a mean that are allowed
 
@@ -318,15 +301,6 @@ def test_potts_sites_against_enumeration(site: Site) -> None:
     field = fields(1, 4, 3, generator(1))[0]
     exact = enumerate_moments(potts_states(4, 3), blocks, field)
     assert_moments(sample(blocks, field, site).flatten(1), *exact)
-
-
-def test_two_coupled_spheres() -> None:
-    blocks = torch.zeros(2, 2, 3, 3, dtype=F64)
-    blocks[0, 1] = blocks[1, 0] = 0.5 * torch.eye(3, dtype=F64)
-    spins = sample(blocks, torch.zeros(2, 3, dtype=F64), SphericalSite(), sweeps=40)
-    cosine = (spins[:, 0] * spins[:, 1]).sum(-1) / 3
-    wanted = 1 / math.tanh(1.5) - 1 / 1.5  # Langevin's function of K |S|^2
-    assert (cosine.mean() - wanted).abs() < ERRORS * cosine.std() / math.sqrt(CHAINS)
 
 
 @pytest.mark.parametrize("site", [PottsSite(), OtherPotts()], ids=["looked up", "multiplied"])
