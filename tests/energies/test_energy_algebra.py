@@ -31,7 +31,6 @@ from implicit_attn.energies import (
     SoftmaxAttention,
     SoftmaxFeedForward,
     Sum,
-    Weighted,
     check_energy,
 )
 
@@ -78,23 +77,6 @@ def test_sums_and_weights(parts: list[Energy], z: Tensor, x: Tensor, record: boo
         assert_combination(Sum([a]), [1], [a], z, x)
         weight = nn.Parameter(torch.tensor(-0.7, dtype=torch.float64))
         assert_combination(weight * a + b * weight + c, [-0.7, -0.7, 1], parts, z, x)
-
-
-def test_weighted(parts: list[Energy], z: Tensor, x: Tensor) -> None:
-    a, b, c = parts
-    for initial in (1e-3, 0.2, 30.0):
-        assert a.weighted(initial).factor().item() == pytest.approx(initial, rel=1e-5)
-        bounded = a.weighted(initial, maximum=40.0)
-        assert bounded.factor().item() == pytest.approx(initial, rel=1e-5)
-        for raw in (-30.0, 30.0):
-            with torch.no_grad():
-                bounded.raw.fill_(raw)
-            assert 0 < bounded.factor() <= 40.0
-    energy = (a.weighted(0.2) + b.weighted(0.3, maximum=1.0) + c).double()
-    assert_combination(energy, [0.2, 0.3, 1.0], parts, z, x)
-    weights = [term.raw for term in energy.terms if isinstance(term, Weighted)]
-    for gradient in torch.autograd.grad(energy.grad(z, x).square().sum(), weights):
-        assert gradient.abs() > 0
 
 
 def test_select_from_dict_and_tuple(z: Tensor, x: Tensor) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from cases.energies import NORMS, relative_error
@@ -23,6 +22,7 @@ from implicit_attn.energies import (
     LinearAttention,
     Quadratic,
     ReLUFeedForward,
+    RowSoftmaxAttention,
     ScoreAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
@@ -326,22 +326,6 @@ def test_heads_of_different_temperature_add_up(kind: str) -> None:
     assert product.norm() <= 1e-12 * energy.hvp(z, x, x).norm()
 
 
-@each_class
-def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> None:
-    z, x, _ = paired_state()
-    for beta in (None, 0.7, BETAS):
-        plain = build(kind, head_dim=3, beta=beta)
-        learned = build(kind, head_dim=3, beta=beta, learned_beta=True)
-        # raw is made in float32
-        assert relative_error(learned.grad(z, x), plain.grad(z, x)) <= 1e-6
-        assert set(learned.state_dict()) - set(plain.state_dict()) == {"temperatures.raw"}
-    raw = learned.temperatures.raw
-    assert gradcheck(lambda _: (learned(z, x), learned.grad(z, x), learned.hvp(z, x, x)), raw)
-    with torch.no_grad():
-        raw.fill_(-20.0)
-    assert (learned.beta > 0).all() and learned.grad(z, x).isfinite().all()
-
-
 UNITS = 6  # hidden units
 
 
@@ -430,3 +414,19 @@ def test_inputs_that_do_not_fit() -> None:
         memory("relu", gates=True)
     with pytest.raises(ValueError, match="gates"):
         memory("softmax", gates=True, context_dim=3)
+
+
+def test_the_step_of_rows_takes_pairs_too() -> None:
+    torch.manual_seed(3)
+    energy = RowSoftmaxAttention(WIDE, PAIR_HEADS, norm=None, beta=(0.4, 0.9)).double()
+    z = paired_state()[0]
+    pairs, bias = pattern("bisoftmax", "sample")
+    mask = torch.tensor([[True] * TOKENS, [True, True, False, True], [True] * TOKENS])
+    y = energy.features(z, mask=mask)
+    scores = torch.tensor([0.4, 0.9], dtype=y.dtype).view(2, 1, 1) * (y @ y.mT) + bias[:, None]
+    allowed = pairs[:, None] & mask[:, None, None] & mask[:, None, :, None]
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
+    x = AttentionInput(pairs=pairs, pair_bias=bias)
+    found = energy.straight_gradient(z, mask=mask, x=x)
+    assert relative_error(found, expected.masked_fill(~mask.unsqueeze(-1), 0.0)) <= 1e-12

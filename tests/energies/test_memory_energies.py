@@ -103,56 +103,6 @@ def test_softmax_attention_is_such_an_energy() -> None:
         torch.testing.assert_close(found, right, **EXACT)
 
 
-FREE_DIM, FREE_HEADS, FREE_WIDTH = 6, 2, 3
-
-
-def make(kind: str, seed: int = 0, heads: int = FREE_HEADS, **options: object) -> SoftmaxAttention:
-    torch.manual_seed(seed)
-    options = {"energy": kind, "cross": True, "norm": None, "beta": 0.7} | options
-    return SoftmaxAttention(FREE_DIM, heads, head_dim=FREE_WIDTH, **options).double()  # type: ignore[arg-type]
-
-
-def drawn(seed: int, queries: int = 1, keys: int = 5) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(1, queries, FREE_DIM, generator=generator, dtype=torch.float64)
-    return z, torch.randn(1, keys, FREE_DIM, generator=generator, dtype=torch.float64)
-
-
-def single(kind: str, beta: float, keys: Tensor) -> tuple[SoftmaxAttention, Tensor]:
-    """One head whose queries are the tokens themselves, and whose keys are ``keys`` (M, p)."""
-    width = keys.shape[1]
-    energy = SoftmaxAttention(width, 1, energy=kind, cross=True, norm=None, beta=beta).double()
-    with torch.no_grad():
-        energy.query.weight.copy_(torch.eye(width))
-        energy.key.weight.copy_(torch.eye(width))
-    return energy, keys[None]
-
-
-@pytest.mark.parametrize(("kind", "eta"), [("inner", 1.0), ("inner", 1000.0), ("elastic", 1.9)])
-def test_how_far_a_gradient_step_descends(kind: str, eta: float) -> None:
-    """Inner: at least ``eta |g|^2`` for every eta; elastic: ``eta (1 - eta L / 2) |g|^2``.
-
-    L is the largest eigenvalue of ``sum_h W_h^T W_h``: one where the queries are the tokens.
-    """
-    for seed in range(6):
-        if seed % 2:
-            generator = torch.Generator().manual_seed(seed)
-            keys = torch.randn(5, FREE_DIM, generator=generator, dtype=torch.float64)
-            energy, x = single(kind, 0.7, keys)
-        else:
-            energy = make(kind, seed)
-            if kind == "elastic":
-                with torch.no_grad():
-                    energy.query.weight /= torch.linalg.matrix_norm(energy.query.weight, ord=2)
-            _, x = drawn(seed)
-        z, _ = drawn(seed)
-        value, gradient = energy.value_and_grad(z, x)
-        promised = eta if kind == "inner" else eta * (1.0 - 0.5 * eta)
-        lower = energy(z - eta * gradient, x)
-        slack = 1e-9 * value.abs().clamp_min(1.0)
-        assert (lower <= value - promised * gradient.square().sum() + slack).all()
-
-
 BETA = 1.7
 each_temperature = pytest.mark.parametrize("cooling", [1, 2])
 
@@ -221,22 +171,6 @@ def test_equals_the_sum_over_hidden_units(name: str) -> None:
     full = EffectiveRBM(weights, name, visible="normal", bias=bias)
     extra = 0.5 * v.square().sum(1) - v @ bias
     assert (full(v) - summed_out(weights, v, name) - extra).abs().max() <= 1e-12
-
-
-def test_vector_units_equal_their_sums() -> None:
-    """One-hot units by enumeration; units on a sphere in three dimensions, Archimedes' integral."""
-    weights, v = draw(2, 3, VISIBLE_DIM), draw(16, VISIBLE_DIM, seed=1)
-    fields = torch.einsum("ukd,bd->buk", weights, v)
-    states = itertools.product(torch.eye(3).double(), repeat=2)
-    joint = [sum(fields[:, u] @ h for u, h in enumerate(state)) for state in states]
-    enumerated = -torch.logsumexp(torch.stack(joint), 0) + math.log(9)  # type: ignore[arg-type]
-    assert (EffectiveRBM(weights, "one-hot")(v) - enumerated).abs().max() <= 1e-12
-
-    cosine, mass = (torch.from_numpy(t) for t in np.polynomial.legendre.leggauss(60))
-    length = 1.5 * fields.norm(dim=-1, keepdim=True)
-    on_sphere = -((length * cosine).exp() * mass / 2).sum(-1).log().sum(-1)
-    energy = EffectiveRBM(weights, SphericalSite(radius=1.5))
-    assert (energy(v) - on_sphere).abs().max() <= 1e-12
 
 
 def test_equals_the_energies_that_have_a_name() -> None:

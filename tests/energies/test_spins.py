@@ -545,3 +545,16 @@ def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
     torch.testing.assert_close(circles, (pairs / pairs.norm(dim=-1, keepdim=True)).flatten(-2))
     free = BareAttentionStep(energy, gamma=gamma, radius=None)
     torch.testing.assert_close(free(z), mixed)
+
+
+@pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
+def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
+    energy, draws = made(3, dim, size=1.2, site=site), 4000
+    z = site.sample(torch.zeros(1, 3, dim, dtype=F64), seeded(5))
+    mixture = energy.conditionals(z.expand(draws, 3, dim))
+    drawn = mixture.sample(seeded(6))
+    error = drawn.mean(0) - energy.conditionals(z).mean()[0]
+    assert (error.abs() <= 4 * drawn.std(0) / draws**0.5 + 1e-12).all()
+    assert drawn.std(0).max() > 0.1
+    if dim == 4:
+        torch.testing.assert_close(drawn.square().sum(-1), torch.full((draws, 3), 2.0, dtype=F64))

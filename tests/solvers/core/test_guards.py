@@ -99,7 +99,7 @@ class Around(nn.Module):
         return 0.3 * torch.tanh(self.inner(z)) + x
 
 
-NAMES = ["rrelu", "attention", "batch_norm", "instance_norm", "dropout"]
+NAMES = ["rrelu", "attention", "batch_norm", "batch_alone", "instance_norm", "dropout"]
 
 
 def module_named(name: str) -> nn.Module:
@@ -108,6 +108,7 @@ def module_named(name: str) -> nn.Module:
     inner = {
         "rrelu": nn.RReLU(),
         "batch_norm": nn.BatchNorm1d(3),
+        "batch_alone": nn.BatchNorm1d(3, track_running_stats=False),
         "instance_norm": nn.InstanceNorm1d(3, track_running_stats=True),
         "dropout": nn.Dropout(0.3),
     }[name]
