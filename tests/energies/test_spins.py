@@ -31,7 +31,7 @@ from implicit_attn.energies import (
 )
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.updates import BareAttentionStep
-from solvers import Implicit, Tolerance, TorusSite
+from solvers import Implicit, IsingSite, PottsSite, Tolerance, TorusSite
 
 LAGRANGIANS = [
     IdentityLagrangian(),
