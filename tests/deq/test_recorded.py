@@ -92,7 +92,7 @@ def test_layers(name: str, masked: bool, made: list[Any]) -> None:
     assert len(made) == 1
 
 
-def test_what_is_recorded_anew(made: list[Any]) -> None:
+def test_which_changes_record_a_solve_again(made: list[Any]) -> None:
     layer: Any = make("update")
     x = tokens()
     layer.compile()
@@ -157,7 +157,9 @@ OUTSIDE = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=True)
     ],
     ids=["host read", "data shape", "random", "closure"],
 )
-def test_what_cannot_be_recorded_is_solved_by_the_ordinary_loop(function: Any, named: str) -> None:
+def test_a_map_that_cannot_be_recorded_is_solved_by_the_ordinary_loop(
+    function: Any, named: str
+) -> None:
     layer, x = DEQ.from_update(function), tokens(2, 3, 4)
     given = [x.requires_grad_(), OUTSIDE]
     expected = layer(x)

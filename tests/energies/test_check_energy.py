@@ -116,7 +116,7 @@ detached = gradient(lambda e, t, z, x: z + e.a * t.detach())
 counts = density(lambda e, d, z, x: d + 0 * e.calls.add_(1))
 
 
-def test_a_right_one_passes_every_check() -> None:
+def test_a_correct_energy_passes_every_check() -> None:
     report = check_energy(Right(), STATE, INPUT, mask=MASK, strict=True)
     assert [finding.check for finding in report.findings] == list(CHECKS)
     assert [f.check for f in report.findings if f.passed is None] == ["concave"]

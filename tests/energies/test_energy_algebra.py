@@ -246,7 +246,7 @@ def test_they_are_sound_alone_and_in_sums(factory: type[Energy]) -> None:
 @pytest.mark.parametrize(
     "module", [Well(), Alone(), Well() + Quadratic(), 2 * Well(), Shrink(), Cosine()]
 )
-def test_a_mask_that_is_not_taken_raises(module: Any) -> None:
+def test_a_mask_for_an_energy_without_masks_raises(module: Any) -> None:
     words = r"\.forward takes no mask, so masked tokens would influence it; .*\(3, 4\)"
     with pytest.raises(ValueError, match=words):
         DEQ(module)(X, MASK)

@@ -64,7 +64,7 @@ def cut(x: Tensor | None, *index: Any) -> Tensor | None:
     *(pytest.param(case, "holes", id=case.id) for case in ENERGIES),
     *(pytest.param(case, "no-mask", id=f"{case.id}-no-mask") for case in ENERGIES if case.id in FAMILIES),
 ])  # fmt: skip
-def test_an_energy_is_sound(case: EnergyCase, mask_name: str) -> None:
+def test_an_energy_passes_check_energy(case: EnergyCase, mask_name: str) -> None:
     """Closed forms against autograd in float64, symmetry, samples, masks, inputs left alone, dtypes."""
     z, x = tokens(case)
     report = check_energy(build(case), z, x, mask=masks()[mask_name], tolerance=1e-9, strict=True)
@@ -74,7 +74,7 @@ def test_an_energy_is_sound(case: EnergyCase, mask_name: str) -> None:
 
 
 @each_energy
-def test_a_masked_sample_is_the_sample_without_those_tokens(case: EnergyCase) -> None:
+def test_a_masked_sample_equals_the_sample_without_those_tokens(case: EnergyCase) -> None:
     energy, (z, x) = build(case), tokens(case)
     v = torch.flip(z, (0, 1))
     value, gradient = energy.value_and_grad(z, x, mask=HOLES)
@@ -383,7 +383,7 @@ TURNS = [(name, list(METHODS)[k % len(METHODS)]) for k, name in enumerate(FAMILI
 
 
 @pytest.mark.parametrize(("name", "method"), TURNS)
-def test_energies_fall_and_the_end_is_honest(name: str, method: str) -> None:
+def test_energies_fall_and_the_reported_residual_is_true(name: str, method: str) -> None:
     case = next(case for case in ENERGIES if case.id == name)
     solution, step = solve(case, METHODS[method])
     z, x = tokens(case)

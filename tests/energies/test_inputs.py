@@ -85,7 +85,7 @@ def joined(energy: Any) -> Any:
 
 @pytest.mark.parametrize("masked", [True])
 @each_self
-def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) -> None:
+def test_the_input_acts_as_a_fixed_part_of_the_state(kind: str, masked: bool) -> None:
     """``norm(W z + P x + b)`` are the features of ``(z, x)`` under ``(W, P)``: so are the gradients."""
     energy, (z, x, _) = make(kind), state()
     mask = torch.tensor([[True, False, True], [False] * N]) if masked else None
@@ -249,7 +249,7 @@ def test_derivatives_with_pairs_of_the_input(kind: str, masked: bool) -> None:
 
 
 @each_kind
-def test_what_stands_at_excluded_pairs_is_never_used(kind: str) -> None:
+def test_biases_of_excluded_pairs_are_never_read(kind: str) -> None:
     energy, (z, v, memory) = build(kind), paired_state()
     pairs, bias = pattern(kind, "sample")
     bias = bias.requires_grad_()

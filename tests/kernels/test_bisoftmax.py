@@ -82,7 +82,7 @@ each_backend = pytest.mark.parametrize("backend", ["reference", "blocks", "auto"
 
 @each_backend
 @pytest.mark.parametrize(("limit", "kind"), [(None, torch.float32), (40.0, torch.bfloat16)])
-def test_autocast_has_no_say(backend: str, limit: float | None, kind: torch.dtype) -> None:
+def test_autocast_changes_no_result(backend: str, limit: float | None, kind: torch.dtype) -> None:
     z, v = (t.to(kind) for t in states(count=33))
     results = []
     for enabled in (True, False):
@@ -103,7 +103,9 @@ def test_autocast_has_no_say(backend: str, limit: float | None, kind: torch.dtyp
 
 @each_backend
 @pytest.mark.parametrize(("mask", "causal"), [(None, False), (MASKS["empty"], True)])
-def test_a_given_lse_is_no_constant(backend: str, mask: Tensor | None, causal: bool) -> None:
+def test_derivatives_do_not_treat_a_given_lse_as_constant(
+    backend: str, mask: Tensor | None, causal: bool
+) -> None:
     """Derivatives of the product by z are total, whoever computed the lse and with what graph."""
     z, v = (t.requires_grad_() for t in states())
     direction = torch.roll(v.detach(), 1)

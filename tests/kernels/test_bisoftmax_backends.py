@@ -299,7 +299,7 @@ def test_the_automatic_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_cpp
-def test_what_it_does_not_take() -> None:
+def test_the_native_kernel_refuses_unsupported_inputs() -> None:
     wide = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
     for z in (wide, torch.zeros(1, 1, 4, 129), torch.zeros(1, 1, 4, 4, device="meta")):
         for call in (bisoftmax, explain):

@@ -97,7 +97,7 @@ def test_a_tensor_beta_keeps_the_dtype_and_may_have_one_element_only() -> None:
         for tokens, options in ((9, {}), (130, {"limit": 60.0}), (9, {"causal": True}))
     ],
 )
-def test_cotangents_of_masked_tokens_go_nowhere(
+def test_cotangents_of_masked_tokens_are_ignored(
     backend: str, tokens: int, options: dict[str, Any], of: str
 ) -> None:
     z = (0.3 * randn(2, 1, tokens, 4)).float().to(DEVICE).requires_grad_()

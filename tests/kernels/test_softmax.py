@@ -233,7 +233,7 @@ def test_bad_pairs() -> None:
 
 
 @pytest.mark.parametrize(("given", "causal"), [("none", True), ("both", False), ("pairs", True)])
-def test_cotangents_at_masked_tokens_go_no_further(given: str, causal: bool) -> None:
+def test_cotangents_of_masked_tokens_do_not_reach_the_inputs(given: str, causal: bool) -> None:
     """They may be NaN: nothing has to be asked about a token that is not there."""
     z, v, pairs, bias = tokens_and_pairs()
     parts = {"pairs": ("pairs",), "bias": ("bias",), "both": ("pairs", "bias")}.get(given, ())

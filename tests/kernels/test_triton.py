@@ -191,7 +191,7 @@ EVERY = torch.ones(2, 130, dtype=torch.bool, device=DEVICE)
     ({"v": ONES.to("meta")}, "v must be like z"),
     ({"lse": ONES[..., 0].to("meta")}, r"lse must have the shape .* on meta"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_named(change: dict[str, Any], message: str) -> None:
     given = {"z": ONES, "beta": 1.0, "backend": "triton", **change}
     with pytest.raises(ValueError, match=message):
         bisoftmax_hvp(**{"v": given["z"]} | given)

@@ -251,7 +251,7 @@ def seeded() -> Iterator[None]:
         yield
 
 
-def test_one_mask_a_solve_and_sample() -> None:
+def test_dropout_draws_one_mask_for_each_solve_and_sample() -> None:
     cell = Dropping()
     deq, x = layer(cell), tokens(16)
     x[:8] *= 1e-3  # these leave the batch early

@@ -220,7 +220,9 @@ def gradients(make: Make, adjoint: Adjoint, order: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("adjoint", EXACT)
 @pytest.mark.parametrize("order", [1, 2])
-def test_every_way_in_gives_the_same_derivatives(make: Make, adjoint: Adjoint, order: int) -> None:
+def test_derivatives_agree_for_every_way_to_pass_a_tensor(
+    make: Make, adjoint: Adjoint, order: int
+) -> None:
     reference = gradients(through_args, EXACT[0], order)
     torch.testing.assert_close(gradients(make, adjoint, order), reference, rtol=1e-7, atol=1e-9)
 
@@ -280,7 +282,9 @@ def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> solvers.Sol
     (Descent(energy_states), None, False),
     (Descent(energy_states), Anderson(memory=3), True),
 ])  # fmt: skip
-def test_a_state_is_what_the_smaller_budget_returns(f: Any, solver: Any, compact: bool) -> None:
+def test_a_recorded_state_equals_the_value_of_a_shorter_solve(
+    f: Any, solver: Any, compact: bool
+) -> None:
     x = torch.cat([sample(20), 0 * sample(2)])
     at = [1, 5, 6, 30]
     whole = solve(f, x, solver=solver, compact=compact, states_at=at)
@@ -308,7 +312,9 @@ def test_unrolled_states_have_exact_gradients(checkpoint: bool) -> None:
     (Implicit(), 1, 1.0),
     (Implicit(states=Phantom(2)), 2, 1.0),
 ], ids=str)  # fmt: skip
-def test_the_others_iterate_from_the_state(adjoint: Any, number: int, damping: float) -> None:
+def test_phantom_and_one_step_gradients_iterate_from_the_state(
+    adjoint: Any, number: int, damping: float
+) -> None:
     x = sample().requires_grad_()
     found = solve(x=x, adjoint=adjoint, states_at=[2, 6])
     plain = solve(x=x.detach(), states_at=[2, 6])
@@ -348,7 +354,7 @@ def test_the_value_is_the_solution_where_phantom_steps_leave_the_domain(adjoint:
 
 
 @pytest.mark.defect("A5")
-def test_a_double_backward_does_not_see_what_autograd_did_not_save() -> None:
+def test_a_double_backward_uses_the_saved_value_of_a_changed_argument() -> None:
     """The graph of ``tanh(a + b)`` needs its value alone; f must not be evaluated at another b."""
     w, b = leaf(0.3, 0.5), leaf(0.2, -0.4).detach()
 
@@ -400,7 +406,7 @@ def test_checkpoints_of_parametrised_weights_give_the_unrolled_gradient() -> Non
 
 @pytest.mark.defect("A6")
 @pytest.mark.parametrize("name", ["original0", "shift", "x without gradient"])
-def test_checkpoints_raise_where_what_f_reads_has_changed(name: str) -> None:
+def test_checkpoints_raise_if_a_tensor_that_f_reads_has_changed(name: str) -> None:
     model, x = Model(), normal(4, 3).requires_grad_(name != "x without gradient")
     tensors = {
         "original0": model.linear.parametrizations["weight"].original0,  # type: ignore[index]
@@ -608,7 +614,7 @@ def third(adjoint: Adjoint) -> Tensor:
     return torch.autograd.grad(second.sum(), x)[0]
 
 
-def test_third_derivatives_raise_or_are_right() -> None:
+def test_third_derivatives_raise_for_implicit_and_work_unrolled() -> None:
     with pytest.raises(RuntimeError, match="Unrolled"):
         third(Implicit(tolerance=TIGHT_SOURCE))
     assert third(Unrolled()).isfinite().all()
@@ -684,7 +690,7 @@ def test_second_derivatives() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_what_is_not_possible_is_said() -> None:
+def test_unsupported_transforms_raise() -> None:
     x, unrolled, implicit = (
         normal(2, 4),
         Layer(Map(), adjoint=Unrolled()),
@@ -707,7 +713,7 @@ def test_what_is_not_possible_is_said() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("solver", [Anderson(memory=2)], ids=str)
-def test_an_unrolled_loop_is_that_outside(solver: Any) -> None:
+def test_unrolling_inside_a_transform_equals_unrolling_outside(solver: Any) -> None:
     """Values and gradients of the same evaluations, as no sample moves when it has converged."""
     plain, x = Map(), normal(3, 4)
     call: dict[str, Any] = {"adjoint": Unrolled(), "solver": solver, "max_steps": 40}

@@ -101,7 +101,7 @@ def test_the_method_is_anderson() -> None:
     torch.testing.assert_close(found.value, expected.value, rtol=1e-9, atol=1e-9)
 
 
-def test_rows_end_one_by_one_and_stay() -> None:
+def test_rows_of_a_recorded_solve_end_one_by_one() -> None:
     """Rows converge, diverge, meet NaN and infinity, and run out of steps, each on its own."""
     rates = torch.tensor([0.0, 0.3, 0.9, 1.0, 0.5, 0.5, 0.5], device=DEVICE)[:, None]
     x = torch.linspace(1, 2, 20, device=DEVICE).expand(7, 20).clone()

@@ -114,7 +114,7 @@ def test_several_eigenvalues(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dense", "arpack"])
-def test_samples_that_are_not_finite_are_said(method: str) -> None:
+def test_samples_without_finite_eigenvalues_are_named(method: str) -> None:
     z, matrix = problem(12, "contraction")
     matrix[1, 0, 0] = float("nan")
     with pytest.raises(SpectrumError, match=r"\[1\]") as got:
@@ -127,7 +127,7 @@ def test_samples_that_are_not_finite_are_said(method: str) -> None:
     spectrum(update, z, (matrix,), method=method, on_failure="ignore")
 
 
-def test_what_arpack_does_not_find_is_computed_or_said() -> None:
+def test_eigenvalues_that_arpack_misses_are_computed_densely_or_reported() -> None:
     """Eigenvalues on a circle, all of one magnitude: no Krylov space tells them apart in time."""
     z = torch.zeros(2, 100, dtype=torch.float64)
 

@@ -150,7 +150,7 @@ def test_difficult_samples_keep_their_status_and_budget(
         )
 
 
-def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_native_engine_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     own = native.function
     monkeypatch.setattr(native, "function", lambda *given: taken.append(given[1]) or own(*given))
@@ -166,7 +166,7 @@ def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(z, record=True) == solve(half) == solve(z, solver=Anderson(memory=65)) == 0
 
 
-def test_the_levels() -> None:
+def test_every_instruction_set_of_the_engine_gives_the_same_result() -> None:
     """Each library that this processor can run does the same; the best one is loaded."""
     best = native.engine()
     assert best is not None and f"engine_{native.levels()[0]}" in best._name

@@ -128,7 +128,7 @@ def test_the_zero_matrix(solver: LinearSolver, status: Status) -> None:
 
 
 @pytest.mark.parametrize("solver", [CG(), MINRES(), GMRES(restart=6)])
-def test_rounding_above_the_tolerance_stalls(solver: LinearSolver) -> None:
+def test_a_tolerance_below_rounding_stalls_a_linear_solve(solver: LinearSolver) -> None:
     matrix, right = matrices("definite").float(), right_sides().float()
     solution = solve_linear(
         multiply, right, solver=solver, tolerance=1e-12, max_steps=2000, args=(matrix,),
@@ -233,7 +233,7 @@ def assert_same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> None:
 
 
 @ALL
-def test_a_sample_does_not_notice_its_neighbours(solver: LinearSolver) -> None:
+def test_a_sample_does_not_depend_on_its_batch(solver: LinearSolver) -> None:
     matrix, right = mixed(20)
     together = solve(solver, matrix, right)
     assert together.converged.all()
@@ -288,7 +288,7 @@ def test_finished_samples_leave_the_batch(solver: LinearSolver) -> None:
     ("max_steps", "start", "dtype"),
     [(1, False, torch.float64), (3, True, torch.float32), (13, True, torch.float64)],
 )
-def test_the_step_cap_is_kept(
+def test_a_linear_solve_never_exceeds_max_steps(
     solver: LinearSolver, max_steps: int, start: bool, dtype: torch.dtype
 ) -> None:
     matrix, right = (t.to(dtype) for t in mixed(10))

@@ -220,7 +220,7 @@ STEEP = [(cosh, (5.3,), 12), (sum_of_squares(box_3d), (0.0, 10.0, 20.0), 48),
 
 @pytest.mark.defect("A13")
 @pytest.mark.parametrize(("energy", "start", "most"), STEEP)
-def test_a_first_trial_far_away_is_no_end(
+def test_lbfgs_recovers_from_a_first_trial_far_away(
     energy: Callable[[Tensor], Tensor], start: tuple[float, ...], most: int
 ) -> None:
     solution = minimise(energy, *start)
@@ -304,7 +304,7 @@ def test_an_energy_too_noisy_for_a_line_search_is_solved_by_plain_steps() -> Non
     assert (default.energy <= named.energy + 1e-4).all()
 
 
-def test_a_solver_that_was_named_is_left_alone() -> None:
+def test_a_named_solver_makes_no_second_attempt() -> None:
     z0, args = box()
     named, default = (attempt(projected_gradient, z0, args, solver=s) for s in (Anderson(), None))
     gave_up = named.status == Status.STALLED
@@ -373,7 +373,7 @@ def test_a_second_attempt_does_not_depend_on_the_batch(compact: bool) -> None:
             assert float((ends[0] - ends[1]).norm()) <= reach < 1e-3
 
 
-def test_what_cannot_be_solved_keeps_its_first_status() -> None:
+def test_a_failed_second_attempt_keeps_the_first_status() -> None:
     problem = make("runaway")
     solution = attempt(problem.f, problem.z0, problem.args, max_steps=200)
     assert not bool((solution.status == Status.CONVERGED).any())
@@ -394,7 +394,7 @@ def answer(problem: ZooProblem) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_problem_is_what_it_says(name: str) -> None:
+def test_the_answer_energy_and_symmetry_of_a_problem_are_right(name: str) -> None:
     """Its answer is a fixed point, each row is alone, energies and symmetries are those of the map."""
     problem = make(name)
     assert (problem.reference is None) == (problem.expect == "diverges")
@@ -435,7 +435,7 @@ UNSOLVED = {"fsolve_example", "penalty_2_4", "powell_badly_scaled"}
 @pytest.mark.parametrize(
     "problems", [MAPS, SYSTEMS, MINIMISERS], ids=["map", "system", "minimiser"]
 )
-def test_the_default_solves_textbook_problems_and_says_so(problems: list[Collected]) -> None:
+def test_the_default_solver_solves_textbook_problems(problems: list[Collected]) -> None:
     missed = set()
     for problem in problems:
         if problem.solution is not None:
@@ -563,7 +563,7 @@ def test_the_defaults_meet_a_tight_tolerance(solver: Solver) -> None:
         assert (relative <= 1.1e-11).all()
 
 
-def test_the_trace_and_the_callback_go_on() -> None:
+def test_the_trace_and_the_callback_cover_a_second_attempt() -> None:
     z0, args = hard_batch()
     seen: list[Progress] = []
     solution = attempt(steep, z0, args, record=True, callback=seen.append)

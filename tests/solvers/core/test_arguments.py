@@ -174,7 +174,7 @@ def test_masked_tokens_do_not_move_and_do_not_count(solver: str) -> None:
 
 
 @pytest.mark.defect("A19")
-def test_a_mask_spares_features_of_which_there_are_as_many_as_tokens() -> None:
+def test_a_mask_does_not_freeze_a_leaf_with_as_many_features_as_tokens() -> None:
     """A vector (B, N) beside tokens (B, N, d) counts whole, unless a mask of its own is given."""
     z0, x, mask = masked()
 
@@ -291,7 +291,7 @@ def test_a_solver_keeps_no_more_states_than_its_memory(
     assert peak <= 1.6 * most
 
 
-def test_nothing_stays_behind() -> None:
+def test_a_solve_leaves_no_reference_cycle() -> None:
     """No cycle keeps a solve alive: its tensors go with the solution."""
     before = weakref.WeakSet[Tensor]()
     gc.collect()
@@ -333,7 +333,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_class_or_its_name_stands_for_its_defaults(kind: Any) -> None:
+def test_a_class_or_its_name_means_its_default_options(kind: Any) -> None:
     """Of solvers, of adjoints, in a layer too, and of linear solvers wherever they are taken."""
     right = torch.ones(2, 3)
 
@@ -469,7 +469,7 @@ def test_a_closure_that_would_broadcast_is_explained() -> None:
         fixed_point(closing_over(x), torch.zeros_like(x), (scale,), tolerance=Tolerance(1e-8))
 
 
-def test_a_shape_that_changes_during_the_solve() -> None:
+def test_a_map_that_changes_its_shape_during_the_solve_is_refused() -> None:
     evaluations = 0
 
     def f(z: Tensor) -> Tensor:

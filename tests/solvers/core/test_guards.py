@@ -120,7 +120,7 @@ def module_named(name: str) -> nn.Module:
     ("name", "direct"),
     [*((name, True) for name in NAMES), ("batch_norm", False), ("dropout", False)],
 )
-def test_what_changes_at_every_evaluation_is_refused(name: str, direct: bool) -> None:
+def test_a_map_that_differs_between_evaluations_is_refused(name: str, direct: bool) -> None:
     x, module = torch.randn(2, 3, 4), module_named(name)
     with pytest.raises(ValueError):
         if direct:
@@ -139,7 +139,7 @@ def hidden_draws(z: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.defect("A11")
 @pytest.mark.parametrize("start", [0.0, 1.0])
 @pytest.mark.parametrize("f", [lambda z, x: F.dropout(0.5 * z, 0.5) + x, hidden_draws])
-def test_draws_that_the_start_hides_are_refused(f: Any, start: float) -> None:
+def test_random_draws_hidden_at_the_start_are_refused(f: Any, start: float) -> None:
     x = torch.ones(8, 5)
     with pytest.raises(ValueError):
         fixed_point(f, start * x, (x,))
@@ -194,7 +194,7 @@ def ways(norm: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "layer"), [*((way, False) for way in ways(nn.BatchNorm1d(4))), ("method", True)]
 )
-def test_a_norm_that_learns_is_found_wherever_it_is(way: str, layer: bool) -> None:
+def test_running_statistics_are_detected_wherever_the_norm_is_held(way: str, layer: bool) -> None:
     norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
     f = ways(norm)[way]
     before = {name: value.clone() for name, value in norm.state_dict().items()}
@@ -303,7 +303,7 @@ def test_a_failing_line_warns_once_and_is_named(name: str) -> None:
 
 
 @pytest.mark.defect("D8")
-def test_other_filters_keep_their_meaning() -> None:
+def test_warning_filters_keep_their_meaning() -> None:
     source = partial(layer_alone, a_layer())
     heard = heard_from(source, "always")
     assert len(heard) == 4

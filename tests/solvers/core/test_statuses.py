@@ -36,21 +36,21 @@ FAILURES = {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED, Status.NONFINITE}
 
 
 @pytest.mark.parametrize("solver", FEW)
-def test_a_map_without_fixed_point_is_never_called_solved(solver: str) -> None:
+def test_a_map_without_fixed_point_never_converges(solver: str) -> None:
     solution = solve(make("runaway"), solver, max_steps=200)
     assert set(solution.status.tolist()) <= FAILURES
     assert (solution.residual >= 1 / 3 - 1e-9).all()
 
 
 @pytest.mark.parametrize("solver", [Forward(), Broyden(), GradientDescent()])
-def test_a_solution_that_is_the_start_has_memory_of_its_own(solver: Solver) -> None:
+def test_a_solution_never_shares_memory_with_its_start(solver: Solver) -> None:
     start = torch.zeros(2, 3)
     fixed_point(lambda z: z / 2, start, solver=solver).value.add_(1.0)
     assert not start.any()
 
 
 @pytest.mark.parametrize("solver", ["forward", "gradient"])
-def test_plain_iterates_that_run_away_are_called_diverged_in_time(solver: str) -> None:
+def test_iterates_that_run_away_are_soon_reported_as_diverged(solver: str) -> None:
     solution = solve(make("runaway"), solver, max_steps=200)
     assert (solution.status == Status.DIVERGED).all()
     # they grow by 3/2 a step, and 1e6 = 1.5 ** 34
@@ -74,7 +74,7 @@ def test_a_start_where_f_is_nan_spoils_only_its_own_sample(solver: str, safeguar
 
 
 @pytest.mark.parametrize("solver", ["anderson", "broyden", "gradient_auto", "newton"])
-def test_a_transient_nan_is_stepped_back_from(solver: str) -> None:
+def test_a_step_into_nan_is_shortened(solver: str) -> None:
     problem = make("transient_nan")
     solution = solve(problem, solver, record=True)
     assert solution.converged.tolist() == [True] * 5
@@ -84,7 +84,7 @@ def test_a_transient_nan_is_stepped_back_from(solver: str) -> None:
     assert solution.value.isfinite().all()
 
 
-def test_a_tolerance_below_rounding_is_called_stalled() -> None:
+def test_a_tolerance_below_rounding_is_reported_as_stalled() -> None:
     solution = solve(make("linear_symmetric_0.5"), "forward", rtol=0.0, max_steps=2000)
     assert set(solution.status.tolist()) <= {Status.STALLED, Status.CONVERGED}
     assert (solution.evaluations < 1000).all()
@@ -95,7 +95,7 @@ def test_a_tolerance_below_rounding_is_called_stalled() -> None:
     ("solver", "dtype"),
     [("anderson", torch.float32), ("anderson_damped", torch.float64), ("broyden", torch.float32)],
 )
-def test_a_wild_step_is_no_divergence(solver: str, dtype: torch.dtype) -> None:
+def test_a_single_large_step_is_not_reported_as_divergence(solver: str, dtype: torch.dtype) -> None:
     """``tanh(k z / 2 + x)`` with k 0 or 2 is bounded and contracts: nothing can run away.
 
     Where |x| is small it contracts so little that rounding decides after how many evaluations it ends.
@@ -114,7 +114,7 @@ def test_a_wild_step_is_no_divergence(solver: str, dtype: torch.dtype) -> None:
     assert converged >= 0.95 * 4 * 16
 
 
-def test_a_cycle_is_called_stalled() -> None:
+def test_a_cycle_is_reported_as_stalled() -> None:
     z0 = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
     solution = fixed_point(
         lambda z: 1 - z, z0, solver=Forward(), max_steps=1000, adjoint=None, on_failure="ignore"
@@ -122,7 +122,7 @@ def test_a_cycle_is_called_stalled() -> None:
     assert (solution.status == Status.STALLED).all()
 
 
-def test_the_policies() -> None:
+def test_on_failure_warns_raises_or_ignores() -> None:
     f, z0, args = plain_batch(3)
     with pytest.warns(SolveWarning, match="max_steps"):
         fixed_point(f, z0, args, max_steps=2)
@@ -180,7 +180,7 @@ def test_an_energy_that_is_not_finite_at_the_start_is_nonfinite(fails: float) ->
     assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
 
 
-def test_a_descent_direction_that_lies_ends_as_stalled() -> None:
+def test_an_energy_that_rises_along_every_step_is_reported_as_stalled() -> None:
     """An update whose energy rises along every step: nothing is accepted, and that is said."""
 
     class Liar(solvers.EnergyUpdate):
@@ -230,7 +230,7 @@ FAR: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_far_minima_are_no_divergence(name: str) -> None:
+def test_far_minima_are_not_reported_as_divergence(name: str) -> None:
     z0 = torch.full((2, 3), 1e-3, dtype=torch.float64)
     energy = FAR[name]
     solution = fixed_point(Descent(energy), z0, max_steps=400, on_failure="ignore")
@@ -350,7 +350,7 @@ def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
 
 @pytest.mark.parametrize("name", MIXTURE)
 @pytest.mark.parametrize("solver", FEW)
-def test_the_trace_is_the_history(solver: str, name: str) -> None:
+def test_the_trace_records_every_evaluation(solver: str, name: str) -> None:
     problem = make(name)
     watched: list[Progress] = []
     solution = solve(problem, solver, max_steps=40, record=True, callback=watched.append)
@@ -439,7 +439,7 @@ def rows_seen(
 
 
 @pytest.mark.parametrize("solver", ["anderson", "lbfgs"])
-def test_a_hard_sample_does_not_bill_the_easy_ones(solver: str) -> None:
+def test_easy_samples_cost_no_evaluations_of_a_hard_one(solver: str) -> None:
     problem = easy_and_hard(63)
     seen, sizes = rows_seen(problem, solver)
     alone = sum(
@@ -505,7 +505,7 @@ def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
 
 
 @pytest.mark.defect("C5")
-def test_a_basis_that_overflows_half_precision_is_not_heard_of() -> None:
+def test_an_overflow_in_the_basis_of_anderson_gives_no_numpy_warning() -> None:
     """Two finite residuals of opposite sign: their difference is infinite, and 0 times it NaN."""
     z0 = torch.tensor([[2e4, 0.0, 1e4], [1e-3, 0.0, 1.0]]).half()
     with warnings.catch_warnings():

@@ -489,7 +489,7 @@ def test_each_sample_gets_what_it_gets_alone_and_masked_sites_are_not_there(per_
         assert not together.response[row, ~mask[row]].any()
 
 
-def test_a_budget_is_kept_and_said() -> None:
+def test_an_exhausted_budget_is_reported() -> None:
     k, x = scalar_couplings(6, 2.0), fields(2, 6, 4, generator(1), 1.0)
     found = spherical_saddle(k, x, max_steps=2, on_failure="ignore")
     assert (found.status == Status.MAX_STEPS).all() and (found.evaluations == 2).all()

@@ -278,7 +278,7 @@ def colouring_decimation(field: Tensor) -> Any:
     return solve
 
 
-def test_on_a_tree_every_step_conditions_exactly() -> None:
+def test_every_step_of_decimation_on_a_tree_conditions_exactly() -> None:
     """The surest site first, the others given it: by hand from enumerated marginals."""
     random = generator(0)
     listed, blocks = pair_list(TREE, 3, 1.0, random)

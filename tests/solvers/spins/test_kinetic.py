@@ -216,7 +216,9 @@ CASES = [
 
 @pytest.mark.parametrize("apart", [True])
 @pytest.mark.parametrize(("site", "dim", "closure"), CASES)
-def test_a_step_leaves_it_as_it_is(site: Site, dim: int, closure: str, apart: bool) -> None:
+def test_a_steady_state_is_a_fixed_point_of_the_step(
+    site: Site, dim: int, closure: str, apart: bool
+) -> None:
     """And the trajectory from elsewhere ends there."""
     field, j = network(dim, apart)
     found = steady_state(field, j, site=site, closure=closure, **TIGHT)
