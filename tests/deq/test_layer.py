@@ -99,31 +99,27 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         for update in (well, nn.Linear(2, 2), None, GradientStep)
     ],
     *[(lambda init=init: DEQ(Quadratic(), init=init), "init") for init in ("ones", None, 0)],  # type: ignore[arg-type]
-    given(r"\\bx\\b", nan_in_sample_one),
-    given(r"\\bx\\b", lambda: tokens() / 0),
-    given(r"\\bx\\b", lambda: torch.tensor(1.0)),
-    given(r"\\bx\\b", lambda: torch.ones(2, 3, DIM).long()),
-    given(rf"{DIM} features.*\(2, 3, {DIM + 1}\)", lambda: tokens(dim=DIM + 1)),
-    given(r"\\bx\\b", lambda: tokens()[:, 0]),
-    given(r"\bx\b", lambda: [1.0, 2.0]),
-    given(r"\bx\b", lambda: None),
-    given(r"\bx\b", lambda: {"x": tokens()}),
+    *[given(r"\b(x|z|z0)\b", make_input) for make_input in (
+        nan_in_sample_one, lambda: tokens() / 0, lambda: torch.tensor(1.0), lambda: tokens(dim=DIM + 1),
+        lambda: torch.ones(2, 3, DIM).long(), lambda: tokens()[:, 0], lambda: [1.0, 2.0], lambda: None,
+        lambda: {"x": tokens()},
+    )],
     *[
         (lambda energy=energy: DEQ.from_energy(energy)(tokens()), message)  # type: ignore[arg-type]
         for energy, message in (
             (lambda z, x: (z - x).square().sum(), r"energy|lambda"),
             (lambda z, x: (z - x).square().sum(-1), r"energy|lambda"),
             (lambda z, x: 3.0, r"update|energy|lambda"),
-            (lambda x, z: (z - x).square().flatten(1).sum(1), r"\\bz\\b"),
+            (lambda x, z: (z - x).square().flatten(1).sum(1), r"\bz\b"),
         )
     ],
     *[
         (lambda update=update: DEQ.from_update(update)(tokens()), message)
         for update, message in (
-            (lambda z: z.sum(-1), r"update|energy|lambda"),
-            (lambda z: z.float(), r"update|energy|lambda"),
+            (lambda z: z.sum(-1), r"\bf\b"),
+            (lambda z: z.float(), r"\bf\b"),
             (lambda z: (z, z), "z0"),
-            (lambda x, z: z, r"\\bz\\b"),
+            (lambda x, z: z, r"\bz\b"),
         )
     ],
 ]  # fmt: skip
