@@ -18,13 +18,13 @@ from solvers import (
     GMRES,
     MINRES,
     LinearSolver,
+    Progress,
     Solution,
     SolveWarning,
     Status,
     Tolerance,
     solve_linear,
 )
-from solvers.core.rows import Progress
 
 SUITED = [
     ("definite", CG()),
