@@ -42,7 +42,7 @@ def test_solvers(solver: str, name: str) -> None:
     assert bool((there.evaluations.cpu() <= 2 * here.evaluations + 60)[done].all())
 
 
-def test_failures_are_told() -> None:
+def test_failures_are_reported() -> None:
     def f(z: Tensor, x: Tensor) -> Tensor:
         return z * (1 + x) / 2 + 1 + 0 * x / (2 - x)  # no fixed point for x = 1, NaN for x = 2
 

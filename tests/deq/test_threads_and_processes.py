@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import solvers
@@ -34,7 +33,6 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     VectorSpin,
 )
-from implicit_attn.parametrised import parametrise
 from solvers import Implicit, Tolerance
 
 
@@ -102,24 +100,6 @@ def test_a_solve_that_ends_within_another_leaves_no_weights_behind() -> None:
             assert bool(mine.any())
 
 
-def test_a_weight_is_computed_once_a_solve() -> None:
-    calls = []
-
-    class Count(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            calls.append(1)
-            return 0.5 * weight
-
-    linear = nn.Linear(3, 3)
-    parametrise(linear, "weight", Count())
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    calls.clear()
-    options: Any = {"adjoint": None}
-    solution = solvers.fixed_point(lambda z, x: torch.tanh(linear(z) + x), x, (x,), **options)
-    assert int(solution.evaluations.max()) > 2
-    assert len(calls) == 1
-
-
 class WeightNorm(Update):
     """A plain network whose weight is parametrised by torch."""
 
@@ -172,8 +152,7 @@ def test_training_and_inference_at_once_are_bit_equal_to_each_alone() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
-# Two processes on gloo: averaged gradients are those of the joint batch, and stay in step.
-# They run this file as a program.
+# Two processes on gloo run this file as a program.
 
 STEPS, SAMPLES = 3, 6
 LAYERS = ("gradient", "update")
@@ -187,22 +166,6 @@ def build() -> nn.Module:
 
 def batch(step: int) -> Tensor:
     return tokens(batch=SAMPLES, dim=3, seed=step)
-
-
-def train(model: nn.Module, part: slice) -> list[dict[str, Tensor]]:
-    """Parameters after each step; before them the gradients of the first step."""
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    history: list[dict[str, Tensor]] = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x = batch(step)[part]
-        (model(x) - x.sum(-1, keepdim=True).sin()).square().mean().backward()
-        if step == 0:
-            history.append({n: _gradient(p).clone() for n, p in plain.named_parameters()})
-        optimizer.step()
-        history.append({n: p.detach().clone() for n, p in plain.named_parameters()})
-    return history
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -306,21 +269,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @on_gloo
-def test_two_processes_train_as_one(results: list[dict[str, Any]]) -> None:
-    ranks = [result["history"] for result in results]
-    single = train(build(), slice(None))
-    assert len(single) == STEPS + 1
-    for step, expected in enumerate(single):
-        for name, reference in expected.items():
-            first, second = ranks[0][step][name], ranks[1][step][name]
-            assert torch.equal(first, second), (step, name)
-            # A sample's solve does not depend on who else is in the batch.
-            assert relative_error(first, reference) <= 1e-9, (step, name)
-    moved = [relative_error(single[-1][n], single[1][n]) for n in single[1]]
-    assert min(moved) > 1e-6
-
-
-@on_gloo
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_and_accumulation_train_as_one(name: str, results: list[dict[str, Any]]) -> None:
     """Loss, gradients and weights of DDP and FSDP2, also in parts, are those of the whole batch."""
@@ -340,41 +288,7 @@ def test_engines_and_accumulation_train_as_one(name: str, results: list[dict[str
 def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
     """Their processes would wait for each other at evaluations that not all of them make."""
     for result in results:
-        assert "shard the DEQ layer" in result["refused"]
-
-
-@on_gloo
-def test_the_example_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without torchrun it is one process, whose losses do not depend on the parts of a batch."""
-    monkeypatch.delenv("RANK", raising=False)
-    losses = []
-    for parts in (1, 2):
-        example().main(steps=2, accumulate=parts)
-        losses.append([float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()])
-    assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    with pytest.raises(SystemExit):
-        example().main(accumulate=9)
-
-
-@on_gloo
-def test_unequal_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 3, 3 and 2 images give the loss and gradients of the whole; processes need equal parts."""
-    script = example()
-    model, batch = script.build().double(), script.images(0, 8, torch.float64)
-    found: list[list[torch.Tensor]] = []
-    for parts in (1, 3):
-        model.zero_grad()
-        loss = script.gradients(model, batch, parts)
-        found.append([loss, *(p.grad.clone() for p in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert relative_error(one, other) <= 1e-9
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match="no equal parts for 3 processes"):
-        script.own_share(batch)
+        assert "shard" in result["refused"]
 
 
 def main() -> None:
@@ -385,12 +299,9 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
         timeout=timedelta(seconds=180),
     )  # fmt: skip
-    share = SAMPLES // world
-    model = DistributedDataParallel(build())
-    history = train(model, slice(rank * share, (rank + 1) * share))
     script = example()
     runs = {key: scaled_out(script, *key) for key in RUNS}
-    torch.save({"history": history, "runs": runs, "refused": sharded_within()}, result)
+    torch.save({"runs": runs, "refused": sharded_within()}, result)
     dist.barrier()
     dist.destroy_process_group()
 

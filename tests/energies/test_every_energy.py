@@ -17,11 +17,11 @@ from cases.deq import EXACT
 from cases.energies import (
     COUNT,
     ENERGIES,
+    FAMILIES,
     EnergyCase,
     build,
     each_energy,
     each_family,
-    few_energies,
     keep_places,
     masks,
     relative_error,
@@ -37,7 +37,6 @@ from implicit_attn.energies import (
     Energy,
     Field,
     FunctionEnergy,
-    GatedFeedForward,
     Hopfield,
     LinearAttention,
     Projection,
@@ -47,9 +46,6 @@ from implicit_attn.energies import (
     RMSNormLagrangian,
     ScoreAttention,
     SoftmaxAttention,
-    SoftmaxFeedForward,
-    SpectralBound,
-    Sum,
     check_energy,
 )
 from implicit_attn.energies.energy import Prepared, SummedEnergy
@@ -64,9 +60,11 @@ def cut(x: Tensor | None, *index: Any) -> Tensor | None:
     return None if x is None else x[index]
 
 
-@pytest.mark.parametrize("mask_name", masks())
-@each_energy
-def test_an_energy_is_sound(case: EnergyCase, mask_name: str) -> None:
+@pytest.mark.parametrize(("case", "mask_name"), [
+    *(pytest.param(case, "holes", id=case.id) for case in ENERGIES),
+    *(pytest.param(case, "no-mask", id=f"{case.id}-no-mask") for case in ENERGIES if case.id in FAMILIES),
+])  # fmt: skip
+def test_an_energy_passes_check_energy(case: EnergyCase, mask_name: str) -> None:
     """Closed forms against autograd in float64, symmetry, samples, masks, inputs left alone, dtypes."""
     z, x = tokens(case)
     report = check_energy(build(case), z, x, mask=masks()[mask_name], tolerance=1e-9, strict=True)
@@ -76,7 +74,7 @@ def test_an_energy_is_sound(case: EnergyCase, mask_name: str) -> None:
 
 
 @each_energy
-def test_a_masked_sample_is_the_sample_without_those_tokens(case: EnergyCase) -> None:
+def test_a_masked_sample_equals_the_sample_without_those_tokens(case: EnergyCase) -> None:
     energy, (z, x) = build(case), tokens(case)
     v = torch.flip(z, (0, 1))
     value, gradient = energy.value_and_grad(z, x, mask=HOLES)
@@ -115,44 +113,8 @@ def test_masked_garbage_reaches_neither_input_nor_weights(case: EnergyCase) -> N
 
 
 @each_family
-def test_a_poisoned_sample_stays_alone(case: EnergyCase) -> None:
-    energy, (z, x) = build(case), tokens(case)
-    value, gradient = energy.value_and_grad(z, x)
-    z[1] = float("nan")
-    poisoned, poisoned_gradient = energy.value_and_grad(z, x)
-    assert torch.equal(poisoned[[0, 2]], value[[0, 2]])
-    assert torch.equal(poisoned_gradient[[0, 2]], gradient[[0, 2]])
-
-
-@few_energies(*[case.id for case in ENERGIES if "causal" not in case.id and not case.placed])
-def test_permuting_tokens_permutes_the_gradient(case: EnergyCase) -> None:
-    energy, (z, x) = build(case), tokens(case)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    value, gradient = energy.value_and_grad(z, x)
-    moved, moved_gradient = energy.value_and_grad(z[:, order], cut(x, slice(None), order))
-    assert relative_error(moved, value) <= 1e-12
-    assert relative_error(moved_gradient, gradient[:, order]) <= 1e-12
-
-
-@few_energies("bisoftmax-causal-soft-4", "softmax-causal-none-1")
-def test_a_causal_energy_grows_by_a_part_of_the_past(case: EnergyCase) -> None:
-    """``E(z_1..z_n) - E(z_1..z_n-1)`` is token n's part; the gradient does reach back."""
-    energy, (z, _) = build(case), tokens(case)
-    changed = z.clone()
-    changed[:, 4] += 1.0
-    values, others = ([energy(s[:, : n + 1]) for n in range(5)] for s in (z, changed))
-    assert all(torch.equal(a, b) for a, b in zip(values[:4], others[:4], strict=True))
-    assert not torch.equal(values[4], others[4])
-    assert not torch.allclose(energy.grad(changed)[:, 0], energy.grad(z)[:, 0])
-
-
-@each_family
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)]
-)
-def test_lower_precision_is_close_to_float64(
-    case: EnergyCase, dtype: torch.dtype, bound: float
-) -> None:
+def test_half_precision_is_close_to_float64(case: EnergyCase) -> None:
+    dtype, bound = torch.bfloat16, 4e-2
     energy, reference = build(case, dtype=dtype), build(case)
     reference.load_state_dict({k: v.double() for k, v in energy.state_dict().items()})
     z, x = (None if t is None else t.to(dtype) for t in tokens(case))
@@ -167,18 +129,6 @@ def test_lower_precision_is_close_to_float64(
     assert relative_error(gradient, expected_gradient) <= bound
     product = energy.hvp(z, z, x)
     assert product.dtype == dtype and torch.isfinite(product).all()
-
-
-@few_energies("composition", "hopfield-learnable", "softmax-elastic-soft-4", "relu-soft-gates")
-def test_autocast_keeps_the_dtype_of_the_state(case: EnergyCase) -> None:
-    energy = build(case, dtype=torch.float32)
-    z, x = (None if t is None else t.float() for t in tokens(case))
-    assert z is not None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, gradient = energy.value_and_grad(z, x)
-        product = energy.hvp(z, z, x)
-    assert value.dtype == gradient.dtype == product.dtype == torch.float32
-    assert relative_error(gradient, energy.grad(z, x)) <= 4e-2
 
 
 def weights_of(energy: Energy) -> tuple[list[str], list[Tensor]]:
@@ -217,19 +167,6 @@ def test_derivatives_of_the_gradient_by_state_input_and_weights(case: EnergyCase
     assert gradgradcheck(gradient, inputs, fast_mode=True)
 
 
-@few_energies("bisoftmax-soft-4", "relu-tiny", "softmax-elastic-tiny-bound", "linear-elu-soft-4")
-def test_a_state_at_zero_has_finite_exact_derivatives(case: EnergyCase) -> None:
-    """Layers start at zero; norms must not turn 0 / 0 there."""
-    energy, z = build(case), torch.zeros(2, 4, 8, dtype=torch.float64)
-    v = torch.randn(z.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    point = z.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(energy(point).sum(), point, create_graph=True)
-    (product,) = torch.autograd.grad(gradient, point, v)
-    assert product.isfinite().all()
-    assert relative_error(energy.grad(z), gradient) <= 1e-9
-    assert relative_error(energy.hvp(z, v), product) <= 1e-9
-
-
 @each_family
 def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
     energy, (z, x) = build(case), tokens(case)
@@ -245,8 +182,7 @@ def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
     assert relative_error(pulled.detach(), product) <= 1e-9
 
 
-@pytest.mark.parametrize("beta", [None, 500.0])
-@pytest.mark.parametrize("cls", [BiSoftmaxAttention, SoftmaxAttention])
+@pytest.mark.parametrize(("cls", "beta"), [(BiSoftmaxAttention, 500.0), (SoftmaxAttention, None)])
 def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
     torch.manual_seed(0)
     energy = cls(8, 2, norm=None, beta=beta)
@@ -255,18 +191,6 @@ def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
     expected, expected_gradient = energy.double().value_and_grad(z.double())
     assert relative_error(value, expected) <= 1e-5
     assert relative_error(gradient, expected_gradient) <= 1e-3
-
-
-def test_flags_combine() -> None:
-    concave = ReLUFeedForward(8, 4, norm=None)
-    assert concave.concave and not ReLUFeedForward(8, 4).concave
-    assert (concave + Field()).concave
-    assert not (concave + Quadratic()).concave
-    assert (2.0 * concave).concave and (0.0 * Quadratic()).concave
-    assert not (-1.0 * concave).concave
-    assert concave.weighted(0.5).concave and concave.select("x").concave
-    assert not ScoreAttention(8, 2, norm=None).weighted(0.5).concave
-    assert not Energy().concave
 
 
 DIM = 4
@@ -351,34 +275,6 @@ def test_prepared_input_gives_the_numbers_of_the_input(name: str) -> None:
         check_energy(energy, z, x, mask=mask, strict=True)
 
 
-@pytest.mark.parametrize("key", ["input", 0])
-def test_selections_prepare_their_part(key: Any) -> None:
-    torch.manual_seed(0)
-    part = (0.3 * Steered() + Own()).select(key)
-    energy = part + Quadratic().select("other" if key == "input" else 1)
-    z, x, other = wide_tokens(), wide_tokens(1), wide_tokens(2)
-    given = {"input": x, "other": other} if key == "input" else (x, other)
-    prepared = energy.prepare(given)
-    assert isinstance(prepared, Prepared) and calls(energy) == [1]
-    torch.testing.assert_close(energy.grad(z, prepared), energy.grad(z, given))
-    expected = part.energy.grad(z, x) + z - other
-    torch.testing.assert_close(energy.grad(z, prepared), expected)
-    with pytest.raises(ValueError, match=r"x must hold 'input', it holds \['other'\]"):
-        Steered().select("input").prepare({"other": x})
-
-
-def test_what_prepares_nothing_hands_the_input_on() -> None:
-    x = wide_tokens()
-    energies = [Quadratic(), Own(), 0.3 * Own(), attention() + Quadratic(), Sum([Own()])]
-    for energy in energies:
-        assert energy.prepare(x) is x
-        assert GradientStep(energy).prepare(x) is x
-        assert energy.prepare(None) is None
-    given = {"a": x}
-    assert (0.5 * Own()).select("a").prepare(given) == Prepared(x)
-    assert ActivationStep(Own(), RMSNormLagrangian()).prepare(x) is x
-
-
 def update_of(kind: str, energy: Energy) -> GradientStep | ActivationStep:
     if kind == "activation":
         return ActivationStep(energy, RMSNormLagrangian(), 0.5)
@@ -398,9 +294,9 @@ class Recomputing(Steered):
 ADJOINTS = {"implicit": EXACT["adjoint"], "unrolled": solvers.Unrolled()}
 
 
-@pytest.mark.parametrize("kind", ["gradient", "activation"])
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
+@pytest.mark.parametrize(
+    ("kind", "adjoint", "mask"), [("gradient", "implicit", MASK), ("activation", "unrolled", None)]
+)
 def test_a_layer_prepares_once_with_all_gradients(
     kind: str, adjoint: str, mask: Tensor | None
 ) -> None:
@@ -446,8 +342,8 @@ def grow(energy: Energy, factor: float) -> None:
 
 
 @each_bounded
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
+def test_weights_stay_within_the_bound(name: str) -> None:
+    dtype = torch.float32
     energy = composed(name).to(dtype)
     for factor in (1.0, 100.0):
         grow(energy, factor)
@@ -458,50 +354,6 @@ def test_weights_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
     grow(energy, 0.0)
     assert spectral_norms(energy) == [0.0] * len(norms)
     assert torch.isfinite(energy.grad(STATE.to(dtype))).all()
-
-
-def test_assigned_and_small_weights_are_stored_as_they_are() -> None:
-    energy = ReLUFeedForward(4, 4, bound=0.5)
-    energy.projection.weight = torch.eye(4)
-    torch.testing.assert_close(energy.projection.weight.detach(), 0.5 * torch.eye(4))
-    weight = 0.01 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(SpectralBound(1.0)(weight), weight)
-
-
-def test_names_and_shapes_of_the_weights() -> None:
-    """What files of weights hold."""
-
-    def shapes(energy: Energy) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in energy.state_dict().items()}
-
-    for cls in (BiSoftmaxAttention, ScoreAttention, LinearAttention):
-        assert shapes(cls(12, 3, head_dim=5)) == {"projection.weight": (15, 12)}
-    own = {"projection.weight": (12, 12), "bias": (12,), "temperatures.raw": (3,)}
-    given = BiSoftmaxAttention(12, 3, context_dim=7, learned_beta=True)
-    assert shapes(given) == {**own, "context.weight": (12, 7)}
-    cross = SoftmaxAttention(12, 3, cross=True, context_dim=7)
-    assert shapes(cross) == {"query.weight": (12, 12), "key.weight": (12, 7)}
-    gated = ReLUFeedForward(6, 9, context_dim=4, gates=True)
-    assert shapes(ReLUFeedForward(6, 9)) == {"projection.weight": (9, 6)}
-    assert shapes(gated) == {
-        "projection.weight": (9, 6), "bias": (9,), "context.weight": (9, 4),
-        "gate.weight": (9, 4), "gate.bias": (9,),
-    }  # fmt: skip
-    with torch.device("meta"):
-        empty = ReLUFeedForward(6, 9, context_dim=4, gates=True)
-    assert {value.device.type for value in empty.state_dict().values()} == {"meta"}
-
-
-@pytest.mark.parametrize("epsilon", [1.0, 1e-6])
-def test_soft_norm_bounds_the_curvature(epsilon: float) -> None:
-    """A norm with a small epsilon is nearly singular where a projection vanishes."""
-    torch.manual_seed(0)
-    energy = (BiSoftmaxAttention(8, 2, norm=RMSNorm(epsilon)) + Quadratic()).double()
-    z = 1e-2 * STATE[:1, :3]
-    directions = torch.eye(24, dtype=torch.float64).reshape(24, 1, 3, 8)
-    hessian: Tensor = torch.stack([energy.hvp(z, v).flatten() for v in directions])
-    largest = torch.linalg.eigvalsh(hessian).abs().max().item()
-    assert largest < 20 if epsilon == 1.0 else largest > 200
 
 
 RTOL, BUDGET, WEIGHT = 1e-5, 150, 0.1
@@ -526,9 +378,13 @@ def solve(case: EnergyCase, solver: solvers.Solver) -> tuple[Solution, GradientS
         return layer.solve(x, z0=z, record=True, on_failure="ignore"), step
 
 
-@each_family
-@pytest.mark.parametrize("method", list(METHODS))
-def test_energies_fall_and_the_end_is_honest(case: EnergyCase, method: str) -> None:
+# Every solver on every sixth energy, in turn.
+TURNS = [(name, list(METHODS)[k % len(METHODS)]) for k, name in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "method"), TURNS)
+def test_energies_fall_and_the_reported_residual_is_true(name: str, method: str) -> None:
+    case = next(case for case in ENERGIES if case.id == name)
     solution, step = solve(case, METHODS[method])
     z, x = tokens(case)
     assert solution.value.isfinite().all()
@@ -633,7 +489,7 @@ def attention_options(norm: RMSNorm | None) -> dict[str, object]:
     return {"heads": HEADS, "head_dim": WIDTH, "beta": BETA, "norm": norm}
 
 
-each_norm = pytest.mark.parametrize("norm", [None, RMSNorm(1.0), RMSNorm(1e-6)], ids=str)
+each_norm = pytest.mark.parametrize("norm", [None, RMSNorm(1.0)], ids=str)
 
 
 @each_norm
@@ -669,8 +525,9 @@ def test_score(z: Tensor, norm: RMSNorm | None, score: str) -> None:
     assert_energy(energy, z, None, [by_pairs(energy, sample, definition) for sample in z])
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("score", "dtype"), [
+    ("relu", torch.float64), ("sigmoid", torch.bfloat16), ("sigmoid-squared", torch.float32),
+])  # fmt: skip
 def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tokens: value, gradient and its derivative as from all scores at once, without N x N numbers."""
     torch.manual_seed(0)
@@ -692,8 +549,9 @@ def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.Mo
         assert relative_error(found.detach(), expected.detach()) <= room
 
 
-@each_norm
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("feature_map", "norm"), [*((name, None) for name in FEATURE_MAPS), ("elu", RMSNorm(1.0))]
+)
 def test_linear(z: Tensor, norm: RMSNorm | None, feature_map: str) -> None:
     torch.manual_seed(0)
     options = attention_options(norm)
@@ -766,20 +624,3 @@ def test_hopfield_energies(z: Tensor) -> None:
     found = (shifted(z), shifted.grad(z), shifted.hvp(z, z))
     for value, same in zip(found, (plain(z), plain.grad(z), plain.hvp(z, z)), strict=True):
         torch.testing.assert_close(math.exp(2.0) * value, same)
-
-
-def test_token_energies_take_states_without_tokens(z: Tensor) -> None:
-    """A state (B, d) is one token a sample."""
-    torch.manual_seed(0)
-    energies: list[Energy] = [
-        ReLUFeedForward(WIDE, MEMORIES),
-        SoftmaxFeedForward(WIDE, MEMORIES),
-        GatedFeedForward(WIDE, MEMORIES),
-        Hopfield(torch.randn(MEMORIES, WIDE)),
-        Quadratic(),
-    ]
-    flat = z[:, 0]
-    for energy in energies:
-        energy = energy.double()
-        torch.testing.assert_close(energy(flat), energy(z[:, :1]))
-        torch.testing.assert_close(energy.grad(flat), energy.grad(z[:, :1])[:, 0])

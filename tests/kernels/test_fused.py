@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases.kernels import Allocations, difference
-from implicit_attn import EquilibriumBlock
 from implicit_attn.energies import AttentionInput, ConditionalAttention
 from implicit_attn.kernels import explain_frozen_keys, frozen_key_attention, fused
 from solvers.core.cuda import forced
@@ -43,8 +42,9 @@ def problem(
 GIVEN = ["nothing", "mask", "pairs", "bias", "causal", "mask pairs bias", "mask causal bias"]
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 5), (33, 33)])
+@pytest.mark.parametrize(
+    ("given", "queries", "keys"), [*((given, 7, 5) for given in GIVEN), (GIVEN[-1], 33, 33)]
+)
 def test_value_and_derivatives(given: str, queries: int, keys: int) -> None:
     if "causal" in given:
         keys = queries
@@ -117,12 +117,10 @@ def test_no_matrix_of_all_pairs_without_masks(monkeypatch: pytest.MonkeyPatch) -
         assert seen.largest <= most
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"exclude_self": True}, {"memory_dim": 5}],
-    ids=["self", "causal", "exclude_self", "cross"],
-)
-@pytest.mark.parametrize("given", ["nothing", "mask", "mask pairs bias"])
+@pytest.mark.parametrize(("options", "given"), [
+    ({}, "mask"), ({"causal": True}, "mask pairs bias"), ({"exclude_self": True}, "nothing"),
+    ({"memory_dim": 5}, "mask pairs bias"),
+])  # fmt: skip
 def test_conditional_attention(options: dict[str, Any], given: str) -> None:
     torch.manual_seed(0)
     energy = ConditionalAttention(6, 2, **options).double()
@@ -150,16 +148,3 @@ def test_conditional_attention(options: dict[str, Any], given: str) -> None:
         results.append(run())
     for exact, found in zip(*results, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_block_holds_no_matrix_of_pairs(causal: bool) -> None:
-    torch.manual_seed(0)
-    block = EquilibriumBlock(8, 2, causal=causal)
-    x = torch.randn(1, 400, 8)
-    exact = torch.autograd.grad(block(x).square().sum(), [*block.parameters()])
-    with forced(), Allocations() as seen:
-        found = torch.autograd.grad(block(x).square().sum(), [*block.parameters()])
-    assert seen.largest < 400 * 400
-    for ours, theirs in zip(found, exact, strict=True):  # each within the tolerance of its solve
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=5e-3 * float(theirs.abs().max()))

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from cases.kernels import TOLERANCE, Case, Problem, dense, difference, problem_of
-from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.kernels.bi_softmax import ops
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 
 pytest.importorskip("triton", reason="Triton is not installed")
 backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton_backend")
@@ -38,44 +37,25 @@ SMALL = [
     Case(1, 8, batch=2, options=ON_CHIP),
     Case(2, 16, causal=True, options=ON_CHIP),
     Case(15, 24, batch=2, mask="random", normalised=False, options=ON_CHIP),
-    Case(16, 8, dtype=HALF, options=ON_CHIP),
     Case(17, 64, batch=3, mask="rows", options=ON_CHIP),
-    Case(33, 24, batch=2, mask="random", causal=True, options=ON_CHIP),
-    Case(65, 64, batch=2, heads=3, options=ON_CHIP),
     Case(65, 24, batch=2, strided=True, mask="padding", options=ON_CHIP),
-    Case(65, 64, dtype=HALF, batch=2, mask="random", options=ON_CHIP),
     Case(81, 128, batch=2, mask="rows", normalised=False, options=ON_CHIP),
     Case(81, 16, causal=True, dtype=HALF, normalised=False, options=ON_CHIP),
-    Case(127, 8, normalised=False, options=ON_CHIP),
     Case(127, 64, causal=True, strided=True, options=ON_CHIP),
-    Case(128, 24, batch=2, mask="random", options=ON_CHIP),
     Case(128, 64, dtype=HALF, normalised=False, options=ON_CHIP),
-    Case(1, 128, dtype=HALF, batch=2, options=ON_CHIP),
-    Case(2, 24, dtype=HALF, batch=2, mask="rows", options=ON_CHIP),
     Case(15, 64, dtype=HALF, batch=2, mask="random", causal=True, options=ON_CHIP),
-    Case(127, 16, dtype=HALF, batch=2, mask="padding", options=ON_CHIP),
 ]
 LARGE = [
     Case(1, 8, options=TILED),
     Case(16, 16, causal=True, options=TILED),
-    Case(17, 24, normalised=False, options=TILED, dtype=HALF),
-    Case(1, 24, dtype=HALF, options=TILED),
     Case(2, 16, dtype=HALF, batch=2, mask="rows", options=TILED),
-    Case(15, 8, batch=2, mask="random", options=TILED),
-    Case(15, 128, dtype=HALF, batch=2, mask="random", options=TILED),
     Case(127, 24, dtype=HALF, batch=2, mask="rows", causal=True, options=TILED),
-    Case(128, 16, mask="random", batch=2, options=TILED),
     Case(129, 64, batch=2, strided=True),
-    Case(129, 8, batch=2, mask="rows", normalised=False, dtype=HALF),
     Case(129, 24, batch=2, mask="random", causal=True),
-    Case(130, 16, batch=3, mask="padding"),
     Case(130, 16, batch=2, mask="padding", causal=True, normalised=False, dtype=HALF),
     Case(256, 128, heads=1, dtype=HALF),
     Case(257, 64, heads=1, normalised=False),
-    Case(257, 24, batch=2, mask="random"),
     Case(257, 128, heads=1, causal=True, normalised=False, strided=True),
-    Case(257, 64, heads=1, dtype=HALF),
-    Case(1000, 8, heads=1),
     Case(1000, 64, heads=1, dtype=HALF, mask="random", normalised=False),
     Case(140, 72, batch=2, mask="random"),
 ]
@@ -83,8 +63,12 @@ LARGE = [
 # exponentials. What float32 can say about such scores is what the dense formula has in float32.
 NORMS = [
     Case(tokens, 16, normalised=False, scale=scale, causal=causal)
-    for tokens in (90, 129)
-    for scale, causal in ((1e-4, False), (3.0, False), (6.0, True), (12.0, False), (1e2, False))
+    for tokens, scale, causal in (
+        (90, 1e-4, False),
+        (129, 3.0, False),
+        (129, 6.0, True),
+        (90, 1e2, False),
+    )
 ]
 
 
@@ -132,10 +116,6 @@ def check_case(case: Case, cotangent: bool = True) -> None:
         assert not ours.masked_select(~problem.mask[:, None]).any()
 
 
-def test_the_kernels_run_somewhere() -> None:
-    assert (DEVICE == "cpu") == backend.INTERPRETED
-
-
 @pytest.mark.parametrize("case", SMALL + LARGE, ids=str)
 def test_against_float64(case: Case) -> None:
     check_case(case)
@@ -159,21 +139,7 @@ def rounding(lse: Tensor) -> float:
     return torch.finfo(torch.float32).eps * lse.abs().max().item()
 
 
-def test_heads_of_one_launch_choose_their_own_form() -> None:
-    case = Case(129, 16, heads=3, normalised=False)
-    problem = problem_of(case, DEVICE)
-    problem.z.mul_(torch.tensor([1e-3, 1.0, 60.0], device=DEVICE)[:, None, None])
-    gradient, lse, curved = dense(case, problem)
-    value, ours = forward(case, problem)
-    for head in range(3):
-        check(value[:, head], gradient[:, head], max(1e-5, rounding(lse[:, head])))
-        check(ours[:, head, :, None], lse[:, head, :, None], 1e-5)
-    # The tangents of the largest head are about 60 times larger than what is left of them.
-    assert difference(product(case, problem, ours, problem.cotangent)[:, :2], curved[:, :2]) <= 1e-5
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("mask", ["none", "random"])
+@pytest.mark.parametrize(("mask", "causal"), [("none", False), ("random", True)])
 def test_the_dense_answers_are_the_references(mask: str, causal: bool) -> None:
     case = Case(5, 4, mask=mask, causal=causal, batch=2)
     problem = problem_of(case, "cpu")
@@ -188,8 +154,7 @@ def test_the_dense_answers_are_the_references(mask: str, causal: bool) -> None:
 
 
 @pytest.mark.defect("A16")
-@pytest.mark.parametrize("tokens", [20, 150])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("tokens", "causal"), [(20, True), (150, False)])
 def test_half_precision_takes_scores_that_absorb_a_small_number(tokens: int, causal: bool) -> None:
     """Above 3e7 a score plus 14 is the score: the weights' boost must not be added to it."""
     case = Case(tokens, 64, normalised=False, dtype=HALF, scale=2000.0, causal=causal)
@@ -200,31 +165,6 @@ def test_half_precision_takes_scores_that_absorb_a_small_number(tokens: int, cau
     check(value, gradient, 1e-3)
     check(ours[..., None], lse[..., None], 1e-5)
     assert product(case, problem, ours).isfinite().all()
-
-
-@pytest.mark.parametrize("case", [Case(81, 24), Case(129, 24)], ids=str)
-def test_without_cotangent_and_without_lse(case: Case) -> None:
-    check_case(case, cotangent=False)
-    problem = problem_of(case, DEVICE)
-    expected = dense(case, problem, cotangent=False)[2]
-    check(product(case, problem, None), expected, 1e-5)
-
-
-@pytest.mark.parametrize("tokens", [40, 129])
-def test_layouts(tokens: int) -> None:
-    """Results are contiguous; a transposed last axis and an expanded batch are read right."""
-    case = Case(tokens, 16, batch=2)
-    problem = problem_of(case, DEVICE)
-    expected = dense(case, problem)
-    for z in (problem.z.transpose(1, 2).contiguous().transpose(1, 2), problem.z.mT.contiguous().mT):
-        value, lse = backend.bisoftmax_forward(z, case.beta, limit=case.limit)
-        assert value.is_contiguous() and lse.is_contiguous()
-        assert backend.bisoftmax_hvp(z, z, case.beta).is_contiguous()
-        check(value, expected[0], 1e-5)
-        check(lse[..., None], expected[1][..., None], 1e-5)
-    one = problem.z[:1].expand(2, -1, -1, -1)
-    value, _ = backend.bisoftmax_forward(one, case.beta)
-    check(value, expected[0][:1].expand(2, -1, -1, -1), 1e-5)
 
 
 @pytest.mark.defect("A14")
@@ -240,17 +180,6 @@ def test_no_masked_cotangent_is_read() -> None:
     assert torch.equal(*found) and not found[0].isnan().any()
 
 
-def test_bfloat16() -> None:
-    """The interpreter rounds to bfloat16 by cutting: twice the error of a device."""
-    for case in (Case(65, 64, dtype=BRAIN), Case(129, 64, dtype=BRAIN, mask="random")):
-        problem = problem_of(case, DEVICE)
-        gradient, lse, curved = dense(case, problem)
-        value, ours = forward(case, problem)
-        check(value, gradient, 2 * TOLERANCE[BRAIN])
-        check(ours[..., None], lse[..., None], 1e-5)
-        check(product(case, problem, ours, problem.cotangent), curved, 2 * TOLERANCE[BRAIN])
-
-
 ONES = torch.ones(2, 3, 130, 8, device=DEVICE)
 EVERY = torch.ones(2, 130, dtype=torch.bool, device=DEVICE)
 
@@ -262,7 +191,7 @@ EVERY = torch.ones(2, 130, dtype=torch.bool, device=DEVICE)
     ({"v": ONES.to("meta")}, "v must be like z"),
     ({"lse": ONES[..., 0].to("meta")}, r"lse must have the shape .* on meta"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_named(change: dict[str, Any], message: str) -> None:
     given = {"z": ONES, "beta": 1.0, "backend": "triton", **change}
     with pytest.raises(ValueError, match=message):
         bisoftmax_hvp(**{"v": given["z"]} | given)
@@ -271,41 +200,15 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> Non
             bisoftmax(**given)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"single_tile": True}, "single_tile holds at most 128 tokens, got 130"),
-])  # fmt: skip
-def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        backend.bisoftmax_forward(ONES, 1.0, **change)
-    with pytest.raises(ValueError, match=message):
-        backend.bisoftmax_hvp(ONES, ONES, 1.0, **change)
-
-
 @pytest.mark.defect("C8")
 def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.supports(ONES, EVERY) is None
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr("triton.__version__", "3.2.0")  # aborts the process on Hopper
-    assert "need Triton 3." in (backend.supports(ONES, None) or "")
-    assert "found 3.2.0" in (backend.supports(ONES, None) or "")
+    assert "3.2.0" in (backend.supports(ONES, None) or "")
     monkeypatch.setattr("triton.__version__", "3.10.1+git1")
-    assert "found" not in (backend.supports(ONES, None) or "")
+    assert "3.10.1" not in (backend.supports(ONES, None) or "")
     assert "CUDA" in backend.supports(ONES.cpu(), None)
-
-
-def test_operators_ask_where_a_compiler_traced_past_the_question() -> None:
-    narrow, wide = ONES[:, :, :3], ONES[:, :, :3].double()
-    expected = bisoftmax(narrow, 1.0, backend="triton")[0]
-    for named in ("auto", "triton"):
-        value, _ = ops.forward(narrow, 1.0, None, False, None, named)
-        torch.testing.assert_close(value, expected)
-    compiled = torch.compile(
-        lambda z: bisoftmax(z, 1.0, backend="triton")[0], fullgraph=True, backend="eager"
-    )
-    assert torch.equal(compiled(narrow), value)
-    with pytest.raises(ValueError, match=r"does not take this input: .* got torch\.float64"):
-        compiled(wide)
-    assert ops.forward(wide, 1.0, None, False, None, "auto")[0].dtype == torch.float64
 
 
 # --- on a device only ----------------------------------------------------------------------------
@@ -363,14 +266,6 @@ def test_memory_on_the_device_is_linear_in_the_tokens() -> None:
     assert torch.cuda.max_memory_allocated() - before < 12 * z.numel() * z.element_size()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_the_other_device() -> None:
-    z = torch.randn(1, 2, 300, 64, device="cuda:1")
-    value, _ = backend.bisoftmax_forward(z, 0.125)
-    check(value, dense(Case(300, 64), Problem(z, z, z[..., 0], None))[0], 1e-5)
-
-
 on_a_card = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device"))
 
 SHAPES = [
@@ -417,17 +312,6 @@ def laid_out(tokens: int = 20, width: int = 16, **options: Any) -> Tensor:
     generator = torch.Generator().manual_seed(tokens)
     z = torch.randn(2, tokens, 2, width, generator=generator).to(DEVICE, **options)
     return z.transpose(1, 2)
-
-
-def test_the_second_derivative() -> None:
-    found = []
-    for name in ("triton", "reference"):
-        z = laid_out().requires_grad_()
-        gradient, lse = bisoftmax(z, 0.3, backend=name)
-        loss = gradient.pow(3).sum() + lse.square().sum()
-        (first,) = torch.autograd.grad(loss, z, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), z)[0])
-    assert difference(found[0], found[1].cpu().double()) <= 1e-4
 
 
 @pytest.mark.defect("E5")
@@ -489,23 +373,6 @@ def test_tiles_fit_the_chip() -> None:
                 narrow = backend.tiles(kernel, width, 4, device)
                 assert narrow.columns > 16 or narrow.warps <= 4
     assert backend.tiles("lse", 64, 2, 80) != backend.tiles("lse", 64, 2, 86)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("tokens", [1, 65, 1024])
-def test_automatic_choice_on_a_card(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    z = laid_out(tokens, 64, dtype=BRAIN)
-    assert explain(z, 0.125).backend == "triton"
-    assert explain(z.double(), 0.125).backend != "triton"
-    launched, launch = list[str](), backend.launch
-    monkeypatch.setattr(
-        backend, "launch", lambda k, *rest: (launched.append(k.fn.__name__), launch(k, *rest))
-    )
-    gradient, lse = bisoftmax(z, 0.125)
-    assert sum(name in ("small_gradient_kernel", "gradient_kernel") for name in launched) == 1
-    compiled = torch.compile(lambda z: bisoftmax(z, 0.125), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(z)[0], gradient) and torch.equal(compiled(z)[1], lse)
 
 
 # --- compiled for a GPU that need not be there ---------------------------------------------------

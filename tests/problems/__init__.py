@@ -14,7 +14,6 @@ from scipy.sparse.linalg import LinearOperator, minres
 from torch import Generator, Tensor
 
 Expect = Literal["converges", "diverges", "mixed"]
-PLAIN_LIMIT = 4000
 Build = Callable[[Generator], "ZooProblem"]
 
 
@@ -30,7 +29,6 @@ class ZooProblem:
         source: where the problem comes from.
         reference: computes the fixed point in float64 by a method that is none of our solvers.
         energy: ``energy(z, *args) -> (B,)`` with gradient ``z - f(z)``, where there is one.
-        converges_plain: whether ``z <- f(z)`` reaches a relative 1e-6 from all z0 in ``PLAIN_LIMIT`` steps.
         expect: ``converges`` (an iteration finds a fixed point), ``diverges`` (there is none), ``mixed``
             (some rows converge, others leave the domain of f: their rows of ``solution`` are NaN).
         unique: whether no other fixed point is in reach, so an answer must agree with ``solution``.
@@ -44,7 +42,6 @@ class ZooProblem:
     source: str
     reference: Callable[[], Tensor] | None = None
     energy: Callable[..., Tensor] | None = None
-    converges_plain: bool = True
     expect: Expect = "converges"
     unique: bool = True
     name: str = ""

@@ -136,7 +136,7 @@ def expanding(generator: Generator, *, low: float, outlier: float | None = None)
     offset, z0 = normal(generator, BATCH, dim), normal(generator, BATCH, dim)
     # at a saddle the energy has no lower bound and is no merit function
     energy = affine_energy if outlier is None else None
-    return affine_problem(matrix, offset, z0, WALKER_NI, energy=energy, converges_plain=False)
+    return affine_problem(matrix, offset, z0, WALKER_NI, energy=energy)
 
 
 def one_hard(generator: Generator) -> ZooProblem:
@@ -255,7 +255,7 @@ def logistic_cycle(generator: Generator) -> ZooProblem:
     rate = torch.linspace(3.1, 3.9, 6, dtype=torch.float64).unsqueeze(1)
     return ZooProblem(
         f=lambda z, r: r * z * (1 - z), z0=uniform(generator, 0.4, 0.9, 6, 1), args=(rate,),
-        symmetric=True, converges_plain=False, source="R. May, Nature 261 (1976) 459",
+        symmetric=True, source="R. May, Nature 261 (1976) 459",
         reference=lambda: 1 - 1 / rate,
     )  # fmt: skip
 
@@ -360,7 +360,7 @@ def symmetric_layer(generator: Generator, *, activation: str, radius: float) -> 
     return _layer(weight, normal(generator, LAYERS, WIDTH) + 1, activation)
 
 
-def gain_layer(generator: Generator, *, gain: float, plain: bool) -> ZooProblem:
+def gain_layer(generator: Generator, *, gain: float) -> ZooProblem:
     """tanh layer with weights N(0, gain^2 / D): the plain map turns chaotic near 1.5.
 
     The reference follows the fixed point from gain 0.
@@ -369,7 +369,7 @@ def gain_layer(generator: Generator, *, gain: float, plain: bool) -> ZooProblem:
     problem = _layer(weight, normal(generator, LAYERS, WIDTH), "tanh")
     f, z0, (_, injection) = problem.f, problem.z0, problem.args
     return replace(
-        problem, converges_plain=plain,
+        problem,
         source="H. Sompolinsky, A. Crisanti, H. Sommers, Phys. Rev. Lett. 61 (1988) 259",
         reference=lambda: continuation(f, z0, lambda t: (t * weight, injection)), unique=False,
     )  # fmt: skip
@@ -395,14 +395,14 @@ MAP_BUILDS: dict[str, Build] = {
     "bellman": bellman,
     "soft_threshold": shrinkage,
     "tanh_0.9": partial(layer, activation="tanh", norm=0.9),
-    "tanh_gain_1.2": partial(gain_layer, gain=1.2, plain=True),
-    "tanh_gain_1.75": partial(gain_layer, gain=1.75, plain=False),
+    "tanh_gain_1.2": partial(gain_layer, gain=1.2),
+    "tanh_gain_1.75": partial(gain_layer, gain=1.75),
     "relu_0.9": partial(layer, activation="relu", norm=0.9),
     "relu_symmetric_0.98": partial(symmetric_layer, activation="relu", radius=0.98),
 }
 
 
-def quadratic(generator: Generator, *, condition: float, plain: bool = True) -> ZooProblem:
+def quadratic(generator: Generator, *, condition: float) -> ZooProblem:
     """Convex quadratic, Hessian eigenvalues log-spaced in [1 / condition, 1], minimum N(0, 1)."""
     batch, dim = 6, 40
     curvature = torch.logspace(0, -1, dim, base=condition, dtype=torch.float64).repeat(batch, 1)
@@ -411,7 +411,7 @@ def quadratic(generator: Generator, *, condition: float, plain: bool = True) -> 
     offset = minimiser - matvec(matrix, minimiser)
     source = "J. Nocedal, S. Wright, Numerical Optimization (2nd ed., 2006), section 3.3"
     z0 = normal(generator, batch, dim)
-    return affine_problem(matrix, offset, z0, source, converges_plain=plain)
+    return affine_problem(matrix, offset, z0, source)
 
 
 def valley_map(z: Tensor, steepness: Tensor) -> Tensor:
@@ -431,14 +431,14 @@ def valley_energy(z: Tensor, steepness: Tensor) -> Tensor:
     return value / (20 * steepness[:, 0])
 
 
-def valley(generator: Generator, *, steepness: float, plain: bool = True) -> ZooProblem:
+def valley(generator: Generator, *, steepness: float) -> ZooProblem:
     """Rosenbrock's valley (steepness 100 in the original), step below 2 / curvature at (1, 1)."""
     batch = 4
     z0 = torch.tensor([-1.2, 1.0], dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, 2)
     return ZooProblem(
         f=valley_map, z0=z0, args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
-        symmetric=True, converges_plain=plain,
+        symmetric=True,
         source="H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1),
         reference=lambda: torch.ones(batch, 2, dtype=torch.float64), energy=valley_energy,
     )  # fmt: skip
@@ -517,7 +517,7 @@ def squares_map(z: Tensor, origin: Tensor, system: str, step: float) -> Tensor:
 
 def least_squares(
     generator: Generator, *, system: str, start: tuple[float, ...], answer: tuple[float, ...],
-    step: float, source: str, origin: float = 0.0, expect: Expect = "converges", plain: bool = True,
+    step: float, source: str, origin: float = 0.0, expect: Expect = "converges",
 ) -> ZooProblem:  # fmt: skip
     """The sum of squares of a system: symmetric where the system itself is not."""
     batch = 4
@@ -526,7 +526,7 @@ def least_squares(
     moved = torch.full_like(z0, origin)
     return ZooProblem(
         f=partial(squares_map, system=system, step=step), z0=z0 + moved, args=(moved,),
-        symmetric=True, converges_plain=plain, expect=expect, source=source,
+        symmetric=True, expect=expect, source=source,
         reference=lambda: moved + torch.tensor(answer, dtype=torch.float64),
         energy=partial(squares_energy, system=system, step=step),
     )  # fmt: skip
@@ -631,9 +631,7 @@ def bisoftmax_energy(
     return weights[:, 0] * attention + weights[:, 1] * feedforward + distance
 
 
-def bisoftmax(
-    generator: Generator, *, attention: float, feedforward: float, plain: bool
-) -> ZooProblem:
+def bisoftmax(generator: Generator, *, attention: float, feedforward: float) -> ZooProblem:
     """16 tokens of dimension 64, 4 heads, 128 memories, standard initialisation, from z = x."""
     batch, tokens, dim, count, memories = 4, 16, 64, 4, 128
     heads = normal(generator, batch, count, dim, dim // count) / dim**0.5
@@ -642,7 +640,7 @@ def bisoftmax(
     weights = torch.tensor([attention, feedforward], dtype=torch.float64).repeat(batch, 1)
     args = (heads, memory, x, weights)
     return ZooProblem(
-        f=bisoftmax_map, z0=x.clone(), args=args, symmetric=True, converges_plain=plain,
+        f=bisoftmax_map, z0=x.clone(), args=args, symmetric=True,
         source="Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7",
         reference=lambda: minimum(bisoftmax_map, bisoftmax_energy, x, args),
         energy=bisoftmax_energy, unique=False,
@@ -652,22 +650,22 @@ def bisoftmax(
 ENERGY_BUILDS: dict[str, Build] = {
     "energy_quadratic_10": partial(quadratic, condition=1e1),
     "energy_quadratic_100": partial(quadratic, condition=1e2),
-    "energy_quadratic_1e4": partial(quadratic, condition=1e4, plain=False),
+    "energy_quadratic_1e4": partial(quadratic, condition=1e4),
     "energy_rosenbrock_10": partial(valley, steepness=10.0),
-    "energy_rosenbrock_100": partial(valley, steepness=100.0, plain=False),
+    "energy_rosenbrock_100": partial(valley, steepness=100.0),
     "energy_log_sum_exp": log_sum_exp,
     "energy_double_wells": wells,
     "energy_powell_singular": partial(least_squares, system="powell", start=(3.0, -1.0, 0.0, 1.0),
-        answer=(0.0, 0.0, 0.0, 0.0), origin=1.0, step=2e-3, plain=False, source=MGH.format(13)),
+        answer=(0.0, 0.0, 0.0, 0.0), origin=1.0, step=2e-3, source=MGH.format(13)),
     "energy_helical_valley": partial(least_squares, system="helical", start=(-1.0, 0.0, 0.0),
-        answer=(1.0, 0.0, 0.0), step=2e-3, plain=False, source=MGH.format(7)),
+        answer=(1.0, 0.0, 0.0), step=2e-3, source=MGH.format(7)),
     "hopfield_retrieval": partial(hopfield, beta=20.0, noise=0.5),
     "hopfield_metastable": partial(hopfield, beta=7.0, noise=0.5),
     "mean_field": partial(mean_field, gain=1.0),
     "mean_field_strong": partial(mean_field, gain=1.2),
-    "energy_bisoftmax_0.2_0.2": partial(bisoftmax, attention=0.2, feedforward=0.2, plain=True),
-    "energy_bisoftmax_0.4_0.2": partial(bisoftmax, attention=0.4, feedforward=0.2, plain=False),
-    "energy_bisoftmax_1.0_0.3": partial(bisoftmax, attention=1.0, feedforward=0.3, plain=False),
+    "energy_bisoftmax_0.2_0.2": partial(bisoftmax, attention=0.2, feedforward=0.2),
+    "energy_bisoftmax_0.4_0.2": partial(bisoftmax, attention=0.4, feedforward=0.2),
+    "energy_bisoftmax_1.0_0.3": partial(bisoftmax, attention=1.0, feedforward=0.3),
 }  # fmt: skip
 
 
@@ -684,7 +682,7 @@ def runaway(generator: Generator) -> ZooProblem:
     direction = normalize(normal(generator, 4, 5), dim=1)
     return ZooProblem(
         f=outward, z0=normal(generator, 4, 5), args=(direction,), symmetric=False,
-        converges_plain=False, expect="diverges", source=RUDIN,
+        expect="diverges", source=RUDIN,
     )  # fmt: skip
 
 
@@ -699,7 +697,7 @@ def transient_nan(generator: Generator) -> ZooProblem:
     rate[0] = 4.0
     z0 = uniform(generator, 2.0, 6.0, batch, dim)
     return ZooProblem(
-        f=lambda z, c: z - c * z.log(), z0=z0, args=(rate,), symmetric=True, converges_plain=False,
+        f=lambda z, c: z - c * z.log(), z0=z0, args=(rate,), symmetric=True,
         source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), section 9.2: domains",
         reference=lambda: torch.ones_like(z0), energy=lambda z, c: (c * (z * z.log() - z)).sum(1),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies import Couplings, SpectralBound
+from implicit_attn.energies import Couplings
 from implicit_attn.regularization import SpectralNorm, apply_norm
 from implicit_attn.spectral import SQUARINGS, gram_bound, spectral_norm
 from solvers.core.cuda import forced
@@ -51,14 +51,6 @@ def test_the_bound_is_tight_and_never_exceeded(name: str) -> None:
     assert abs(single / previous - 1) < 1e-5
 
 
-def test_a_gap_makes_the_bound_exact() -> None:
-    matrix = torch.diag(torch.tensor([1.0, 0.9, 0.5], dtype=torch.float64))
-    errors = [float(gram_bound(matrix, count) - 1) for count in range(8)]
-    for count in range(3, 6):  # the error falls doubly exponentially
-        assert errors[count + 1] < errors[count] ** 1.5
-    assert abs(errors[7]) < 1e-12
-
-
 @pytest.mark.parametrize("name", ["square", "wide", "tall", "number", "one direction"])
 def test_derivatives(name: str) -> None:
     matrix = (MATRICES[name] / MATRICES[name].abs().amax()).requires_grad_()
@@ -69,14 +61,9 @@ def test_derivatives(name: str) -> None:
     torch.testing.assert_close(gradient, torch.outer(left[:, 0], right[0]))
 
 
-def test_derivatives_where_eigenvalues_of_both_signs_are_equal() -> None:
-    matrix = MATRICES["equal, both signs"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(gram_bound, matrix)
-    assert torch.autograd.gradgradcheck(gram_bound, matrix)
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e-3, 1.0, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(0.0, torch.float64), (1e-42, torch.float32), (1e30, torch.float32)]
+)
 def test_the_same_function_on_both_devices(size: float, dtype: torch.dtype) -> None:
     weight = (drawn(9, 6) * size).to(dtype)
     found = []
@@ -91,16 +78,6 @@ def test_the_same_function_on_both_devices(size: float, dtype: torch.dtype) -> N
     for cpu, cuda in zip(*found, strict=True):
         torch.testing.assert_close(cuda, cpu, rtol=1e-4, atol=1e-6)
         assert cuda.isfinite().all()
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_an_entry_that_is_not_finite_stays_in_the_weight(bad: float) -> None:
-    weight = drawn(4, 3)
-    weight[1, 2] = bad
-    with forced():
-        bounded = SpectralBound(0.5)(weight)
-    assert bounded.isfinite().sum() == 11
-    assert not bounded[1, 2].isfinite()
 
 
 def test_every_bounded_weight_of_the_package() -> None:
@@ -121,20 +98,3 @@ def test_every_bounded_weight_of_the_package() -> None:
         weight = drawn(6, 4)
         unit = SpectralNorm(0.9)(weight)
         assert 0.9 * 0.998 <= sigma(unit) <= 0.9 * (1 + 1e-12)
-
-
-def test_half_precision_and_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in reduced precision would make the bound wrong by as much."""
-    weight = drawn(16, 16).float()
-    with forced(), torch.autocast("cpu", torch.bfloat16):
-        norm = spectral_norm(weight, 0.5)
-    assert norm.dtype == torch.float32
-    assert abs(norm.double() / sigma(weight.double()) - 1) < 1e-4
-    dtypes = []
-    monkeypatch.setattr("implicit_attn.spectral.uses_tf32", lambda: True)
-    monkeypatch.setattr(
-        "implicit_attn.spectral._gram", lambda m: dtypes.append(m.dtype) or m.mT @ m
-    )
-    with forced():
-        assert spectral_norm(weight, 0.5).dtype == torch.float32
-    assert dtypes == [torch.float64]

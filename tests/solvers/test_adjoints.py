@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations
 
 import solvers
@@ -20,7 +20,6 @@ from solvers import (
     LBFGS,
     MINRES,
     Adjoint,
-    AdjointReport,
     Anderson,
     Broyden,
     Descent,
@@ -94,12 +93,8 @@ def test_implicit_on_a_map(linear: LinearSolver | None) -> None:
 def test_implicit_on_an_energy(linear: LinearSolver | None) -> None:
     solve = descent_solve(exact(linear), LBFGS())
     assert gradcheck(solve, descent_inputs())
-    assert gradgradcheck(solve, descent_inputs(), fast_mode=True)
-
-
-@pytest.mark.parametrize("solver", [Broyden(), Newton()])
-def test_implicit_does_not_care_who_solved(solver: Solver) -> None:
-    assert gradcheck(layer_solve(exact(), solver), layer_inputs())
+    if linear is None:
+        assert gradgradcheck(solve, descent_inputs(), fast_mode=True)
 
 
 # A fixed number of steps: the iteration itself is then a smooth function.
@@ -112,8 +107,10 @@ UNROLLED: list[tuple[Solver, int]] = [
 ]
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize(("solver", "steps"), UNROLLED)
+@pytest.mark.parametrize(
+    ("solver", "steps", "checkpoint"),
+    [*((*row, False) for row in UNROLLED), *((*row, True) for row in UNROLLED[:2])],
+)
 def test_unrolled_steps_of_a_map(solver: Solver, steps: int, checkpoint: bool) -> None:
     def solve(weight: Tensor, x: Tensor, z0: Tensor) -> Tensor:
         return fixed_point(
@@ -124,12 +121,12 @@ def test_unrolled_steps_of_a_map(solver: Solver, steps: int, checkpoint: bool) -
     weight, x = layer_inputs(dim=4)
     inputs = (weight, x, torch.full_like(x, 0.1).requires_grad_())
     assert gradcheck(solve, inputs)
-    if not checkpoint or isinstance(solver, (Forward, Anderson)):
-        assert gradgradcheck(solve, inputs, atol=1e-4, fast_mode=True)
+    assert gradgradcheck(solve, inputs, atol=1e-4, fast_mode=True)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("solver", [LBFGS(memory=2), GradientDescent("auto")])
+@pytest.mark.parametrize(
+    ("solver", "checkpoint"), [(LBFGS(memory=2), False), (GradientDescent("auto"), True)]
+)
 def test_unrolled_steps_of_an_energy(solver: Solver, checkpoint: bool) -> None:
     def solve(x: Tensor, matrix: Tensor) -> Tensor:
         return fixed_point(
@@ -144,7 +141,7 @@ def test_unrolled_steps_of_an_energy(solver: Solver, checkpoint: bool) -> None:
 
 def test_newton_refuses_to_be_unrolled() -> None:
     f, z0, args = plain_batch(2)
-    with pytest.raises(RuntimeError, match="cannot be unrolled; use adjoint=Implicit"):
+    with pytest.raises(RuntimeError, match="Implicit"):
         fixed_point(f, z0, args, solver=Newton(), adjoint=Unrolled())
 
 
@@ -191,18 +188,6 @@ def through_a_captured_result(weight: Tensor, x: Tensor) -> Any:
     return (lambda z, x: torch.tanh(0.5 * (z @ half) + x)), (x,)
 
 
-def through_properties_and_views(weight: Tensor, x: Tensor) -> Any:
-    return (lambda z, x: torch.tanh((weight.T.T[:, None].squeeze(1) @ z.T).T + x)), (x,)
-
-
-def through_keywords_and_lists(weight: Tensor, x: Tensor) -> Any:
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        stacked = torch.stack([weight, torch.zeros_like(weight)]).sum(0)
-        return torch.tanh(nn.functional.linear(z, weight=stacked) + x)
-
-    return f, (x,)
-
-
 def through_a_custom_function(weight: Tensor, x: Tensor) -> Any:
     return (lambda z, x: torch.tanh(Multiply.apply(z, weight) + x)), (x,)
 
@@ -215,8 +200,7 @@ def through_nested_args(weight: Tensor, x: Tensor) -> Any:
 
 
 MAKES: list[Make] = [
-    through_args, through_a_closure, through_a_captured_result, through_properties_and_views,
-    through_keywords_and_lists, through_a_custom_function, through_nested_args,
+    through_a_closure, through_a_captured_result, through_a_custom_function, through_nested_args,
 ]  # fmt: skip
 
 
@@ -236,7 +220,9 @@ def gradients(make: Make, adjoint: Adjoint, order: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("adjoint", EXACT)
 @pytest.mark.parametrize("order", [1, 2])
-def test_every_way_in_gives_the_same_derivatives(make: Make, adjoint: Adjoint, order: int) -> None:
+def test_derivatives_agree_for_every_way_to_pass_a_tensor(
+    make: Make, adjoint: Adjoint, order: int
+) -> None:
     reference = gradients(through_args, EXACT[0], order)
     torch.testing.assert_close(gradients(make, adjoint, order), reference, rtol=1e-7, atol=1e-9)
 
@@ -266,51 +252,6 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def test_frozen_parameters_get_nothing_and_cost_nothing() -> None:
-    layer, x = Layer(Map(), adjoint=Implicit()), normal(3, 4)
-    layer.requires_grad_(False)
-    assert not layer(x).requires_grad
-    layer.inner.linear.bias.requires_grad_()
-    layer(x).sum().backward()
-    assert layer.inner.linear.weight.grad is None
-    assert layer.inner.linear.bias.grad is not None
-
-
-def test_no_grad_gives_no_graph() -> None:
-    layer, x = Layer(Map(), adjoint=Implicit()), normal(3, 4)
-    with torch.no_grad():
-        assert not layer(x).requires_grad
-    with torch.inference_mode():
-        assert not layer(x).requires_grad
-    assert not Layer(Map(), adjoint=None)(x).requires_grad
-
-
-def through_a_gradient_inside(weight: Tensor, x: Tensor) -> Any:
-    """``f = z - dE/dz`` written by hand, with a leaf of its own, as users do."""
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            own = z.detach().requires_grad_()
-            energy = (own @ weight.mT).cosh().log().sum() - (x * own).sum()
-            (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
-        return -0.2 * gradient + 0.5 * x
-
-    return f, (x,)
-
-
-@pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT_SOURCE), OneStep(), Phantom(2)])
-def test_a_leaf_made_by_f_is_not_taken_for_an_outer_tensor(adjoint: Adjoint) -> None:
-    """Its graph ends at that leaf, so f does not depend on z here: one step is exact."""
-    weight, x = leaves()
-    f, args = through_a_gradient_inside(weight, x)
-    solution = fixed_point(f, torch.zeros_like(x), args, tolerance=TIGHT_SOURCE, adjoint=adjoint,
-                           max_steps=100)  # fmt: skip
-    mine = torch.autograd.grad(solution.value.pow(2).sum(), (weight, x))
-    once = f(solution.value.detach(), x)
-    expected = torch.autograd.grad(once.pow(2).sum(), (weight, x))
-    torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
-
-
 WEIGHT = 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -335,60 +276,23 @@ def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> solvers.Sol
     return fixed_point(f, torch.zeros_like(x), (x,), **given)
 
 
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize(("f", "solver"), [
-    (step, None),
-    (step, Forward(0.7)),
-    (step, Broyden()),
-    (Descent(energy_states), None),
-    (Descent(energy_states), solvers.LBFGS()),
-    (Descent(energy_states), Anderson(memory=3)),
-], ids=["map", "map-Forward", "map-Broyden", "energy", "energy-LBFGS", "energy-Anderson"])  # fmt: skip
-def test_a_state_is_what_the_smaller_budget_returns(f: Any, solver: Any, compact: bool) -> None:
+@pytest.mark.parametrize(("f", "solver", "compact"), [
+    (step, None, True),
+    (step, Forward(0.7), False),
+    (Descent(energy_states), None, False),
+    (Descent(energy_states), Anderson(memory=3), True),
+])  # fmt: skip
+def test_a_recorded_state_equals_the_value_of_a_shorter_solve(
+    f: Any, solver: Any, compact: bool
+) -> None:
     x = torch.cat([sample(20), 0 * sample(2)])
     at = [1, 5, 6, 30]
     whole = solve(f, x, solver=solver, compact=compact, states_at=at)
-    assert len(whole.states) == len(at)
     for number, state in zip(at, whole.states, strict=True):
         # Recorded, so that the loop solves it, too: the engine rounds differently.
         part = solve(f, x, solver=solver, compact=compact, max_steps=number, record=True)
         assert torch.equal(state, part.value)
     assert int(whole.evaluations.min()) < 6 < int(whole.evaluations.max())
-
-
-def test_second_attempts_count_on() -> None:
-    """The default solver gives these samples up, and plain steps go on from where it was."""
-
-    def kinked(z: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
-        return (z - torch.einsum("bij,bj->bi", matrix, z) + target).clamp(-0.3, 0.3)
-
-    drawn = torch.randn(64, 8, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    basis = torch.linalg.qr(drawn[..., :8]).Q
-    args = ((basis * torch.logspace(0, -3, 8)) @ basis.mT, drawn[..., 8])
-    z0 = torch.zeros_like(drawn[..., 8])
-    options: dict[str, Any] = {"adjoint": None, "tolerance": 1e-5}
-    options |= {"on_failure": "ignore"}
-    at = [20, 103, 400]
-    whole = fixed_point(kinked, z0, args, max_steps=400, states_at=at, **options)
-    first = fixed_point(kinked, z0, args, max_steps=400, solver=Anderson(), **options)
-    assert not bool(first.converged.all()) and bool(whole.converged.all())
-    assert (whole.evaluations > first.evaluations).any()
-    moved = [(z - whole.value).norm(dim=1) for z in whole.states]
-    assert moved[0].any() and moved[1].any() and not moved[2].any()
-
-
-def tree_step(z: Any, x: Any) -> Any:
-    return {"a": step(z["a"], x), "b": (0.3 * z["a"] + 0.2 * z["b"]).sin()}
-
-
-def test_structure_and_memory() -> None:
-    x = sample(3)
-    z0 = {"a": torch.zeros_like(x), "b": torch.ones_like(x)}
-    found = fixed_point(tree_step, z0, (x,), states_at=[1, 3, 4], adjoint=None)
-    assert torch.equal(found.states[0]["b"], z0["b"])
-    found.states[0]["b"].zero_()
-    found.states[2]["a"].zero_()
-    assert float(z0["b"].min()) == 1 and float(found.value["a"].abs().max()) > 0
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -408,7 +312,9 @@ def test_unrolled_states_have_exact_gradients(checkpoint: bool) -> None:
     (Implicit(), 1, 1.0),
     (Implicit(states=Phantom(2)), 2, 1.0),
 ], ids=str)  # fmt: skip
-def test_the_others_iterate_from_the_state(adjoint: Any, number: int, damping: float) -> None:
+def test_phantom_and_one_step_gradients_iterate_from_the_state(
+    adjoint: Any, number: int, damping: float
+) -> None:
     x = sample().requires_grad_()
     found = solve(x=x, adjoint=adjoint, states_at=[2, 6])
     plain = solve(x=x.detach(), states_at=[2, 6])
@@ -447,37 +353,8 @@ def test_the_value_is_the_solution_where_phantom_steps_leave_the_domain(adjoint:
     assert bool(found.converged.all())
 
 
-@pytest.mark.parametrize("target", ["b", "w", "captured", "weight"])
-def test_a_double_backward_uses_the_values_of_the_forward_pass_or_raises(target: str) -> None:
-    w, b = leaf(0.3, 0.5), leaf(0.2, -0.4).detach()
-    captured = torch.tensor(0.7, dtype=torch.float64)
-    weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-    tensors = {"b": b, "w": w, "captured": captured, "weight": weight}
-
-    def f(z: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return torch.tanh(0.5 * w * z * b * captured) + w.square() * b * weight
-
-    def second(change: str | None) -> Tensor:
-        value = fixed_point(
-            f,
-            torch.zeros_like(w),
-            (w, b),
-            adjoint=Implicit(tolerance=TIGHT_SOURCE),
-            tolerance=TIGHT_SOURCE,
-        ).value
-        (first,) = torch.autograd.grad(value.sum(), w, create_graph=True)
-        if change is not None:
-            with torch.no_grad():
-                tensors[change].mul_(1.5)
-        return torch.autograd.grad(first.square().sum(), w)[0]
-
-    assert second(None).isfinite().all()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        second(target)
-
-
 @pytest.mark.defect("A5")
-def test_a_double_backward_does_not_see_what_autograd_did_not_save() -> None:
+def test_a_double_backward_uses_the_saved_value_of_a_changed_argument() -> None:
     """The graph of ``tanh(a + b)`` needs its value alone; f must not be evaluated at another b."""
     w, b = leaf(0.3, 0.5), leaf(0.2, -0.4).detach()
 
@@ -528,18 +405,17 @@ def test_checkpoints_of_parametrised_weights_give_the_unrolled_gradient() -> Non
 
 
 @pytest.mark.defect("A6")
-@pytest.mark.parametrize("name", ["linear.bias", "original0", "shift", "x", "x without gradient"])
-def test_checkpoints_raise_where_what_f_reads_has_changed(name: str) -> None:
+@pytest.mark.parametrize("name", ["original0", "shift", "x without gradient"])
+def test_checkpoints_raise_if_a_tensor_that_f_reads_has_changed(name: str) -> None:
     model, x = Model(), normal(4, 3).requires_grad_(name != "x without gradient")
     tensors = {
-        "linear.bias": model.linear.bias,
         "original0": model.linear.parametrizations["weight"].original0,  # type: ignore[index]
         "shift": model.shift,
     }
     loss = unrolled_loss(model, x, checkpoint=True)
     with torch.no_grad():
         tensors.get(name, x).add_(0.1)
-    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+    with pytest.raises(RuntimeError):
         loss.backward()
 
 
@@ -570,8 +446,9 @@ def test_samples_without_a_finite_evaluation_have_a_gradient_of_zero(adjoint: Ad
 
 
 @pytest.mark.defect("D3")
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("solver", [solvers.Anderson(), solvers.Forward()])
+@pytest.mark.parametrize(
+    ("solver", "checkpoint"), [(solvers.Anderson(), False), (solvers.Forward(), True)]
+)
 def test_an_unrolled_solve_with_a_failed_sample_is_not_repeated(
     checkpoint: bool, solver: Any
 ) -> None:
@@ -613,7 +490,7 @@ def test_newton_on_a_piecewise_constant_map(requires_grad: bool) -> None:
     if requires_grad:
         (gradient,) = torch.autograd.grad(solution.value.sum(), b)
         assert not bool(gradient.any())
-    with pytest.raises(RuntimeError, match=r"not differentiable in z .* such as Anderson"):
+    with pytest.raises(RuntimeError, match=r"\bz\b"):
         fixed_point(lambda z, b: (z > b).to(z.dtype), z0, (b,), solver=Newton())
 
 
@@ -627,22 +504,8 @@ def test_an_energy_without_gradient_is_refused(kind: str) -> None:
         "constant": lambda z, x: w * x.sum(1),
     }
     for solver in (None, Newton()):
-        with pytest.raises(ValueError, match="energy must depend on z"):
+        with pytest.raises(ValueError, match="energy"):
             fixed_point(solvers.Descent(energies[kind]), x, (x,), solver=solver)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_newton_solves_a_map_that_does_not_depend_on_the_state(symmetric: bool) -> None:
-    weight = torch.ones(2, 3, requires_grad=True)
-
-    def constant(z: Tensor) -> Tensor:
-        return 2 * weight
-
-    constant.symmetric = symmetric  # type: ignore[attr-defined]
-    solution = fixed_point(constant, torch.zeros(2, 3), solver=Newton(), compact=False)
-    assert (solution.status == Status.CONVERGED).all()
-    (gradient,) = torch.autograd.grad(solution.value.sum(), weight)
-    torch.testing.assert_close(gradient, torch.full((2, 3), 2.0))
 
 
 class Scaled(nn.Module):
@@ -662,20 +525,6 @@ class Scaled(nn.Module):
         return 0.5 * torch.tanh(z * self.w * self.cache + x * self.c)
 
 
-@pytest.mark.defect("A6")
-@pytest.mark.parametrize("how", ["functional_call", "replaced"])
-def test_checkpoints_raise_where_f_reads_other_tensors_than_before(how: str) -> None:
-    model, x = Layer(Scaled(), adjoint=Unrolled(checkpoint=True)), normal(4, 3).requires_grad_()
-    other = nn.Parameter(0.5 * model.inner.w.detach())
-    if how == "functional_call":
-        loss = functional_call(model, {"inner.w": other}, x).sum()
-    else:
-        loss = model(x).sum()
-        model.inner.w = other
-    with pytest.raises(RuntimeError, match="did not read in the forward pass"):
-        loss.backward()
-
-
 def half_lost(weight: Tensor, x: Tensor, **options: Any) -> solvers.Solution:
     """Two samples: ``z = w z / 2 + x``; and a step of an energy without bound, ``z - dE = 3 w z + x``."""
     factor = torch.tensor([[0.5], [3.0]], dtype=torch.float64)
@@ -685,9 +534,12 @@ def half_lost(weight: Tensor, x: Tensor, **options: Any) -> solvers.Solution:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT_SOURCE), Phantom(60), OneStep()])
-@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize(("adjoint", "compact", "transformed"), [
+    (Implicit(tolerance=TIGHT_SOURCE), True, False),
+    (Implicit(tolerance=TIGHT_SOURCE), False, True),
+    (Phantom(60), True, False),
+    (OneStep(), True, False),
+])  # fmt: skip
 def test_a_sample_that_diverged_has_a_gradient_of_zero(
     adjoint: Adjoint, compact: bool, transformed: bool
 ) -> None:
@@ -753,39 +605,6 @@ def solve_layer(weight: Tensor, x: Tensor, adjoint: Adjoint) -> solvers.Solution
     )
 
 
-@pytest.mark.parametrize("adjoint", ALL)
-def test_backward_twice(adjoint: Adjoint) -> None:
-    weight, x = layer_inputs(3, 4)
-    loss = solve_layer(weight, x, adjoint).value.square().sum()
-    first = torch.autograd.grad(loss, (weight, x), retain_graph=True)
-    second = torch.autograd.grad(loss, (weight, x))
-    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, (weight, x))
-
-
-@pytest.mark.parametrize("adjoint", EXACT)
-def test_a_solve_inside_f(adjoint: Adjoint) -> None:
-    """Bilevel: the map of the outer solve is itself a solve; exact where both are."""
-    weight, x = layer_inputs(3, 4)
-
-    def outer(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * solve_layer(weight, x + 0.3 * z, adjoint).value
-
-    def loss(x: Tensor) -> Tensor:
-        return fixed_point(
-            outer, torch.zeros_like(x), (weight, x), tolerance=1e-11, max_steps=100,
-            adjoint=adjoint,
-        ).value.sum()  # fmt: skip
-
-    (gradient,) = torch.autograd.grad(loss(x), x)
-    direction = torch.ones_like(x)
-    ends = [float(loss(x.detach() + sign * 1e-5 * direction).detach()) for sign in (1, -1)]
-    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(
-        float((gradient * direction).sum()), rel=1e-6
-    )
-
-
 def third(adjoint: Adjoint) -> Tensor:
     _, x = layer_inputs(3, 4)
     weight = layer_inputs(3, 4)[0].detach()
@@ -795,16 +614,16 @@ def third(adjoint: Adjoint) -> Tensor:
     return torch.autograd.grad(second.sum(), x)[0]
 
 
-def test_third_derivatives_raise_or_are_right() -> None:
-    with pytest.raises(RuntimeError, match=r"third derivatives .* use adjoint=Unrolled"):
+def test_third_derivatives_raise_for_implicit_and_work_unrolled() -> None:
+    with pytest.raises(RuntimeError, match="Unrolled"):
         third(Implicit(tolerance=TIGHT_SOURCE))
     assert third(Unrolled()).isfinite().all()
     assert bool((third(Unrolled()) != 0).any())
 
 
-@pytest.mark.parametrize("adjoint", [Implicit(), Phantom(3), OneStep()])
-@pytest.mark.parametrize("solver", [solvers.Forward(), solvers.Anderson()])
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("adjoint", "solver", "requires_grad"), [
+    (Implicit(), Forward(), False), (Phantom(3), Anderson(), True), (OneStep(), Forward(), True),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solvers.Solver) -> None:
     """Their derivative is not that of the iterations, which forward mode would return."""
@@ -816,31 +635,10 @@ def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solv
             fixed_point(f, z0, (weight, dual), adjoint=adjoint, solver=solver)
 
 
-def test_the_report() -> None:
-    weight, x = layer_inputs(3, 4)
-    solution = solve_layer(weight, x, Implicit(tolerance=1e-8))
-    assert isinstance(solution.adjoint, AdjointReport)
-    assert solution.adjoint.solution is None
-    assert solution.adjoint.solves == 0
-    loss = solution.value.sum()
-    loss.backward(retain_graph=True)
-    report = solution.adjoint.solution
-    assert report is not None
-    assert solution.adjoint.solves == 1
-    assert report.converged.tolist() == [True] * 3
-    assert report.residual.shape == report.evaluations.shape == (3,)
-    assert (report.residual <= 1e-8).all()
-    assert not report.value.requires_grad
-    loss.backward()
-    assert solution.adjoint.solves == 2
-
-
 def test_a_failed_adjoint_solve_is_reported() -> None:
     weight, x = layer_inputs(3, 4)
     solution = solve_layer(weight, x, Implicit(tolerance=TIGHT_SOURCE, max_steps=1))
-    with pytest.warns(
-        solvers.SolveWarning, match=r"adjoint solve left samples unconverged: MAX_STEPS 3"
-    ):
+    with pytest.warns(solvers.SolveWarning):
         solution.value.sum().backward()
     report = solution.adjoint.solution
     assert report is not None
@@ -852,36 +650,10 @@ def test_a_failed_adjoint_solve_is_reported() -> None:
     )
     quiet.value.sum().backward()
     loud = solve_layer(weight, x, Implicit(tolerance=TIGHT_SOURCE, max_steps=1, on_failure="raise"))
-    with pytest.raises(solvers.SolveError, match="adjoint solve"):
+    with pytest.raises(solvers.SolveError):
         loud.value.sum().backward()
 
 
-@pytest.mark.parametrize("linear", [None, GMRES(restart=80)])
-def test_a_saddle_has_a_gradient_all_the_same(linear: LinearSolver | None) -> None:
-    """CG meets non-positive curvature in one sample and hands it over to MINRES, within the budget."""
-    generator, size = torch.Generator().manual_seed(0), 40
-    basis = torch.linalg.qr(torch.randn(3, size, size, generator=generator).double())[0]
-    eigenvalues = torch.linspace(0.3, 30, size).double().repeat(3, 1)
-    eigenvalues[1, 5] = -2.0
-    hessian = basis @ torch.diag_embed(eigenvalues) @ basis.mT
-    x = torch.randn(3, size, generator=generator).double().requires_grad_()
-
-    def energy(z: Tensor, hessian: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * (z * (hessian @ z[:, :, None])[:, :, 0]).sum(1) - (x * z).sum(1)
-
-    start = torch.linalg.solve(hessian, x.detach())
-    expected = torch.linalg.solve(hessian, torch.ones_like(start))
-    for budget in (10, 25, 400):
-        adjoint = Implicit(linear, tolerance=1e-10, max_steps=budget, on_failure="ignore")
-        solution = fixed_point(Descent(energy), start, (hessian, x), adjoint=adjoint)
-        (gradient,) = torch.autograd.grad(solution.value.sum(), x)
-        report = solution.adjoint.solution
-        assert report is not None and (report.evaluations <= budget).all()
-    assert report is not None and report.converged.all()
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
-
-
-CALL: dict[str, Any] = {"tolerance": TIGHT_SOURCE, "max_steps": 200}
 KINDS: list[Any] = [Implicit(tolerance=TIGHT_SOURCE), solvers.Phantom(3), solvers.OneStep()]
 
 
@@ -913,73 +685,35 @@ def test_second_derivatives() -> None:
     close(
         grad(lambda x: (grad(loss)(x) * direction).sum())(x), (expected * direction).sum((-1, -2))
     )
-    with pytest.raises(RuntimeError, match="third derivatives"):
+    with pytest.raises(RuntimeError, match="Unrolled"):
         jacrev(jacrev(jacrev(loss)))(x)
 
 
-def test_backward_through_a_transform() -> None:
-    """The weights are ordinary ones, outside of the transform."""
-    layer, x = Layer(Map(), adjoint=KINDS[0]), normal(3, 4)
-
-    def loss(x: Tensor) -> Tensor:
-        return layer(x).pow(2).sum()
-
-    grad(loss)(x).square().sum().backward()
-    found = [p.grad for p in layer.parameters()]
-    leaf = x.clone().requires_grad_()
-    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-    expected = torch.autograd.grad(first.square().sum(), list(layer.parameters()))
-    close(found, expected)
-
-
-def test_an_energy_with_a_mask_and_a_pytree() -> None:
-    weight = Map().linear.weight.detach()
-
-    def value(x: Tensor, mask: Tensor) -> Tensor:
-        def energy(z: dict[str, Tensor], x: Tensor) -> Tensor:
-            pull = (z["a"] - x).square() + (0.3 * (z["a"] @ weight)).cosh()
-            return pull.flatten(1).sum(1) + (z["b"] - x.sum((1, 2))[:, None]).square().sum(1)
-
-        start = {"b": torch.zeros_like(x[:, 0, :2]), "a": torch.zeros_like(x)}
-        solution = fixed_point(Descent(energy, 0.3), start, (x,), mask=mask, **CALL)
-        return solution.value["a"].pow(2).sum() + solution.value["b"].sum()
-
-    x, mask = normal(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(value(leaf, mask), leaf)
-    close(grad(value)(x, mask), expected)
-    many = torch.stack([x, 2 * x])
-    each = vmap(grad(value), in_dims=(0, None))(many, mask)
-    close(each, torch.stack([grad(value)(part, mask) for part in many]))
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_what_is_not_possible_is_said() -> None:
+def test_unsupported_transforms_raise() -> None:
     x, unrolled, implicit = (
         normal(2, 4),
         Layer(Map(), adjoint=Unrolled()),
         Layer(Map(), adjoint=KINDS[0]),
     )
-    with pytest.raises(
-        RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"
-    ):
+    with pytest.raises(RuntimeError, match="Forward"):
         grad(lambda x: unrolled(x).sum())(x)
     plain, call = Map(), {"adjoint": Unrolled(), "solver": Broyden()}
-    with pytest.raises(RuntimeError, match=r"got solver=Broyden"):
+    with pytest.raises(RuntimeError, match="solver"):
         grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
     call["solver"] = Forward()
-    with pytest.raises(RuntimeError, match=r"needs adjoint=Implicit\(\).* without callback"):
+    with pytest.raises(RuntimeError, match="callback"):
         grad(lambda x: fixed_point(plain, x, (x,), callback=print, **call).value.sum())(x)
     call["adjoint"] = Unrolled(checkpoint=True)
-    with pytest.raises(RuntimeError, match="checkpoint=False"):
+    with pytest.raises(RuntimeError, match="checkpoint"):
         grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
-    with pytest.raises(NotImplementedError, match=r"forward-mode .* jacrev"):
+    with pytest.raises(NotImplementedError):
         hessian(lambda x: implicit(x).sum())(x)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("solver", [Forward(0.8), Anderson(memory=2)], ids=str)
-def test_an_unrolled_loop_is_that_outside(solver: Any) -> None:
+@pytest.mark.parametrize("solver", [Anderson(memory=2)], ids=str)
+def test_unrolling_inside_a_transform_equals_unrolling_outside(solver: Any) -> None:
     """Values and gradients of the same evaluations, as no sample moves when it has converged."""
     plain, x = Map(), normal(3, 4)
     call: dict[str, Any] = {"adjoint": Unrolled(), "solver": solver, "max_steps": 40}

@@ -1,27 +1,23 @@
-"""Each method against its definition; second attempts; every solver on every problem of the zoo.
+"""Each method against its definition; second attempts; the solvers on the problems of the zoo.
 
-On the zoo a sample passes when it is CONVERGED, its true residual is within the tolerance and, where no
-other fixed point is in reach, its value is the known answer. An entry of the tables of exceptions that
-passes fails the test: take it out. Of an EITHER the converged samples alone are checked; SLOW is not run.
+A sample of the zoo passes when it is CONVERGED, its true residual is within the tolerance and, where no
+other fixed point is in reach, its value is the known answer.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 import solvers
 from cases.solves import PLAIN, SOLVERS, Counter, solve, true_residuals
-from problems import PLAIN_LIMIT, residual_norms, rows
+from problems import residual_norms, rows
 from problems.collected import (
     BUDGET,
     MAPS,
@@ -35,7 +31,7 @@ from problems.collected import (
     sum_of_squares,
     wood,
 )
-from problems.zoo import ENERGY, PROBLEMS, SOLVABLE, ZooProblem, make
+from problems.zoo import PROBLEMS, SOLVABLE, ZooProblem, make
 from solvers import (
     LBFGS,
     Anderson,
@@ -51,8 +47,6 @@ from solvers import (
     Tolerance,
     fixed_point,
 )
-from solvers.core.rows import Point
-from solvers.methods.lbfgs import _almost_quadratic
 
 DIM = 12
 
@@ -141,12 +135,6 @@ def test_broyden_is_the_good_method(damping: float) -> None:
         z = after
 
 
-def test_broyden_ends_on_linear_systems() -> None:
-    """Gay (1979): at most 2n steps on a non-singular linear system of n unknowns."""
-    points = visited(Broyden(), 2 * DIM + 2)
-    assert float(min(remainder(z).norm() for z in points)) < 1e-7
-
-
 @pytest.mark.defect("A17")
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.4), (1.0, 0.9), (0.1, 0.5)])
@@ -210,33 +198,6 @@ def test_newton_is_quadratic() -> None:
         assert all(b <= 20 * a**1.8 for a, b in pairwise(falling) if a < 0.1)
 
 
-@pytest.mark.parametrize("damping", [1.0, 0.7])
-@pytest.mark.parametrize("memory", [1, 3])
-def test_both_histories_agree(damping: float, memory: int) -> None:
-    """Of a recorded solve, whose differences are kept in lists, and the ring."""
-    torch.manual_seed(0)
-    matrix = torch.randn(6, 6, dtype=torch.float64)
-    matrix *= 0.95 / torch.linalg.matrix_norm(matrix, 2)
-    x = torch.randn(40, 6, dtype=torch.float64) * torch.logspace(-3, 3, 40)[:, None]
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        # Some samples overflow when they are far out: their steps are rejected, their history forgotten.
-        return torch.where(z.abs() > 20 * x.abs().max(), torch.inf, torch.tanh(z @ matrix.T) + x)
-
-    found = []
-    for adjoint in (None, solvers.Unrolled()):
-        solution = fixed_point(
-            f, torch.zeros_like(x), (x,), solver=Anderson(memory=memory, damping=damping),
-            tolerance=1e-9, max_steps=200, record=True, adjoint=adjoint,
-        )  # fmt: skip
-        assert solution.converged.all() and solution.trace is not None
-        found.append(solution)
-    torch.testing.assert_close(found[0].value, found[1].value.detach(), rtol=1e-8, atol=0)
-    assert (found[0].evaluations - found[1].evaluations).abs().max() <= 2
-    first, second = (each.trace.residual[:, :6] for each in found)
-    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-9, equal_nan=True)
-
-
 def minimise(
     energy: Callable[[Tensor], Tensor], *start: float, factor: float = 1.0, **options: object
 ) -> Solution:
@@ -259,7 +220,7 @@ STEEP = [(cosh, (5.3,), 12), (sum_of_squares(box_3d), (0.0, 10.0, 20.0), 48),
 
 @pytest.mark.defect("A13")
 @pytest.mark.parametrize(("energy", "start", "most"), STEEP)
-def test_a_first_trial_far_away_is_no_end(
+def test_lbfgs_recovers_from_a_first_trial_far_away(
     energy: Callable[[Tensor], Tensor], start: tuple[float, ...], most: int
 ) -> None:
     solution = minimise(energy, *start)
@@ -274,22 +235,6 @@ def test_an_energy_of_any_offset_is_minimised(shift: float) -> None:
     solution = minimise(lambda z: cosh(z) + shift, 5.3, -4.0, 0.2)
     assert solution.counts() == {"CONVERGED": 1}
     assert int(solution.evaluations) <= 30
-
-
-@pytest.mark.defect("A13")
-@pytest.mark.parametrize("constant", [0.0, 1e-6, 100.0])
-def test_the_constant_of_an_energy_costs_no_evaluation(constant: float) -> None:
-    """Near ``E = 0`` a unit step of ordinary length promises many times E, and keeps it."""
-    matrix = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    start = 1e-2 * torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-    def energy(z: Tensor, c: float) -> Tensor:
-        return 0.5 * (z * z).sum(1) + torch.logsumexp(z @ matrix, 1) - math.log(8) + c
-
-    usual = minimise(lambda z: energy(z, 1.0), *start.tolist())
-    shifted = minimise(lambda z: energy(z, constant), *start.tolist())
-    assert shifted.converged.all()
-    assert int(shifted.evaluations) <= int(usual.evaluations)
 
 
 @pytest.mark.defect("D12")
@@ -327,8 +272,7 @@ def attempt(f: Any, z0: Tensor, args: tuple[Tensor, ...], **options: Any) -> Sol
 
 
 @pytest.mark.defect("D7")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [8, 20])
+@pytest.mark.parametrize(("size", "dtype"), [(8, torch.float64), (20, torch.float32)])
 def test_the_default_solves_what_plain_steps_solve(size: int, dtype: torch.dtype) -> None:
     z0, args = box(dtype, size)
     assert bool(attempt(projected_gradient, z0, args, solver=Forward()).converged.all())
@@ -360,7 +304,7 @@ def test_an_energy_too_noisy_for_a_line_search_is_solved_by_plain_steps() -> Non
     assert (default.energy <= named.energy + 1e-4).all()
 
 
-def test_a_solver_that_was_named_is_left_alone() -> None:
+def test_a_named_solver_makes_no_second_attempt() -> None:
     z0, args = box()
     named, default = (attempt(projected_gradient, z0, args, solver=s) for s in (Anderson(), None))
     gave_up = named.status == Status.STALLED
@@ -394,7 +338,7 @@ def hard_batch() -> tuple[Tensor, tuple[Tensor]]:
     return start + 0.1, (rate,)
 
 
-@pytest.mark.parametrize("sample", range(5))
+@pytest.mark.parametrize("sample", [1, 4])
 def test_every_evaluation_is_counted_and_the_budget_kept(sample: int) -> None:
     z0, (rate,) = hard_batch()
     one = slice(sample, sample + 1)
@@ -429,24 +373,7 @@ def test_a_second_attempt_does_not_depend_on_the_batch(compact: bool) -> None:
             assert float((ends[0] - ends[1]).norm()) <= reach < 1e-3
 
 
-def test_the_trace_and_the_callback_go_on() -> None:
-    z0, args = hard_batch()
-    seen: list[Progress] = []
-    solution = attempt(steep, z0, args, record=True, callback=seen.append)
-    trace = solution.trace
-    assert trace is not None and trace.accepted is not None
-    assert trace.residual.shape == trace.accepted.shape
-    assert trace.residual.shape[1] <= int(solution.evaluations.max())
-    assert max(progress.evaluation for progress in seen) <= 500  # the budget
-    # A sample's second attempt goes on in the column after its first, in whatever order they ran.
-    told = torch.stack([progress.residual for progress in seen], 1)
-    for row, heard in zip(trace.residual, told, strict=True):
-        torch.testing.assert_close(row[~row.isnan()], heard[~heard.isnan()])
-    for row, reached in zip(trace.residual, solution.residual, strict=True):
-        assert float(row[~row.isnan()].min()) == pytest.approx(float(reached))
-
-
-def test_what_cannot_be_solved_keeps_its_first_status() -> None:
+def test_a_failed_second_attempt_keeps_the_first_status() -> None:
     problem = make("runaway")
     solution = attempt(problem.f, problem.z0, problem.args, max_steps=200)
     assert not bool((solution.status == Status.CONVERGED).any())
@@ -455,26 +382,9 @@ def test_what_cannot_be_solved_keeps_its_first_status() -> None:
     assert (solution.residual <= named.residual).all()
 
 
-@pytest.mark.parametrize(("power", "expected"), [(2, True), (4, False)])
-def test_a_pair_of_a_rejected_trial_is_kept_where_the_energy_is_a_parabola(
-    power: int, expected: bool
-) -> None:
-    """``E = sum z^p``: the change of E is the slope along ``s`` plus ``s.y / 2`` for p = 2 alone."""
-    z = torch.tensor([[1.0, 2.0], [-1.0, 0.5]], dtype=torch.float64)
-    ends = []
-    for place in (z, -2.0 * z):
-        here = place.clone().requires_grad_()
-        energy = here.pow(power).sum(1)
-        (gradient,) = torch.autograd.grad(energy.sum(), here)
-        size = gradient.norm(dim=1)
-        ends.append(Point(place, -gradient, size, size, energy.detach(), gradient))
-    start, trial = ends
-    assert start.gradient is not None and trial.gradient is not None
-    along = ((trial.z - start.z) * (trial.gradient - start.gradient)).sum(1)
-    assert _almost_quadratic(trial, start, along).tolist() == 2 * [expected]
-
-
-every = pytest.mark.parametrize("name", list(PROBLEMS))
+# Units are tested in ``test_statuses``: one scale is enough here.
+NAMES = [name for name in PROBLEMS if "_scale_" not in name]
+SOLVED = [name for name in NAMES if name in SOLVABLE]
 
 
 def answer(problem: ZooProblem) -> Tensor:
@@ -483,39 +393,28 @@ def answer(problem: ZooProblem) -> Tensor:
     return solution.detach().clone()
 
 
-@every
-def test_the_solution_is_a_fixed_point(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_answer_energy_and_symmetry_of_a_problem_are_right(name: str) -> None:
+    """Its answer is a fixed point, each row is alone, energies and symmetries are those of the map."""
     problem = make(name)
     assert (problem.reference is None) == (problem.expect == "diverges")
-    if problem.reference is None:
-        return
-    solution = answer(problem)
-    assert solution.shape == problem.z0.shape
-    solvable = solution.flatten(1).isfinite().all(1)
-    assert bool(solvable.all()) == (problem.expect != "mixed") and solvable.any()
-    residual, _ = residual_norms(solution, problem.f(solution, *problem.args))
-    # a small problem must not pass because it is small
-    assert (residual <= 1e-10 * solution.flatten(1).norm(dim=1))[solvable].all()
-
-
-@every
-def test_maps_and_energies(name: str) -> None:
-    """Row by row; energies have the gradient ``z - f(z)``, Jacobians the symmetry that is told."""
-    problem = make(name)
+    if problem.reference is not None:
+        solution = answer(problem)
+        solvable = solution.flatten(1).isfinite().all(1)
+        assert bool(solvable.all()) == (problem.expect != "mixed") and solvable.any()
+        residual, _ = residual_norms(solution, problem.f(solution, *problem.args))
+        # A small problem must not pass because it is small.
+        assert (residual <= 1e-10 * solution.flatten(1).norm(dim=1))[solvable].all()
     generator = torch.Generator().manual_seed(1)
     factor = torch.rand(problem.z0.shape, generator=generator, dtype=torch.float64)
     z = (problem.z0 * (0.5 + factor)).requires_grad_()  # inside the domain: the signs are kept
     value = problem.f(z, *problem.args)
-    assert value.shape == z.shape
     singles = [rows(problem, torch.tensor([i])) for i in range(problem.batch)]
     alone = [one.f(z[i : i + 1], *one.args) for i, one in enumerate(singles)]
     torch.testing.assert_close(torch.cat(alone), value, rtol=1e-11, atol=0, equal_nan=True)
     finite = value.detach().flatten(1).isfinite().all(1)
-    assert finite.sum() >= problem.batch - 1
     if problem.energy is not None:
         energy = problem.energy(z, *problem.args)
-        alone = [one.energy(z[i : i + 1], *one.args) for i, one in enumerate(singles)]  # type: ignore[misc]
-        torch.testing.assert_close(torch.cat(alone), energy, rtol=1e-10, atol=0, equal_nan=True)
         (gradient,) = torch.autograd.grad(energy.sum(), z, retain_graph=True)
         gradient, expected = gradient[finite], (z - value).detach()[finite]
         scale = float(expected.norm())
@@ -528,158 +427,58 @@ def test_maps_and_energies(name: str) -> None:
     assert bool((asymmetry <= 1e-7).all()) == problem.symmetric
 
 
-@every
-def test_plain_iteration_converges_where_it_says_so(name: str) -> None:
-    problem = make(name)
-    z, done = problem.z0, torch.zeros(problem.batch, dtype=torch.bool)
-    with torch.no_grad():
-        for _ in range(PLAIN_LIMIT):
-            fz = problem.f(z, *problem.args)
-            residual, reference = residual_norms(z, fz)
-            finite = residual.isfinite() & reference.isfinite()
-            done |= finite & (residual <= 1e-6 * reference)
-            z = fz
-            if done.all() or not (finite | done).all():
-                break
-    assert bool(done.all()) == problem.converges_plain
-    if problem.converges_plain and problem.unique:
-        distance, norm = residual_norms(z, answer(problem))
-        assert (distance <= 1e-2 * norm).all()
+# Not solved within the budget. The path to fsolve_example's root is chaotic, and the two energies are flat
+# to their last digits where the searches end.
+UNSOLVED = {"fsolve_example", "penalty_2_4", "powell_badly_scaled"}
 
 
-def test_labels_and_seeds() -> None:
-    assert all(make(name).energy is not None for name in ENERGY)
-    for name in PROBLEMS:
-        problem, again, other = make(name), make(name), make(name, seed=1)
-        assert problem.name == name and len(problem.source) > 10
-        assert (name in SOLVABLE) == (problem.expect == "converges")
-        assert problem.energy is None or problem.symmetric
-        tensors, same, drawn = ((each.z0, *each.args) for each in (problem, again, other))
-        assert all(map(torch.equal, tensors, same))
-        assert name == "h_equation" or not all(map(torch.equal, tensors, drawn))
-        problem.z0.zero_()
-        assert torch.equal(make(name).z0, again.z0)
-
-
-COLLECTED = [*MAPS, *SYSTEMS, *MINIMISERS]
-
-
-def ids(problems: list[Collected]) -> list[str]:
-    return [f"{problem.kind}-{problem.name}" for problem in problems]
-
-
-def test_there_are_seventy() -> None:
-    assert (len(MAPS), len(SYSTEMS), len(MINIMISERS)) == (17, 20, 33)
-    assert len({(problem.kind, problem.name) for problem in COLLECTED}) == 70
-    assert all(len(problem.source) > 10 for problem in COLLECTED)
-
-
-@pytest.mark.parametrize("problem", COLLECTED, ids=lambda problem: f"{problem.kind}-{problem.name}")
-def test_solutions_minima_and_rows(problem: Collected) -> None:
-    z = torch.cat([problem.z0, 1.01 * problem.z0])
-    together = problem.function(z)
-    assert together.shape == ((2,) if problem.kind == "minimiser" else (2, problem.dim))
-    for i in range(2):
-        torch.testing.assert_close(problem.function(z[i : i + 1])[0], together[i])
-    if problem.solution is not None:
-        z = torch.tensor([list(problem.solution)], dtype=torch.float64)
-        assert z.shape == problem.z0.shape
-        assert residual(problem, z) <= 1e-6  # some answers are printed to eight digits
-    if problem.minimum is not None:
-        if problem.solution is None:
-            z = torch.from_numpy(_bfgs(problem)).unsqueeze(0)
-        # the paper prints six digits
-        assert float(problem.function(z)) == pytest.approx(problem.minimum, rel=2e-5, abs=1e-12)
-
-
-def _bfgs(problem: Collected) -> np.ndarray:
-    """scipy's minimiser from the published start, with our gradient."""
-
-    def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
-        z = torch.from_numpy(x).unsqueeze(0)
-        return float(problem.function(z)), (z - problem.f(z)).squeeze(0).numpy()
-
-    options = {"gtol": 1e-10, "maxiter": 2000}
-    return minimize(energy, problem.z0[0].numpy(), jac=True, method="BFGS", options=options).x
-
-
-# Not solved within the budget; a solver that gets better takes its name out. The path to
-# fsolve_example's root is chaotic, and the two energies are flat to their last digits where the
-# searches end: the rounding of the machine's BLAS decides.
-UNSOLVED = {
-    "map": set[str](),
-    "system": {"fsolve_example"},
-    "minimiser": {"penalty_2_4", "powell_badly_scaled"},
-}
-
-
-@pytest.mark.parametrize("problems", [MAPS, SYSTEMS, MINIMISERS], ids=list(UNSOLVED))
-def test_the_default_solves_them_and_says_so(problems: list[Collected]) -> None:
+@pytest.mark.parametrize(
+    "problems", [MAPS, SYSTEMS, MINIMISERS], ids=["map", "system", "minimiser"]
+)
+def test_the_default_solver_solves_textbook_problems(problems: list[Collected]) -> None:
     missed = set()
     for problem in problems:
+        if problem.solution is not None:
+            known = torch.tensor([list(problem.solution)], dtype=torch.float64)
+            assert residual(problem, known) <= 1e-6  # some answers are printed to eight digits
         solution = run(problem)
         true = solved(problem, solution.value)
-        # CONVERGED is what a user acts on
+        # CONVERGED is what a user acts on.
         assert true or not bool(solution.converged.all()), problem.name
         assert int(solution.evaluations) <= BUDGET
         if not true:
             missed.add(problem.name)
-    assert missed <= UNSOLVED[problems[0].kind]
+    assert missed <= UNSOLVED
 
 
 RTOL = 1e-6
 ROUNDING = 1e-6  # the recomputed residual may differ in the last digits
 
-SLOW = "needs more than 500 evaluations"
-REPELS = "the plain map does not converge from here"
-SHORT = "too few differences kept for this spectrum: it stagnates"
-WANDERS = "no safeguard: it leaves the basin or runs in a cycle"
-KINKS = "the Jacobian jumps, Newton without safeguard cycles"
-FLAT = "the residual rises on the way down for longer than the patience of the loop"
-EITHER = "chaotic on the way: rounding, and so the processor, decides whether it gets there"
-MINIMUM = "|f(z) - z| has a local minimum here that is no root"
-
-_REPELLING = dict.fromkeys(
-    ["linear_expanding", "linear_saddle", "logistic_cycle", "tanh_gain_1.75", "transient_nan",
-     "energy_bisoftmax_0.4_0.2", "energy_bisoftmax_1.0_0.3", "energy_rosenbrock_100",
-     "energy_helical_valley"], REPELS)  # fmt: skip
-_PLAIN_SLOW = dict.fromkeys(
-    ["linear_normal_0.98", "linear_nonnormal_0.98", "energy_quadratic_100",
-     "energy_quadratic_1e4", "energy_log_sum_exp",
-     "energy_powell_singular"], SLOW)  # fmt: skip
-_VALLEYS = {"energy_rosenbrock_100": WANDERS}
-
-# Without the energy.
-EXCEPTIONS: dict[str, dict[str, str]] = {
-    "forward": _REPELLING | _PLAIN_SLOW | {"energy_rosenbrock_10": FLAT},
-    "anderson": _VALLEYS | {"tanh_gain_1.75": WANDERS, "energy_quadratic_1e4": SLOW,
-        "energy_double_wells": FLAT, "energy_helical_valley": EITHER, "energy_log_sum_exp": EITHER,
-        "energy_rosenbrock_10": EITHER},
-    "broyden": {"energy_quadratic_1e4": SHORT, "energy_double_wells": FLAT,
-        "energy_powell_singular": EITHER, "energy_rosenbrock_100": EITHER,
-        "energy_log_sum_exp": EITHER},
-    "gradient_auto": {"linear_saddle": REPELS, "tanh_gain_1.75": WANDERS,
-        "energy_quadratic_1e4": SLOW, "energy_rosenbrock_100": WANDERS,
-        "energy_double_wells": FLAT},
-    "newton": {"linear_saddle": MINIMUM, "two_fixed_points": MINIMUM, "soft_threshold": KINKS,
-        "tanh_gain_1.75": MINIMUM, "mgh_trigonometric": MINIMUM, "energy_rosenbrock_100": FLAT,
-        "energy_double_wells": MINIMUM},
-    "lbfgs": {},
+# Problems that a solver need not solve in 500 evaluations without the energy. Plain steps are repelled or
+# slow; the others are slow, wander, or stagnate where the energy is flat.
+UNCLAIMED: dict[str, str] = {
+    "forward": "linear_expanding linear_saddle logistic_cycle tanh_gain_1.75 transient_nan "
+    "linear_normal_0.98 linear_nonnormal_0.98 energy_bisoftmax_0.4_0.2 energy_bisoftmax_1.0_0.3 "
+    "energy_rosenbrock_10 energy_rosenbrock_100 energy_helical_valley energy_quadratic_100 "
+    "energy_quadratic_1e4 energy_log_sum_exp energy_powell_singular",
+    "anderson": "tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_10 energy_rosenbrock_100 "
+    "energy_double_wells energy_helical_valley energy_log_sum_exp",
+    "broyden": "energy_quadratic_1e4 energy_double_wells energy_powell_singular energy_rosenbrock_100 "
+    "energy_log_sum_exp",
+    "gradient_auto": "linear_saddle tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_100 "
+    "energy_double_wells",
+    "newton": "linear_saddle two_fixed_points soft_threshold tanh_gain_1.75 mgh_trigonometric "
+    "energy_rosenbrock_100 energy_double_wells",
+    "lbfgs": "",
 }  # fmt: skip
-
-# With the energy safeguard, on problems that have an energy. A method of first order is slow on
-# ill-conditioned ones, and nothing else is an excuse.
-SAFEGUARDED: dict[str, dict[str, str]] = {
-    "forward": dict.fromkeys(
-        ["energy_quadratic_100", "energy_quadratic_1e4", "energy_rosenbrock_10", "energy_rosenbrock_100",
-         "energy_log_sum_exp", "energy_powell_singular", "energy_helical_valley"], SLOW),
-    "anderson": dict.fromkeys(["energy_quadratic_1e4", "energy_rosenbrock_100"], SLOW),
-    "broyden": dict.fromkeys(["energy_quadratic_1e4", "energy_rosenbrock_100", "energy_powell_singular",
-                              "energy_helical_valley"], SLOW),
-    "gradient_auto": dict.fromkeys(
-        ["energy_quadratic_1e4", "energy_rosenbrock_100", "energy_helical_valley"], SLOW),
-    # Where the Hessian is indefinite, its steps are those of the plain map.
-    "newton": dict.fromkeys(["energy_rosenbrock_100", "energy_double_wells"], SLOW),
+# The same with the safeguard by the energy: a method of first order is slow on ill-conditioned ones.
+SAFEGUARDED: dict[str, str] = {
+    "forward": "energy_quadratic_100 energy_quadratic_1e4 energy_rosenbrock_10 energy_rosenbrock_100 "
+    "energy_log_sum_exp energy_powell_singular energy_helical_valley",
+    "anderson": "energy_quadratic_1e4 energy_rosenbrock_100",
+    "broyden": "energy_quadratic_1e4 energy_rosenbrock_100 energy_powell_singular energy_helical_valley",
+    "gradient_auto": "energy_quadratic_1e4 energy_rosenbrock_100 energy_helical_valley",
+    "newton": "energy_rosenbrock_100 energy_double_wells",
 }  # fmt: skip
 
 
@@ -696,76 +495,62 @@ def sensitivity(name: str) -> Tensor:
     return 2 / torch.linalg.svdvals(matrix)[:, -1]
 
 
-def faults(problem: ZooProblem, solution: Solution) -> list[str]:
-    """What is wrong with a solution, sample by sample."""
-    found = []
-    if not bool(solution.converged.all()):
-        found.append(f"statuses {solution.counts()} after {solution.evaluations.tolist()}")
-        return found
+def check(problem: ZooProblem, solution: Solution, claimed: bool) -> None:
+    """What is said of a sample holds; where it is claimed, all are solved, at the known answer."""
     relative, absolute = true_residuals(problem, solution.value)
-    if bool((relative > RTOL * (1 + ROUNDING)).any()):
-        found.append(f"CONVERGED at residuals {relative.tolist()}")
+    assert bool((relative <= RTOL * (1 + ROUNDING))[solution.converged].all())
+    if not claimed:
+        return
+    assert bool(solution.converged.all()), solution.counts()
     if problem.unique:
         size = answer(problem).norm(dim=1)
         error = (solution.value - answer(problem)).norm(dim=1) / size
         bound = sensitivity(problem.name) * absolute / size + 1e-10
-        # where the Jacobian is singular, nothing follows from the residual but nearness
-        bound = torch.where(bound < 0.5, bound, 0.1)
-        if bool((error > bound).any()):
-            found.append(
-                f"wrong by {error.tolist()}, at most {bound.tolist()} follows from residual"
-            )
-    return found
+        # Where the Jacobian is singular, nothing follows from the residual but nearness.
+        assert bool((error <= torch.where(bound < 0.5, bound, 0.1)).all())
 
 
-def check(problem: ZooProblem, solution: Solution, reason: str | None) -> None:
-    if reason == EITHER:  # but what it says of itself holds on any processor
-        relative = true_residuals(problem, solution.value)[0]
-        assert bool((relative[solution.converged] <= RTOL * (1 + ROUNDING)).all())
-        assert bool(solution.converged.any())
-        return
-    found = faults(problem, solution)
-    if reason is None:
-        assert not found
-    else:
-        assert found, f"{problem.name} is solved now: remove it from the exceptions ({reason})"
+def halved(solver_names: Any, names: list[str]) -> list[tuple[str, str]]:
+    """Half of all pairs: each solver on every other problem, each problem by every other solver."""
+    return [
+        (solver, name)
+        for j, solver in enumerate(solver_names)
+        for k, name in enumerate(names)
+        if (j + k) % 2 == 0
+    ]
 
 
-def pairs(table: dict[str, dict[str, str]], names: list[str]) -> list[tuple[str, str]]:
-    """Units are the matter of ``test_statuses``: one scale is enough here."""
-    names = [name for name in names if "_scale_" not in name]
-    return [(s, name) for s in table for name in names if table[s].get(name) != SLOW]
+WITH_ENERGY = [name for name in SOLVED if make(name).energy is not None]
+PAIRS = [
+    (solver, name)
+    for solver, name in halved(UNCLAIMED, SOLVED)
+    if name in WITH_ENERGY or not SOLVERS[solver].needs_energy
+]
 
 
-@pytest.mark.parametrize(("solver", "name"), pairs(EXCEPTIONS, list(SOLVABLE)))
+@pytest.mark.parametrize(("solver", "name"), PAIRS)
 def test_solvable_problems_are_solved(solver: str, name: str) -> None:
     problem = make(name)
-    if SOLVERS[solver].needs_energy and problem.energy is None:
-        pytest.skip("a minimiser needs an energy")
-    check(problem, solve(problem, solver, rtol=RTOL), EXCEPTIONS[solver].get(name))
+    check(problem, solve(problem, solver, rtol=RTOL), name not in UNCLAIMED[solver].split())
 
 
-WITH_ENERGY = [name for name in SOLVABLE if make(name).energy is not None]
-
-
-@pytest.mark.parametrize(("solver", "name"), pairs(SAFEGUARDED, WITH_ENERGY))
+@pytest.mark.parametrize(("solver", "name"), halved(SAFEGUARDED, WITH_ENERGY))
 def test_safeguarded_methods_solve_energies(solver: str, name: str) -> None:
     problem = make(name)
     solution = solve(problem, solver, rtol=RTOL, safeguarded=True)
-    check(problem, solution, SAFEGUARDED[solver].get(name))
+    check(problem, solution, name not in SAFEGUARDED[solver].split())
 
 
-# A stretch of the zoo for the variants; each is well within reach of the slowest of them.
-VARIANTS = [name for name in PLAIN if name not in EXCEPTIONS]
+# Problems within reach of the slowest variant.
+VARIANTS = [name for name in PLAIN if name not in UNCLAIMED]
 EASY = ["linear_nonnormal_0.5", "two_fixed_points", "relu_0.9", "mgh_broyden_banded",
         "hopfield_retrieval", "energy_quadratic_10", "start_at_solution", "constant"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EASY)
-@pytest.mark.parametrize("solver", VARIANTS)
+@pytest.mark.parametrize(("solver", "name"), halved(VARIANTS, EASY))
 def test_variants_solve_easy_problems(solver: str, name: str) -> None:
     problem = make(name)
-    check(problem, solve(problem, solver, rtol=RTOL), None)
+    check(problem, solve(problem, solver, rtol=RTOL), True)
 
 
 @pytest.mark.parametrize("solver", [SOLVERS["anderson"], SOLVERS["broyden"], SOLVERS["lbfgs"]])
@@ -778,8 +563,18 @@ def test_the_defaults_meet_a_tight_tolerance(solver: Solver) -> None:
         assert (relative <= 1.1e-11).all()
 
 
-def test_the_tables_name_problems_and_solvers() -> None:
-    for table in (EXCEPTIONS, SAFEGUARDED):
-        assert set(table) <= set(SOLVERS)
-        assert {name for entries in table.values() for name in entries} <= set(SOLVABLE)
-    assert set(ENERGY) - {"energy_quadratic_1e4"} <= set(WITH_ENERGY)
+def test_the_trace_and_the_callback_cover_a_second_attempt() -> None:
+    z0, args = hard_batch()
+    seen: list[Progress] = []
+    solution = attempt(steep, z0, args, record=True, callback=seen.append)
+    trace = solution.trace
+    assert trace is not None and trace.accepted is not None
+    assert trace.residual.shape == trace.accepted.shape
+    assert trace.residual.shape[1] <= int(solution.evaluations.max())
+    assert max(progress.evaluation for progress in seen) <= 500  # the budget
+    # A sample's second attempt goes on in the column after its first, in whatever order they ran.
+    told = torch.stack([progress.residual for progress in seen], 1)
+    for row, heard in zip(trace.residual, told, strict=True):
+        torch.testing.assert_close(row[~row.isnan()], heard[~heard.isnan()])
+    for row, reached in zip(trace.residual, solution.residual, strict=True):
+        assert float(row[~row.isnan()].min()) == pytest.approx(float(reached))

