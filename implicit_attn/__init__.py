@@ -43,9 +43,8 @@ def _check_solvers(module: object) -> None:
 
 def _hidden(place: str | None) -> ImportError:
     return ImportError(
-        "implicit_attn comes with a package solvers, which another module of that name hides: "
-        f"`import solvers` found {place}. Rename or move that file or folder, or start "
-        "Python where it is not on the path (sys.path), then import again in a new process"
+        f"implicit_attn needs its own package solvers, but `import solvers` finds {place}. Rename "
+        "that file or folder or remove its directory from sys.path, then start a new Python process"
     )
 
 

@@ -115,7 +115,7 @@ class EncoderLayer(nn.Module):
         """Tokens (B, N, d), the input of the solve, and the mask of the tokens that count (B, N)."""
         x = self._tokens("src", src, self.dim)
         if memory is None and self.attention == "cross":
-            raise ValueError('memory must be given with attention="cross", got None')
+            raise ValueError('memory must be a tensor when attention="cross", got None')
         if self.attention != "cross" and (memory is not None or memory_padding is not None):
             raise ValueError(f'memory needs attention="cross", got attention={self.attention!r}')
         pairs = bias = seen = None
@@ -148,7 +148,7 @@ class EncoderLayer(nn.Module):
             layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
             raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
         if not tokens.is_floating_point():
-            raise TypeError(f"{name} must be of a floating dtype, got {tokens.dtype}")
+            raise TypeError(f"{name} must have a floating-point dtype, got {tokens.dtype}")
         if tokens.dim() == 2:
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)
@@ -321,13 +321,11 @@ class _BlockStep(GradientStep):
 def _check_curvature(curvature: Any) -> tuple[float, float]:
     if not isinstance(curvature, (tuple, list)) or len(curvature) != 2:
         raise TypeError(
-            f"curvature must be two numbers, of attention and memory, got {curvature!r}"
+            f"curvature must be a pair of numbers (attention, memory), got {curvature!r}"
         )
     first, second = (require_number("curvature", c, low=0.0, closed=False) for c in curvature)
     if first + second >= 1.0:
-        raise ValueError(
-            f"curvature must sum to less than 1, else minima are many, got {curvature}"
-        )
+        raise ValueError(f"curvature must sum to less than 1 for a unique minimum, got {curvature}")
     return first, second
 
 
@@ -466,7 +464,7 @@ class DEQTransformer(EncoderLayer):
     ) -> Tensor:
         """Plain iteration; a token rests when it and all before it have moved by half the tolerance."""
         if not self.causal:
-            raise ValueError('iterations="prefix" needs causal=True: tokens have no prefix')
+            raise ValueError('iterations="prefix" needs causal=True, got causal=False')
         if torch.is_grad_enabled() and self.gradient == "all":
             raise ValueError(
                 'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
@@ -505,16 +503,16 @@ class DEQTransformer(EncoderLayer):
 
 
 def check_iterations(iterations: Any) -> Iterations:
-    """A number, a pair (least, most), "converged" or "prefix"."""
+    """Return a number, a pair (low, high), "converged" or "prefix"."""
     if isinstance(iterations, str):
         return require_choice("iterations", iterations, ("converged", "prefix"))
     if not isinstance(iterations, (tuple, list)):
         return require_count("iterations", iterations)
     if len(iterations) != 2:
-        raise ValueError(f"iterations must be a number or (least, most), got {iterations!r}")
+        raise ValueError(f"iterations must be a number or a pair (low, high), got {iterations!r}")
     low, high = (require_count("iterations", number) for number in iterations)
     if low > high:
-        raise ValueError(f"iterations must be (least, most), got {iterations!r}")
+        raise ValueError(f"iterations must be a pair with low <= high, got {iterations!r}")
     return low, high
 
 
@@ -530,7 +528,7 @@ def _counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
         padding.dtype == torch.bool or padding.is_floating_point()
     ):
         got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
-        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
+        raise TypeError(f"{name} must be a bool or floating-point tensor, got {got}")
     padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
     if tuple(padding.shape) != expected:
         raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
@@ -538,7 +536,7 @@ def _counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
         return ~padding
     known = padding.device.type == "cpu" and not in_transform()
     if known and not bool(((padding == 0) | padding.isneginf()).all()):
-        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
+        raise ValueError(f"{name} of a floating-point dtype must contain only 0 and -inf (padding)")
     return padding == 0
 
 
@@ -559,9 +557,9 @@ def _allowed_pairs(
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():
-        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
+        raise TypeError(f"src_mask must be a bool or floating-point tensor, got {mask.dtype}")
     allowed = ~mask.isneginf()
     known = mask.device.type == "cpu" and not in_transform()
     if known and not bool((mask.isfinite() | ~allowed).all()):
-        raise ValueError("src_mask must be finite or -infinity, got NaN or infinity")
+        raise ValueError("src_mask must be finite or -inf, got NaN or inf")
     return allowed, mask.masked_fill(~allowed, 0.0)

@@ -74,12 +74,12 @@ class VariationalDropout(nn.Module):
         super().__init__()
         self.p = require_number("p", p, low=0.0, high=1.0)
         if p == 1:
-            raise ValueError("p must be below 1, where nothing would be left, got 1")
+            raise ValueError("p must be < 1, got 1")
         dims = (shared,) if isinstance(shared, int) else tuple(shared)
         for dim in dims:
             require_count("shared", dim, low=-64)
             if dim == 0:
-                raise ValueError("shared must not hold 0: every sample has a mask of its own")
+                raise ValueError("shared must not contain 0: every sample has its own mask")
         self.shared = dims
 
     @property
@@ -96,9 +96,9 @@ class VariationalDropout(nn.Module):
         current = _OF_THIS_THREAD.solve
         if current is None or id(self) not in current[0].numbers:
             raise RuntimeError(
-                "VariationalDropout in training mode drops by the mask of a solve, and is in none: make it "
-                "an attribute of a module in the update or energy of a DEQ (a closure hides it), call "
-                "eval(), or pass seeds=dropout_seeds(batch)"
+                "VariationalDropout in training mode takes its mask from the solve of a DEQ, but no solve "
+                "registered it: make it an attribute of a module in the update or energy (not of a "
+                "closure), call eval(), or pass seeds=dropout_seeds(batch)"
             )
         masks, given = current
         return h * masks.mask(self, h, given)
@@ -110,13 +110,13 @@ class VariationalDropout(nn.Module):
         """
         if h.dim() == 0 or h.shape[0] != seeds.shape[0]:
             raise ValueError(
-                f"h must be batched along dim 0 like the state, {seeds.shape[0]} samples, got shape "
+                f"h must have the batch size of the state, {seeds.shape[0]}, along dim 0, got shape "
                 f"{tuple(h.shape)}"
             )
         shape = list(h.shape)
         for dim in self.shared:
             if not -h.dim() < dim < h.dim():
-                raise ValueError(f"shared must fit h, of shape {tuple(h.shape)}, got {dim}")
+                raise ValueError(f"shared must suit the shape {tuple(h.shape)} of h, got {dim}")
             shape[dim] = 1
         with torch.no_grad():
             words = _words(seeds, number, math.prod(shape[1:]))
@@ -183,9 +183,9 @@ class SolveMasks:
         idle = [named[key] for key, number in self.numbers.items() if number not in self.called]
         if idle:
             raise ValueError(
-                f"VariationalDropout in the update must be called by it, got {idle}, never called in a "
-                "solve: an energy with a closed-form gradient has no place for it; use nn.Dropout on the "
-                "layer's input or output, or remove it"
+                f"VariationalDropout in the update must be called during the solve, but {idle} was not: an "
+                "energy with a closed-form gradient does not apply dropout; use nn.Dropout on the layer's "
+                "input or output, or remove it"
             )
 
 

@@ -27,7 +27,7 @@ def require(module: str, *, extra: str | None) -> ModuleType:
     except ImportError as error:
         wanted = "." if extra is None else f'".[{extra}]"'
         raise ImportError(
-            f"{module} could not be imported ({error}); it comes with `pip install {wanted}` in a checkout "
+            f"{module} could not be imported ({error}); install it with `pip install {wanted}` in a checkout "
             "of implicit-attn"
         ) from error
 

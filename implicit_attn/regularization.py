@@ -194,7 +194,7 @@ def remove_norm(module: nn.Module) -> list[str]:
         if not any(ours):
             continue
         if not all(ours):
-            raise ValueError(f"{_weight_name(name)} has other parametrisations, remove them first")
+            raise ValueError(f"{_weight_name(name)} has other parametrisations; remove them first")
         found.append((name, layer))
     for _, layer in found:
         _remove(layer)
@@ -223,7 +223,7 @@ def _weight_name(layer: str) -> str:
 def _patterns(name: str, patterns: Any) -> tuple[str, ...]:
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in given):
-        raise TypeError(f"{name} must be a pattern of names or several, got {patterns!r}")
+        raise TypeError(f"{name} must be a name pattern or a sequence of them, got {patterns!r}")
     return given
 
 
@@ -243,8 +243,8 @@ def _chosen(
     if not chosen:
         layers = [name for name, layer in module.named_modules() if isinstance(layer, kinds)]
         raise ValueError(
-            f"module must hold a layer that fits only={only} and not skip={skip}; its layers of these "
-            f"kinds are {layers[:10]}"
+            f"module must contain a layer that matches only={only} and not skip={skip}; the candidates "
+            f"are {layers[:10]}"
         )
     return chosen
 
@@ -257,15 +257,15 @@ def _check_weights(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
             places.setdefault(id(weight), []).append(f"{path}.{name}" if path else name)
     for name, layer in chosen.items():
         if parametrize.is_parametrized(layer, "weight"):
-            raise ValueError(f"{_weight_name(name)} is parametrised already: remove_norm first")
+            raise ValueError(f"{_weight_name(name)} is already parametrised; remove_norm first")
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, nn.Parameter) or isinstance(weight, UninitializedParameter):
             raise ValueError(
-                f"{_weight_name(name)} must be a parameter with numbers, got {type(weight)}"
+                f"{_weight_name(name)} must be an initialised parameter, got {type(weight)}"
             )
         if len(places[id(weight)]) > 1:
             raise ValueError(
-                f"a weight must belong to one layer, got one shared by {places[id(weight)]}"
+                f"each weight must belong to one layer, got one shared by {places[id(weight)]}"
             )
 
 
@@ -301,7 +301,7 @@ class SpectralRadii:
     def __init__(self, inputs: Tensor, *, samples: int | None = None) -> None:
         require_instance("inputs", inputs, Tensor, "a tensor (B, ...)")
         if inputs.dim() == 0 or inputs.shape[0] == 0:
-            raise ValueError(f"inputs must hold at least one sample, got {tuple(inputs.shape)}")
+            raise ValueError(f"inputs must contain at least one sample, got {tuple(inputs.shape)}")
         if samples is not None:
             require_count("samples", samples)
         self.inputs = inputs[:samples]
@@ -368,7 +368,7 @@ def correction_weights(
     if gamma is None:
         gamma = DEFAULT_GAMMA[kind]
     elif kind == "constant":
-        raise ValueError(f'gamma belongs to "exponential" and "linear" weights, got {gamma!r}')
+        raise ValueError(f'gamma must be None for kind="constant", got {gamma!r}')
     gamma = require_number("gamma", gamma, low=0.0, high=1.0)
     before = range(count - 1, -1, -1)
     if kind == "linear":
@@ -435,11 +435,11 @@ def fixed_point_correction(
         )
     numbers = correction_weights(len(states)) if weights is None else list(weights)
     if len(numbers) != len(states):
-        raise ValueError(f"weights must be {len(states)} numbers like states, got {len(numbers)}")
+        raise ValueError(f"weights must contain {len(states)} numbers, got {len(numbers)}")
     terms = []
     for at, (weight, state) in enumerate(zip(numbers, states, strict=True)):
         term = loss(state)
         if not isinstance(term, Tensor) or (terms and term.shape != terms[0].shape):
-            raise TypeError(f"loss must return a tensor of one shape for all states, got {term!r}")
+            raise TypeError(f"loss must return tensors of the same shape, got {term!r}")
         terms.append(require_nonnegative(f"weights[{at}]", weight) * term)
     return torch.stack(terms).sum(0)

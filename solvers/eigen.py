@@ -72,7 +72,7 @@ class Linearization:
                 output = self._image(output)
             if not output.requires_grad:
                 raise ValueError(
-                    "f(z) must depend on z through autograd, got a result without gradient"
+                    "f(z) must be differentiable in z, got a result that does not require grad"
                 )
             if self.kind == "energy":
                 output = gradients(output.sum(), [point], create_graph=True)[0]
@@ -82,7 +82,7 @@ class Linearization:
         """Check that ``output`` is like z; as a matrix (n, D)."""
         leaves, spec = pytree.tree_flatten(output)
         if spec != self.layout.spec:
-            raise TypeError(f"f must return the structure of z, {self.layout.spec}, got {spec}")
+            raise TypeError(f"f must return the pytree structure {self.layout.spec}, got {spec}")
         for leaf, shape in zip(leaves, self.layout.shapes, strict=True):
             if not isinstance(leaf, Tensor) or leaf.shape[1:] != shape:
                 came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
@@ -134,7 +134,7 @@ class SampleProduct:
         received = self._product(sent.to(self._device, self._dtype))
         image = received.detach().double().cpu().numpy().reshape(-1)
         if not numpy.isfinite(image).all():
-            raise FloatingPointError("a product with the Jacobian is not finite")
+            raise FloatingPointError("a Jacobian-vector product is not finite")
         return image
 
 
@@ -258,9 +258,8 @@ def spectrum(
     if not bool(result.converged.all()) and on_failure != "ignore":
         failed = torch.nonzero(~result.converged).flatten().tolist()
         message = (
-            f"eigenvalues of {len(failed)} of {linear.batch} samples were not found, samples "
-            f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN "
-            "in f"
+            f"the eigenvalues of {len(failed)} of {linear.batch} samples did not converge (samples "
+            f"{failed[:10]}): raise max_products or tolerance, use method='dense', or check f for NaN"
         )
         warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
     return result
@@ -382,8 +381,8 @@ def _scipy() -> Any:
         return importlib.import_module("scipy.sparse.linalg")
     except ImportError as error:
         raise ImportError(
-            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy; "
-            "method='dense' does without"
+            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy, "
+            "or use method='dense'"
         ) from error
 
 
@@ -513,7 +512,7 @@ def _product(
     def mapped(z: Tensor) -> Tensor:
         output = layout.vector(f(layout.tree(z), *args))
         if output.shape != z.shape:
-            raise ValueError(f"f must return a state like z, {z.shape[1]} numbers a sample")
+            raise ValueError(f"f must return the shape of z, {z.shape[1]} numbers per sample")
         return output
 
     if in_transform():  # whose tensors know no nested autograd.grad
@@ -522,7 +521,7 @@ def _product(
     point = z if z.requires_grad else z.detach().requires_grad_()
     output = mapped(point)
     if not output.requires_grad:
-        raise ValueError("f(z) must depend on z through autograd, got a result without gradient")
+        raise ValueError("f(z) must be differentiable in z, got a result without a graph")
     return pullback(output, point, create_graph=True)
 
 

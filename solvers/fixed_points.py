@@ -207,9 +207,9 @@ def _transformed(
         solver = options["solver"]
         if type(solver) not in (Forward, Anderson) or adjoint.checkpoint:
             raise RuntimeError(
-                "inside of torch.func's transforms adjoint=Unrolled() needs solver=solvers.Forward(...) "
-                "or solvers.Anderson(...), whose steps look at no numbers, and checkpoint=False; got "
-                f"solver={solver}, {adjoint}; or use Implicit(), Phantom() or OneStep()"
+                "inside torch.func transforms adjoint=Unrolled() needs solver=solvers.Forward(...) or "
+                f"solvers.Anderson(...) and checkpoint=False, got solver={solver}, {adjoint}; use them, or "
+                "Implicit(), Phantom() or OneStep()"
             )
         # The loop itself, every operation transformed; without the energy safeguard.
         problem = Problem.of(f, energy, z0, args, mask, compact)
@@ -268,7 +268,7 @@ def _check_options(
     unknown = [name for name, value in given.items() if value]
     if isinstance(solver, ExternalSolver) and unknown:
         raise ValueError(
-            f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"
+            f"{solver!r} runs its own loop and does not support {unknown}: remove them"
         )
     return numbers
 

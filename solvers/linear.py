@@ -140,7 +140,7 @@ class Product:
                 shrunk = (
                     f"matvec was called with the {self._rows} of {self._batch} samples that are still "
                     "being solved. If it closes over a tensor of the whole batch, pass that tensor in "
-                    "args=(...), or give compact=False."
+                    "args=(...), or set compact=False."
                 )
                 error.args = (f"{error}\n{shrunk}",)
             raise

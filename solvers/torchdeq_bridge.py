@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"solvers.torchdeq_bridge needs torchdeq, which could not be imported ({error}): "
-        '`pip install ".[torchdeq]"` in a checkout of implicit-attn; nothing else of it needs torchdeq'
+        'install it with `pip install ".[torchdeq]"` in a checkout of implicit-attn'
     ) from error
 
 OPTIONS: dict[str, frozenset[str]] = {
@@ -63,9 +63,7 @@ class TorchDEQ(ExternalSolver):
         try:
             get_solver(self.name)
         except AssertionError as error:
-            raise ValueError(
-                f"name must be a solver known to torchdeq, got {self.name!r}"
-            ) from error
+            raise ValueError(f"name must be a solver of torchdeq, got {self.name!r}") from error
 
     def run(
         self,

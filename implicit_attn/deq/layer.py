@@ -124,8 +124,8 @@ class DEQ(nn.Module):
             update = GradientStep(update)
         if not isinstance(update, Update):
             raise TypeError(
-                "update must be an Update or an Energy (wrap plain functions by DEQ.from_update or "
-                f"DEQ.from_energy), got {type(update)}"
+                f"update must be an Update or an Energy, got {type(update)}; wrap a plain function "
+                "with DEQ.from_update or DEQ.from_energy"
             )
         if not callable(init) and init not in ("input", "zeros"):
             raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
@@ -192,7 +192,7 @@ class DEQ(nn.Module):
         """
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
-            raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
+            raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
         refuse_sharded_parts(self.update)
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
@@ -234,8 +234,8 @@ class DEQ(nn.Module):
         tensors = (*self.parameters(), *self.buffers())
         if enabled and tensors and not any(on_cuda(tensor) for tensor in tensors):
             warn_user(
-                "DEQ.compile() has an effect on a CUDA device only, and this layer is not on one: its "
-                "solves run as before",
+                "DEQ.compile() has no effect because this layer is not on a CUDA device: its solves "
+                "run as before",
                 UserWarning,
                 "compile",
                 self,
@@ -279,8 +279,8 @@ class DEQ(nn.Module):
         dropped, seeds = SolveMasks.of(self.update), self._seeds
         if dropped is not None and (seeds is None or len(seeds) != batch_and_device(z, x)[0]):
             raise RuntimeError(
-                "dropout in the update has the masks of the latest solve, and there was none with as many "
-                "samples: solve for x first, or call eval()"
+                "the update's dropout reuses the masks of the latest solve, but there was no solve with this "
+                "batch size: solve for x first, or call eval()"
             )
         f, args, _ = self._map(x, mask, dropped, seeds)
         return f, args
@@ -421,8 +421,8 @@ class UnrolledLayer(nn.Module):
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
             if value.shape != z.shape:  # which might be broadcast
                 raise ValueError(
-                    f"the update must return a state like z0, {tuple(z.shape)} with the numbers of a "
-                    f"sample in a row, got {tuple(value.shape)}"
+                    f"the update must return a state of shape {tuple(z.shape)}, with each sample "
+                    f"flattened, got {tuple(value.shape)}"
                 )
             value = value.to(z.dtype)
             if self.damping != 1.0:
@@ -513,7 +513,7 @@ def unroll(model: nn.Module, evaluations: int, *, damping: float = 1.0) -> nn.Mo
         if child is not None and _is_layer(child)
     ]
     if not layers:
-        raise ValueError(f"model must hold a DEQ layer, got {type(model).__name__} without one")
+        raise ValueError(f"model must contain a DEQ layer, {type(model).__name__} has none")
     found: Any
     for parent, name, found in layers:
         setattr(parent, name, found.unrolled(evaluations, damping=damping))

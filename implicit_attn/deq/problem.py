@@ -74,7 +74,7 @@ def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
         deep = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
         raise ValueError(
-            f"mask must be batched like x, {deep[0].shape[0]} samples, got shape {tuple(mask.shape)}"
+            f"mask must have the batch size of x, {deep[0].shape[0]}, got shape {tuple(mask.shape)}"
         )
     return x
 
@@ -111,7 +111,7 @@ def check_batched(x: Any, start: Any) -> None:
     for leaf in pytree.tree_leaves(x):
         if isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[0] != batch:
             raise ValueError(
-                f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
+                f"x must have the batch size of the initial state, {batch}, along dim 0, got shape "
                 f"{tuple(leaf.shape)}"
             )
 
@@ -121,7 +121,7 @@ def batch_and_device(*trees: Any) -> tuple[int, torch.device]:
     tensors = (t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor) and t.dim())
     first = next(tensors, None)
     if first is None:
-        raise TypeError("x must hold a tensor (B, ...) where the update has dropout, got none")
+        raise TypeError("x must contain a tensor (B, ...) when the update has dropout, got none")
     return first.shape[0], first.device
 
 
@@ -138,8 +138,8 @@ def refuse_sharded_parts(update: nn.Module) -> None:
     kinds = (fsdp.FullyShardedDataParallel, *newer)
     if any(isinstance(part, kinds) for _, part in parts_of(update)):
         raise ValueError(
-            "the update must hold no module that FSDP shards, as processes make different numbers of "
-            "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"
+            "the update must not contain modules sharded by FSDP, because processes evaluate it different "
+            "numbers of times: shard the DEQ layer or the block around it (fully_shard(layer))"
         )
 
 
@@ -189,7 +189,7 @@ def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prep
         return made
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
+            f"x must be a tensor when init={init!r}, got {type(x)}; pass a function x -> z0 as init"
         )
     return x if init == "input" else torch.zeros_like(x)
 

@@ -95,7 +95,7 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         name, query = type(self).__name__, None
         tokens, pairs, _, _ = read_input(x, mask, name)
         if self.exclude_self is None and any(part is not None for part in pairs):
-            raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
+            raise ValueError(f"{name} does not support x.pairs; use BiSoftmaxAttention")
         if self.context is not None:
             query = project_input(tokens, self.context, self.bias, self.heads, mask, name)
         return HeadsContext(query=query, pairs=pairs)
@@ -182,7 +182,7 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
     def __init__(self, dim: int, heads: int, **options: Any) -> None:
         super().__init__(dim, heads, **options)
         if self.causal:
-            raise ValueError("causal must be False for a RowSoftmaxAttention (pairs may be given)")
+            raise ValueError("causal must be False for RowSoftmaxAttention, got True; use pairs")
 
     def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
         beta, mask = self.beta_like(y), given.mask

@@ -238,7 +238,7 @@ def check_value(p: Probe) -> Comparisons:
     if bad:
         raise Broken(
             f"the energy of sample {bad[0]} is {value[bad[0]].item()}: it must be finite at every state "
-            "that a solver may try; look for a logarithm, a root or a division that leaves its domain"
+            "that a solver may visit; check logarithms, roots and divisions"
         )
     return ()
 
@@ -249,8 +249,8 @@ def check_deterministic(p: Probe) -> Comparisons:
     first, second = (pytree.tree_leaves(p.results(p.z, p.x, p.mask, record=True)) for _ in range(2))
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise Broken(
-            "two calls differ: it draws random numbers or changes its own state, so there is no fixed "
-            "point; for dropout take implicit_attn.regularization.VariationalDropout, or call eval()",
+            "two equal calls return different values: the energy draws random numbers or changes its own "
+            "state, so it has no fixed point; call eval(), or use regularization.VariationalDropout",
             relative_error(first, second),
         )
     return ()
@@ -268,7 +268,7 @@ def check_untouched(p: Probe) -> Comparisons:
 def check_samples(p: Probe) -> Comparisons:
     """The first sample and the last, each among copies of itself."""
     if p.batch < 2:
-        raise Unchecked("z has one sample; give two or more")
+        raise Unchecked("z has one sample; pass at least two")
     expected = p.results(p.z, p.x, p.mask)
     for kept in (0, p.batch - 1):
 
@@ -278,8 +278,8 @@ def check_samples(p: Probe) -> Comparisons:
 
         found = p.results(*(pytree.tree_map(repeat, tree) for tree in (p.z, p.x, p.mask)))
         wrong = (
-            f"the {{}} of sample {kept} is another when the other samples are: sum, normalise and "
-            "compare within a sample, over every dimension but the first"
+            f"the {{}} of sample {kept} changes with the other samples: sum and normalise over all "
+            "dimensions except the first"
         )
         found, alone = (
             pytree.tree_map(lambda leaf, kept=kept: leaf[kept], tree) for tree in (found, expected)
@@ -287,14 +287,14 @@ def check_samples(p: Probe) -> Comparisons:
         yield from each(found, alone, wrong)
 
 
-@check("slope", "autograd's gradient of forward is its slope")
+@check("slope", "autograd's gradient of forward matches finite differences")
 def check_slope(p: Probe) -> Comparisons:
     """``<dE/dz, v>`` by autograd, beside its central difference, of all samples together."""
     yield (
         inner(p.slope(), p.v),
         p.difference(p.value)[0].sum(),
-        "autograd's gradient of forward is not its slope: something in forward is cut from the graph "
-        "(.detach(), .item(), .data, no_grad) or has a wrong backward; mend that operation",
+        "autograd's gradient of forward differs from finite differences: an operation in forward is "
+        "detached (.detach(), .item(), .data, no_grad) or has a wrong backward; correct it",
         True,
     )
 
@@ -303,15 +303,15 @@ def check_slope(p: Probe) -> Comparisons:
 def check_gradient(p: Probe) -> Comparisons:
     (value, own), gradients = p.results(p.z, p.x, p.mask, record=True).values()
     if pytree.tree_structure(gradients[0]) != pytree.tree_structure(p.z):
-        raise Broken("value_and_grad's gradient has another structure than z: return it like z")
-    yield value, own, "the value of value_and_grad is not that of forward: define one, or mend one"
+        raise Broken("value_and_grad must return a gradient with the structure of z")
+    yield value, own, "value_and_grad and forward return different values: correct or remove one"
     names = "the gradient of value_and_grad", "grad"
     for name, found in zip(names, gradients, strict=True):
         yield (
             found,
             p.slope(),
-            f"{name} is not the gradient of forward: a factor, a sign or a term is wrong in the closed "
-            "form, or it is a parent's; mend it, or leave it out to be differentiated",
+            f"{name} is not the gradient of forward: the closed form has a wrong factor, sign or term, or "
+            "is inherited; correct it, or remove it to use autograd",
         )
 
 
@@ -321,32 +321,32 @@ def check_no_grad(p: Probe) -> Comparisons:
     results = p.results(p.z, p.x, p.mask)
     if any(leaf.requires_grad for leaf in pytree.tree_leaves(results)):
         raise Broken(
-            "a result requires grad under torch.no_grad(): a solve would keep the graph of every "
-            "evaluation; record gradients within torch.enable_grad() only, and detach what is returned"
+            "a result requires grad under torch.no_grad(), so a solve would keep the graph of every "
+            "evaluation; detach the results of torch.enable_grad() blocks"
         )
-    wrong = "the {} is another under torch.no_grad(): compute it the same way there"
+    wrong = "the {} changes under torch.no_grad(): compute it the same way in both modes"
     return each(results, p.results(p.z, p.x, p.mask, record=True), wrong)
 
 
-@check("hessian", "the derivative of grad is its slope")
+@check("hessian", "the derivative of grad matches finite differences")
 def check_hessian(p: Probe) -> Comparisons:
     yield (
         p.energy.hvp(p.z, p.v, p.x, mask=p.mask),
         p.difference(lambda z: copied(p.energy.grad(z, p.x, mask=p.mask))),
-        "autograd's derivative of grad is not its slope: something in grad is cut from the graph "
-        "(.detach(), .item(), no_grad); gradients of a layer would be wrong",
+        "autograd's derivative of grad differs from finite differences: an operation in grad is "
+        "detached (.detach(), .item(), no_grad), so gradients of a layer would be wrong",
         True,
     )
 
 
-@check("second order", "gradients reach parameters and input through grad")
+@check("second order", "grad is differentiable in parameters and input")
 def check_second_order(p: Probe) -> Comparisons:
     """Derivatives of ``<grad, v>`` by parameters and input, beside those of autograd's gradient."""
     sources = {f"parameter {n}": t for n, t in p.energy.named_parameters() if t.requires_grad}
     given = {n: t for n, t in named_leaves("x", p.x).items() if t.is_floating_point()}
     sources |= {name: leaf.requires_grad_() for name, leaf in given.items()}
     if not sources:
-        raise Unchecked("there are no parameters that require grad, and no floating x")
+        raise Unchecked("no parameter requires grad and x is not floating-point")
     wanted = list(sources.values())
     try:
         with torch.enable_grad():
@@ -360,17 +360,17 @@ def check_second_order(p: Probe) -> Comparisons:
         yield (
             a,
             b,
-            f"the derivative of grad by {name} is not that of forward's gradient: grad is cut from the "
-            f"graph there, so {name} would be trained wrongly; compute it by differentiable operations",
+            f"the derivative of grad with respect to {name} is wrong: grad is detached from it, so "
+            f"training {name} would fail; use differentiable operations",
         )
 
 
-@check("proximal", "the input enters by more than |z - x|^2")
+@check("proximal", "x enters through more than |z - x|^2")
 def check_proximal(p: Probe) -> Comparisons:
     """Whether d2E/dz dx is a multiple c of the identity: then its product with a random v is c v."""
     alike = isinstance(p.x, Tensor) and isinstance(p.z, Tensor) and p.x.shape == p.z.shape
     if not alike or not p.x.is_floating_point():
-        raise Unchecked("x is no tensor like z")
+        raise Unchecked("x is not a floating-point tensor with the shape of z")
     with torch.enable_grad():
         x = p.x.clone().requires_grad_()
         mixed = derivatives(inner(p.energy.grad(p.z, x), p.v), [x])[0]
@@ -381,7 +381,7 @@ def check_proximal(p: Probe) -> Comparisons:
         raise Doubtful(
             f"d2E/dz dx is {factor:.3g} times the identity: x enters only through |z - x|^2 or <z, x>, so "
             "the layer is a proximal step of its other terms and may learn little; let x enter another "
-            "term, by a weight that is learned"
+            "term through a learned weight"
         )
     return ()
 
@@ -398,45 +398,45 @@ def check_concave(p: Probe) -> Comparisons:
         yield (
             1 + curvature.clamp_min(0.0) / max(size, FLOOR),
             torch.ones(()),
-            "concave is True, and the curvature along a random direction is positive, "
-            f"{curvature.item():.3g}: set concave = False",
+            f"concave is True, but the curvature along a random direction is {curvature.item():.3g}, "
+            "which is positive: set concave = False",
         )
 
 
-@check("prepare", "prepare(x) in place of x gives the same")
+@check("prepare", "prepare(x) gives the same results as x")
 def check_prepared(p: Probe) -> Comparisons:
     prepared = p.energy.prepare(p.x, mask=p.mask)
     if prepared is p.x:
         return ()
-    wrong = "with prepare(x) in place of x {} is another: take both in every method"
+    wrong = "the {} of prepare(x) differs from that of x: accept both in every method"
     return each(p.results(p.z, prepared, p.mask), p.results(p.z, p.x, p.mask), wrong)
 
 
-@check("mask of ones", "a mask of ones is no mask")
+@check("mask of ones", "a mask of ones changes nothing")
 def check_mask_of_ones(p: Probe) -> Comparisons:
-    wrong = "with a mask of ones {} is another than without a mask: a mask may hide tokens, no more"
+    wrong = "a mask of ones changes the {}: only tokens where the mask is False may be ignored"
     found = p.results(p.z, p.x, torch.ones_like(_mask(p)))
     return each(found, p.results(p.z, p.x, None), wrong)
 
 
-@check("masked tokens", "masked tokens influence nothing")
+@check("masked tokens", "masked tokens have no influence")
 def check_masked_tokens(p: Probe) -> Comparisons:
     """Other content and NaN in masked tokens; nothing comes from them."""
     mask, layout = _mask(p), Layout.of(p.z)
     if mask.all():
-        raise Unchecked("the mask hides no token")
+        raise Unchecked("mask is True at every token")
     hidden, expected = ~layout.mask_vector(mask), p.results(p.z, p.x, mask)
     for gradient in expected["gradient"]:
         there = layout.vector(gradient)[hidden]
         if there.count_nonzero():
             raise Broken(
-                f"the gradient at a masked token is {there.abs().max().item():.3g}: it must be 0 "
-                f"there; start from {HIDE}, or end with hide(gradient, mask)"
+                f"the gradient at a masked token is {there.abs().max().item():.3g}, but must be 0: "
+                f"begin with {HIDE}, or return hide(gradient, mask)"
             )
     for filler, said in ((3.0, "the content of"), (float("nan"), "NaN in")):
         filled = layout.tree(layout.vector(p.z).masked_fill(hidden, filler))
         wrong = (
-            f"{said} masked tokens changes the {{}}: start from {HIDE}, and leave masked tokens out of "
+            f"{said} masked tokens changes the {{}}: begin with {HIDE}, and exclude masked tokens from "
             "sums and softmaxes"
         )
         yield from each(p.results(filled, p.x, mask), expected, wrong)
@@ -444,17 +444,17 @@ def check_masked_tokens(p: Probe) -> Comparisons:
 
 def _mask(p: Probe) -> Tensor:
     if p.mask is None:
-        raise Unchecked("no mask was given; give mask=(B, N), False at some tokens")
+        raise Unchecked("mask is None; pass a mask (B, N) that is False at some tokens")
     return p.mask
 
 
-@check("dtype", "the gradient is like z, as given and in float64")
+@check("dtype", "the gradient has the dtype and device of z")
 def check_dtype(p: Probe) -> Comparisons:
     """Of what is computed from ``z`` as it was given, and of the copy in float64."""
     if p.value().dtype != torch.float64:
         raise Broken(
-            f"in float64 the energy is of {p.value().dtype}: a tensor that is made inside, or a cast, "
-            "has a dtype of its own; make it like z (z.new_zeros, dtype=z.dtype)"
+            f"the energy of a float64 state is {p.value().dtype}: a tensor is created or cast with a fixed "
+            "dtype inside; use the dtype of z (z.new_zeros, dtype=z.dtype)"
         )
     kept = {t.dtype for t in [*pytree.tree_leaves(p.given), *p.original.parameters()]}
     for when, energy, z, x in (
@@ -463,14 +463,14 @@ def check_dtype(p: Probe) -> Comparisons:
     ):
         if when == "as given" and len(kept) > 1:
             dtypes = sorted(map(str, kept))
-            raise Unchecked(f"z and the parameters are of different dtypes, {dtypes}")
+            raise Unchecked(f"z and the parameters have different dtypes, {dtypes}")
         with torch.no_grad():
             leaves = pytree.tree_leaves(energy.grad(z, x, mask=p.mask))
         for leaf, like in zip(leaves, pytree.tree_leaves(z), strict=True):
             got, wanted = (leaf.dtype, leaf.device), (like.dtype, like.device)
             if got != wanted:
                 raise Broken(
-                    f"{when} the gradient is of {got}, and z of {wanted}: return it like z"
+                    f"{when} the gradient must have the dtype and device of z, {wanted}, got {got}"
                 )
     return ()
 
@@ -534,7 +534,7 @@ def check_energy(
         probe = Probe(energy, z, x, mask, seed)
         for name in CHECKS:
             early = [f.check for f in findings if f.passed is False and f.check in FIRST]
-            said = f'not checked: "{early[0]}" must pass before' if early else ""
+            said = f'not checked: "{early[0]}" must pass first' if early else ""
             findings.append(Finding(name, None, said) if early else _made(name, probe, tolerance))
     report = EnergyReport(_name(energy), tuple(findings))
     if strict and not report.ok:
@@ -568,7 +568,7 @@ def _copy(energy: Energy) -> Energy:
         return copy.deepcopy(energy)
     except Exception as error:
         raise TypeError(
-            f"{_name(energy)} could not be copied ({error}); tensors that it keeps must be "
+            f"{_name(energy)} could not be copied ({error}); register the tensors that it stores as "
             "parameters or buffers"
         ) from error
 

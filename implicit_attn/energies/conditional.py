@@ -168,7 +168,7 @@ class ConditionalAttention(HasHeads, Energy):
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross and len(memory) != len(query):
             raise ValueError(
-                f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
+                f"{name}: x.memory must have the batch size of x.tokens, {len(query)}, got {len(memory)}"
             )
         key = project_input(memory, self.key, self.key_bias, heads, key_mask, name)
         value = project_input(memory, self.value, self.value_bias, heads, key_mask, name)

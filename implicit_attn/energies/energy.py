@@ -69,11 +69,11 @@ class FunctionCall(NamedTuple):
         try:
             signature = inspect.signature(called)
         except ValueError as error:
-            raise TypeError(f"the signature of {name} cannot be read; wrap it") from error
+            raise TypeError(f"{name} has no signature; wrap it in a function") from error
         if list(signature.parameters)[:2] == ["x", "z"]:
             raise TypeError(
-                f"{name} must take the state z before the input x, got {name}{signature}: it would be "
-                "called with the state as x; swap the two parameters"
+                f"{name} must take the state z before the input x, got {name}{signature}; swap the two "
+                "parameters"
             )
         for takes_x, takes_mask in ((True, True), (False, True), (True, False), (False, False)):
             try:
@@ -90,7 +90,7 @@ class FunctionCall(NamedTuple):
                 return cls(name, takes_x, takes_mask, needs)
             break
         raise TypeError(
-            f"{name} must be callable as f(z) or f(z, x), with mask= after them if it takes one, got "
+            f"{name} must be callable as f(z) or f(z, x), with an optional keyword argument mask, got "
             f"{name}{signature}"
         )
 
@@ -100,8 +100,8 @@ class FunctionCall(NamedTuple):
             return function(*arguments, mask=None) if self.needs_mask else function(*arguments)
         if not self.takes_mask:
             raise ValueError(
-                f"{self.name} takes no mask, so masked tokens would influence it; give it a parameter "
-                f"mask=None and hide them, or pass no mask, got one of shape {tuple(mask.shape)}"
+                f"{self.name} has no parameter mask, so masked tokens would influence it; add mask=None "
+                f"and use it, or pass no mask; got a mask of shape {tuple(mask.shape)}"
             )
         return function(*arguments, mask=mask)
 
@@ -141,8 +141,8 @@ class Energy(nn.Module):
         own = vars(cls)
         if "value_and_grad" in own and "grad" not in own and cls.grad is not Energy.grad:
             raise TypeError(
-                f"{cls.__name__} must define grad, too (grad = Energy.grad takes it from value_and_grad), "
-                f"where {cls.grad.__qualname__} is the gradient of another energy"
+                f"{cls.__name__} must define grad as well as value_and_grad, because it inherits "
+                f"{cls.grad.__qualname__}; grad = Energy.grad derives it from value_and_grad"
             )
 
     def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
@@ -277,7 +277,7 @@ class Scaled(_Multiple):
         super().__init__(energy)
         if isinstance(weight, nn.Parameter):
             if weight.dim() != 0:
-                raise ValueError(f"weight must have no dimensions, got shape {tuple(weight.shape)}")
+                raise ValueError(f"weight must be a scalar tensor, got shape {tuple(weight.shape)}")
             self.weight = weight
         elif not math.isfinite(weight):
             raise ValueError(f"weight must be finite, got {weight!r}")
@@ -363,7 +363,7 @@ class Sum(SummedEnergy):
         for term in terms:
             flat.extend(term.terms if isinstance(term, Sum) else [_check_energy_type(term)])
         if not flat:
-            raise ValueError("terms must hold at least one energy, got none")
+            raise ValueError("terms must contain at least one energy, got none")
         self.terms: Any = nn.ModuleList(flat)
         self.concave = all(term.concave for term in flat)
 
@@ -392,7 +392,7 @@ class Select(Energy):
             return x.parts
         if not isinstance(x, (dict, tuple, list)):
             kind = type(x).__name__
-            raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
+            raise TypeError(f"x must be a dict or a tuple that contains {self.key!r}, got {kind}")
         try:
             fields = getattr(x, "_fields", None)
             if isinstance(self.key, str) and fields is not None:
@@ -400,7 +400,7 @@ class Select(Energy):
             return x[self.key]  # type: ignore[call-overload]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
-            raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
+            raise ValueError(f"x must contain {self.key!r}, got {held}") from error
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, self._part(x), mask)
@@ -423,7 +423,7 @@ def replace_part(whole: nn.Module, old: Energy, new: Energy) -> Any:
     _check_energy_type(new)
     if all(part is not old for part in whole.modules()):
         raise ValueError(
-            f"old must be a part of the {type(whole).__name__}, the very object that it was made of, got "
+            f"old must be a submodule of the {type(whole).__name__} (the same object), got another "
             f"{type(old).__name__}"
         )
     return _copied_around(whole, old, new)
@@ -541,8 +541,8 @@ def value_and_gradient(
             found = torch.autograd.grad(value.sum(), leaves, create_graph=record, allow_unused=True)
     if named is not None and all(slope is None for slope in found):
         raise ValueError(
-            f"the energy must depend on z, and {named} returns what autograd cannot trace back to it: no "
-            "z.detach(), z.data, .item(), .tolist() or NumPy on the way, and no torch.no_grad()"
+            f"the energy must be differentiable in z, but the result of {named} has no graph to z: remove "
+            "z.detach(), z.data, .item(), .tolist(), NumPy and torch.no_grad() from it"
         )
     pairs = zip(found, leaves, strict=True)
     gradients = [torch.zeros_like(t) if slope is None else slope for slope, t in pairs]
@@ -619,7 +619,7 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
         expected = [tuple(leaf.shape) for leaf in leaves]
         if shapes != expected:
-            raise ValueError(f"v must be like z, shapes {expected}, got {shapes}")
+            raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
         # Parts that do not depend on z (a linear energy) have no graph and no curvature.
         pairs = [(g, w) for g, w in zip(outputs, vectors, strict=True) if g.requires_grad]
         if not pairs:
@@ -652,9 +652,9 @@ def _check_state(leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
             kind = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-            raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {kind}")
+            raise TypeError(f"z must be a floating-point tensor (B, ...) or a pytree, got {kind}")
     if not leaves:
-        raise ValueError("z must hold at least one tensor, got an empty structure")
+        raise ValueError("z must contain at least one tensor, got an empty pytree")
 
 
 def map_tree(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:

@@ -113,7 +113,7 @@ class MemoryEnergy(ProjectedEnergy):
         shift, gates = self.prepare(x, mask=mask).parts
         if shift.shape[:-1] != z.shape[:-1]:
             raise ValueError(
-                f"{type(self).__name__}: x must have the tokens of z, shape "
+                f"{type(self).__name__}: x must have the shape "
                 f"{(*z.shape[:-1], self.context_dim)}, got {(*shift.shape[:-1], self.context_dim)}"
             )
         return shift, Given(mask, gates)
@@ -316,7 +316,7 @@ class HyperSETEnergy(SummedEnergy):
         super().__init__()
         if attention == "softmax":
             energies = tuple(name for name in ATTENTIONS if name != "softmax")
-            raise ValueError(f"attention must descend an energy of all tokens, one of {energies}")
+            raise ValueError(f"attention must have an energy, one of {energies}, got 'softmax'")
         options: dict[str, Any] = {"norm": norm, "bound": bound}
         options["context_dim"] = dim if require_flag("context", context) else None
         attends = build_attention(attention, dim, heads, head_dim=head_dim, **options)

@@ -283,18 +283,18 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     if head_dim is not None:
         return require_count("head_dim", head_dim)
     if dim % heads:
-        raise ValueError(f"heads must divide dim={dim} where head_dim is not given, got {heads}")
+        raise ValueError(f"heads must divide dim={dim} when head_dim is None, got {heads}")
     return dim // heads
 
 
 def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
     if isinstance(beta, Tensor):
         if beta.requires_grad:
-            raise TypeError("beta must be numbers (learned_beta=True trains them), got a parameter")
+            raise TypeError("beta must not require grad; use learned_beta=True to train it")
         beta = beta.tolist()
     if isinstance(beta, (list, tuple)):
         if len(beta) != heads:
-            raise ValueError(f"beta must hold a number for each of {heads} heads, got {beta!r}")
+            raise ValueError(f"beta must contain one number per head ({heads}), got {beta!r}")
         return [require_positive("beta", number) for number in beta]
     return require_positive("beta", beta)
 
@@ -397,9 +397,7 @@ def read_input(
         tokens, memory, seen, pairs = x.tokens, x.memory, x.memory_mask, Pairs(x.pairs, x.pair_bias)
         for part in ("memory", "memory_mask"):
             if width is None and getattr(x, part) is not None:
-                raise ValueError(
-                    f"{name}: x.{part} needs cross-attention, got it in self-attention"
-                )
+                raise ValueError(f"{name}: x.{part} must be None in self-attention, got a tensor")
         if tokens is not None:
             check_tokens(tokens, mask, f"{name}, x.tokens", tokens=True)
     elif width is not None and isinstance(x, (tuple, list)) and len(x) == 2:
@@ -408,8 +406,8 @@ def read_input(
         return tokens, pairs, tokens, mask
     if not isinstance(memory, Tensor):
         raise TypeError(
-            f"{name}: x must be a tensor (B, M, {width}), a pair of it and a mask, or an AttentionInput "
-            f"with such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
+            f"{name}: x must be a tensor (B, M, {width}), a pair (tensor, mask) or an AttentionInput "
+            f"with a memory, got {type(memory).__name__}; if x is a dict, select its entry with "
             ".select(key)"
         )
     if memory.dim() != 3 or memory.shape[2] != width:
@@ -425,7 +423,7 @@ def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
     query, key = context.query, context.key
     if query is not None and (query.shape[0], query.shape[2]) != z.shape[:2]:
         wanted, got = tuple(z.shape[:2]), (query.shape[0], query.shape[2])
-        raise ValueError(f"{name}: x must have the samples and tokens of z, {wanted}, got {got}")
+        raise ValueError(f"{name}: x must have the batch size and tokens of z, {wanted}, got {got}")
     if key is not None and key.shape[0] != z.shape[0]:
-        raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(key)}")
+        raise ValueError(f"{name}: x must have the batch size of z, {len(z)}, got {len(key)}")
     return context

@@ -173,7 +173,7 @@ class Hopfield(PatternEnergy):
         """
         if not isinstance(z, Tensor) or not z.is_floating_point() or z.shape[-1:] != (self.dim,):
             got = (z.dtype, tuple(z.shape)) if isinstance(z, Tensor) else type(z).__name__
-            raise ValueError(f"z must be a floating tensor (..., {self.dim}), got {got}")
+            raise ValueError(f"z must be a floating-point tensor (..., {self.dim}), got {got}")
         wide = z.double()
         attention = (self.beta * wide @ self.patterns.double().mT).logsumexp(-1)
         level = attention - 0.5 * self.beta * wide.square().sum(-1)
@@ -207,8 +207,8 @@ class Hopfield(PatternEnergy):
             return 0.5 * cooling * self.beta * patterns.square().sum(-1), patterns
         if size * cooling > LARGEST_MIXTURE:
             raise ValueError(
-                f"cooling={cooling} with {count} patterns makes a mixture of {size} Gaussians at the "
-                f"means of {cooling} patterns, more than {LARGEST_MIXTURE} members in all"
+                f"cooling={cooling} with {count} patterns needs {size} Gaussians, each at the mean of "
+                f"{cooling} patterns; the number of these patterns must be <= {LARGEST_MIXTURE}"
             )
         multisets = itertools.combinations_with_replacement(range(count), cooling)  # each sorted
         flat = np.fromiter(itertools.chain.from_iterable(multisets), np.int64, size * cooling)
@@ -322,7 +322,7 @@ class QueryEnergy(HasHeads, Energy):
         assert key is not None  # made of the memory
         if (key.dtype, key.device) != (z.dtype, z.device):
             wanted, got = f"{z.dtype} on {z.device}", f"{key.dtype} on {key.device}"
-            raise TypeError(f"QueryEnergy: x must be of {wanted} like z, got {got}")
+            raise TypeError(f"QueryEnergy: x must be {wanted} like z, got {got}")
         query = split_heads(hide(z, mask), self.heads)
         key, seen, pairs = fit_keys(given.pairs, query, key, given.mask)
         options: dict[str, Any] = {"mask": seen, "pairs": pairs.allowed, "bias": pairs.bias}
@@ -609,7 +609,7 @@ class EffectiveRBM(PatternEnergy):
         sample = getattr(source, "sample", None)
         if sample is None:
             name = type(source).__name__
-            raise TypeError(f"hidden must have sample(field, generator), {name} has not")
+            raise TypeError(f"hidden must define sample(field, generator), {name} does not")
         fields = (v @ self.patterns.mT).unflatten(-1, (-1, self.components)).detach()
         h = sample(fields, generator)
         return h.squeeze(-1) if self.components == 1 else h
@@ -620,7 +620,7 @@ class EffectiveRBM(PatternEnergy):
         ValueError if ``visible`` is None.
         """
         if self.visible is None:
-            raise ValueError(f"visible must be one of {VISIBLE} for samples, got None")
+            raise ValueError(f"visible must be one of {VISIBLE} to draw samples, got None")
         h = h if self.components == 1 else h.flatten(-2)
         field = (h @ self.patterns).detach()
         field = field if self.bias is None else field + self.bias.detach()
@@ -642,12 +642,12 @@ class EffectiveRBM(PatternEnergy):
         """
         require_instance("v", v, Tensor, f"a tensor (..., {self.dim})")
         if v.dtype != self.patterns.dtype:
-            raise TypeError(f"v must be of the dtype of the weights, got {v.dtype}")
+            raise TypeError(f"v must have the dtype {self.patterns.dtype}, got {v.dtype}")
         if v.shape[-1:] != (self.dim,):
             raise ValueError(f"v must have the shape (..., {self.dim}), got {tuple(v.shape)}")
         low = {"ising": -1, "binary": 0}.get(self.visible or "")
         if low is not None and not bool(((v == low) | (v == 1)).all()):
-            raise ValueError(f"v must have the entries {low} and 1 only ({self.visible} units)")
+            raise ValueError(f"v must contain only {low} and 1 for {self.visible} units")
         for _ in range(require_count("sweeps", sweeps)):
             v = self.sample_visible(self.sample_hidden(v, generator), generator)
         return v

@@ -76,7 +76,7 @@ class DataTerm(Energy):
         check_tokens(z, mask, "DataTerm", features=0)
         if mask is not None and self.operator is not None:
             raise ValueError(
-                "mask must be None where DataTerm has an operator; hide tokens by weight"
+                "mask must be None when DataTerm has an operator; set weight to 0 at masked tokens"
             )
         y, weight = (x.get("y"), x.get("weight")) if isinstance(x, Mapping) else (x, None)
         image = z if self.operator is None else self.operator(z)
@@ -135,7 +135,7 @@ class NetworkEnergy(Energy):
         image = self.call(self.network, z, x, mask)
         if not isinstance(image, Tensor) or image.shape != z.shape:
             got = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
-            raise ValueError(f"network must return a tensor like z, {tuple(z.shape)}, got {got}")
+            raise ValueError(f"network must return a tensor of shape {tuple(z.shape)}, got {got}")
         return 0.5 * sum_squares(hide(z - image, mask))
 
     def denoise(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:

@@ -409,7 +409,7 @@ class ConditionalMixture(NamedTuple):
         NotImplementedError if the site cannot draw.
         """
         if not hasattr(self.site, "sample"):
-            raise NotImplementedError(f"{type(self.site).__name__} has no method sample")
+            raise NotImplementedError(f"{type(self.site).__name__} does not define sample")
         with torch.no_grad():
             chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
             fields = self.fields.flatten(0, 1)[
@@ -549,7 +549,7 @@ class BareAttention(Energy):
         require_choice("rule", rule, RULES)
         check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
         if len(z) == 0:
-            raise ValueError("z must hold at least one sample to average over, got none")
+            raise ValueError("z must contain at least one sample to average over, got none")
         pairs = self._pairs(z, mask)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
         if rule == "hebb":
@@ -599,7 +599,7 @@ class BareAttention(Energy):
 
     def _mixture(self, pairs: _Pairs) -> ConditionalMixture:
         if self.site is None:
-            raise ValueError("site must be given for conditional laws, got None")
+            raise ValueError("site must be a site distribution for conditional laws, got None")
         return ConditionalMixture.of(self.site, self.lam * self._lift(pairs.keys), pairs.speaks)
 
     def _embed(self, z: Tensor) -> Tensor:

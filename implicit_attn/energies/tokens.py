@@ -49,8 +49,8 @@ def check_values(energy: Any, batch: int, name: str) -> None:
     if tuple(energy.shape) != (batch,):
         got = f"shape {tuple(energy.shape)}" if energy.dim() else "a scalar"
         raise ValueError(
-            f"{name} must return one number per sample, shape (B,) = ({batch},), got {got}: sum over "
-            "every dimension but the first"
+            f"{name} must return one number per sample, shape (B,) = ({batch},), got {got}; sum over "
+            "all dimensions except the first"
         )
 
 
@@ -74,16 +74,16 @@ def check_tensor(
     text = f"({', '.join(letters)}{',' * (len(letters) == 1)})"
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a floating tensor {text}, got {got}")
+        raise TypeError(f"{name} must be a floating-point tensor {text}, got {got}")
     if dtype is not None and value.dtype != dtype:
-        raise TypeError(f"{name} must be of {dtype}, got {value.dtype}")
+        raise TypeError(f"{name} must have dtype {dtype}, got {value.dtype}")
     known, given = dict(sizes), tuple(value.shape)
     fits = len(given) == len(letters) and 0 not in given
     if not fits or any(known.setdefault(n, s) != s for n, s in zip(letters, given, strict=True)):
         text += "".join(f", {letter} = {size}" for letter, size in sizes.items())
         raise ValueError(f"{name} must have the shape {text}, got {given}")
     if finite and not value.is_meta and not bool(value.detach().isfinite().all()):
-        raise ValueError(f"{name} must be finite, got NaN or infinity in it")
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
     return value
 
 
@@ -96,7 +96,7 @@ def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) 
         raise TypeError(f"{name}: mask must be a bool tensor (B, N), got {kind}")
     if z.dim() < 2 + features:
         raise ValueError(
-            f"{name}: mask needs a state with tokens (B, N, ...), got z of shape {tuple(z.shape)}"
+            f"{name}: mask needs a state z of shape (B, N, ...), got shape {tuple(z.shape)}"
         )
     if mask.shape != z.shape[:2]:
         raise ValueError(
@@ -124,7 +124,7 @@ def check_tokens(
     if not isinstance(z, Tensor):
         raise TypeError(f"{name}: z must be a tensor {shape}, got {type(z).__name__}")
     if not z.is_floating_point():
-        raise TypeError(f"{name}: z must be of a floating dtype, got {z.dtype}")
+        raise TypeError(f"{name}: z must have a floating-point dtype, got {z.dtype}")
     least = 1 if dim is None else 2
     if (tokens and z.dim() != 3) or z.dim() < least:
         raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
@@ -137,8 +137,8 @@ def check_input(x: Any, z: Tensor, name: str) -> Tensor:
     """``x`` must be a tensor of the shape and device of ``z``."""
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: x must be a tensor like z, {tuple(z.shape)}, got {type(x).__name__}; "
-            "where x is a dict or a tuple, choose its part with .select(key)"
+            f"{name}: x must be a tensor of shape {tuple(z.shape)}, got {type(x).__name__}; "
+            "if x is a dict or a tuple, select its entry with .select(key)"
         )
     if x.shape != z.shape:
         raise ValueError(
@@ -168,8 +168,8 @@ def visible_input(
     shape = f"(B, {'N' if tokens else '...'}, {width})"
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: x must hold tokens {shape}, got {type(x).__name__}; where x is a dict or a tuple, "
-            "choose its part with .select(key)"
+            f"{name}: x must be a tensor {shape}, got {type(x).__name__}; if x is a dict or a tuple, "
+            "select its entry with .select(key)"
         )
     if x.dim() < 2 or (tokens and x.dim() != 3) or x.shape[-1] != width:
         raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(x.shape)}")

@@ -70,24 +70,24 @@ def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
     """NotImplementedError, naming ``product`` in its place, where ``tensor`` asks for forward mode."""
     if differentiated():
         raise NotImplementedError(
-            f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
-            'torch.autograd, or backend="reference"'
+            f'torch.func.grad, vjp and jvp are not implemented for backend="{backend}"; use '
+            'torch.autograd or backend="reference"'
         )
     if has_tangent(tensor):
         raise NotImplementedError(
-            f'forward-mode differentiation is not implemented by backend="{backend}"; use reverse '
-            f'mode, {product} for the product with the Hessian, or backend="reference"'
+            f'forward-mode differentiation is not implemented for backend="{backend}"; use reverse '
+            f'mode, {product} for Hessian-vector products, or backend="reference"'
         )
 
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     """The dense formula where only it can be differentiated as the caller does; else None."""
     if modes.exporting():
-        return Choice("reference", "inside torch.export, whose programs hold stock operators alone")
+        return Choice("reference", "inside torch.export, which supports standard operators only")
     if any(has_tangent(tensor) for tensor in tensors):
-        return Choice("reference", "only the dense formula knows forward-mode differentiation")
+        return Choice("reference", "only the dense formula supports forward-mode differentiation")
     if differentiated():
-        return Choice("reference", "inside torch.func.grad, which takes the dense formula apart")
+        return Choice("reference", "inside torch.func.grad, which differentiates the dense formula")
     return None
 
 
@@ -132,7 +132,7 @@ def check_pairs(
         raise TypeError(f"pairs must be a bool tensor {_SHAPES}, got {got}")
     if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"{name} must be a floating tensor {_SHAPES}, got {got}")
+        raise TypeError(f"{name} must be a floating-point tensor {_SHAPES}, got {got}")
     given = (("pairs", pairs), (name, bias))
     return Pairs(*(None if t is None else _four_dimensional(n, t, shape) for n, t in given))
 

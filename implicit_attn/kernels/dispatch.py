@@ -300,17 +300,17 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
         return dense
     if z.is_cuda:
         name, missing = "Triton", ops.triton_lacks(z, mask)
-        taken = Choice("triton", "a CUDA tensor that the kernels take")
+        taken = Choice("triton", "the Triton kernels support this tensor")
     else:
         name, missing = "C++ kernel", native.unavailable(z)
-        taken = Choice("cpp", "the native engine takes this tensor")
+        taken = Choice("cpp", "the native engine supports this tensor")
     if missing is None:
         return taken
     count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
     size = f"{matrices} matrices of {count} x {count} pairs (no {name}: {missing})"
     if count <= DENSE_TOKENS and matrices * count**2 <= DENSE_PAIRS:
         return Choice("reference", f"{size}: the dense formula has the least overhead")
-    return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
+    return Choice("blocks", f"{size}: blocks of rows fit into the cache and need no N x N matrix")
 
 
 def _explain_frozen_keys(
@@ -322,31 +322,31 @@ def _explain_frozen_keys(
     if backend == "flash" and not cuda and query.device.type != "cpu":
         raise ValueError(f'backend="flash" needs tensors on a CPU or CUDA, got {query.device}')
     if query.numel() == 0 or key.numel() == 0:
-        return Choice("reference", "empty: stock attention takes at least a query and a key")
+        return Choice("reference", "empty: scaled_dot_product_attention needs a query and a key")
     if backend != "auto":
         return Choice(backend, "asked for")
     if not cuda and query.device.type != "cpu":
-        return Choice("reference", "the stock operators used here are those of CPUs and CUDA")
+        return Choice("reference", "the fused operators support CPU and CUDA only")
     dense = dense_for_transforms(query, key)
     if dense is not None:
         return dense
     if transformed():
-        return Choice("reference", "inside torch.func.vmap, which takes the dense formula apart")
+        return Choice("reference", "inside torch.func.vmap, which maps over the dense formula")
     if torch.compiler.is_compiling():
-        return Choice("reference", "a compiler takes the dense formula apart")
+        return Choice("reference", "a compiler fuses the dense formula")
     count = query.shape[2] * key.shape[2]
     if cuda:
-        return Choice("flash", f"{count} pairs: one fused call holds no N x M matrix")
+        return Choice("flash", f"{count} pairs: one fused call needs no N x M matrix")
     if count < FLASH_PAIRS:
         return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
-    return Choice("flash", f"{count} pairs: stock attention holds no N x M matrix")
+    return Choice("flash", f"{count} pairs: scaled_dot_product_attention needs no N x M matrix")
 
 
 def _for_pairs(backend: str, what: str = "pairs and bias") -> Choice:
     """The dense formula, which alone takes pairs, biases and a causal order."""
     if backend not in ("auto", "reference"):
         raise ValueError(f'{what} need backend="auto" or "reference", got {backend!r}')
-    return Choice("reference", "only the dense formula takes pairs, biases and a causal order")
+    return Choice("reference", "only the dense formula supports pairs, biases and a causal order")
 
 
 # --- checks at the door, which raise errors that say what came ------------------------------------
@@ -362,7 +362,7 @@ def _checked(
 ) -> Pairs | None:
     """The pairs; ``z`` (B, H, N, p) is floating, ``beta`` > 0, ``mask`` (B, N) bool."""
     if not z.is_floating_point():
-        raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
+        raise TypeError(f"z must have a floating-point dtype, got {z.dtype}")
     if z.dim() != 4:
         raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
     _check_beta(beta, z.shape[1])
@@ -385,7 +385,7 @@ def _checked_queries(
     """The pairs; ``query`` (B, H, N, p) and ``key`` (B, H, M, p) are floating, ``mask`` (B, M) bool."""
     if not query.is_floating_point() or key.dtype != query.dtype:
         raise TypeError(
-            f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
+            f"query and key must have one floating-point dtype, got {query.dtype} and {key.dtype}"
         )
     matrices = query.dim() == key.dim() == 4
     if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
@@ -397,7 +397,7 @@ def _checked_queries(
     _check_mask(mask, key, "(B, M)")
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
+            f"causal=True needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
         )
     check_backend(backend, "frozen keys")
     batch, heads, queries, _ = query.shape
@@ -410,8 +410,8 @@ def _check_beta(beta: float | Tensor, heads: int) -> None:
         fits = beta.numel() == 1 or tuple(beta.shape) == (heads, 1, 1)
         if not fits or not beta.is_floating_point():
             raise ValueError(
-                f"beta must be a number or a floating tensor (H, 1, 1) = ({heads}, 1, 1) or of one "
-                f"element, got {beta.dtype} {tuple(beta.shape)}"
+                f"beta must be a number or a floating-point tensor with one element or of shape "
+                f"(H, 1, 1) = ({heads}, 1, 1), got {beta.dtype} {tuple(beta.shape)}"
             )
         # Its values are looked at only where that waits for no device.
         if beta.device.type != "cpu" or _traced(beta) or not heads:
@@ -433,7 +433,7 @@ def _check_mask(mask: Tensor | None, tokens: Tensor, axes: str) -> None:
     if mask is None:
         return
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
+        raise TypeError(f"mask must have dtype bool, got {mask.dtype}")
     expected = (tokens.shape[0], tokens.shape[2])
     if tuple(mask.shape) != expected:
         raise ValueError(f"mask must have the shape {axes} = {expected}, got {tuple(mask.shape)}")
@@ -443,7 +443,7 @@ def _check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
     """``v`` like ``z``, and ``lse`` (B, H, N) where given."""
     if v.shape != z.shape or v.dtype != z.dtype or v.device != z.device:
         raise ValueError(
-            f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
+            f"v must have the properties of z, {tuple(z.shape)} {z.dtype} on {z.device}, "
             f"got {tuple(v.shape)} {v.dtype} on {v.device}"
         )
     if lse is not None and (lse.shape != z.shape[:3] or lse.device != z.device):

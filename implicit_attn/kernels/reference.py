@@ -160,7 +160,7 @@ def covariance_product(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor of a floating dtype, got {got}")
+            raise TypeError(f"{name} must be a floating-point tensor, got {got}")
     if weights.dim() != 4:
         raise ValueError(f"weights must have the shape (B, H, N, M), got {tuple(weights.shape)}")
     *lead, queries, keys = weights.shape
@@ -171,7 +171,7 @@ def covariance_product(
             raise ValueError(f"{name} must have the shape {wanted}, got {got}")
     if mean is not None and mean.shape != vector.shape:
         wanted, got = tuple(vector.shape), tuple(mean.shape)
-        raise ValueError(f"mean must be like vector, {wanted}, got {got}")
+        raise ValueError(f"mean must have the shape of vector, {wanted}, got {got}")
     return _covariance_product(values, weights, vector, mean)
 
 

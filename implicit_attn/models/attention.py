@@ -403,7 +403,7 @@ class EnergyAttention(nn.Module):
         made = torch.eye(width).repeat(heads, 1, 1)
         self.values = None if values is None else nn.Parameter(made)
         if steps is not None and options:
-            raise TypeError(f"unknown arguments {sorted(options)}; those of DEQ need steps=None")
+            raise TypeError(f"unknown arguments {sorted(options)}; options of DEQ need steps=None")
         self.equilibrium = None
         if steps is None:
             settings: dict[str, Any] = {"max_steps": 200} | options
@@ -436,7 +436,7 @@ class EnergyAttention(nn.Module):
         queries, given, tokens = self._queries_and_keys(x, context, mask)
         if require_flag("return_trajectory", return_trajectory):
             if self.steps is None:
-                raise ValueError("return_trajectory needs a number of steps, got steps=None")
+                raise ValueError("return_trajectory=True needs an integer steps, got steps=None")
             states, energies = self.descent.trajectory(queries, given, self.steps)
             return QueryTrajectory(self._by_head(states), energies)
         if self.equilibrium is not None:
@@ -458,12 +458,12 @@ class EnergyAttention(nn.Module):
         """The first queries, what they move among, and the mask of the tokens of self-attention."""
         visible_input(x, self.query.weight, None, "EnergyAttention", tokens=True)
         if (context is None) != (self.context_dim is None):
-            wanted = "None in self-attention" if context is not None else "given with a context_dim"
+            wanted = "None in self-attention" if context is not None else "given with context_dim"
             raise ValueError(f"context must be {wanted}, got {type(context).__name__}")
         source = x if context is None else context
         visible_input(source, self.key.weight, None, "EnergyAttention, context", tokens=True)
         if len(source) != len(x):
-            raise ValueError(f"context must have {len(x)} samples like x, got {len(source)}")
+            raise ValueError(f"context must have the batch size of x, {len(x)}, got {len(source)}")
         seen, pairs, bias = _read_mask(mask, x.shape[0], self.heads, x.shape[1], source.shape[1])
         if self.causal:
             order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
@@ -493,7 +493,7 @@ def _read_mask(
         return None, None, None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be bool, or floating for pairs, got {got}")
+        raise TypeError(f"mask must be a bool or floating-point tensor, got {got}")
     pairs = queries, keys
     shapes = [(batch, keys), (batch, *pairs), *((batch, n, *pairs) for n in {1, heads})]
     if tuple(mask.shape) not in shapes:
@@ -502,12 +502,12 @@ def _read_mask(
             f"{tuple(mask.shape)}"
         )
     if mask.dim() == 2 and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool where it is one of keys (B, M), got {mask.dtype}")
+        raise TypeError(f"mask of shape (B, M) must have dtype bool, got {mask.dtype}")
     if mask.dim() == 2:
         return mask, None, None
     if mask.dtype == torch.bool:
         return None, mask, None
     if mask.device.type == "cpu" and not bool((mask < torch.inf).all()):
-        raise ValueError("mask must hold finite numbers or minus infinity, got infinity or NaN")
+        raise ValueError("mask must be finite or -inf, got inf or NaN")
     allowed = ~mask.isneginf()
     return None, allowed, mask.masked_fill(~allowed, 0.0)

@@ -75,8 +75,8 @@ def learn_groups(
     least = math.ceil(math.log(math.comb(boards.shape[1], 2) / CHANCE_PAIRS) / per_board)
     if len(boards) < least:
         raise ValueError(
-            f"boards must be at least {least} to learn groups of {boards.shape[1]} cells and {colours} "
-            f"colours, got {len(boards)}: in fewer, free cells differ everywhere by chance"
+            f"boards must contain at least {least} boards to learn groups from {boards.shape[1]} cells and "
+            f"{colours} colours, got {len(boards)}: with fewer, unrelated cells differ by chance"
         )
     with torch.random.fork_rng(devices=[]):  # a single head starts at zero; nothing is random
         model = FactoredAttention(boards.shape[1], colours, rows="softmax")
@@ -88,16 +88,16 @@ def learn_groups(
     pairs, gap = strong_pairs(model.couplings().detach())
     if not gap >= SMALLEST_GAP:
         raise ValueError(
-            f"boards must show which cells belong together: the widest gap of the {steps} steps' couplings "
-            f"is {gap:.2f} of the strength above it, below {SMALLEST_GAP:.2f}; give more boards or steps"
+            f"boards must separate related from unrelated cells: after {steps} steps the widest relative gap "
+            f"of the couplings is {gap:.2f}, expected >= {SMALLEST_GAP:.2f}; pass more boards or steps"
         )
     found = maximal_cliques(pairs)
     for group in found:
         shared = boards[:, group].sort(1).values.diff(dim=1) == 0
         if bool(shared.any()):
             raise ValueError(
-                f"boards must have each colour at most once in a group, got it twice in the cells {group} "
-                "of the learned graph; give more boards or steps"
+                f"boards must have each colour at most once in a group, got a repeated one in cells {group} "
+                "of the learned graph; pass more boards or steps"
             )
     return found
 
@@ -239,7 +239,7 @@ class BoardUpdate(Update):
         if x is None:
             raise ValueError("x must be the marks (B, N, q, 3), got None")
         if mask is not None:
-            raise ValueError("mask must be None: the marks say which cells are given")
+            raise ValueError("mask must be None: the marks contain the given cells")
         return self.advance(z, self.prepare(x) if x.shape[-1] == MARKS else x)
 
     def advance(self, z: Tensor, prepared: Tensor) -> Tensor:
@@ -263,15 +263,15 @@ class BoardUpdate(Update):
 def _incidence(groups: Sequence[Sequence[int]], cells: int) -> Tensor:
     """(groups, cells), 1 where a cell is in a group."""
     if len(groups) == 0:
-        raise ValueError("groups must hold at least one group, got none")
+        raise ValueError("groups must contain at least one group, got none")
     incidence = torch.zeros(len(groups), cells)
     for row, group in zip(incidence, groups, strict=True):
         if isinstance(group, (int, str)):
-            raise TypeError(f"groups must hold sequences of cells, got {group!r}")
+            raise TypeError(f"groups must contain sequences of cells, got {group!r}")
         members = [require_count("a cell of groups", cell, low=0) for cell in group]
         if len(members) == 0 or max(members) >= cells or len(set(members)) < len(members):
             raise ValueError(
-                f"groups must hold different cells in 0 .. {cells - 1} each, got {list(group)}"
+                f"groups must contain distinct cells in 0 .. {cells - 1}, got {list(group)}"
             )
         row[members] = 1
     return incidence
@@ -303,7 +303,7 @@ class BoardSolution(Solution):
         columns = self.statuses, self.consistent.tolist(), self.evaluations.tolist()
         parts = []
         for board, status, consistent, count in list(zip(boards, *columns, strict=True))[:DRAWN]:
-            said = "consistent" if consistent else "NOT CONSISTENT: a digit is twice in a group"
+            said = "consistent" if consistent else "NOT CONSISTENT: a group repeats a digit"
             parts.append(f"{_drawn(board)}\n{status}, {said}, {count} evaluations")
         if len(boards) > DRAWN:
             parts.append(f"... and {len(boards) - DRAWN} more boards")
@@ -443,7 +443,7 @@ class BoardSolver(nn.Module):
         boards, shape = self._read(puzzles)
         require_choice("stop", stop, STOPS)
         if require_count("guesses", guesses, low=0) > 0 and stop != "consistent":
-            raise ValueError(f"guesses need stop='consistent', got {stop!r}")
+            raise ValueError(f"guesses > 0 needs stop='consistent', got {stop!r}")
         policy = self.layer.on_failure if on_failure is None else on_failure
         check_on_failure(policy)
         if stop == "converged":
@@ -454,7 +454,7 @@ class BoardSolver(nn.Module):
         wrong = int((~found.consistent).sum())
         if wrong and policy != "ignore":
             message = (
-                f"{wrong} of {len(boards)} boards are not consistent: a group has a colour twice. "
+                f"{wrong} of {len(boards)} boards are not consistent: a group repeats a colour. "
                 'Allow guesses (guesses=8 with stop="consistent") or raise max_steps'
             )
             warn_or_raise(SolveError(message, found), policy, "inconsistent boards", self)
@@ -487,7 +487,7 @@ class BoardSolver(nn.Module):
         if stop == "converged":
             found = self.layer.solve(self.marks(boards), **options)
         elif unknown := sorted(options.keys() - {"max_steps"}):
-            raise TypeError(f'{unknown} need stop="converged"; "consistent" takes max_steps alone')
+            raise TypeError(f'{unknown} need stop="converged"; "consistent" accepts only max_steps')
         else:
             found = self._solve_consistent(boards, **options)
         logits = self._clamped(self.classify(found.value), boards)
@@ -535,8 +535,8 @@ class BoardSolver(nn.Module):
                 signs = re.sub(r"[\s|+-]", "", text)
                 if len(signs) != cells or not set(signs) <= set(".0123456789"):
                     raise ValueError(
-                        f"puzzles must be strings of {cells} digits or dots, besides white space and "
-                        f"the separators | - +; got {len(signs)} signs in {text!r}"
+                        f"puzzles must be strings of {cells} digits or dots (white space and | - + are "
+                        f"ignored), got {len(signs)} characters in {text!r}"
                     )
                 numbers.append([int(sign) for sign in signs.replace(".", "0")])
             boards = torch.tensor(numbers, device=self.head.weight.device).view(-1, cells)
@@ -619,7 +619,7 @@ class SudokuModel(nn.Module):
             places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
             self.position = nn.Parameter(SCALE * places)
         elif start != "random":
-            raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
+            raise ValueError(f"start must be 'random' when positions='sincos', got {start!r}")
         else:
             self.register_buffer("position", grid_positions(SIDE, dim), persistent=False)
         self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))

@@ -70,7 +70,7 @@ def check_images(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """``images`` as they are, if they have the shape (B, *shape); else ValueError."""
     if images.dim() != 4 or tuple(images.shape[1:]) != shape:
         expected = ", ".join(map(str, shape))
-        raise ValueError(f"images must have shape (B, {expected}), got {tuple(images.shape)}")
+        raise ValueError(f"images must have the shape (B, {expected}), got {tuple(images.shape)}")
     return images
 
 
@@ -134,7 +134,7 @@ def grid_positions(side: int, dim: int) -> Tensor:
     """
     side, dim = require_count("side", side), require_count("dim", dim)
     if dim % 4:
-        raise ValueError(f"dim must be a multiple of 4 for positions of a grid, got {dim}")
+        raise ValueError(f"dim must be a multiple of 4 for 2-D sinusoidal positions, got {dim}")
     frequencies = LONGEST_PERIOD ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
     angles = torch.arange(side, dtype=torch.float64).unsqueeze(-1) * frequencies
     line = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (side, dim / 2)

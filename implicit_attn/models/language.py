@@ -110,7 +110,7 @@ class SymbolModel(nn.Module):
         require_integers("symbols", symbols, (None,), high=self.vocabulary - 1)
         if not 1 <= symbols.shape[1] <= self.length:
             raise ValueError(
-                f"symbols must be 1 to {self.length} in a row, got {symbols.shape[1]} of them"
+                f"symbols must have a length of 1 to {self.length}, got {symbols.shape[1]}"
             )
         return self.dropout(self.embedding(symbols.long()) + self.position[: symbols.shape[1]])
 
@@ -123,11 +123,11 @@ class SymbolModel(nn.Module):
         """
         if self.alphabet is None:
             raise ValueError(
-                "generate needs the model's alphabet, got none: set model.alphabet, or use "
-                "implicit_attn.models.generate with numbers of symbols"
+                "alphabet must be set to generate text, got None: set model.alphabet, or call "
+                "implicit_attn.models.generate with symbol indices"
             )
         if not prompt:
-            raise ValueError("prompt must hold a character at least, got none")
+            raise ValueError("prompt must contain at least one character, got none")
         ids = encode(prompt, self.alphabet)[None].to(self.position.device)
         return decode(generate(self, ids, count, **options)[0], self.alphabet)
 

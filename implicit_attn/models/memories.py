@@ -245,7 +245,7 @@ class BinaryMemory(nn.Module):
         if s.shape[1] != self.sites:
             raise ValueError(f"s must have {self.sites} spins, got shape {tuple(s.shape)}")
         if s.dtype != self.patterns.dtype:
-            raise TypeError(f"s must be of dtype {self.patterns.dtype}, got {s.dtype}")
+            raise TypeError(f"s must have dtype {self.patterns.dtype}, got {s.dtype}")
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}, rule={self.rule!r}"
@@ -269,11 +269,11 @@ def check_spins(name: str, spins: object, shape: str, *, empty: bool = False) ->
     """``spins`` must be a floating matrix of +1 and -1, with at least one row unless ``empty``."""
     if not isinstance(spins, Tensor) or not spins.is_floating_point():
         kind = getattr(spins, "dtype", type(spins).__name__)
-        raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
+        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {kind}")
     if spins.dim() != 2 or spins.shape[1] == 0 or (len(spins) == 0 and not empty):
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(spins.shape)}")
     if not bool((spins.abs() == 1).all()):
-        raise ValueError(f"{name} must have the entries +1 and -1 only")
+        raise ValueError(f"{name} must contain only +1 and -1")
 
 
 _root: Any = brentq  # whose annotations allow for a second result

@@ -76,7 +76,7 @@ class ConditionalModel(nn.Module, ABC):
         """``s`` as it is, if it is what :meth:`logits` takes; else ValueError."""
         n, d = self.sites, self.colours
         if isinstance(s, Tensor) and s.shape[:1] == (0,):
-            raise ValueError("s must hold at least one sample, got none")
+            raise ValueError("s must contain at least one sample, got none")
         if isinstance(s, Tensor) and s.is_floating_point():
             return check_tensor("s", s, "B N d", finite=False, N=n, d=d)
         return require_integers("s", s, (n,), high=d - 1)
@@ -236,7 +236,7 @@ class FactoredAttention(ConditionalModel):
         """
         check_tensor("couplings", couplings, "N N d d")
         if bool((couplings.diagonal() != 0).any()):
-            raise ValueError("couplings must have zero blocks J_ii, got others")
+            raise ValueError("couplings must have zero blocks J_ii, got nonzero blocks")
         n, d = couplings.shape[0], couplings.shape[2]
         if require_count("heads", heads) > min(n * n, d * d):
             raise ValueError(f"heads must be <= {min(n * n, d * d)}, got {heads}")
@@ -384,7 +384,7 @@ def fit_pseudolikelihood(
     for name, value in (of_adam if lbfgs else {"tolerance": tolerance}).items():
         if value is not None:
             other = "adam" if lbfgs else "lbfgs"
-            raise ValueError(f"{name} needs solver={other!r}, got {value!r} with the other solver")
+            raise ValueError(f"{name}={value!r} needs solver={other!r}, got solver={solver!r}")
     limit = require_count("steps", (40 if lbfgs else 500) if steps is None else steps)
     if lbfgs:
         small = require_positive("tolerance", 1e-5 if tolerance is None else tolerance)

@@ -57,8 +57,8 @@ MODELS: dict[str, Model] = {
     "transformer": Model(SharedTransformer, "backbone"),
     "deq-transformer": Model(DEQTransformer, "backbone"),
     "energy-transformer": Model(EnergyTransformer, "backbone"),
-    "crate": Model(CRATE, "backbone", width="whose dictionary is d x d"),
-    "spin-transformer": Model(SpinTransformer, "backbone", True, "which has no hidden units"),
+    "crate": Model(CRATE, "backbone", width="its dictionary is d x d"),
+    "spin-transformer": Model(SpinTransformer, "backbone", True, "it has no hidden units"),
     "image-classifier": Model(ImageClassifier, "around"),
     "masked-images": Model(MaskedImageModel, "around"),
     "sudoku": Model(SudokuModel, "around"),
@@ -93,7 +93,7 @@ def build_backbone(
     if width is None:
         return row.make(dim, heads, **options)
     if row.width is not None:
-        raise ValueError(f"width must be None for {name!r}, {row.width}, got {width}")
+        raise ValueError(f"width must be None for {name!r} ({row.width}), got {width}")
     return row.make(dim, heads, width, **options)
 
 
@@ -129,7 +129,7 @@ def _layer_option(name: str, layer: Mapping[str, Any] | None) -> dict[str, Any]:
     if layer is None:
         return {}
     if not MODELS[name].solves:
-        raise ValueError(f"layer must be None for {name!r}, which solves nothing, got {layer}")
+        raise ValueError(f"layer must be None for {name!r}, which has no solver, got {layer}")
     return {"layer": dict(layer)}
 
 
@@ -153,8 +153,8 @@ def load_model(
     specification = settings.get("model") if isinstance(settings, Mapping) else settings
     if not isinstance(specification, Mapping):
         raise ValueError(
-            f"{path} does not say how its model is built: settings['model'] must be the dict that "
-            f"build_model took, got {specification!r}"
+            f"{path} has no model specification: settings['model'] must be the dict passed to "
+            f"build_model, got {specification!r}"
         )
     _check_specification(specification, Path(path))
     with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
@@ -185,6 +185,6 @@ def _check_specification(specification: Mapping[str, Any], path: Path) -> None:
     number = sum(each.numel() for each in parameters)
     if number > held:  # each is at least a byte
         raise ValueError(
-            f"{path}: its specification is of a model of {number} parameters, which do not fit into "
-            f"the {held} bytes of the file"
+            f"{path}: the specified model has {number} parameters, which do not fit into the {held} "
+            "bytes of the file"
         )

@@ -188,7 +188,7 @@ class ImageRestorer(Restorer):
         if require_choice("network", network, NETWORKS) == "transformer":
             made: nn.Module = PatchTransformer(size, channels, width, patch, layers, heads)
         elif size % 4:
-            raise ValueError(f"image_size must be a multiple of 4 for a convolution, got {size}")
+            raise ValueError(f"image_size must be a multiple of 4 for convolutions, got {size}")
         else:
             made = ConvolutionalNetwork(channels, require_count("width", width))
         super().__init__(NetworkEnergy(made), torch.zeros(channels, size, size), layer=layer)

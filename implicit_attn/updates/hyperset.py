@@ -200,9 +200,7 @@ def build_step_sizes(
         options: dict[str, Any] = {"time_dim": time_dim, "initial": start, "network": network}
         return ConditionedStepSizes(dim, source, **options)
     if require_choice("step_network", network, STEP_NETWORKS) != "paper":
-        raise ValueError(
-            f"step_network must be 'paper' where step_size={kind!r} has no network, got {network!r}"
-        )
+        raise ValueError(f"step_network must be 'paper' for step_size={kind!r}, got {network!r}")
     start = 0.1 if initial is None else initial
     return PlainStepSizes(start, channels=dim if kind == "learned" else None)
 
@@ -590,6 +588,6 @@ def refuse_memory(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         if isinstance(layer, OfficialHyperSETLayer) and layer.descent.kind != "plain":
             raise ValueError(
-                "descent must be 'plain' where a fixed point of the layer's step is wanted, got "
+                "descent must be 'plain' to solve for a fixed point of the layer's step, got "
                 f"{layer.descent.kind!r}"
             )

@@ -109,7 +109,7 @@ class CorrectedUpdate(Update):
             if not isinstance(term, Tensor) or term.shape != z.shape:
                 got = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
                 raise ValueError(
-                    f"correction must return the shape of z, {tuple(z.shape)}, got {got}"
+                    f"correction must return a tensor of shape {tuple(z.shape)}, got {got}"
                 )
             field = field - term
         return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
@@ -218,14 +218,14 @@ class AdaptiveTAPAttention(Update):
     ) -> SpinState:
         if not (isinstance(z, tuple) and len(z) == 2):
             raise TypeError(
-                "the state of AdaptiveTAPAttention is a SpinState (mean, cavity_variance), as its "
-                f"initial(x) returns; got {type(z).__name__}"
+                "z must be a SpinState (mean, cavity_variance), such as AdaptiveTAPAttention.initial(x) "
+                f"returns, got {type(z).__name__}"
             )
         mean, variance = z
         field = self._field(mean, x, mask)
         if variance.shape != (*mean.shape, mean.shape[-1]):
             raise ValueError(
-                f"cavity_variance must have the shape {(*mean.shape, mean.shape[-1])} to go with mean "
+                f"cavity_variance must have the shape {(*mean.shape, mean.shape[-1])} for a mean of shape "
                 f"{tuple(mean.shape)}, got {tuple(variance.shape)}"
             )
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
@@ -627,7 +627,7 @@ class BareAttentionStep(Update):
         self.energy = require_instance("energy", energy, BareAttention, "a BareAttention")
         self.gamma = require_number("gamma", gamma, low=0.0, high=1.0)
         if gamma == 1.0:
-            raise ValueError("gamma must be below 1, got 1.0: nothing would move")
+            raise ValueError("gamma must be < 1, got 1.0")
         self.radius = None if radius is None else require_positive("radius", radius)
         self.circles = require_count("circles", circles)
         if energy.width % circles:

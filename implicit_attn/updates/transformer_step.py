@@ -87,7 +87,7 @@ class TransformerStep(Update):
         self.width = head_width(dim, heads, None)
         self.dim, self.heads, self.causal = dim, heads, require_flag("causal", causal)
         if require_flag("cross", cross) and causal:
-            raise ValueError("causal needs self-attention, got causal=True with cross=True")
+            raise ValueError("causal=True needs self-attention, got cross=True")
         if memory_dim is not None and not cross:
             raise ValueError(f"memory_dim needs cross=True, got {memory_dim!r}")
         self.cross = cross

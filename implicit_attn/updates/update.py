@@ -75,7 +75,7 @@ class Update(nn.Module):
         self, z: Any, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Any | None]:
         """``(f(z), E(z), dE/dz)`` in one pass: like ``z``, (B,), like ``z`` or None."""
-        raise NotImplementedError(f"{type(self).__name__} descends no energy")
+        raise NotImplementedError(f"{type(self).__name__} has no energy")
 
 
 class FunctionUpdate(Update):

@@ -109,9 +109,9 @@ class Checkpoints:
         for tensor, version in zip(self.read, self.versions, strict=True):
             if version_of(tensor) != version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that f reads was changed in place after "
-                    "the forward pass (by an optimizer's step?), so Unrolled(checkpoint=True) cannot "
-                    "repeat its evaluations: call backward before, or use Unrolled()"
+                    f"a tensor of shape {tuple(tensor.shape)} that f reads was modified in place after "
+                    "the forward pass (by optimizer.step()?), so Unrolled(checkpoint=True) cannot "
+                    "recompute its evaluations: call backward first, or use Unrolled()"
                 )
 
 
@@ -158,7 +158,7 @@ class _Repetition(_Reads):
         if parameter and tensor not in self.record.known:
             raise RuntimeError(
                 f"f reads a tensor of shape {tuple(tensor.shape)} that it did not read in the forward "
-                "pass (a weight was replaced, or torch.func.functional_call has ended?), so "
-                "Unrolled(checkpoint=True) cannot repeat its evaluations: call backward before, or "
+                "pass (was a weight replaced, or has torch.func.functional_call returned?), so "
+                "Unrolled(checkpoint=True) cannot recompute its evaluations: call backward first, or "
                 "use Unrolled()"
             )

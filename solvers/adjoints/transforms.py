@@ -228,8 +228,8 @@ class _Attach(torch.autograd.Function):
         inputs, computed = record[0].sources, record[0].computed
         if computed or not all(id(tensor) in places for tensor in inputs):
             raise RuntimeError(
-                "f reads a tensor that requires a gradient by ways that torch.func does not see (in a "
-                "custom autograd function?): pass it in args"
+                "f reads a tensor that requires grad and that torch.func cannot track (inside a custom "
+                "torch.autograd.Function?): pass it in args"
             )
         operation.records.append((record, [places[id(tensor)] for tensor in inputs]))
         return value.clone(), torch.tensor(len(operation.records) - 1)
@@ -317,7 +317,7 @@ class _Second(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         raise RuntimeError(
             "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() "
-            "outside of torch.func"
+            "outside torch.func"
         )
 
     @staticmethod
@@ -390,7 +390,7 @@ def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
         )
     if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
         raise RuntimeError(
-            "inside of torch.func's transforms fixed_point needs adjoint=Implicit(), Phantom(), "
-            "OneStep() or None, or Unrolled() without callback, and record=False; got "
+            "inside torch.func transforms fixed_point needs record=False and adjoint=Implicit(), "
+            "Phantom(), OneStep(), None or Unrolled() without a callback, got "
             f"adjoint={adjoint!r}, record={record}"
         )

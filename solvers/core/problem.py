@@ -94,7 +94,7 @@ def gradient_of_energy(
         )
     if all(part is None for part in found):
         raise ValueError(
-            "energy must depend on z through differentiable operations, got one without gradient"
+            "energy must be a differentiable function of z, got a result without a graph"
         )
     return tuple(
         torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
@@ -351,8 +351,8 @@ class Problem:
             output = replace(self, args=ordinary(self.args)).masked_map(point)
             if not output.requires_grad:
                 raise RuntimeError(
-                    "f(z) is not differentiable in z (made of comparisons, or detached?), so its "
-                    "Jacobian is not at hand: use a solver without Jacobian, such as Anderson()"
+                    "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
+                    "has no Jacobian: use a solver that needs none, such as Anderson()"
                 )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 
@@ -381,5 +381,5 @@ def _alike(output: Any, tree: Any) -> bool:
 _AS_IT_IS = nullcontext()
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "
-    "the whole batch, pass that tensor in args=(...), or give compact=False."
+    "the whole batch, pass that tensor in args=(...), or set compact=False."
 )

@@ -37,17 +37,17 @@ def check_output(
     if not (isinstance(output, Tensor) and spec.is_leaf()):
         leaves, spec = pytree.tree_flatten(layout.ordered(output))
     if spec != layout.spec:
-        raise TypeError(f"f must return a state structured like z0, got {spec}")
+        raise TypeError(f"f must return a state with the structure of z0, got {spec}")
     for leaf, shape, dtype in zip(leaves, layout.shapes, layout.dtypes, strict=True):
         expected = (z.shape[0], *shape)
         if not isinstance(leaf, Tensor):
             raise TypeError(f"f must return tensors, got {type(leaf)}")
         if tuple(leaf.shape) != expected:
-            raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
+            raise ValueError(f"f must return the shape of z0, {expected}, got {tuple(leaf.shape)}")
         if leaf.device != z.device:
-            raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
+            raise ValueError(f"f must return the device of z0, {z.device}, got {leaf.device}")
         if leaf.dtype != dtype and (autocast is None or not leaf.is_floating_point()):
-            raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
+            raise TypeError(f"f must return the dtype of z0, {dtype}, got {leaf.dtype}")
     if energy is not None:
         check_energy(energy, z.shape[0])
 
@@ -71,14 +71,14 @@ def check_energy(energy: Any, batch: int) -> None:
     if tuple(energy.shape) != (batch,):
         raise ValueError(
             f"energy must return one number per sample, shape ({batch},), got shape "
-            f"{tuple(energy.shape)}; do not reduce over the batch"
+            f"{tuple(energy.shape)}; do not sum over the batch"
         )
 
 
 _INFERENCE = "Inplace update to inference tensor"  # torch's words
 OVERWRITES = (
-    "f works in place on {}: it must return a new tensor and leave its inputs as they are (use "
-    "z * 0.5 for z.mul_(0.5), ReLU() for ReLU(inplace=True), or z.clone() first)"
+    "f must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
+    "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"
 )
 
 
@@ -146,8 +146,8 @@ def _expanded(tensor: Tensor) -> bool:
 
 
 RANDOM = (
-    "f returns another value when it is evaluated at the same point again (dropout, RReLU, noise?), so "
-    "it has no fixed point: call eval(), or draw the random numbers once, before the solve"
+    "f returns different values at the same point (dropout, RReLU or noise?), so it has no fixed point: "
+    "call eval(), or draw the random numbers once before the solve"
 )
 
 
@@ -213,8 +213,8 @@ def refuse_drawing_modules(module: nn.Module, name: str) -> None:
         if part.training and _draws(part):
             path = place.removesuffix(".")
             raise ValueError(
-                f"{name} holds {part} ({path!r}) in training mode, which changes the map at every "
-                "evaluation; call eval() on it, or drop out the layer's input or output instead"
+                f"{name} contains {part} ({path!r}) in training mode, which changes the map at every "
+                "evaluation; call eval() on it, or apply it to the layer's input or output"
             )
 
 
@@ -323,16 +323,16 @@ def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
         return
     module = _calling_module(sys._getframe())
     what: Any = name if module is None else module
-    instead = "call eval(), or use a norm of each sample (LayerNorm, GroupNorm)"
+    instead = "call eval(), or normalise each sample separately (LayerNorm, GroupNorm)"
     if running_mean is None:
         raise _noted(
-            f"f normalises over the batch by {what} in training mode, so that its samples are not solved on "
-            f"their own: {instead}"
+            f"f normalises over the batch with {what} in training mode, so its samples depend on each "
+            f"other: {instead}"
         )
     if coupled and module is not None and module.num_batches_tracked is not None:
         with torch.no_grad():
             module.num_batches_tracked.sub_(1)  # counted before the norm is called
-    also = ", and its samples are not solved on their own" if coupled else ""
+    also = ", and its samples depend on each other" if coupled else ""
     raise _noted(f"f updates the running statistics of {what} at every evaluation{also}: {instead}")
 
 

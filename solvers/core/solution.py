@@ -310,7 +310,7 @@ class Solution:
         try:
             summary = self.summary()
         except Exception:  # tensors have no numbers within a transform of torch.func or a compiler
-            summary = "without numbers"
+            summary = "values unknown"
         return f"{type(self).__name__}({summary}; value {shown})"
 
 
@@ -318,14 +318,14 @@ _ADVICE = {
     Status.MAX_STEPS: "raise max_steps, loosen the tolerance or use another solver",
     Status.STALLED: "the tolerance may lie below rounding, or the problem may be singular",
     Status.DIVERGED: "damp the iteration or use a safeguarded solver",
-    Status.NONFINITE: "an input or an evaluation held NaN or infinity",
+    Status.NONFINITE: "an input or an evaluation contained NaN or infinity",
     Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
     "couplings of spins",
-    Status.CONTRADICTORY: "the given values, couplings and fields of -inf exclude each other",
-    Status.INCONSISTENT: "the returned value, evaluated with the whole batch, has not the residual that "
-    "the solve measured: rows may influence each other inside the function (then they are one sample: pass "
-    "x[None]), an argument that is not batched may have been cut with the batch (let the function close over "
-    "it), or the function may change from call to call",
+    Status.CONTRADICTORY: "the given values, couplings and fields of -inf contradict each other",
+    Status.INCONSISTENT: "evaluated with the whole batch, the returned value has another residual than in "
+    "the solve: if rows influence each other inside the function, they are one sample (pass x[None]); if "
+    "an argument is not batched, the function must close over it; and the function must not change between "
+    "calls",
 }
 
 
@@ -333,18 +333,18 @@ _ADVICE = {
 LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
 _BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
 _REPELS = (
-    "the residual did not fall: the map may not contract, and then more steps do not help; bound its "
-    f"weights by {_BOUND}, normalise the input, or damp the iteration, Anderson(damping=0.3); see "
+    "the residual did not fall: if the map is not a contraction, more steps do not help; bound its "
+    f"weights with {_BOUND}, normalise the input, or damp the iteration with Anderson(damping=0.3); see "
     "docs/guide/failing.md, 'Look at the map'"
 )
 _VANISHING = (
-    "|f(z)| fell to nothing with the residual, so that the fixed point of a sample seems to be zero, where a "
-    "relative tolerance cannot be met: give atol, Tolerance(rtol=1e-4, atol=1e-6)"
+    "|f(z)| vanishes with the residual, so the fixed point seems to be zero, where a relative tolerance "
+    "cannot be met: set atol, for example Tolerance(rtol=1e-4, atol=1e-6)"
 )
 _NO_DESCENT = (
-    "the residual did not fall: the energy may couple samples or have another gradient than it says, "
-    "which implicit_attn.check_energy tells, or its weights may be too large: bound them by "
-    f"{_BOUND}, normalise the input; see docs/guide/failing.md"
+    "the residual did not fall: the energy may couple samples or have a wrong gradient (run "
+    "implicit_attn.check_energy), or its weights may be too large: bound them with "
+    f"{_BOUND}, or normalise the input; see docs/guide/failing.md"
 )
 
 
@@ -381,7 +381,7 @@ def apply_policy(
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
     advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:
-        advice.append("is the energy unbounded below?")
+        advice.append("the energy may be unbounded below")
     advice += told
     message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
     warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)

@@ -216,5 +216,5 @@ def _almost_quadratic(trial: Point, start: Point, along: Tensor) -> Tensor:
 
 def _gradient(point: Point) -> Tensor:
     if point.gradient is None:
-        raise ValueError("LBFGS needs the gradient of the energy; EnergyUpdate.joint returned None")
+        raise ValueError("LBFGS needs the energy's gradient, but EnergyUpdate.joint returned None")
     return point.gradient

@@ -42,8 +42,8 @@ def engine() -> ctypes.CDLL | None:
     """
     if changed := changed_sources():
         warnings.warn(
-            f"the native engine is older than {', '.join(changed)} and is not used: install the "
-            "checkout again, pip install -e .",
+            f"the native engine is not used because it is older than {', '.join(changed)}: rebuild it "
+            "with `pip install -e .`",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -75,7 +75,7 @@ def told() -> str:
         why = (
             "its sources have changed" if changed_sources() else "installed without a C++ compiler"
         )
-        return f"none ({why}): torch computes instead"
+        return f"none ({why}): torch is used instead"
     threads = "torch's threads" if THREADS.fork else "one thread"
     return f"{Path(found._name).stem.removeprefix('engine_')}, {threads}"
 
@@ -151,7 +151,7 @@ def alike(image: Tensor, vector: Tensor, name: str, of: str) -> Tensor:
     image = image.detach().contiguous().resolve_neg()
     if image.shape != vector.shape or image.dtype != vector.dtype:  # C++ would not ask
         wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (vector, image))
-        raise ValueError(f"{name} must be like {of}, {wanted}, got {got}")
+        raise ValueError(f"{name} must have the shape and dtype of {of}, {wanted}, got {got}")
     return image
 
 

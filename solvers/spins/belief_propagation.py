@@ -390,20 +390,20 @@ def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
     if not isinstance(edges, Tensor) or edges.dtype != torch.int64 or edges.device != device:
         what = (edges.dtype, edges.device) if isinstance(edges, Tensor) else type(edges)
         raise TypeError(
-            f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}; of all pairs: "
-            "torch.triu_indices(N, N, 1).mT with couplings J[i, j] (E, d, d), i, j = edges.mT"
+            f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}; for all pairs use "
+            "torch.triu_indices(N, N, 1).mT and couplings J[i, j] (E, d, d) with i, j = edges.mT"
         )
     if edges.dim() != 2 or edges.shape[1] != 2:
         raise ValueError(f"edges must have the shape (E, 2), got {tuple(edges.shape)}")
     first, second = edges.amin(1), edges.amax(1)
     if bool(((first < 0) | (second >= sites)).any()):
         raise ValueError(
-            f"edges must hold sites 0 .. {sites - 1}, got {int(first.min())} .. {int(second.max())}"
+            f"edges must be sites in 0 .. {sites - 1}, got {int(first.min())} .. {int(second.max())}"
         )
     if bool((first == second).any()):
-        raise ValueError("edges must join two different sites, got a site with itself")
+        raise ValueError("edges must join two different sites, got a self-loop")
     if len((first * sites + second).unique()) < len(edges):
-        raise ValueError("edges must hold every pair once, in one direction, got one twice")
+        raise ValueError("edges must contain each pair once, in one direction, got a duplicate")
 
 
 def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -414,7 +414,7 @@ def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor
     seen = values.detach()[where]
     if bool((seen < 0).any()) or bool(((seen.sum(-1) - 1).abs() > SUM).any()):
         raise ValueError(
-            "given must hold probabilities of the d states at the clamped sites, such as one-hot values"
+            "given must contain probabilities of the d states at the clamped sites, such as one-hot rows"
         )
     where = where if mask is None else where & mask
     return zero_masked(values, where), where
@@ -752,7 +752,7 @@ def _accepts(accept: Callable[[Tensor, Tensor], Tensor], rows: Tensor, states: T
     right = isinstance(found, Tensor) and found.dtype == torch.bool
     if not right or found.shape != rows.shape:
         shown = (found.dtype, tuple(found.shape)) if isinstance(found, Tensor) else type(found)
-        raise TypeError(f"accept must return bools of the shape ({len(rows)},), got {shown}")
+        raise TypeError(f"accept must return a bool tensor of shape ({len(rows)},), got {shown}")
     return found
 
 
@@ -776,7 +776,7 @@ def _read(given: Any) -> tuple[Tensor, Tensor]:
     values = given[0] if given else None
     if not isinstance(values, Tensor) or values.dim() != 3:
         shown = tuple(values.shape) if isinstance(values, Tensor) else type(values)
-        raise ValueError(f"given must hold values of the shape (B, N, d) first, got {shown}")
+        raise ValueError(f"given must contain values of shape (B, N, d) first, got {shown}")
     clamped = read_clamped(given, values, None)
     assert clamped is not None
     return clamped

@@ -94,7 +94,7 @@ def gibbs(
         chains = max(len(field), len(start) if start is not None and start.dim() == 3 else 1)
     shape = (require_count("chains", chains), field.shape[1], field.shape[2])
     if len(field) not in (1, chains):
-        raise ValueError(f"field must be one for all or for {chains} chains, got {len(field)}")
+        raise ValueError(f"field must have the batch size 1 or {chains} (chains), got {len(field)}")
     clamped = None
     with without_autocast(field.device.type):
         x = as_wide(field)

@@ -69,9 +69,7 @@ def check_field(field: Any) -> tuple[int, ...]:
     """The shape of a floating tensor (B, N, d)."""
     _check_floating("field", field)
     if field.dim() != 3 or 0 in field.shape:
-        raise ValueError(
-            f"field must have the shape (B, N, d), none of them 0, got {tuple(field.shape)}"
-        )
+        raise ValueError(f"field must have a nonempty shape (B, N, d), got {tuple(field.shape)}")
     return tuple(field.shape)
 
 
@@ -80,17 +78,17 @@ def check_like_field(name: str, value: Any, field: Tensor, *shapes: tuple[int, .
     _check_floating(name, value)
     if value.dtype != field.dtype or value.device != field.device:
         got = f"{value.dtype} on {value.device}"
-        raise TypeError(f"{name} must be like field, {field.dtype} on {field.device}, got {got}")
+        raise TypeError(f"{name} must be {field.dtype} on {field.device} like field, got {got}")
     if tuple(value.shape) not in shapes:
         wanted = f"the shape {shapes[0]}" if len(shapes) == 1 else f"one of the shapes {shapes}"
-        wanted, got = f"{wanted} to go with field {tuple(field.shape)}", tuple(value.shape)
+        wanted, got = f"{wanted} for a field {tuple(field.shape)}", tuple(value.shape)
         raise ValueError(f"{name} must have {wanted}, got {got}")
 
 
 def _check_floating(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a floating tensor, got {what}")
+        raise TypeError(f"{name} must be a floating-point tensor, got {what}")
 
 
 def check_mask(mask: Any, field: Tensor) -> None:
@@ -165,13 +163,13 @@ def read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
     for beta in betas:
         if isinstance(beta, bool) or not isinstance(beta, (int, float)):
             raise TypeError(
-                "inverse_temperature must be a number or a list of numbers (of a tensor or an array, its "
-                f"tolist()), got {given!r}"
+                "inverse_temperature must be a number or a list of numbers (call tolist() on tensors and "
+                f"arrays), got {given!r}"
             )
         if not 0 < beta < math.inf:
             raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
     if not betas:
-        raise ValueError("inverse_temperature must hold at least one number, got none")
+        raise ValueError("inverse_temperature must contain at least one number, got none")
     return betas
 
 
@@ -187,20 +185,20 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     values, clamped = pair
     if not values.is_floating_point() or clamped.dtype != torch.bool:
         what = f"{values.dtype} and {clamped.dtype}"
-        raise TypeError(f"given must hold floating values and a bool tensor, got {what}")
+        raise TypeError(f"given must contain floating-point values and a bool tensor, got {what}")
     if values.device != field.device or clamped.device != field.device:
         what = f"{values.device} and {clamped.device}"
         raise TypeError(f"given must be on {field.device}, got {what}")
     shape, what = field.shape, f"{tuple(values.shape)} and {tuple(clamped.shape)}"
     if values.shape not in (shape, shape[1:]) or clamped.shape not in (shape[:2], shape[1:2]):
         raise ValueError(
-            f"given must hold values {tuple(shape)} and bools {tuple(shape[:2])}, got {what}"
+            f"given must contain values {tuple(shape)} and bools {tuple(shape[:2])}, got {what}"
         )
     clamped = clamped.expand(shape[:2])
     # Values of free sites, NaN for example, take no part in anything.
     values = torch.where(clamped.unsqueeze(-1), values.to(field.dtype), 0.0)
     if not bool(torch.isfinite(values.detach()).all()):
-        raise ValueError("given must hold finite values at the clamped sites")
+        raise ValueError("given must contain finite values at the clamped sites")
     return values, clamped
 
 

@@ -67,7 +67,7 @@ class Law:
 
     def _unknown(self, what: str, instead: str) -> ValueError:
         return ValueError(
-            f"closure must be {instead!r} for {type(self.site).__name__}: {what} is not known"
+            f"closure must be {instead!r} for {type(self.site).__name__}: it does not define {what}"
         )
 
 
@@ -323,7 +323,7 @@ def closed(
 def law_of(site: Site, dim: int) -> Law:
     """What the closures know of a site; ValueError for spins of a dimension that it cannot have."""
     if isinstance(site, IsingSite) and dim != 1:
-        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")
+        raise ValueError(f"IsingSite needs spins with one component, d = 1, got d = {dim}")
     if isinstance(site, SphericalSite):
         return (LargeSphereLaw if site.large_dimension else SphereLaw)(site, dim)
     found = [law for kind, law in LAWS.items() if isinstance(site, kind)]
@@ -337,8 +337,8 @@ def check_closure(site: object, closure: str) -> None:
     large = isinstance(site, SphericalSite) and site.large_dimension
     if closure == "plefka" and not (large or isinstance(site, IsingSite | PottsSite)):
         raise ValueError(
-            "closure 'plefka' is for IsingSite, PottsSite and SphericalSite(large_dimension=True), "
-            f"got {site}; use closure 'tap'"
+            "closure='plefka' needs IsingSite, PottsSite or SphericalSite(large_dimension=True), "
+            f"got {site}; use closure='tap'"
         )
 
 

@@ -108,7 +108,7 @@ class Site(nn.Module):
             shape = tuple(point.shape[:-1])
             raise ValueError(f"{name} must return one number per site, shape {shape}, got {came}")
         if not value.requires_grad:
-            raise ValueError(f"{name} does not depend on the field, or not differentiably")
+            raise ValueError(f"{name} must be a differentiable function of the field")
         return value
 
 
@@ -219,7 +219,7 @@ def _logits(field: Tensor, variance: Tensor) -> Tensor:
 
 def _check_scalar(field: Tensor) -> None:
     if (dim := field.shape[-1]) != 1:
-        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")
+        raise ValueError(f"IsingSite needs spins with one component, d = 1, got d = {dim}")
 
 
 class GaussianSite(Site):
@@ -284,7 +284,7 @@ class GaussianSite(Site):
         sigma, (sites, dim) = self.sigma.to(field.dtype), field.shape[-2:]
         if sigma.shape[-1] != dim or (sigma.dim() == 3 and len(sigma) != sites):
             raise ValueError(
-                f"covariance {tuple(sigma.shape)} does not fit sites (N, d) = {(sites, dim)}"
+                f"covariance must suit sites (N, d) = {(sites, dim)}, got {tuple(sigma.shape)}"
             )
         return sigma
 
@@ -302,7 +302,7 @@ class GaussianSite(Site):
 def _check_covariance(covariance: object) -> None:
     if not isinstance(covariance, Tensor) or not covariance.is_floating_point():
         what = covariance.dtype if isinstance(covariance, Tensor) else type(covariance)
-        raise TypeError(f"covariance must be a floating tensor (d, d) or (N, d, d), got {what}")
+        raise TypeError(f"covariance must be a floating-point tensor ([N,] d, d), got {what}")
     if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
         raise ValueError(
             f"covariance must have the shape (d, d) or (N, d, d), got {tuple(covariance.shape)}"
@@ -543,9 +543,9 @@ class TorusSite(Site):
         circles = dim // 2 if self.circles is None else self.circles
         if dim != 2 * circles or dim == 0:
             wanted = "an even number of" if self.circles is None else f"{2 * circles}"
-            raise ValueError(f"TorusSite takes fields of {wanted} components, got d = {dim}")
+            raise ValueError(f"TorusSite needs fields with {wanted} components, got d = {dim}")
         if variance is not None and not _is_zero(variance):
-            raise ValueError("variance must be zero for a TorusSite, got one that is not")
+            raise ValueError("variance must be zero for a TorusSite, got nonzero values")
         return field.unflatten(-1, (circles, 2))
 
     def extra_repr(self) -> str:

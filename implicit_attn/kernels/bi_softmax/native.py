@@ -51,11 +51,11 @@ def _kernel() -> Any:
 def lacks(z: Tensor) -> str | None:
     """Why the kernel does not take tensors of this kind, whatever the machine; None where it does."""
     if z.device.type != "cpu":
-        return f"it is for tensors on the CPU, got one on {z.device}"
+        return f"it needs tensors on the CPU, got {z.device}"
     if z.dtype not in DTYPES:
         return f"it computes in float32, got {z.dtype}"
     if not 1 <= z.shape[3] <= MOST_FEATURES:
-        return f"it takes heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
+        return f"it supports heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
     return None
 
 
@@ -68,7 +68,7 @@ def require(z: Tensor) -> None:
     """ValueError where the kernel does not take this input, RuntimeError where there is no kernel."""
     missing = lacks(z)
     if missing is not None:
-        raise ValueError(f'backend="cpp" does not take this input: {missing}')
+        raise ValueError(f'backend="cpp" does not support this input: {missing}')
     missing = unavailable(z)
     if missing is not None:
         raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
@@ -127,7 +127,7 @@ def _solve(
         beta, causal, limit is None or limit <= LARGEST_EXPONENT,
     )  # fmt: skip
     if solve(ctypes.byref(problem)):
-        raise MemoryError(f"no memory for a head of {z.shape[2]} tokens x {z.shape[3]} features")
+        raise MemoryError(f"out of memory for a head of {z.shape[2]} x {z.shape[3]} numbers")
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def require_backend(backend: str, z: Tensor, mask: Tensor | None) -> None:
     elif backend == "triton":
         missing = triton_backend().supports(z, mask)
         if missing is not None:
-            raise ValueError(f'backend="triton" does not take this input: {missing}')
+            raise ValueError(f'backend="triton" does not support this input: {missing}')
 
 
 def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
@@ -194,8 +194,8 @@ def _backward_hvp(ctx: Any, direction: Tensor) -> tuple[Any, ...]:
 
 def _backward_hvp_pullback(ctx: Any, *cotangents: Tensor) -> Any:
     raise NotImplementedError(
-        "the gradient and the lse of the bi-softmax can be differentiated twice, its Hessian-vector "
-        'product once; use backend="reference" for more'
+        "the gradient and lse of the bi-softmax are twice differentiable, its Hessian-vector product "
+        'once; use backend="reference" for higher derivatives'
     )
 
 
