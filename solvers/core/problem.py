@@ -102,19 +102,19 @@ def gradient_of_energy(
 
 
 class EnergyUpdate(ABC):
-    """A map that descends an energy; one call gives the step, the energy and its gradient.
+    """A map that descends an energy and returns the step, the energy and its gradient in one call.
 
-    Pass an instance as ``f`` to :func:`solvers.fixed_point`; the energy safeguard is then on.
+    Pass an instance as ``f`` to :func:`solvers.fixed_point` to turn the energy safeguard on.
 
     Attributes:
-        symmetric: the Jacobian of the map is symmetric (a gradient step with one step size).
+        symmetric: whether the Jacobian of the map is symmetric (a gradient step with one step size).
     """
 
     symmetric: bool = False
 
     @abstractmethod
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
-        """``(f(z), E(z), dE/dz)``: like z, (B,), like z or None where the gradient is not known."""
+        """Return ``(f(z), E(z), dE/dz)``: like z, (B,), and like z or None if the gradient is unknown."""
 
     def __call__(self, z: Any, *args: Any) -> Any:
         return self.joint(z, *args)[0]
@@ -125,10 +125,10 @@ class Descent(EnergyUpdate):
 
     Args:
         energy: ``energy(z, *args) -> (B,)``.
-        step_size: positive number, on which the stationary points do not depend.
+        step_size: positive number; it does not change the stationary points.
 
     Raises:
-        ValueError: if the energy does not return one number per sample, or does not depend on z.
+        ValueError: if the energy does not return one number per sample or does not depend on z.
     """
 
     symmetric = True

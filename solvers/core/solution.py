@@ -1,4 +1,4 @@
-"""When a sample is solved, what a solve returns, and what is done about samples that did not converge."""
+"""Tolerance, status and result of a solve, and the treatment of samples that did not converge."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _TF32 = 2e-3
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A sample has converged where ``|residual| <= max(atol, rtol * |reference|)`` (Euclidean norms).
+    """Stopping criterion ``|residual| <= max(atol, rtol * |reference|)`` in Euclidean norms.
 
     The reference is ``f(z)`` for a fixed point and the right-hand side for a linear system, so the
-    default is scale-free. A fixed point at zero has no scale: give ``atol`` there.
+    default is independent of scale. Set ``atol`` if the fixed point may be zero.
 
     Args:
-        rtol: relative part, a finite number >= 0.
-        atol: absolute part, a finite number >= 0.
+        rtol: relative tolerance, a finite number >= 0.
+        atol: absolute tolerance, a finite number >= 0.
 
     Raises:
-        TypeError: if one is no number.
-        ValueError: if one is negative, infinite or not a number.
+        TypeError: if one is not a number.
+        ValueError: if one is negative, infinite or NaN.
 
     Example:
         >>> import torch
@@ -54,13 +54,13 @@ class Tolerance:
         require_nonnegative("atol", self.atol)
 
     def threshold(self, reference: Tensor) -> Tensor:
-        """Largest residual norm that counts as converged, (B,), for reference norms (B,)."""
+        """Return the largest residual norm (B,) that counts as converged for reference norms (B,)."""
         limit = reference * self.rtol
         return limit.clamp_min(self.atol) if self.atol else limit
 
 
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
-    """A :class:`Tolerance`, whose ``rtol`` a plain number is; None stays None."""
+    """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Tolerance(rtol=require_nonnegative(name, value))
     expected = "a number (rtol), a solvers.Tolerance"
@@ -160,18 +160,18 @@ class Status(IntEnum):
     """How the solve of one sample ended.
 
     * ``CONVERGED``: the tolerance was met.
-    * ``MAX_STEPS``: the budget of evaluations was spent.
-    * ``STALLED``: the residual (and the energy) fell no further.
-    * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved ever further
-      away at a residual that did not fall: the energy may be unbounded below.
-    * ``NONFINITE``: no finite evaluation was left to go on from.
-    * ``INDEFINITE``: a matrix that must be positive definite is not. :class:`solvers.CG` met a
-      direction of non-positive curvature, or the response of the sites in
-      :func:`solvers.adaptive_tap` lost its positive definiteness.
-    * ``CONTRADICTORY``: hard constraints leave no state to some site of
+    * ``MAX_STEPS``: the maximum number of evaluations was reached.
+    * ``STALLED``: the residual (and the energy) stopped decreasing.
+    * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved away while
+      the residual did not decrease, so the energy may be unbounded below.
+    * ``NONFINITE``: no evaluation was finite.
+    * ``INDEFINITE``: a matrix is not positive definite. :class:`solvers.CG` met a direction of
+      non-positive curvature, or the response of the sites in :func:`solvers.adaptive_tap` lost its
+      positive definiteness.
+    * ``CONTRADICTORY``: hard constraints exclude all states of a site in
       :func:`solvers.belief_propagation`.
     * ``INCONSISTENT``: the tolerance was met during the solve, but not by the returned value when it was
-      evaluated once more with the whole batch.
+      evaluated again with the whole batch.
     """
 
     CONVERGED = 0
@@ -185,13 +185,13 @@ class Status(IntEnum):
 
 
 class SolveWarning(UserWarning):
-    """Some samples of a solve did not converge (``on_failure="warn"``)."""
+    """Warning that some samples did not converge (``on_failure="warn"``)."""
 
 
 class SolveError(RuntimeError):
-    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has all.
+    """Error that some samples did not converge (``on_failure="raise"``), with the ``solution`` of all.
 
-    It can be pickled (``multiprocessing``); the solution then arrives detached, on the CPU.
+    It can be pickled (``multiprocessing``); the solution is then detached and moved to the CPU.
     """
 
     def __init__(self, message: str, solution: Solution) -> None:
@@ -207,11 +207,10 @@ class Trace:
     """History of a solve, one column per evaluation.
 
     Attributes:
-        residual: (B, T) relative residual at each evaluated point; NaN where the sample had
-            already ended (nothing was evaluated there).
-        energy: (B, T) energy at the same points, or None where no energy was given.
-        accepted: (B, T) bool, True where the evaluated point became the current iterate (a
-            safeguarded solver may reject a trial point), or None where every point is accepted.
+        residual: (B, T) relative residual at each evaluated point; NaN after the sample ended.
+        energy: (B, T) energy at the same points, or None without an energy.
+        accepted: (B, T) bool, True if the evaluated point became the current iterate (a
+            safeguarded solver may reject trial points), or None if every point was accepted.
     """
 
     residual: Tensor
@@ -221,11 +220,11 @@ class Trace:
 
 @dataclass
 class AdjointReport:
-    """The linear solve behind the last backward pass; empty until a backward pass has run.
+    """Report on the linear solve of the latest backward pass.
 
     Attributes:
-        solution: the :class:`Solution` of the adjoint system of the latest backward pass, detached.
-        solves: how many adjoint systems have been solved through this report.
+        solution: detached :class:`Solution` of the adjoint system; None before the first backward pass.
+        solves: number of adjoint systems solved so far.
     """
 
     solution: Solution | None = None
@@ -234,22 +233,22 @@ class AdjointReport:
 
 @dataclass
 class Solution:
-    """Result of :func:`solvers.fixed_point` or :func:`solvers.solve_linear`; (B,) per sample.
+    """Result of :func:`solvers.fixed_point` or :func:`solvers.solve_linear`.
 
     Attributes:
-        value: the best iterate seen, same structure as the initial state.
-        status: (B,) int64, values of :class:`Status`; ``statuses`` has their names.
-        residual: (B,) relative residual measured at exactly ``value``:
+        value: best iterate, with the structure of the initial state.
+        status: (B,) int64, values of :class:`Status`; ``statuses`` contains their names.
+        residual: (B,) relative residual at ``value``:
             ``|f(z) - z| / |f(z)|`` for a fixed point, ``|b - A x| / |b|`` for a linear system.
-        residual_norm: (B,) the same, absolute.
-        steps: (B,) int64, iterations that the solver made for the sample.
-        evaluations: (B,) int64, evaluations of ``f`` (or products with ``A``) spent on the sample,
-            inner products of Newton-Krylov included.
+        residual_norm: (B,) absolute residual at ``value``.
+        steps: (B,) int64, number of solver iterations.
+        evaluations: (B,) int64, number of evaluations of ``f`` or products with ``A``, including the
+            inner products of Newton-Krylov.
         energy: (B,) energy at ``value``, or None.
         trace: history, if ``record=True``.
-        states: for each number of ``states_at`` what ``value`` would be had the solve ended after so
-            many evaluations, structured like the initial state; None where none was asked for.
-        adjoint: filled by the backward pass of an implicit adjoint.
+        states: for each number in ``states_at`` the ``value`` that the solve would have returned after
+            that many evaluations, with the structure of the initial state; None without ``states_at``.
+        adjoint: report of the backward pass of an implicit adjoint.
 
     Example:
         >>> import solvers
@@ -274,21 +273,21 @@ class Solution:
 
     @property
     def converged(self) -> Tensor:
-        """(B,) bool."""
+        """Whether each sample converged, (B,) bool."""
         return self.status == Status.CONVERGED
 
     def counts(self) -> dict[str, int]:
-        """Number of samples per status, statuses that did not occur left out."""
+        """Return the number of samples per status that occurred."""
         number = torch.bincount(self.status, minlength=len(Status)).tolist()
         return {status.name: number[status] for status in Status if number[status]}
 
     @property
     def statuses(self) -> list[str]:
-        """The name of each sample's status, such as "CONVERGED"."""
+        """Names of the samples' statuses, such as "CONVERGED"."""
         return [Status(number).name for number in self.status.tolist()]
 
     def summary(self) -> str:
-        """One line for a log: statuses, worst residual, median and largest evaluations."""
+        """Return one line with the statuses, worst residual, and median and maximum evaluations."""
         if not self.status.numel():
             return "no samples"
         statuses = ", ".join(f"{name} {number}" for name, number in self.counts().items())
@@ -300,7 +299,7 @@ class Solution:
         )
 
     def __repr__(self) -> str:
-        """The summary and the shape of the value, without its numbers."""
+        """Return the summary and the shape of the value."""
         shapes = pytree.tree_map(
             lambda t: tuple(t.shape) if isinstance(t, Tensor) else t, self.value
         )
@@ -309,7 +308,7 @@ class Solution:
             shown = f"{len(pytree.tree_leaves(self.value))} tensors"
         try:
             summary = self.summary()
-        except Exception:  # tensors have no numbers within a transform of torch.func or a compiler
+        except Exception:  # tensors have no values inside torch.func transforms or a compiler
             summary = "values unknown"
         return f"{type(self).__name__}({summary}; value {shown})"
 
