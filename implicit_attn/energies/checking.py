@@ -1,4 +1,4 @@
-"""``check_energy``: whether an energy keeps what layers and solvers rely on, mistake by mistake."""
+"""``check_energy``: verify the properties of an energy that layers and solvers rely on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from solvers.core.layout import Layout, check_mask
 
 
 class Finding(NamedTuple):
-    """One check: whether it passed (None: it was not made), why not, and the relative error.
+    """One check: whether it passed (None if it was skipped), an explanation and the relative error.
 
-    A ``warning`` is about an energy that is right but may not learn; its check has passed.
+    A check with a ``warning`` has passed, but the layer may learn little.
     """
 
     check: str
@@ -40,8 +40,8 @@ class EnergyReport:
     """The findings of :func:`implicit_attn.energies.check_energy`; ``print(report)`` shows them.
 
     Attributes:
-        name: of the energy.
-        findings: one for each check, with ``check``, ``passed``, ``text``, ``error`` and ``warning``.
+        name: name of the energy.
+        findings: one per check, with ``check``, ``passed``, ``text``, ``error`` and ``warning``.
     """
 
     name: str
@@ -49,17 +49,17 @@ class EnergyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed; one that could not be made is none that failed."""
+        """Whether no check failed; skipped checks do not count."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """The findings that say what is wrong."""
+        """Findings of failed checks."""
         return tuple(finding for finding in self.findings if finding.passed is False)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """The findings about a right energy that may not learn."""
+        """Findings of passed checks with a warning."""
         return tuple(finding for finding in self.findings if finding.warning)
 
     def __str__(self) -> str:
@@ -68,22 +68,22 @@ class EnergyReport:
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
 
-FLOOR = 1e-3  # below this norm an error is measured against it, so that 0 may be 1e-12
-DIFFERENCE = 1e-5  # relative error that a central difference may have
-STEP = 1e-5  # of central differences, times the size of the state
+FLOOR = 1e-3  # smallest norm that relative errors refer to
+DIFFERENCE = 1e-5  # tolerated relative error of a central difference
+STEP = 1e-5  # step of central differences, relative to the size of the state
 HIDE = "hide(z, mask) of implicit_attn.energies.tokens"
 
 
 class Unchecked(Exception):
-    """Why a check cannot be made."""
+    """Reason for skipping a check."""
 
 
 class Doubtful(Exception):
-    """Why an energy that is right may not learn."""
+    """Reason why a correct energy may learn little."""
 
 
 class Broken(Exception):
-    """What is wrong and what to do about it, with the relative error."""
+    """Reason for a failed check and how to correct it, with the relative error."""
 
     def __init__(self, text: str, error: float | None = None) -> None:
         super().__init__(text)
@@ -93,7 +93,7 @@ class Broken(Exception):
 class Probe:
     """``energy`` in float64 at ``z``, ``x``, ``mask``, with two random directions ``u``, ``v`` like ``z``.
 
-    ``original``, ``given`` and ``given_x`` are copies of the energy, the state and the input as they came.
+    ``original``, ``given`` and ``given_x`` are copies of the energy, state and input in their own dtypes.
     """
 
     def __init__(self, energy: Energy, z: Any, x: Any, mask: Tensor | None, seed: int) -> None:
@@ -112,7 +112,7 @@ class Probe:
         self.before = copied(self.kept())
 
     def kept(self) -> dict[str, Tensor]:
-        """What no evaluation may change: state, input, mask, parameters and buffers."""
+        """Return the tensors that evaluations must not modify."""
         found = {f"parameter {name}": t for name, t in self.energy.named_parameters()}
         found |= {f"buffer {name}": t for name, t in self.energy.named_buffers()}
         for name, tree in (("z", self.z), ("x", self.x), ("mask", self.mask)):
@@ -120,21 +120,21 @@ class Probe:
         return found
 
     def value(self, z: Any = None) -> Tensor:
-        """``forward`` at ``z``, by default the probe's, without a graph."""
+        """Return ``forward`` at ``z``, by default the probe's, without a graph."""
         with torch.no_grad():
             return self.energy(self.z if z is None else z, self.x, mask=self.mask)
 
     def results(
         self, z: Any, x: Any, mask: Tensor | None, record: bool = False
     ) -> dict[str, tuple[Any, Any]]:
-        """Value and gradient, each by both methods that give it."""
+        """Return value and gradient, each from both methods that compute it."""
         with torch.set_grad_enabled(record):
             value, gradient = self.energy.value_and_grad(z, x, mask=mask)
             own = self.energy(z, x, mask=mask), self.energy.grad(z, x, mask=mask)
         return {"value": (value, own[0]), "gradient": (gradient, own[1])}
 
     def slope(self, *, create_graph: bool = False) -> list[Tensor]:
-        """Autograd's gradient of ``forward``'s sum by the state."""
+        """Return autograd's gradient of the summed ``forward`` with respect to the state."""
         with torch.enable_grad():
             leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
             with twice_differentiable():
@@ -142,11 +142,11 @@ class Probe:
             return derivatives(value.sum(), leaves, create_graph=create_graph)
 
     def like(self, leaves: Sequence[Tensor]) -> Any:
-        """``leaves`` as a state."""
+        """Return ``leaves`` with the structure of the state."""
         return pytree.tree_unflatten(list(leaves), pytree.tree_structure(self.z))
 
     def difference(self, function: Callable[[Any], Any]) -> list[Tensor]:
-        """``(f(z + h v) - f(z - h v)) / 2h``, the leaves."""
+        """Return the leaves of ``(f(z + h v) - f(z - h v)) / 2h``."""
         ahead, behind = (
             function(pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v))
             for h in (self.step, -self.step)
@@ -156,7 +156,7 @@ class Probe:
 
 
 def named_leaves(name: str, tree: Any) -> dict[str, Tensor]:
-    """The tensors in ``tree``, by its name, with numbers where there are several."""
+    """Return the tensors in ``tree`` by name, numbered if there are several."""
     leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
     if len(leaves) == 1:
         return {name: leaves[0]}
@@ -166,7 +166,7 @@ def named_leaves(name: str, tree: Any) -> dict[str, Tensor]:
 def derivatives(
     output: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor]:
-    """Autograd's, zeros where ``output`` does not depend on an input."""
+    """Return autograd's derivatives, zero for inputs that ``output`` does not depend on."""
     if not output.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
     return list(
@@ -175,13 +175,13 @@ def derivatives(
 
 
 def inner(a: Any, b: Any) -> Tensor:
-    """``<a, b>`` over all leaves, a number."""
+    """Return the inner product ``<a, b>`` over all leaves."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return sum((p * q).sum() for p, q in pairs)  # type: ignore[return-value]
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """``|got - expected| / |expected|`` over all leaves; infinite where shapes differ or NaN is."""
+    """Return ``|got - expected| / |expected|`` over all leaves, inf for NaN or different shapes."""
     pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True))
     if any(a.shape != b.shape for a, b in pairs):
         return float("inf")
@@ -192,7 +192,7 @@ def relative_error(got: Any, expected: Any) -> float:
 
 
 def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
-    """Tensors copied and cut from any graph, floating ones in ``dtype``; all others as they are."""
+    """Return detached copies of the tensors, floating-point ones in ``dtype``."""
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -202,16 +202,16 @@ def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
     return pytree.tree_map(copy, tree)
 
 
-# A check yields what it got, what it expected, what to say if they differ, and whether the second is a
+# A check yields the result, the expected result, a message if they differ, and whether the second is a
 # central difference; or it raises Broken or Unchecked.
 Comparisons = Iterable[tuple[Any, Any, str] | tuple[Any, Any, str, bool]]
 Check = Callable[[Probe], Comparisons]
-CHECKS: dict[str, tuple[Check, str]] = {}  # name -> the check and what it says when it passes
-FIRST = ("value", "deterministic")  # without these the others mean nothing
+CHECKS: dict[str, tuple[Check, str]] = {}  # name -> check and its text if it passes
+FIRST = ("value", "deterministic")  # the other checks depend on these
 
 
 def check(name: str, said: str) -> Callable[[Check], Check]:
-    """Enter a function in ``CHECKS``."""
+    """Register a function in ``CHECKS``."""
 
     def enter(function: Check) -> Check:
         CHECKS[name] = function, said
@@ -221,7 +221,7 @@ def check(name: str, said: str) -> Callable[[Check], Check]:
 
 
 def each(found: dict[str, Any], expected: dict[str, Any], wrong: str) -> list[tuple[Any, Any, str]]:
-    """Two of :meth:`Probe.results` side by side; ``wrong`` has a place for the name."""
+    """Compare two results of :meth:`Probe.results`; ``wrong`` has a placeholder for the name."""
     return [(found[name], copied(tree), wrong.format(name)) for name, tree in expected.items()]
 
 
@@ -245,7 +245,7 @@ def check_value(p: Probe) -> Comparisons:
 
 @check("deterministic", "two calls are equal")
 def check_deterministic(p: Probe) -> Comparisons:
-    """Bit by bit."""
+    """Compare two calls bit by bit."""
     first, second = (pytree.tree_leaves(p.results(p.z, p.x, p.mask, record=True)) for _ in range(2))
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise Broken(
@@ -266,7 +266,7 @@ def check_untouched(p: Probe) -> Comparisons:
 
 @check("samples", "no sample influences another")
 def check_samples(p: Probe) -> Comparisons:
-    """The first sample and the last, each among copies of itself."""
+    """Evaluate the first and the last sample in a batch of copies of itself."""
     if p.batch < 2:
         raise Unchecked("z has one sample; pass at least two")
     expected = p.results(p.z, p.x, p.mask)
@@ -289,7 +289,7 @@ def check_samples(p: Probe) -> Comparisons:
 
 @check("slope", "autograd's gradient of forward matches finite differences")
 def check_slope(p: Probe) -> Comparisons:
-    """``<dE/dz, v>`` by autograd, beside its central difference, of all samples together."""
+    """Compare ``<dE/dz, v>`` by autograd with its central difference, summed over samples."""
     yield (
         inner(p.slope(), p.v),
         p.difference(p.value)[0].sum(),
@@ -317,7 +317,7 @@ def check_gradient(p: Probe) -> Comparisons:
 
 @check("no_grad", "the same under torch.no_grad()")
 def check_no_grad(p: Probe) -> Comparisons:
-    """As solvers evaluate it."""
+    """Evaluate as solvers do."""
     results = p.results(p.z, p.x, p.mask)
     if any(leaf.requires_grad for leaf in pytree.tree_leaves(results)):
         raise Broken(
@@ -341,7 +341,7 @@ def check_hessian(p: Probe) -> Comparisons:
 
 @check("second order", "grad is differentiable in parameters and input")
 def check_second_order(p: Probe) -> Comparisons:
-    """Derivatives of ``<grad, v>`` by parameters and input, beside those of autograd's gradient."""
+    """Compare derivatives of ``<grad, v>`` with those of autograd's gradient."""
     sources = {f"parameter {n}": t for n, t in p.energy.named_parameters() if t.requires_grad}
     given = {n: t for n, t in named_leaves("x", p.x).items() if t.is_floating_point()}
     sources |= {name: leaf.requires_grad_() for name, leaf in given.items()}
@@ -367,7 +367,7 @@ def check_second_order(p: Probe) -> Comparisons:
 
 @check("proximal", "x enters through more than |z - x|^2")
 def check_proximal(p: Probe) -> Comparisons:
-    """Whether d2E/dz dx is a multiple c of the identity: then its product with a random v is c v."""
+    """Test whether d2E/dz dx is a multiple c of the identity: its product with a random v is then c v."""
     alike = isinstance(p.x, Tensor) and isinstance(p.z, Tensor) and p.x.shape == p.z.shape
     if not alike or not p.x.is_floating_point():
         raise Unchecked("x is not a floating-point tensor with the shape of z")
@@ -388,7 +388,7 @@ def check_proximal(p: Probe) -> Comparisons:
 
 @check("concave", "no positive curvature along two random directions")
 def check_concave(p: Probe) -> Comparisons:
-    """``<v, H v> <= 0`` for energies that say that they are concave."""
+    """Check ``<v, H v> <= 0`` for energies with ``concave = True``."""
     if not p.energy.concave:
         raise Unchecked("concave is False")
     for v in (p.u, p.v):
@@ -421,7 +421,7 @@ def check_mask_of_ones(p: Probe) -> Comparisons:
 
 @check("masked tokens", "masked tokens have no influence")
 def check_masked_tokens(p: Probe) -> Comparisons:
-    """Other content and NaN in masked tokens; nothing comes from them."""
+    """Compare results for other content and NaN in masked tokens."""
     mask, layout = _mask(p), Layout.of(p.z)
     if mask.all():
         raise Unchecked("mask is True at every token")
@@ -450,7 +450,7 @@ def _mask(p: Probe) -> Tensor:
 
 @check("dtype", "the gradient has the dtype and device of z")
 def check_dtype(p: Probe) -> Comparisons:
-    """Of what is computed from ``z`` as it was given, and of the copy in float64."""
+    """Check the gradient for the given ``z`` and for the float64 copy."""
     if p.value().dtype != torch.float64:
         raise Broken(
             f"the energy of a float64 state is {p.value().dtype}: a tensor is created or cast with a fixed "
@@ -485,33 +485,31 @@ def check_energy(
     strict: bool = False,
     seed: int = 0,
 ) -> EnergyReport:
-    r"""Whether an energy keeps what layers and solvers rely on, at the state ``z``.
+    r"""Check the properties of an energy that layers and solvers rely on, at the state ``z``.
 
-    A deep copy is evaluated in float64, in the mode (training or evaluation) that the energy is in. Each
-    finding of the report says what was checked: values, derivatives of first and second order against
-    autograd and central differences, that samples and masked tokens influence nothing, ``prepare``,
-    ``concave`` and dtypes. A warning says that the input enters only through ``|z - x|^2``: the
-    energy is right, but the layer may learn little. Tensors that a plain function reads from around it stay
-    as they are.
+    A deep copy of the energy is evaluated in float64, in its current mode (training or evaluation). The
+    checks cover values, first and second derivatives against autograd and central differences, the
+    independence of samples and masked tokens, ``prepare``, ``concave`` and dtypes. A warning reports that
+    the input enters only through ``|z - x|^2``: the energy is correct, but the layer may learn little.
+    Tensors that a plain function closes over are not converted.
 
-    It looks at one state; try a few, among them those of a solve. What depends on an input that was not
-    given is not checked, and the report says so.
+    The check covers one state; repeat it for several, including solutions. Checks that need an argument
+    that you do not pass are skipped, which the report states.
 
     Args:
         energy: an :class:`Energy`; or a function or module ``(z)`` or ``(z, x)`` -> (B,), for
             ``FunctionEnergy``.
-        z: state (B, ...), or a pytree of such tensors; two samples or more, different ones.
-        x: input, as the energy takes it.
-        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks. In a
-            pytree its tokens are those of ``solvers.fixed_point``: the leaves (B, N, ...), others count
-            whole.
-        tolerance: relative error that passes; of central differences 1e-5 or this, whichever is greater.
-        strict: raise if a check fails.
-        seed: of the random directions.
+        z: state (B, ...), or a pytree of such tensors, with at least two different samples.
+        x: input of the energy.
+        mask: (B, N) bool, with both True and False entries, for the checks of masks. In a pytree it
+            applies to the leaves (B, N, ...), as in ``solvers.fixed_point``.
+        tolerance: tolerated relative error; for central differences at least 1e-5.
+        strict: whether to raise if a check fails.
+        seed: seed of the random directions.
 
     Raises:
-        TypeError: if z is no floating tensor or pytree of them, or the energy cannot be copied.
-        ValueError: for arguments out of range, and with ``strict`` if a check failed, with the report.
+        TypeError: if z is not a floating-point tensor or a pytree of them, or the energy cannot be copied.
+        ValueError: if an argument is out of range or, with ``strict``, if a check failed, with the report.
 
     Example:
         >>> class Well(Energy):
@@ -543,7 +541,7 @@ def check_energy(
 
 
 def _made(name: str, probe: Probe, tolerance: float) -> Finding:
-    """What came of a check."""
+    """Run a check and return its finding."""
     check, said = CHECKS[name]
     worst: float | None = None
     try:
@@ -558,7 +556,7 @@ def _made(name: str, probe: Probe, tolerance: float) -> Finding:
         return Finding(name, True, str(doubt), warning=True)
     except Broken as broken:
         return Finding(name, False, str(broken), broken.error)
-    except Exception as error:  # somebody's code, which may raise anything: this is the finding
+    except Exception as error:  # user code may raise anything, which is reported as the finding
         return Finding(name, False, f"{type(error).__name__} was raised: {error}")
     return Finding(name, True, said, worst)
 
