@@ -38,23 +38,23 @@ LAYERS = ("no layer", "your own energy", "encoder layer")
 class Demo:
     """Three things that equilibrium layers can do (two minutes on one core).
 
-    1. One energy, many tasks: a layer learns to remove noise from handwritten digits. Then its data term is
-    exchanged, and it fills in missing pixels, doubles the resolution and deblurs, without new training.
+    1. One energy, many tasks: a layer learns to remove noise from handwritten digits. With another data term
+    it also fills in missing pixels, doubles the resolution and deblurs, without further training.
     2. Sudoku: a learned update, without built-in rules, solves more boards the longer it iterates.
-    3. Your own energy: a layer defined by ten lines learns to read digits. It is compared with no layer and
-    with an encoder layer, all trained for the same number of steps.
+    3. Your own energy: a layer defined by ten lines learns to classify digits. It is compared with no layer
+    and with an encoder layer, all trained for the same number of steps.
 
-    The pictures and tables go to runs/demo; those of an earlier run are replaced.
+    The pictures and tables are written to runs/demo and replace those of an earlier run.
     """
 
     epochs: int = 15
-    """training passes of the first part"""
+    """training epochs of the first part"""
     steps: int = 400
     """training steps of the third part"""
     boards: int = 100
-    """Sudoku boards to solve"""
+    """number of Sudoku boards to solve"""
     seed: int = 0
-    """of the weights and the noise"""
+    """random seed of the weights and the noise"""
     out: Path = Path("runs/demo")
     """folder of the results"""
 
@@ -199,7 +199,7 @@ class Classifier(nn.Module):
 
 def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> Path:
     """Train three classifiers for equally many steps; write a table and a picture."""
-    heading(3, "Your own energy: the ten-line layer of the README learns to read digits.")
+    heading(3, "Your own energy: the ten-line layer of the README learns to classify digits.")
     table: Table = []
     for name in LAYERS:
         torch.manual_seed(seed)
