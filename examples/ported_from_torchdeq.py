@@ -52,15 +52,15 @@ HEADER = "engine          loss at 1    at 10    last  differs  evaluations  prod
 
 @dataclass
 class Options:
-    """Of the solves and of the training."""
+    """Options of the solves and of the training."""
 
     backward: Literal["anderson", "broyden", "fixed_point_iter"] = "broyden"  # torchdeq's b_solver
-    tol: float = 1e-3  # relative residual that a solve is asked for
-    max_steps: int = 60  # evaluations of a solve, forward and backward
-    steps: int = 50  # of training
-    rate: float = 1e-3
-    report: int = 0  # a line after so many steps; 0: none
-    text: str = HELP  # of the language model: its name, or a path
+    tol: float = 1e-3  # relative tolerance of the solves
+    max_steps: int = 60  # maximum number of evaluations of a forward or backward solve
+    steps: int = 50  # number of training steps
+    rate: float = 1e-3  # learning rate
+    report: int = 0  # training steps between two progress lines (0: none)
+    text: str = HELP  # text of the language model: its name, or a path
 
 
 # The cells.

@@ -108,7 +108,7 @@ def train(engine: str | None, steps: int, parts: int) -> None:
 
 
 def main(engine: Literal["ddp", "fsdp"] = "ddp", steps: int = 20, accumulate: int = 1) -> None:
-    """Train a small model; the engine is that under torchrun, ``accumulate`` parts of a batch at most 8."""
+    """Train a small model with ``engine`` under torchrun, each batch in ``accumulate`` <= 8 parts."""
     if not 1 <= accumulate <= 8:
         raise SystemExit(f"--accumulate must be 1 to 8, got {accumulate}")
     if "RANK" not in os.environ:  # not under torchrun
