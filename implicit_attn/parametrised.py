@@ -1,4 +1,4 @@
-"""Parametrised weights (``torch.nn.utils.parametrize``) of modules that can be saved and pickled whole."""
+"""Parametrised weights (``torch.nn.utils.parametrize``) of modules that can be pickled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn.utils import parametrize
 
 
 def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> None:
-    """``torch.nn.utils.parametrize.register_parametrization``; ``module`` can be pickled as before.
+    """Register a parametrization such that ``module`` can still be pickled.
 
-    torch gives a parametrised module a class of its own, made on the spot, which refuses to be pickled.
-    This one is made anew where the module is loaded. A copy of a module shares its class, so a class that
-    gets another property is made anew for the module as well.
+    torch gives a parametrised module a dynamic class, which cannot be pickled. Here loading the module
+    recreates the class. A copy of a module shares its class, so adding a property also creates a new class
+    for the module.
     """
     own_class(module)
     parametrize.register_parametrization(module, name, parametrization)
@@ -22,7 +22,7 @@ def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> Non
 
 
 def own_class(module: nn.Module) -> None:
-    """Give a parametrised module a class that no copy of it shares."""
+    """Give a parametrised module a class that is not shared with its copies."""
     if parametrize.is_parametrized(module):
         shared: Any = type(module)
         given = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
@@ -35,7 +35,7 @@ def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _rebuilt(kind: type[nn.Module], names: list[str]) -> nn.Module:
-    """A module of ``kind`` with parametrised ``names``, whose state follows."""
+    """Return a module of ``kind`` with parametrised ``names``, without its state."""
     module = kind.__new__(kind)
     parametrize._inject_new_class(module)
     for name in names:
