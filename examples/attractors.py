@@ -1,7 +1,7 @@
-"""Bare self-attention as a network of attractors: what its step does to corrupted images, and how runs end.
+"""Bare self-attention as a network of attractors: its steps on corrupted images and its limit sets.
 
-The normalised step ``z_i <- R n((1 - gamma) F_i(z) + gamma z_i)``, pixels on their circles, starts from noisy
-digits or from digits with masked patches; and from random states, with random couplings.
+The normalised step ``z_i <- R n((1 - gamma) F_i(z) + gamma z_i)``, with pixels as points on circles, starts
+from noisy digits, from digits with masked patches, and, with random couplings, from random states.
 """
 
 import copy
@@ -149,13 +149,13 @@ def random_run(symmetric: bool, gamma: float, steps: int, seed: int) -> Followed
 
 
 def attractors(
-    images: int = 0,  # training and test images each; 0: all
-    steps: int = 0,  # of training; 0: the default of the digits
-    moves: int = 100,  # steps from corrupted images
-    random_moves: int = 500,  # steps of the runs whose end is classified
-    models: int = 8,  # random couplings of each kind
-    ends: int = 40,  # images whose end is classified
-    seed: int = 0,  # of images, couplings and batches
+    images: int = 0,  # number of training and of test images (0: all)
+    steps: int = 0,  # training steps (0: default for the digits)
+    moves: int = 100,  # steps starting from corrupted images
+    random_moves: int = 500,  # steps of the runs whose limit set is classified
+    models: int = 8,  # number of random couplings of each kind
+    ends: int = 40,  # number of images whose limit set is classified
+    seed: int = 0,  # random seed of images, couplings and batches
 ) -> Result:
     setup = open_images("digits", images, steps, "principal", seed)
     trained = {name: setup.fit(name) for name in (EXACT, SOURCE.format(8))}

@@ -1,7 +1,7 @@
-"""Bare self-attention: masked patches of images by couplings between positions alone, beside baselines.
+"""Bare self-attention predicts masked patches of images with couplings between positions only.
 
 Pixels are points on circles, patches are tokens, and couplings J_ij between patches are the only parameters.
-They are learned by local rules: no graph is recorded.
+Local rules learn them without back-propagation. The table compares them with baselines.
 """
 
 import math
@@ -205,11 +205,11 @@ def best_ridge(train: Tensor, test: Tensor) -> Tensor:
 
 
 def bare_attention(
-    data: Data = "digits",  # digits (2 x 2 patches) or cifar10 (8 x 8)
-    images: int = 0,  # training and test images each; 0: by the data
-    steps: int = 0,  # of training; 0: by the data
-    kind: Kind = "principal",  # of the rows of F, directions of the tokens or random
-    seed: int = 0,  # of images, couplings and batches
+    data: Data = "digits",  # data set: digits (2 x 2 patches) or cifar10 (8 x 8)
+    images: int = 0,  # number of training and of test images (0: data set's default)
+    steps: int = 0,  # training steps (0: data set's default)
+    kind: Kind = "principal",  # rows of F: principal directions or random
+    seed: int = 0,  # random seed of images, couplings and batches
 ) -> Result:
     setup = open_images(data, images, steps, kind, seed)
     values, truth = decode(setup.train), decode(setup.test)

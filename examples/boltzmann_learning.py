@@ -1,8 +1,8 @@
-"""Rules that learn the couplings of small Potts models, whose likelihood can be summed exactly.
+"""Compare learning rules for small Potts models, whose likelihood can be computed exactly.
 
-Exact likelihood, pseudo-likelihood, contrastive divergence (one Gibbs sweep from the data, CD-1) and its
-persistent form (from kept chains, PCD-1). The error of the couplings against the number of samples; of the
-rules that sample also against their steps.
+The rules are exact likelihood, pseudo-likelihood, contrastive divergence (one Gibbs sweep from the data,
+CD-1) and persistent contrastive divergence (PCD-1). The example plots the error of the couplings against the
+number of samples and, for CD-1 and PCD-1, against the training steps.
 """
 
 import math
@@ -111,11 +111,11 @@ def sample_exactly(model: SpinModel, number: int, generator: torch.Generator) ->
 
 
 def boltzmann_learning(
-    samples: tuple[int, ...] = (300, 1000, 5000, 20_000),  # rules that sample see the most
-    sites: int = 6,  # N
-    colours: int = 3,  # d; all d^N configurations are summed
-    seeds: int = 3,  # models, each with samples of its own
-    steps: int = 800,  # of the rules that sample
+    samples: tuple[int, ...] = (300, 1000, 5000, 20_000),  # numbers of samples; CD uses the largest
+    sites: int = 6,  # number of sites N
+    colours: int = 3,  # number of colours d (the sum has d^N configurations)
+    seeds: int = 3,  # number of random models, each with its own samples
+    steps: int = 800,  # training steps of CD-1 and PCD-1
 ) -> Result:
     counts = sorted(set(samples))
     errors, statuses, traces = (defaultdict[Any, list[Any]](list) for _ in range(3))

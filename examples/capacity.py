@@ -1,6 +1,6 @@
-"""How many random patterns binary memories retrieve: overlap and exact retrievals against the load.
+"""Capacity of binary memories for random patterns: overlap and exact retrievals against the load.
 
-P patterns of N independent spins are stored; copies with flipped spins are retrieved by asynchronous sweeps.
+P patterns of N independent spins are stored. Asynchronous sweeps retrieve them from corrupted copies.
 """
 
 import itertools
@@ -57,13 +57,13 @@ def theoretical_load(rule: str | int, sites: int) -> float:
 
 
 def capacity(
-    sites: int = 100,  # spins of the pair rules
-    loads: tuple[float, ...] = PAIR_LOADS,  # patterns by spins, pair rules
-    dense_sites: int = 40,  # spins of the dense rules
-    dense_loads: tuple[float, ...] = DENSE_LOADS,  # of the dense rules
-    seeds: int = 5,  # independent sets of patterns
-    probes: int = 40,  # patterns retrieved at most, of each set
-    seed: int = 0,  # of the first set
+    sites: int = 100,  # number of spins N of the pair rules
+    loads: tuple[float, ...] = PAIR_LOADS,  # loads P / N of the pair rules
+    dense_sites: int = 40,  # number of spins of the dense rules
+    dense_loads: tuple[float, ...] = DENSE_LOADS,  # loads of the dense rules
+    seeds: int = 5,  # number of independent sets of patterns
+    probes: int = 40,  # maximum number of patterns retrieved from each set
+    seed: int = 0,  # random seed of the first set
 ) -> Result:
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex="row", sharey=True)
     title = f"Capacity of binary memories; {FLIPS:.0%} of the spins flipped"

@@ -1,4 +1,4 @@
-"""Potts models on sparse graphs, whose couplings are to be found, and measures of what is found."""
+"""Potts models on sparse graphs, and measures of how well their couplings are recovered."""
 
 import math
 from typing import Any

@@ -1,10 +1,9 @@
 """Attention forms as optimisers of one query's energy: steps until its gradient vanishes.
 
-A query among keys that stay has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
-is ``q - m``, the distance to the mean m of the keys under the attention weights; its Hessian is
-``I - C/T`` with their covariance C. A plain step of length 1 is softmax attention with the keys for
-values; momentum, Nesterov's and Newton's method give other attention forms. All of them minimise the
-same energies here.
+A query among fixed keys has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
+is ``q - m``, where m is the mean of the keys under the attention weights; its Hessian is ``I - C/T`` with
+their covariance C. A plain step of length 1 is softmax attention with the keys as values; momentum,
+Nesterov's and Newton's method give other attention forms. The example compares them on the same energies.
 """
 
 import math
@@ -108,9 +107,9 @@ def descend(
 
 
 def descent(
-    draws: int = 20,  # sets of keys and starts; the first is drawn as curves
-    steps: int = 600,  # at most
-    seed: int = 0,  # of keys and starts
+    draws: int = 20,  # number of sets of keys and starts (the first is plotted)
+    steps: int = 600,  # maximum number of steps
+    seed: int = 0,  # random seed of keys and starts
 ) -> Result:
     g = torch.Generator().manual_seed(seed)
     held = torch.randn(draws, 1, KEYS, DIM, generator=g, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Easy to hard: parity along a ring, trained on small rings, solved on larger ones by more iterations.
+"""Easy to hard: parity along a ring, trained on small rings and solved on larger ones with more iterations.
 
 The answer at a position is the parity of the bits since the last mark, which takes as many local steps as
-a run is long. A local block is trained with random numbers of iterations, so that its answer is a fixed
-point; larger rings then take more iterations and nothing else. Beside it: transformers of equal parameters
-and of equal evaluations, the same block with a number of iterations that is not random, one iteration, and
-the majority class. It takes twenty minutes.
+the run is long. A local block is trained with random numbers of iterations, so that its answer is a fixed
+point; it solves larger rings with more iterations. Baselines are transformers with equal parameters or
+equal evaluations, the same block with a fixed number of iterations or with one iteration, and the majority
+class. The example takes twenty minutes.
 """
 
 from collections import deque
@@ -347,12 +347,12 @@ def over_seeds(table: Table, same: Sequence[str], measures: Sequence[str]) -> Ta
 
 
 def easy_to_hard(
-    size: int = 16,  # positions of the largest rings in training
-    steps: int = 200,  # batches of the equilibrium's training; transformers get twice its evaluations
-    tests: int = 100,  # rings of each size in the test
-    seeds: int = 3,  # trainings of each model
-    seed: int = 0,  # the first of them
-    factors: tuple[float, ...] = FURTHER,  # further sizes of the test than size, 2 size, 4 size
+    size: int = 16,  # number of positions of the largest training rings
+    steps: int = 200,  # training batches of the equilibrium block
+    tests: int = 100,  # number of test rings of each size
+    seeds: int = 3,  # number of trainings of each model
+    seed: int = 0,  # random seed of the first training
+    factors: tuple[float, ...] = FURTHER,  # additional test sizes, as multiples of size
 ) -> Result:
     sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
     long, twice = LONG * trained, 2 * steps

@@ -1,4 +1,4 @@
-"""RBMs without their hidden units: cumulant functions of the laws, and Gibbs sampling against exact laws."""
+"""RBMs with summed-out hidden units: cumulant functions, and Gibbs sampling against exact distributions."""
 
 import itertools
 import math
@@ -63,10 +63,10 @@ def deviations(table: Table) -> dict[str, Any]:
 
 
 def effective_rbm(
-    spins: int = 6,  # visible units, at most 10
-    chains: int = 20_000,  # independent chains
-    sweeps: int = 50,  # of each chain
-    seed: int = 0,  # of weights and chains
+    spins: int = 6,  # number of visible units, at most 10
+    chains: int = 20_000,  # number of independent chains
+    sweeps: int = 50,  # sweeps of each chain
+    seed: int = 0,  # random seed of weights and chains
 ) -> Result:
     laws = {name: prior for name, prior in PRIORS.items() if isinstance(prior, ScalarPrior)}
     curves = {name: taylor_sums(name, prior) for name, prior in laws.items()}

@@ -1,7 +1,7 @@
-"""What attention over stored patterns settles on: one pattern, the average of a cluster, or of all.
+"""Fixed points of attention over stored patterns: one pattern, the mean of a cluster, or the mean of all.
 
-Each pattern starts ``z <- X^T softmax(beta X z)``. Its effective number of patterns is the exponential of the
-entropy of the softmax at the end: 1, the size of a cluster, or M.
+The iteration ``z <- X^T softmax(beta X z)`` starts from each pattern. The effective number of patterns is the
+exponential of the entropy of the softmax at the fixed point: 1, the size of a cluster, or M.
 """
 
 import itertools
@@ -63,11 +63,11 @@ def summary(rows: Table, sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def fixed_point_kinds(
-    clusters: int = 10,  # groups of patterns
-    members: int = 20,  # patterns of a group
-    dim: int = 64,  # features of a pattern
+    clusters: int = 10,  # number of clusters of patterns
+    members: int = 20,  # number of patterns in a cluster
+    dim: int = 64,  # number of features of a pattern
     betas: tuple[float, ...] = BETAS,  # inverse temperatures
-    seed: int = 0,  # of the patterns
+    seed: int = 0,  # random seed of the patterns
 ) -> Result:
     count, ordered = clusters * members, sorted(betas)
     draws = {

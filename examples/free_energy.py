@@ -1,7 +1,7 @@
-"""Free energies and means by naive mean field, second-order TAP and adaptive TAP, against enumeration.
+"""Free energies and means of naive mean field, second-order TAP and adaptive TAP against enumeration.
 
-Random Ising and Potts models, small enough to visit every configuration. A theory that does not converge
-on a model counts as infinitely wrong there, so that all quantiles are over the same models.
+The random Ising and Potts models are small enough to enumerate every configuration. The error of a theory
+that does not converge on a model counts as infinite, so all quantiles are over the same models.
 Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
 """
 
@@ -66,12 +66,12 @@ def over_strengths(
 
 
 def free_energy(
-    models: int = 16,  # random models at every strength
-    ising: int = 8,  # sites of the Ising models
-    potts: int = 5,  # sites of the Potts models
-    states: int = 3,  # colours of a Potts site
-    strengths: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5, 2.0),  # of the couplings
-    seed: int = 0,  # of the models
+    models: int = 16,  # number of random models for each strength
+    ising: int = 8,  # number of sites of the Ising models
+    potts: int = 5,  # number of sites of the Potts models
+    states: int = 3,  # number of states of a Potts site
+    strengths: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5, 2.0),  # strengths of the couplings
+    seed: int = 0,  # random seed of the models
 ) -> Result:
     families = {
         f"Ising, N = {ising}": partial(random_ising, ising),

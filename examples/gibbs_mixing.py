@@ -1,7 +1,7 @@
-"""How many sweeps Gibbs sampling takes on Potts models on graphs.
+"""Mixing of Gibbs sampling on Potts models on graphs.
 
-All chains start from independent uniform colours; the energy ``-1/2 sum_ij S_i^T J_ij S_j`` per site falls
-until they have mixed: until it stays within 3 standard errors of that of the longest run.
+All chains start from independent uniform colours. The energy per site, ``-1/2 sum_ij S_i^T J_ij S_j / N``,
+decreases until they have mixed, that is, until it stays within 3 standard errors of that of the longest run.
 """
 
 import matplotlib.pyplot as plt
@@ -42,11 +42,11 @@ def energies(kind: str, sites: int, colours: int, chains: int, sweeps: int, seed
 
 
 def gibbs_mixing(
-    sites: int = 20,  # of the models
-    colours: int = 10,  # of a site
-    chains: int = 4000,  # independent chains
-    sweeps: int = 512,  # the last number of sweeps
-    seed: int = 0,  # of models and chains
+    sites: int = 20,  # number of sites of the models
+    colours: int = 10,  # number of colours of a site
+    chains: int = 4000,  # number of independent chains
+    sweeps: int = 512,  # largest number of sweeps
+    seed: int = 0,  # random seed of models and chains
 ) -> Result:
     figure, axes = plt.subplots(figsize=(7.5, 4.8))
     figure.suptitle("Gibbs sampling of Potts models on graphs: energy against sweeps")

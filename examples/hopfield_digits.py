@@ -1,9 +1,9 @@
-"""A Hopfield memory is a density: what does it know of handwritten digits?
+"""A Hopfield memory as a density of handwritten digits.
 
 At temperature 1 / beta the energy of the continuous memory is a mixture of Gaussians around its patterns, and
-one step of attention is the best guess of the pattern behind a noisy state. On 8x8 digits of norm 1 two
-memories take the noise off held-out images: one stores the clean training images, the other is fitted by
-maximum likelihood to noisy ones and never sees a clean one.
+one step of attention is the posterior mean of the pattern given a noisy state. On 8x8 digits of norm 1 two
+memories denoise held-out images: one stores the clean training images, the other is fitted by maximum
+likelihood to noisy images only.
 """
 
 import math
@@ -61,9 +61,9 @@ def methods(train: Tensor, noise: float, memory: Hopfield, fitted: Hopfield) -> 
 
 
 def hopfield_digits(
-    noises: tuple[float, ...] = (0.05, 0.08, 0.12, 0.2),  # of a pixel, standard deviations
-    counts: tuple[int, ...] = (5, 10, 20, 40, 80),  # fitted patterns; held-out likelihood chooses
-    seed: int = 0,  # of the noise and the first patterns
+    noises: tuple[float, ...] = (0.05, 0.08, 0.12, 0.2),  # standard deviations of the noise
+    counts: tuple[int, ...] = (5, 10, 20, 40, 80),  # candidate numbers of patterns
+    seed: int = 0,  # random seed of the noise and the initial patterns
 ) -> Result:
     data = load_digits()
     train, test = unit_images(data.train_images), unit_images(data.test_images)

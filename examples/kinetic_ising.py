@@ -1,6 +1,6 @@
-"""Kinetic Ising spins around their critical temperature: closures of the means beside simulation.
+"""Kinetic Ising spins around their critical temperature: mean-field closures compared with simulation.
 
-Random asymmetric couplings J_ij ~ N(1/N, 0.01/N) and fields x_i ~ U(-1/2, 1/2), all spins up at first.
+Couplings J_ij ~ N(1/N, 0.01/N) are random and asymmetric, fields x_i ~ U(-1/2, 1/2), and all spins start up.
 """
 
 import math
@@ -46,14 +46,14 @@ def critical_beta() -> float:
 
 
 def kinetic_ising(
-    spins: int = 512,  # spins N
-    steps: int = 128,  # time steps
-    chains: int = 1500,  # simulated at each of three temperatures
-    starts: int = 24,  # starts at each of them
-    betas: int = 20,  # temperatures between 0.25 and 2 beta_c
-    draws: int = 12,  # random models at each of them
-    sweep_spins: int = 256,  # spins of these models
-    seed: int = 1,  # of models and simulations
+    spins: int = 512,  # number of spins N
+    steps: int = 128,  # number of time steps
+    chains: int = 1500,  # number of simulated chains at each of three temperatures
+    starts: int = 24,  # number of starts at each of three temperatures
+    betas: int = 20,  # number of inverse temperatures between 0.25 and 2 beta_c in the sweep
+    draws: int = 12,  # number of random models at each temperature of the sweep
+    sweep_spins: int = 256,  # number of spins of the models in the sweep
+    seed: int = 1,  # random seed of models and simulations
 ) -> Result:
     generator, critical = torch.Generator().manual_seed(seed), critical_beta()
     field, couplings = draw_model(spins, generator)

@@ -1,6 +1,6 @@
-"""Kinetic vector spins: what their means do in time, and how wrong each closure is.
+"""Kinetic vector spins: their means over time, and the errors of the closures.
 
-Uniform directions of the fields, J_ij ~ N(0, 1/N) without symmetry, spins of the length R = sqrt(d / 2).
+Fields have uniform directions, couplings J_ij ~ N(0, 1/N) are asymmetric, spins have length R = sqrt(d / 2).
 """
 
 import math
@@ -104,11 +104,11 @@ def errors(chains: int, seed: int, steps: int) -> Table:
 
 
 def kinetic_vectors(
-    spins: int = 256,  # spins N (in the source 1024)
-    dim: int = 128,  # dimensions d, at least 3 (in the source 512)
-    steps: int = 20,  # time steps
-    chains: int = 3000,  # simulated for the errors
-    seed: int = 0,  # of models and simulations
+    spins: int = 256,  # number of spins N (1024 in the source)
+    dim: int = 128,  # number of dimensions d, at least 3 (512 in the source)
+    steps: int = 20,  # number of time steps
+    chains: int = 3000,  # number of simulated chains for the errors
+    seed: int = 0,  # random seed of models and simulations
 ) -> Result:
     figure, panels = plt.subplots(2, len(SETTINGS) + 1, figsize=(14, 7))
     figure.suptitle("Kinetic vector spins: closures of their means")

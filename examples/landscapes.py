@@ -1,6 +1,6 @@
-"""Attention as descent: queries on the landscape of their energy, in two dimensions.
+"""Attention as descent: queries on their energy landscape in two dimensions.
 
-``E(q) = |q|^2 / 2 - log(sum_j exp(beta q.k_j)) / beta`` and ``q <- q - eta dE/dq``; with eta = 1 this is
+The steps ``q <- q - eta dE/dq`` descend ``E(q) = |q|^2 / 2 - log(sum_j exp(beta q.k_j)) / beta``; eta = 1 is
 softmax attention. With maps, q = W_q x, k = W_k c, v = W_v c for random 2 x 2 matrices. Source: Bal (2021),
 https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/
 """
@@ -52,10 +52,10 @@ def spread(states: Tensor) -> float:
 
 
 def landscapes(
-    states: int = 16,  # queries, drawn from N(0, I)
-    patterns: int = 32,  # stored patterns, drawn from N(0, I)
-    points: int = 81,  # of the grid of the background, on each axis
-    seed: int = 2,  # of the draws
+    states: int = 16,  # number of queries, drawn from N(0, I)
+    patterns: int = 32,  # number of stored patterns, drawn from N(0, I)
+    points: int = 81,  # number of background grid points on each axis
+    seed: int = 2,  # random seed of queries and patterns
 ) -> Result:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(states, 2, generator=generator, dtype=torch.float64)

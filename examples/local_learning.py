@@ -1,8 +1,8 @@
-"""Attention that learns by a local rule, beside fixed random weights and back-propagation.
+"""Attention that learns by a local rule, compared with fixed random weights and back-propagation.
 
-The weights W of an attention layer descend the free energy that its states descend, without any signal
-from the task; only a linear readout sees answers. Digits: one state a sample runs down its energy among
-the patches. Text: all tokens of a window step at once, each among those before it.
+The weights W of an attention layer descend the same free energy as its states, without a signal from the
+task; only a linear readout uses labels. For digits, one state per sample descends its energy among the
+patches. For text, all tokens of a window move in parallel, each among the previous ones.
 
 Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907,
 algorithms 1 to 3.
@@ -203,12 +203,12 @@ def learn_text(
 
 
 def local_learning(
-    epochs: int = 200,  # of digits by the local rule and by fixed weights
-    passes: int = 60,  # through the digits by back-propagation
-    steps: int = 400,  # on the text
-    inner: int = 12,  # epochs of the inner energy, which has no lower bound and diverges
-    text: str = HELP,  # python-help, austen, or the path of a text in UTF-8
-    seed: int = 0,  # of embeddings, weights and batches
+    epochs: int = 200,  # epochs on digits of the local rule and of fixed weights
+    passes: int = 60,  # epochs on digits of back-propagation
+    steps: int = 400,  # training steps on the text
+    inner: int = 12,  # epochs of the inner energy, which is unbounded below and diverges
+    text: str = HELP,  # text: python-help, austen, or the path of a UTF-8 file
+    seed: int = 0,  # random seed of embeddings, weights and batches
 ) -> Result:
     images, words = load_digits(), load_text(text)
     tables: dict[str, Table] = {"digits": [], "text": [], "text-keys": []}

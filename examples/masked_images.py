@@ -1,11 +1,11 @@
-"""Hidden patches of images, filled in by trained models and by guesses that learn little or nothing.
+"""Masked patches of images, predicted by trained models and by simple baselines.
 
     implicit-attn train masked-images --model transformer                        # a minute or two each
     implicit-attn train masked-images --model hyperset
     python examples/masked_images.py --runs runs/masked-digits-*
 
-Runs must be of the same data and hidden patches; those of one model may differ in the seed. Drawn: the error
-of hidden pixels with 1/4 to 4 times the iterations of training, and images of the first run that fill in.
+Runs must use the same data and masked patches; runs of one model may differ in the seed. The figure shows the
+error of masked pixels with 1/4 to 4 times the iterations of training, and images of the first run.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 def masked_images(
     runs: tuple[Path, ...],  # folders of ``implicit-attn train masked-images``
-    images: int = 8,  # drawn
+    images: int = 8,  # number of images in the figure
 ) -> Result:
     found = [load_model(folder / "weights.safetensors") for folder in runs]
     settings = [progress["settings"] for _, progress in found]

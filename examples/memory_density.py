@@ -1,7 +1,7 @@
 """The continuous memory as a density: normaliser, samples, denoising, maximum likelihood.
 
-At temperature 1 / beta the energy of a Hopfield memory is a mixture of Gaussians around its patterns; here
-five patterns in two dimensions. At 1 / (k beta) its integral is summed by the trapezoidal rule.
+At temperature 1 / beta the energy of a Hopfield memory is a mixture of Gaussians around its patterns, here
+five patterns in two dimensions. The trapezoidal rule checks the normaliser at temperature 1 / (k beta).
 """
 
 import math
@@ -58,10 +58,10 @@ def gradient_ascent(data: Tensor, patterns: Tensor, steps: int) -> list[float]:
 
 
 def memory_density(
-    samples: int = 600,  # of each density
-    starts: int = 5,  # of the fits
-    steps: int = 200,  # of a fit
-    seed: int = 0,  # of patterns and samples
+    samples: int = 600,  # number of samples of each density
+    starts: int = 5,  # number of starts of the fits
+    steps: int = 200,  # training steps of a fit
+    seed: int = 0,  # random seed of patterns and samples
 ) -> Result:
     generator = torch.Generator().manual_seed(seed)
     memory = ring_memory(generator)

@@ -1,7 +1,7 @@
-"""How far one step of bare self-attention moves random tokens: dimension x scale.
+"""Displacement of random tokens by one step of bare self-attention, for each dimension and scale.
 
-``|x - softmax(beta x x^T) x|_F`` for x ~ N(0, I), beta = c / sqrt d. Where it is small, every token
-attends to itself alone.
+The map shows ``|x - softmax(beta x x^T) x|_F`` for x ~ N(0, I) and beta = c / sqrt d. If it is small, every
+token attends only to itself.
 """
 
 import math
@@ -59,11 +59,11 @@ def spaced_dimensions(count: int) -> list[int]:
 
 
 def norm_map(
-    dimensions: int = 40,  # values of d between 2 and 1024
-    scales: int = 19,  # values of c between 0.2 and 2
-    tokens: int = 32,  # tokens of a draw
-    draws: int = 50,  # independent draws at each point
-    seed: int = 0,  # of the draws
+    dimensions: int = 40,  # number of dimensions d between 2 and 1024
+    scales: int = 19,  # number of scales c between 0.2 and 2
+    tokens: int = 32,  # number of tokens in a draw
+    draws: int = 50,  # number of independent draws for each point
+    seed: int = 0,  # random seed of the draws
 ) -> Result:
     values = torch.linspace(0.2, 2, scales, dtype=torch.float64).tolist()
     table = step_norms(spaced_dimensions(dimensions), values, tokens, draws, seed)

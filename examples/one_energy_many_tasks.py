@@ -1,15 +1,15 @@
-"""One energy, many tasks: trained to remove noise, it also fills in pixels, raises the resolution, deblurs.
+"""One energy, many tasks: an energy trained for denoising also inpaints, upsamples and deblurs images.
 
     python examples/one_energy_many_tasks.py                  # 8 x 8 digits, three seeds: ten minutes
     python examples/one_energy_many_tasks.py --data mnist     # 28 x 28, hours on one core
     python examples/one_energy_many_tasks.py --data mnist --shipped    # the shipped weights: a minute
 
 A layer returns argmin_z c/2 |sqrt(w) (A z - y)|^2 + R(z). Training learns R and c with A = I. At test time
-the data term is exchanged for that of another task. On the digits R is a mixture of learned memories with
-a metric, trained on noise alone. On MNIST R is |z - N(z)|^2 / 2 of a network N, trained first to remove noise
-in one gradient step, then through the layer on noise and on missing pixels. Beside the energy stand the best
-linear answer of each task (which knows the mean and covariance of the training images, the operator and the
-noise), a network trained on noise, and a network trained for each task.
+the data term is replaced by that of another task. On the digits R is a mixture of learned memories with a
+metric, trained on noise only. On MNIST R is |z - N(z)|^2 / 2 of a network N, trained first to remove noise in
+one gradient step, then through the layer on noise and missing pixels. Baselines are the best linear estimate
+of each task (from the mean and covariance of the training images, the operator and the noise), a network
+trained on noise, and a network trained for each task.
 """
 
 import itertools
@@ -97,17 +97,15 @@ def train_mnist(images: Tensor, network: str, steps: tuple[int, int], seed: int)
 
 
 def one_energy_many_tasks(
-    data: Literal["digits", "mnist"] = "digits",  # the images
-    seeds: tuple[int, ...] = (0, 1, 2),  # one training each
-    test_images: int = 300,  # at most
-    epochs: int = 30,  # of the digits' energy
-    steps: tuple[int, int] = (1500, 250),  # of the two stages on MNIST
-    network: Literal["convolution", "transformer"] = "convolution",  # N on MNIST
-    network_steps: int = 6000,  # of each network that stands beside the energy; 0: none
-    shipped: bool = False,  # the weights that come with the package, on MNIST, instead of a training
-    weights: Path = Path(
-        "runs/one-energy-many-tasks"
-    ),  # trained energies; those found are not trained again
+    data: Literal["digits", "mnist"] = "digits",  # data set
+    seeds: tuple[int, ...] = (0, 1, 2),  # random seeds, one training each
+    test_images: int = 300,  # maximum number of test images
+    epochs: int = 30,  # training epochs of the digits' energy
+    steps: tuple[int, int] = (1500, 250),  # training steps of the two stages on MNIST
+    network: Literal["convolution", "transformer"] = "convolution",  # network N on MNIST
+    network_steps: int = 6000,  # training steps of each baseline network (0: no baseline networks)
+    shipped: bool = False,  # use the MNIST weights in the package instead of training
+    weights: Path = Path("runs/one-energy-many-tasks"),  # folder of trained energies to reuse
 ) -> Result:
     loaded = load("mnist" if shipped else data)
     train, test = loaded.train_images[:20_000], loaded.test_images[:test_images]

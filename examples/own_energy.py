@@ -1,4 +1,4 @@
-"""An energy of your own as a layer, next to no layer, an encoder layer and EquilibriumBlock.
+"""An energy of your own as a layer, compared with no layer, an encoder layer and EquilibriumBlock.
 
     python examples/own_energy.py [--seeds 2 3 4 5] [--epochs 15]
 
@@ -127,8 +127,8 @@ def train_and_test(
 
 
 def own_energy(
-    seeds: tuple[int, ...] = (2, 3, 4, 5),  # one training of each layer per seed
-    epochs: int = 15,  # of each training
+    seeds: tuple[int, ...] = (2, 3, 4, 5),  # random seeds, one training of each layer per seed
+    epochs: int = 15,  # number of epochs of each training
 ) -> Result:
     digits: Any = load_digits()
     images = torch.tensor(digits.images[:, None], dtype=torch.float32) / 16

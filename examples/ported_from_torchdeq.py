@@ -1,23 +1,23 @@
-"""Two models of torchdeq's zoo, small, solved by torchdeq and by this package: the same losses, step by step.
+"""Two small models of torchdeq's zoo, solved by torchdeq and by this package with equal losses at every step.
 
     python examples/ported_from_torchdeq.py            # three seeds: the table of docs/migrating/torchdeq.md
     python examples/ported_from_torchdeq.py --example digits --engine ours --seeds 1 --report 10
 
-language: a DEQ-Transformer on characters of Python's help topics. Its block is a post-norm transformer block
-whose weights serve all iterations; the embedded characters enter each of them through queries, keys and
-values. Training has what the zoo's has: an implicit gradient, weight norm, variational dropout, and a
-penalty on the Jacobian.
+language: a DEQ-Transformer on characters of Python's help topics. Its post-norm transformer block shares
+weights between iterations, and the embedded characters enter each iteration through queries, keys and
+values. As in the zoo, training uses implicit gradients, weight norm, variational dropout and a Jacobian
+penalty.
 
 digits: a multiscale model of scikit-learn's digits. The state is a pair of feature maps; every evaluation
-applies a residual block at each resolution and then fuses them, so that all reach their equilibrium together.
+applies a residual block at each resolution and then fuses them, so both reach equilibrium together.
 
-An engine finds the fixed point of such a cell ``z = cell(z, x)``: "torchdeq" as its users write it, "ours" by
-a layer of this package, "bridge" by our layer around torchdeq's own solver. All engines take the same cell,
-the same weights and the same random numbers. A row of the table is the median over seeds. "evaluations" and
-"products" (with the transposed Jacobian) are medians over the steps of a run, per sample, all calls of the
-cell counted; "residual" is the median over the steps of the largest in the batch, at the state that the loss
-is taken of. "differs" is the largest relative difference of a loss from the first engine's at the same step,
-over all steps and seeds. The last row asks our layer for the residual that torchdeq has reached.
+An engine solves for the fixed point of a cell ``z = cell(z, x)``: "torchdeq" with its own API, "ours" with a
+layer of this package, "bridge" with this layer and torchdeq's solver. All engines use the same cell, weights
+and random numbers. A row of the table is the median over seeds. "evaluations" and "products" (with the
+transposed Jacobian) are medians over the steps of a run of all calls of the cell per sample; "residual" is
+the median over the steps of the largest residual in the batch, at the state used for the loss. "differs" is
+the largest relative difference of a loss from the first engine's at the same step, over all steps and seeds.
+In the last row this package solves to the residual that torchdeq reached.
 
 Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377 and
 "Multiscale Deep Equilibrium Models" (2020), https://arxiv.org/abs/2006.08656; Geng, Kolter, "TorchDEQ"
@@ -52,15 +52,15 @@ HEADER = "engine          loss at 1    at 10    last  differs  evaluations  prod
 
 @dataclass
 class Options:
-    """Of the solves and of the training."""
+    """Options of the solves and of the training."""
 
     backward: Literal["anderson", "broyden", "fixed_point_iter"] = "broyden"  # torchdeq's b_solver
-    tol: float = 1e-3  # relative residual that a solve is asked for
-    max_steps: int = 60  # evaluations of a solve, forward and backward
-    steps: int = 50  # of training
-    rate: float = 1e-3
-    report: int = 0  # a line after so many steps; 0: none
-    text: str = HELP  # of the language model: its name, or a path
+    tol: float = 1e-3  # relative tolerance of the solves
+    max_steps: int = 60  # maximum number of evaluations of a forward or backward solve
+    steps: int = 50  # number of training steps
+    rate: float = 1e-3  # learning rate
+    report: int = 0  # training steps between two progress lines (0: none)
+    text: str = HELP  # text of the language model: its name, or a path
 
 
 # The cells.

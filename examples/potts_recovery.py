@@ -1,13 +1,14 @@
-"""Which models find the couplings of a sparse Potts model in its samples?
+"""Recover the couplings of a sparse Potts model from samples with several models.
 
     python examples/potts_recovery.py --data tree --methods linear sink sink-long softmax-4 potts
     python examples/potts_recovery.py --sites 20 --colours 10 --samples 20000 --test 5000 --masked 800 \
         --batch 512 --dim 48 --tested 1000 --few                                  # full size, minutes
 
-Methods: factored attention by its rows, also with heads or longer training (linear, softmax-16, sink-long),
-the Potts model itself by pseudo-likelihood (potts), and transformers on masked tokens: vanilla (1 layer),
-vanilla-3, fixed (one layer, 3 times) and recycled (one layer, 2 to 4 times at random). A transformer's
-couplings are its categorical Jacobian, what setting site j does to the logits of site i.
+Methods: factored attention by the kind of its rows, with an optional number of heads or longer training
+(linear, softmax-16, sink-long), the Potts model itself by pseudo-likelihood (potts), and transformers trained
+on masked tokens: vanilla (1 layer), vanilla-3, fixed (one layer, 3 times) and recycled (one layer, 2 to 4
+times at random). The couplings of a transformer are its categorical Jacobian, the effect of setting site j
+on the logits of site i.
 """
 
 import math
@@ -154,19 +155,19 @@ def masked_loss(
 
 
 def potts_recovery(
-    data: Literal["er-kron", "er-general", "tree", "ring4"] = "er-kron",  # the model
-    samples: int = 5000,  # for training
-    test: int = 1000,  # samples of the test, at most as many as for training
-    methods: tuple[str, ...] = METHODS,  # see the first lines of the file
-    few: tuple[int, ...] = (200, 1000),  # samples of further fits, linear head and Potts model
-    steps: int = 500,  # of factored attention
-    masked: int = 400,  # steps of transformers
-    batch: int = 128,  # sequences of a step of transformers
-    dim: int = 32,  # features of their tokens
-    tested: int = 300,  # test sequences of transformers
-    sites: int = 12,  # N
-    colours: int = 5,  # d
-    seed: int = 0,  # of the model, its samples and the fits
+    data: Literal["er-kron", "er-general", "tree", "ring4"] = "er-kron",  # kind of the Potts model
+    samples: int = 5000,  # number of training samples
+    test: int = 1000,  # number of test samples, at most that of training samples
+    methods: tuple[str, ...] = METHODS,  # methods to compare, as listed above
+    few: tuple[int, ...] = (200, 1000),  # smaller numbers of samples for linear and potts
+    steps: int = 500,  # training steps of factored attention
+    masked: int = 400,  # training steps of transformers
+    batch: int = 128,  # batch size of transformers
+    dim: int = 32,  # number of features of a transformer's tokens
+    tested: int = 300,  # number of test sequences of transformers
+    sites: int = 12,  # number of sites N
+    colours: int = 5,  # number of colours d
+    seed: int = 0,  # random seed of the model, its samples and the fits
 ) -> Result:
     generator = torch.Generator().manual_seed(seed)
     truth = potts.graph_potts(data, generator, sites=sites, colours=colours)

@@ -1,9 +1,9 @@
-"""One transformer block read images, once and at its fixed point, beside stacks of usual layers.
+"""Classify images with one transformer block, applied once or at its fixed point, and with stacked layers.
 
     python examples/repeated_block.py [--data digits] [--epochs 5] [--seeds 2]
 
-The block is DEQTransformer, whose number of iterations is drawn from 4 to 12 for each batch in training.
-Images are normalised by channel, without augmentation; the readout is a class token.
+The block is DEQTransformer, with a random number of iterations from 4 to 12 for each training batch.
+Images are normalised per channel, without augmentation; the readout is a class token.
 """
 
 import time
@@ -108,13 +108,13 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, **iterations: int
 
 
 def repeated_block(
-    data: Literal["cifar10", "mnist", "digits"] = "cifar10",  # its name
-    train_images: int = 10_000,  # at most
-    test_images: int = 2_000,  # at most
-    patch: int = 4,  # pixels of a side
-    epochs: int = 5,  # of training
-    seeds: int = 2,  # trainings of each model
-    energy: bool = False,  # the repeated gradient of an energy, too
+    data: Literal["cifar10", "mnist", "digits"] = "cifar10",  # data set
+    train_images: int = 10_000,  # maximum number of training images
+    test_images: int = 2_000,  # maximum number of test images
+    patch: int = 4,  # side of a patch in pixels
+    epochs: int = 5,  # number of training epochs
+    seeds: int = 2,  # number of trainings of each model
+    energy: bool = False,  # also train the repeated gradient of an energy
 ) -> Result:
     loaded = load(data)
     chosen = torch.Generator().manual_seed(0)

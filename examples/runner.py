@@ -1,4 +1,4 @@
-"""What the gallery's examples share: options from a function's signature, tables as CSV, one picture."""
+"""Common functions of the gallery's examples: command line, tables as CSV, figures."""
 
 import argparse
 import csv
@@ -30,10 +30,10 @@ STYLE: dict[Any, Any] = {
 
 
 def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict[str, Table]:
-    """Call ``main`` with options of the command line; write its tables and its figure to OUT/NAME/.
+    """Call ``main`` with options of the command line, and write its tables and figure to OUT/NAME/.
 
-    Each parameter of ``main`` is an option of its type, the comment beside it its help. OUT is "runs",
-    or what ``--out`` says.
+    Each parameter of ``main`` becomes an option of its type; the comment after it is its help. OUT is the
+    option ``--out``, by default "runs".
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path, default=Path("runs"))
@@ -42,9 +42,9 @@ def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict
     torch.manual_seed(0)
     folder = known.out / main.__name__.replace("_", "-")
     with mpl.rc_context(STYLE):
-        note = f"{sys.modules[main.__module__].__doc__}\nFiles go to runs/, or to --out FOLDER."
+        note = f"{sys.modules[main.__module__].__doc__}\nResults go to runs/, or to --out FOLDER."
         comments = re.findall(r"^    (\w+): .*,  # (.+)$", inspect.getsource(main), re.MULTILINE)
-        # Without a text before them the lines of the arguments would lose their indentation.
+        # The text before the arguments preserves their indentation.
         lines = ["Options.\n\nArgs:", *(f"{name}: {text}" for name, text in comments)]
         main.__doc__ = "\n    ".join(lines)
         tables, figure = tyro.cli(main, args=others, description=note)
@@ -66,13 +66,13 @@ def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict
 
 
 def columns(table: Table, *keys: str, **where: Any) -> list[list[Any]]:
-    """The columns ``keys`` of the rows whose values are ``where``."""
+    """Return the columns ``keys`` of the rows that match ``where``."""
     rows = [row for row in table if all(row[name] == value for name, value in where.items())]
     return [[row[key] for row in rows] for key in keys]
 
 
 def rows_of(values: Mapping[str, torch.Tensor], **same: Any) -> Table:
-    """A row for each entry of the tensors (n,), after what is the ``same`` in all."""
+    """Return a row for each entry of the tensors (n,), starting with the constant entries ``same``."""
     lines = zip(*(each.tolist() for each in values.values()), strict=True)
     return [same | dict(zip(values, line, strict=True)) for line in lines]
 
@@ -81,20 +81,20 @@ def draw_band(
     axes: Any, table: Table, x: str, key: str, low: str = "_10", high: str = "_90", alpha: float = 0.2,
     **line: Any,
 ) -> None:  # fmt: skip
-    """Column ``key`` against column ``x``, and the band between ``key + low`` and ``key + high``."""
+    """Draw column ``key`` against column ``x``, and the band between ``key + low`` and ``key + high``."""
     places, middle, *ends = columns(table, x, key, key + low, key + high)
     axes.fill_between(places, *ends, color=line["color"], alpha=alpha, linewidth=0)
     axes.plot(places, middle, **line)
 
 
 def quantiles(key: str, values: Any) -> dict[str, float]:
-    """The median ``key`` of numbers, and ``key_10`` and ``key_90``, 10 % and 90 % of them."""
+    """Return the median ``key`` and the quantiles ``key_10`` and ``key_90`` of ``values``."""
     shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     low, middle, high = torch.as_tensor(values).double().quantile(shares).tolist()
     return {key: middle, f"{key}_10": low, f"{key}_90": high}
 
 
 def legend_below(figure: Figure, axes: Any, ncols: int, **look: Any) -> None:
-    """The legend of one panel below all panels."""
+    """Draw the legend of one panel below all panels."""
     handles = axes.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=ncols, frameon=False, **look)

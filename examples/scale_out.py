@@ -1,10 +1,10 @@
-"""One model of equilibrium layers trained by several processes: DistributedDataParallel or FSDP2.
+"""Train one model of equilibrium layers in several processes with DistributedDataParallel or FSDP2.
 
     torchrun --nproc-per-node 2 examples/scale_out.py --engine fsdp --accumulate 2
     python examples/scale_out.py                      # one process, for comparison
 
-Each process solves for its own samples; how many evaluations they take may differ, as nothing is
-communicated within a solve. Losses and weights are those of one process that has the whole batch.
+Each process solves for its own samples. The numbers of evaluations may differ, because a solve does not
+communicate. Losses and weights are those of one process with the whole batch.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def train(engine: str | None, steps: int, parts: int) -> None:
 
 
 def main(engine: Literal["ddp", "fsdp"] = "ddp", steps: int = 20, accumulate: int = 1) -> None:
-    """Train a small model; the engine is that under torchrun, ``accumulate`` parts of a batch at most 8."""
+    """Train a small model with ``engine`` under torchrun, each batch in ``accumulate`` <= 8 parts."""
     if not 1 <= accumulate <= 8:
         raise SystemExit(f"--accumulate must be 1 to 8, got {accumulate}")
     if "RANK" not in os.environ:  # not under torchrun

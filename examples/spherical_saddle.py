@@ -1,4 +1,4 @@
-r"""O(d) spins by the minimum of a convex function of their multipliers.
+r"""Solve O(d) spins by minimising a convex function of their Lagrange multipliers.
 
 Couplings J ~ N(0, 1/(N d)) and unit fields h_i. In the units ``K = 2 beta J``, ``x = beta sqrt d h``,
 ``Lambda = 2 beta t`` the free energy for each of the d components is ``-(phi - N/2 (1 + log 2 beta)) / beta``
@@ -51,11 +51,11 @@ def curves(model: Model, beta: float, t: Tensor) -> dict[str, Tensor]:
 
 
 def spherical_saddle(
-    sites: int = 32,  # spins of the first five panels
-    dim: int = 128,  # their components
-    beta: float = 1.0,  # inverse temperature, but for the sweep
-    frames: int = 100,  # inverse temperatures of the sweep, 0.25 to 10
-    seed: int = 0,  # of couplings and fields
+    sites: int = 32,  # number of spins in the first five panels
+    dim: int = 128,  # number of components of a spin
+    beta: float = 1.0,  # inverse temperature, except in the sweep
+    frames: int = 100,  # number of inverse temperatures of the sweep, from 0.25 to 10
+    seed: int = 0,  # random seed of couplings and fields
 ) -> Result:
     generator = torch.Generator().manual_seed(seed)
     model = draw_model(sites, dim, generator)

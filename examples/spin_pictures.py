@@ -1,4 +1,4 @@
-"""Spins of fixed length: Bessel ratios, lengths of means, a graph of couplings, a few planar spins."""
+"""Figures of spins of fixed length: Bessel ratios, lengths of means, a coupling graph, planar spins."""
 
 import math
 from typing import Any
@@ -60,10 +60,10 @@ def strongest(couplings: Tensor, share: float) -> Table:
 
 
 def spin_pictures(
-    dim: int = 512,  # dimension d >= 3 of the spins whose mean is drawn
-    sites: int = 64,  # sites of the directed graph, at least 2
-    share: float = 0.03,  # of its couplings that are drawn, the strongest; above 0
-    seed: int = 0,  # of the couplings and fields
+    dim: int = 512,  # number of dimensions d >= 3 of the spins whose mean is plotted
+    sites: int = 64,  # number of sites of the directed graph, at least 2
+    share: float = 0.03,  # share of the strongest couplings that are drawn, above 0
+    seed: int = 0,  # random seed of the couplings and fields
 ) -> Result:
     ratios, norms = Table(), Table()
     for nu in ORDERS:

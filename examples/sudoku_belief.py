@@ -1,8 +1,8 @@
-"""Sudoku by belief propagation, alone and with decimation, on the rules and on learned couplings.
+"""Sudoku by belief propagation, with and without decimation, for the rules and for learned couplings.
 
-Messages between the cells of 810 pairs give every cell's digit probabilities. Alone they leave most
-boards unsolved. With decimation the surest cell is fixed and the messages go on, until the board is
-full or a rule is broken.
+Messages along 810 pairs of cells give every cell's digit probabilities. Without decimation most boards remain
+unsolved. Decimation repeatedly fixes the most certain cell and updates the messages, until the board is
+full or a rule is violated.
 """
 
 from functools import partial
@@ -83,11 +83,11 @@ def decimated(pairs: Pairs, puzzles: Tensor) -> Tensor:
 
 def sudoku_belief(
     clues: tuple[int, ...] = (17, 25, 30, 36),  # numbers of clues
-    boards: int = 25,  # puzzles for each number of clues; fewer where the list has not enough
-    fit_steps: int = 300,  # of training
-    train: int = 5000,  # solved boards to learn from
-    source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
-    seed: int = 0,  # of the boards, the fits and the symmetries
+    boards: int = 25,  # maximum number of puzzles for each number of clues
+    fit_steps: int = 300,  # number of training steps
+    train: int = 5000,  # number of solved boards for training
+    source: str = "auto",  # puzzles: list (sudoku17.npz), generated, or auto (list if available)
+    seed: int = 0,  # random seed of the boards, the fits and the symmetries
 ) -> Result:
     data = load_boards(train, boards, clues, source, seed)
     test = {number: each for number, each in data.test.items() if number != MIXED}

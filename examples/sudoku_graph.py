@@ -1,8 +1,8 @@
-"""Which cells of Sudoku constrain each other, learned from solved boards alone.
+"""Learn which cells of Sudoku constrain each other from solved boards only.
 
 Factored attention and a Potts model predict every cell of a board from the other 80. The precision of
-their 810 strongest pairs is drawn against the steps of training (boards under random symmetries) and
-against the number of boards (without symmetries). The baseline counts how often two cells hold the
+their 810 strongest pairs is plotted against the training steps (with random symmetries of the boards) and
+against the number of boards (without symmetries). The baseline counts how often two cells contain the
 same digit.
 """
 
@@ -91,12 +91,12 @@ def precision_of(scores: Tensor) -> float:
 
 
 def sudoku_graph(
-    steps: int = 100,  # of the fits to boards under symmetries
-    train: int = 5000,  # boards for them
-    boards: tuple[int, ...] = (5, 10, 20, 40, 80, 160, 1000),  # of the fits without symmetries
-    few_steps: int = 150,  # of these fits
-    source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
-    seed: int = 0,  # of the boards, the fits and the symmetries
+    steps: int = 100,  # training steps of the fits with symmetries
+    train: int = 5000,  # number of boards of the fits with symmetries
+    boards: tuple[int, ...] = (5, 10, 20, 40, 80, 160, 1000),  # numbers without symmetries
+    few_steps: int = 150,  # training steps of the fits without symmetries
+    source: str = "auto",  # boards: list (sudoku17.npz), generated, or auto (list if available)
+    seed: int = 0,  # random seed of the boards, the fits and the symmetries
 ) -> Result:
     name, every = solved_boards(max(train, *boards), source, seed)
     by_steps, by_boards, ends = Table(), Table(), {}

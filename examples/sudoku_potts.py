@@ -1,12 +1,11 @@
-"""Sudoku solved by the couplings of a Potts model, learned from solved boards alone.
+"""Solve Sudoku with the couplings of a Potts model, learned from solved boards only.
 
     python examples/sudoku_potts.py --boards 500       # the table of the gallery
 
-Clues are held fixed; the probabilities of the other cells follow the mean field of the couplings while
-the temperature falls ("annealed"), or the surest cell is fixed, again and again ("decimated"). Beside
-learned couplings: those of the rules, and two rules of logic. Puzzles are those of the list with 17 clues
-(Gordon Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku, with random further cells; without the list they
-are generated.
+Clues are clamped. The probabilities of the other cells follow the mean field of the couplings while the
+temperature decreases ("annealed"), or the most certain cell is fixed repeatedly ("decimated"). Baselines are
+the couplings of the rules and two rules of logic. Puzzles come from the list with 17 clues (Gordon Royle,
+CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku, with random additional clues; without the list they are generated.
 """
 
 from collections.abc import Callable
@@ -173,13 +172,13 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], ways: dict[str, Solve]) -> T
 
 def sudoku_potts(
     clues: tuple[int, ...] = (17, 25, 30, 36),  # numbers of clues
-    boards: int = 100,  # puzzles for each number of clues; fewer where the list has not enough
-    steps: int = 300,  # of training
-    train: int = 5000,  # solved boards to learn from
-    l2: float = 1e-4,  # penalty of the factored head; both models are fitted without one, too
-    anneal: int = 600,  # steps of an annealing at most
-    source: str = "auto",  # list (sudoku17.npz), generated, or auto: the list where it is found
-    seed: int = 0,  # of the boards, the fits and the symmetries
+    boards: int = 100,  # maximum number of puzzles for each number of clues
+    steps: int = 300,  # number of training steps
+    train: int = 5000,  # number of solved boards for training
+    l2: float = 1e-4,  # L2 penalty of the factored head (both models are also fitted without it)
+    anneal: int = 600,  # maximum number of annealing steps
+    source: str = "auto",  # puzzles: list (sudoku17.npz), generated, or auto (list if available)
+    seed: int = 0,  # random seed of the boards, the fits and the symmetries
 ) -> Result:
     data = load_boards(train, boards, clues, source, seed)
     couplings, fits, held_out = {RULES: rules()}, Table(), data.test[MIXED][1]

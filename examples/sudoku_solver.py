@@ -1,7 +1,7 @@
-"""A learned update solves Sudoku: the share solved against iterations, and one board being filled in.
+"""Solve Sudoku with a learned update: the share of solved boards per iteration, and one board in detail.
 
-The weights come with the package. Puzzles are those of the list with 17 clues (Gordon Royle, CC BY 2.5) in
-$IMPLICIT_ATTN_DATA/sudoku, with further cells revealed; without the list they are generated.
+The weights come with the package. Puzzles come from the list with 17 clues (Gordon Royle, CC BY 2.5) in
+$IMPLICIT_ATTN_DATA/sudoku, with additional clues; without the list they are generated.
 """
 
 from pathlib import Path
@@ -50,11 +50,11 @@ def animate(path: Path, puzzle: Tensor, solution: Tensor, frames: list[Frame]) -
 
 
 def sudoku_solver(
-    weights: str = "sudoku-solver-easy",  # a board solver: a file, or a name of shipped weights
+    weights: str = "sudoku-solver-easy",  # board solver: a file or the name of shipped weights
     givens: tuple[int, ...] = (17, 20, 25, 30, 34),  # numbers of givens
-    boards: int = 200,  # puzzles of each
-    seed: int = 0,  # of further cells that are revealed, and of puzzles that are generated
-    animation: Path | None = None,  # a file .gif, to which the board is drawn at every iteration
+    boards: int = 200,  # number of puzzles for each number of givens
+    seed: int = 0,  # random seed of additional givens and generated puzzles
+    animation: Path | None = None,  # GIF file for an animation of the board over the iterations
 ) -> Result:
     try:
         model, settings = load_solver("--weights", weights)

@@ -1,10 +1,9 @@
-"""How good are mean-field theories of spins, and where do they stop making sense?
+"""Accuracy and consistency of mean-field theories of spins.
 
-Random Ising and Potts models, so small that every configuration can be visited, tell the exact means and
-correlations. Naive mean field and adaptive TAP are compared with them, together with the criterion that each
-theory must meet to be consistent with itself: ``Lambda - J``, whose inverse is the estimate of the
-correlations, is positive definite. A theory without a consistent solution of a model counts as infinitely
-wrong there. Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
+Random Ising and Potts models that are small enough for enumeration give exact means and correlations. The
+example compares naive mean field and adaptive TAP with them, and checks whether each theory is consistent:
+``Lambda - J``, whose inverse estimates the correlations, must be positive definite. Without a consistent
+solution the error counts as infinite. Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
 """
 
 import math
@@ -126,12 +125,12 @@ def errors(model: SpinModel) -> Row:
 
 
 def tap_vs_exact(
-    models: int = 50,  # random models at every strength
-    ising: int = 10,  # sites of the Ising models
-    potts: int = 7,  # sites of the Potts models
-    states: int = 3,  # states of a Potts site
-    strengths: tuple[float, ...] = STRENGTHS,  # of the couplings
-    seed: int = 0,  # of the models
+    models: int = 50,  # number of random models for each strength
+    ising: int = 10,  # number of sites of the Ising models
+    potts: int = 7,  # number of sites of the Potts models
+    states: int = 3,  # number of states of a Potts site
+    strengths: tuple[float, ...] = STRENGTHS,  # strengths of the couplings
+    seed: int = 0,  # random seed of the models
 ) -> Result:
     families = {
         f"Ising, N = {ising}": partial(random_ising, ising),

@@ -1,10 +1,9 @@
-"""Your own energy, a plain function, as a trained layer: a denoiser learns what edges look like.
+"""Train a layer from your own energy, a plain function: a denoiser learns filters for edges.
 
-Piecewise constant signals come with noise. The layer returns the z that minimises ``energy``:
-close to the noisy x, and with small responses to filters that nobody designed. Training through the
-minimiser by implicit differentiation shapes the filters, and the error falls to half of the noise.
-In the end each filter sums to nearly zero, and one of them is (1, -1) times a number: the layer has
-found out by itself that differences of neighbours are what to penalise (total variation).
+The data are noisy piecewise constant signals. The layer returns the minimiser z of ``energy``, which is
+close to the noisy x and has small responses to learned filters. Implicit differentiation trains the filters,
+and the error decreases to half of the noise. After training each filter sums to nearly zero, and one is a
+multiple of (1, -1): the layer has learned to penalise differences of neighbours (total variation).
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Implicit attention: layers whose output is the fixed point of an energy descent or mean-field update.
 
-The core names stand in ``__init__.pyi``; all others are in the sub-packages.
+``__init__.pyi`` lists the core names; all others are in the sub-packages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __version__ = "0.2.0"
 
 
 def _import_solvers() -> None:
-    """Import ``solvers``; refuse whatever hides it, a file solvers.py without running it.
+    """Import ``solvers``, and raise ImportError if another module of that name shadows it.
 
-    The name is common: a file ``solvers.py`` beside a script comes before every installed package. It may
-    import this package, of which nothing is there yet, and Python would blame a circular import.
+    A file ``solvers.py`` next to a script precedes installed packages. It is not run, because it may import
+    this package, which is not yet initialised, and Python would report a circular import.
     """
     if "solvers" not in sys.modules:
         spec = importlib.util.find_spec("solvers")
@@ -29,13 +29,13 @@ def _import_solvers() -> None:
             importlib.import_module("solvers")
         except Exception as error:
             if folders is None or PathFinder.find_spec("solvers.lazy", folders) is not None:
-                raise  # nothing is hidden: torch is missing, for example
+                raise  # another cause, such as a missing torch
             raise _hidden(spec.origin if spec else None) from error
     _check_solvers(sys.modules["solvers"])
 
 
 def _check_solvers(module: object) -> None:
-    """Raise ImportError, naming its place, unless ``module`` is the package of this distribution."""
+    """Raise ImportError unless ``module`` is the package of this distribution."""
     if getattr(module, "DISTRIBUTION", None) != "implicit-attn":
         folder = next(iter(getattr(module, "__path__", [])), None)
         raise _hidden(getattr(module, "__file__", None) or folder or repr(module))
@@ -43,9 +43,8 @@ def _check_solvers(module: object) -> None:
 
 def _hidden(place: str | None) -> ImportError:
     return ImportError(
-        "implicit_attn comes with a package solvers, which another module of that name hides: "
-        f"`import solvers` found {place}. Rename or move that file or folder, or start "
-        "Python where it is not on the path (sys.path), then import again in a new process"
+        f"implicit_attn needs its own package solvers, but `import solvers` finds {place}. Rename "
+        "that file or folder or remove its directory from sys.path, then start a new Python process"
     )
 
 

@@ -1,4 +1,4 @@
-"""Blocks in the place of a transformer layer: the equilibrium block, and the DEQ transformer."""
+"""Blocks that replace a transformer layer: the equilibrium block and the DEQ transformer."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from solvers.core.modes import (
 )
 from solvers.core.solution import criterion, read_tolerance
 
-EPSILON = 1e-5  # of the norm of the input
+EPSILON = 1e-5  # epsilon of the norm of the input
 ATTENTIONS = ("self", "cross", None)
 MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
-# GELU' <= 1.129: the curvature of its integral is by so much greater than that of relu(y)^2 / 2.
+# GELU' <= 1.129, so the curvature of its integral exceeds that of relu(y)^2 / 2 by this factor.
 STEEPEST = {"relu": 1.0, "gelu": 1.13}
 
 
 class EncoderLayer(nn.Module):
-    """What the package's blocks share: tokens and masks as ``nn.TransformerEncoderLayer`` takes them.
+    """Base class of blocks with the tokens and masks of ``nn.TransformerEncoderLayer``.
 
     Attributes:
-        deq: the layer that is solved; its input is an ``AttentionInput``.
-        memory_dim: features of the tokens of a memory, with ``attention="cross"``.
+        deq: the DEQ layer, whose input is an ``AttentionInput``.
+        memory_dim: features of the memory's tokens for ``attention="cross"``.
     """
 
     deq: DEQ
@@ -71,7 +71,7 @@ class EncoderLayer(nn.Module):
 
     @property
     def self_attn(self) -> EncoderLayer:
-        """The block, which ``nn.TransformerEncoder`` asks for its ``batch_first`` by this name."""
+        """The block itself, because ``nn.TransformerEncoder`` reads ``self_attn.batch_first``."""
         return self
 
     @property
@@ -90,10 +90,9 @@ class EncoderLayer(nn.Module):
         memory_key_padding_mask: Tensor | None = None,
         **options: Any,
     ) -> solvers.Solution:
-        """The :class:`solvers.Solution` for the state z*; ``src`` and masks as in ``forward``.
+        """Return the :class:`solvers.Solution` of the state z*; ``src`` and masks as in ``forward``.
 
-        ``options`` are those of :meth:`implicit_attn.DEQ.solve`. The state is (B, N, state_dim), however
-        the tokens are laid out.
+        ``options`` are those of :meth:`implicit_attn.DEQ.solve`. The state is always (B, N, state_dim).
         """
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
@@ -116,7 +115,7 @@ class EncoderLayer(nn.Module):
         return {"tolerance": self._tolerance(x), **options}
 
     def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
-        """That of the options, else 1e-3; in reduced precision what the map can meet (None)."""
+        """Return the tolerance of the options or 1e-3; None in reduced precision, for the default."""
         if not self.deq.training and self.deq.eval_tolerance is not None:
             return self.deq.eval_tolerance
         reduced = x.dtype in (torch.float16, torch.bfloat16)
@@ -173,10 +172,10 @@ class EncoderLayer(nn.Module):
         memory: Tensor | None = None,
         memory_padding: Tensor | None = None,
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
-        """Tokens (B, N, d), the input of the solve, and the mask of the tokens that count (B, N)."""
+        """Return tokens (B, N, d), the input of the solve, and the mask of unpadded tokens (B, N)."""
         x = self._tokens("src", src, self.dim)
         if memory is None and self.attention == "cross":
-            raise ValueError('memory must be given with attention="cross", got None')
+            raise ValueError('memory must be a tensor when attention="cross", got None')
         if self.attention != "cross" and (memory is not None or memory_padding is not None):
             raise ValueError(f'memory needs attention="cross", got attention={self.attention!r}')
         pairs = bias = seen = None
@@ -199,7 +198,7 @@ class EncoderLayer(nn.Module):
         return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
 
     def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
-        """(B, N, width), from what may be (N, width) or (N, B, width)."""
+        """Convert tokens (N, width) or (N, B, width) to (B, N, width)."""
         if (
             not isinstance(tokens, Tensor)
             or tokens.dim() not in (2, 3)
@@ -209,53 +208,52 @@ class EncoderLayer(nn.Module):
             layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
             raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
         if not tokens.is_floating_point():
-            raise TypeError(f"{name} must be of a floating dtype, got {tokens.dtype}")
+            raise TypeError(f"{name} must have a floating-point dtype, got {tokens.dtype}")
         if tokens.dim() == 2:
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)
 
     def _like(self, src: Tensor, y: Tensor) -> Tensor:
-        """``y`` (B, N, d) laid out as ``src``."""
+        """Convert ``y`` (B, N, d) to the layout of ``src``."""
         if src.dim() == 2:
             return y.squeeze(0)
         return y if self.batch_first else y.transpose(0, 1)
 
 
 class EquilibriumBlock(EncoderLayer):
-    r"""``x -> x + z*(x)``, ``z* = argmin_z E(z; rms_norm(x))``, in the place of a transformer layer.
+    r"""Transformer layer ``x -> x + z*(x)`` with ``z* = argmin_z E(z; rms_norm(x))``.
 
     The energy is :class:`implicit_attn.energies.EquilibriumEnergy`: ``1/2 |z|^2`` plus softmax attention
-    and hidden units that see the input inside::
+    and hidden units that depend on the input::
 
         E = 1/2 |z|^2 - tau^-1 sum_hi log sum_j P0_ij(x) exp(tau (W_h z_i).v_j(x))
                       - 1/2 sum_im relu((D z_i + U x_i + c)_m)^2
 
-    Its Hessian has eigenvalues from ``1 - sum(curvature)`` to 1 (gelu: to ``1 + 0.13 curvature[1]``),
-    whatever the weights and the input, because the spectral norms of W and D are bounded. So there is one
-    minimum, every solve converges, mostly within four or five evaluations, and so does the solve for the
-    gradients. The first gradient step from zero is a feed-forward block and attention of the same shapes
-    as those of ``nn.TransformerEncoderLayer``, with as many parameters for ``hidden = dim_feedforward``.
+    The spectral norms of W and D are bounded, so for any weights and input the Hessian has eigenvalues
+    from ``1 - sum(curvature)`` to 1 (for gelu, to ``1 + 0.13 curvature[1]``). The minimum is therefore
+    unique, and the solves for it and for the gradients converge, mostly within four or five evaluations.
+    The first gradient step from zero is a feed-forward block and attention of the same shapes as in
+    ``nn.TransformerEncoderLayer``, with as many parameters for ``hidden = dim_feedforward``.
 
     Args:
         dim: features d of a token.
-        heads: attention heads; they must divide ``state_dim``.
-        hidden: hidden units M; None: ``2 dim``; 0: none, attention alone.
-        attention: "self"; "cross", among the tokens of a ``memory``; or None for hidden units alone.
-        activation: of the hidden units, "relu" or "gelu".
-        memory_dim: features of the memory's tokens, with ``attention="cross"``; None: ``dim``.
-        state_dim: features s of the state z; None: d. Otherwise the output is ``x + O z*``.
-        causal: token i sees the tokens ``j <= i`` alone, as keys and values are made of x. No bit of its
-            output depends on a later token: the solve iterates plainly, and each token rests when it and
-            all tokens before it have converged. A solver that is named, here or in ``layer``, and
-            ``record``, ``callback``, ``z0`` and ``stop`` of a call bring back the solver's own stopping,
-            and so do transforms of ``torch.func``. A sample then stops by a residual that its tokens
-            share, and later tokens reach earlier ones within the tolerance.
-        curvature: bounds on the curvature of attention and of the hidden units, > 0, of sum < 1. Small
-            ones make the block more explicit: at 0 it would be its first step.
-        dropout: of the input of attention and hidden units, and of ``z*``, outside the solve.
-        batch_first: tokens are (B, N, d), else (N, B, d) as ``nn.Transformer``'s are by default.
-        layer: options of :class:`implicit_attn.DEQ`; the relative tolerance is 1e-3 by default, and what
-            DEQ takes in half precision.
+        heads: number of attention heads, a divisor of ``state_dim``.
+        hidden: number of hidden units M; None for ``2 dim``, 0 for attention only.
+        attention: "self", "cross" (to the tokens of a ``memory``), or None for hidden units only.
+        activation: activation of the hidden units, "relu" or "gelu".
+        memory_dim: features of the memory's tokens for ``attention="cross"``; None for ``dim``.
+        state_dim: features s of the state z; None for d. Otherwise the output is ``x + O z*``.
+        causal: whether token i depends only on the tokens ``j <= i``, bit for bit. The solve is then a plain
+            iteration in which each token stops when it and all tokens before it have converged. If you name
+            a solver, here or in ``layer``, or pass ``record``, ``callback``, ``z0`` or ``stop`` to a call,
+            and inside transforms of ``torch.func``, the solver's own stopping rule applies: all tokens of a
+            sample share a residual, so later tokens affect earlier ones within the tolerance.
+        curvature: bounds (attention, hidden units) on the curvature, > 0 with a sum < 1. With smaller
+            bounds the block is closer to its first gradient step.
+        dropout: dropout probability of the input of attention and hidden units and of ``z*``.
+        batch_first: whether tokens are (B, N, d) or, as ``nn.Transformer``'s default, (N, B, d).
+        layer: options of :class:`implicit_attn.DEQ`. The default relative tolerance is 1e-3, and that of
+            DEQ in half precision.
 
     Example:
         >>> import torch
@@ -264,7 +262,7 @@ class EquilibriumBlock(EncoderLayer):
         >>> y.shape, bool(block.last.converged.all())
         (torch.Size([2, 16, 64]), True)
 
-    A stack of them: ``nn.Sequential(*(EquilibriumBlock(64, heads=4) for _ in range(3)))``.
+    To stack blocks, use ``nn.Sequential(*(EquilibriumBlock(64, heads=4) for _ in range(3)))``.
     """
 
     @hint_names
@@ -338,7 +336,7 @@ class EquilibriumBlock(EncoderLayer):
 
     @property
     def output(self) -> nn.Module | None:
-        """The map O of the state to the width of the tokens, where it has another."""
+        """The map O from the state to the width of the tokens, or None if they are equal."""
         return self.energy.output
 
     def forward(
@@ -352,18 +350,18 @@ class EquilibriumBlock(EncoderLayer):
         memory_key_padding_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """The block's output, as ``nn.TransformerEncoderLayer`` is called.
+        """Return the output for the arguments of ``nn.TransformerEncoderLayer``.
 
         Args:
             src: (B, N, d), or (N, d) for one sample, or (N, B, d) with ``batch_first=False``.
-            src_mask: which pairs are excluded (bool, True) or what is added to their scores (floating,
-                -infinity excludes): (N, M), or (B heads, N, M); M is N, or that of the memory.
-            src_key_padding_mask: (B, N) bool, True at padding, or floating, -infinity there and else 0;
-                padding comes out as it went in.
-            is_causal: as the option ``causal``, for this call.
-            memory: (B, M, memory_dim), for ``attention="cross"``, laid out as ``src``.
+            src_mask: (N, M) or (B heads, N, M), bool with True at excluded pairs, or floating-point and
+                added to the scores (-inf excludes). M is N, or the number of tokens of the memory.
+            src_key_padding_mask: (B, N), bool with True at padding, or floating-point with -inf at padding
+                and 0 elsewhere. The block returns padding unchanged.
+            is_causal: like the option ``causal``, for this call.
+            memory: (B, M, memory_dim) for ``attention="cross"``, in the layout of ``src``.
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
-            options: those of :meth:`implicit_attn.DEQ.solve`, for this call.
+            options: options of :meth:`implicit_attn.DEQ.solve` for this call.
         """
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
@@ -375,7 +373,7 @@ class EquilibriumBlock(EncoderLayer):
         return self._like(src, x + z)
 
     def __repr__(self) -> str:
-        """The options; the modules are in ``block.deq``."""
+        """Return the options; the modules are in ``block.deq``."""
         count = sum(parameter.numel() for parameter in self.parameters())
         return (
             f"EquilibriumBlock(dim={self.dim}, heads={self.heads}, hidden={self.hidden}, "
@@ -391,12 +389,12 @@ def _normalised(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _BlockStep(GradientStep):
-    """The unit gradient step. It is a contraction, so most solvers need no value of the energy."""
+    """The unit gradient step, a contraction, for which most solvers need no energy."""
 
     energy: EquilibriumEnergy
 
     def start(self, x: AttentionInput, prepared: Any) -> Tensor:
-        """What the hidden units answer to the input at once, which saves an evaluation; else zero."""
+        """Return the gradient step of the hidden units at zero, which saves an evaluation, or zero."""
         answer = prepared.start
         if answer is not None:
             return answer
@@ -407,13 +405,11 @@ class _BlockStep(GradientStep):
 def _check_curvature(curvature: Any) -> tuple[float, float]:
     if not isinstance(curvature, (tuple, list)) or len(curvature) != 2:
         raise TypeError(
-            f"curvature must be two numbers, of attention and memory, got {curvature!r}"
+            f"curvature must be a pair of numbers (attention, memory), got {curvature!r}"
         )
     first, second = (require_number("curvature", c, low=0.0, closed=False) for c in curvature)
     if first + second >= 1.0:
-        raise ValueError(
-            f"curvature must sum to less than 1, else minima are many, got {curvature}"
-        )
+        raise ValueError(f"curvature must sum to less than 1 for a unique minimum, got {curvature}")
     return first, second
 
 
@@ -421,41 +417,41 @@ Iterations = int | tuple[int, int] | str
 
 
 class DEQTransformer(EncoderLayer):
-    r"""``x -> z*`` with ``z* = block(LN(z* + x))``: one pre-norm transformer block at its fixed point.
+    r"""Pre-norm transformer block at its fixed point, ``x -> z*`` with ``z* = block(LN(z* + x))``.
 
-    x is the input after an rms norm, and where the iteration ``z <- block(LN(z + x))`` begins; the block is
+    x is the input after an RMS norm and the start of the iteration ``z <- block(LN(z + x))``. The block is
     :class:`implicit_attn.updates.TransformerStep`, attention among the states and a feed-forward part.
-    Unlike in :class:`implicit_attn.EquilibriumBlock` a token decides anew at every evaluation where to
-    attend, so that iterations give what depth gives. Nothing makes the map a contraction; that its end is
-    a fixed point is learned, best with numbers of iterations that are drawn in training.
+    Unlike :class:`implicit_attn.EquilibriumBlock` it recomputes queries, keys and values from the state at
+    every evaluation, so iterations act like depth. The map need not be a contraction. Training with
+    random numbers of iterations teaches it to converge to a fixed point.
 
     Args:
         dim: features d of a token.
-        heads: attention heads, a divisor of d.
-        hidden: hidden units; None: ``4 dim``.
-        attention: "self", or "cross", among the tokens of a ``memory``.
-        activation: of the hidden units, "gelu" or "relu".
-        memory_dim: features of the memory's tokens, with ``attention="cross"``; None: ``dim``.
-        causal: token i sees the tokens ``j <= i`` alone.
-        iterations: how often the block is evaluated: a number; a pair (least, most) from which each call
-            in training draws one, and of which evaluation takes the middle; or "converged": until every
-            sample has converged, as ``layer`` says. With numbers what is computed at a causal token
-            depends on no later token, bit by bit. "converged" stops by a residual that all tokens of a
-            sample share, so later tokens reach earlier ones within the tolerance. "prefix", of causal
-            blocks: plain iteration, in which a token rests as soon as it and all tokens before it have
-            converged; no bit of it depends on a later token, and resting tokens cost but their keys and
-            values. ``evaluations`` then holds those of each token.
-        gradient: "all": through all iterations. A number k: through the last k of them (truncated
-            back-propagation), with memory of these; at "converged" k further ones from the end,
-            :class:`solvers.Phantom`. "implicit": by the implicit function theorem, with the memory of one
-            evaluation and one evaluation more; right only where the iteration has arrived. "prefix"
-            needs a number or "implicit".
-        dropout: of the injected input and of the output, outside the solve.
-        batch_first: tokens are (B, N, d), else (N, B, d) as ``nn.Transformer``'s are by default.
-        layer: options of :class:`implicit_attn.DEQ`, for ``solve`` and "converged": Anderson to the
-            relative tolerance 1e-3 by default. ``adjoint`` needs ``gradient="implicit"``.
+        heads: number of attention heads, a divisor of d.
+        hidden: number of hidden units; None for ``4 dim``.
+        attention: "self", or "cross" (to the tokens of a ``memory``).
+        activation: activation of the hidden units, "gelu" or "relu".
+        memory_dim: features of the memory's tokens for ``attention="cross"``; None for ``dim``.
+        causal: whether token i depends only on the tokens ``j <= i``.
+        iterations: number of evaluations of the block; or a pair (low, high), from which training draws
+            a number for each call and evaluation takes the middle; or "converged", until every sample
+            has converged by the options in ``layer``. With a number, a causal token does not depend on
+            later tokens, bit by bit. "converged" uses a residual over all tokens of a sample, so later
+            tokens influence earlier ones within the tolerance. "prefix", for causal blocks, is plain
+            iteration in which a token stops when it and all previous tokens have converged: it does not
+            depend on later tokens, and stopped tokens only cost their keys and values. ``evaluations``
+            then counts those of each token.
+        gradient: "all" for gradients through all iterations; a number k for the last k iterations
+            (truncated back-propagation) or, with "converged", k additional ones
+            (:class:`solvers.Phantom`); "implicit" for the implicit function theorem, with the memory of one
+            evaluation, which is correct only if the iteration has converged. "prefix" needs a number or
+            "implicit".
+        dropout: dropout probability of the injected input and of the output.
+        batch_first: whether tokens are (B, N, d) or, as ``nn.Transformer``'s default, (N, B, d).
+        layer: options of :class:`implicit_attn.DEQ` for ``solve`` and "converged", by default Anderson
+            with relative tolerance 1e-3. ``adjoint`` needs ``gradient="implicit"``.
 
-    The output has no further residual connection: ``LN(z + x)`` already carries x. Padding comes out as 0.
+    There is no other residual connection, because ``LN(z + x)`` contains x. The output is 0 at padding.
 
     Example:
         >>> import torch
@@ -466,7 +462,7 @@ class DEQTransformer(EncoderLayer):
         >>> solution = block.eval().solve(x)  # until converged, with status and residual
 
     Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377, whose
-    transformer block has its norms behind the sublayers; numbers drawn in training as in Geiping et al.,
+    transformer block has its norms after the sublayers; random iteration numbers follow Geiping et al.,
     "Scaling up Test-Time Compute with Latent Reasoning" (2025), https://arxiv.org/abs/2502.05171.
     """
 
@@ -518,12 +514,12 @@ class DEQTransformer(EncoderLayer):
         memory_key_padding_mask: Tensor | None = None,
         iterations: Iterations | None = None,
     ) -> Tensor:
-        """The block's output, as ``nn.TransformerEncoderLayer`` is called.
+        """Return the output for the arguments of ``nn.TransformerEncoderLayer``.
 
         Args:
-            src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask: as for
+            src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask: see
                 :meth:`implicit_attn.EquilibriumBlock.forward`.
-            iterations: of this call; None: those of the constructor.
+            iterations: iterations of this call; None for those of the constructor.
         """
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
@@ -542,7 +538,7 @@ class DEQTransformer(EncoderLayer):
         else:
             with torch.no_grad():
                 start = self.deq.unrolled(count)(given, mask)
-            # Its one evaluation is linearised, and measures the residual.
+            # One more evaluation is linearised and measures the residual.
             self.deq.evaluations_before = count
             z = self.deq(given, mask, z0=start, max_steps=1, on_failure="ignore")
         return self._like(src, self.dropout(z))
@@ -550,9 +546,9 @@ class DEQTransformer(EncoderLayer):
     def _by_prefix(
         self, given: AttentionInput, mask: Tensor | None, x: Tensor, tolerance: Any
     ) -> Tensor:
-        """The states where every token rests; there is no gradient through the iterations."""
+        """Return the states at which every token stops; there is no gradient through the iterations."""
         if not self.causal:
-            raise ValueError('iterations="prefix" needs causal=True: tokens have no prefix')
+            raise ValueError('iterations="prefix" needs causal=True, got causal=False')
         if torch.is_grad_enabled() and self.gradient == "all":
             raise ValueError(
                 'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
@@ -564,7 +560,7 @@ class DEQTransformer(EncoderLayer):
         return z
 
     def _count(self, iterations: Iterations) -> int | str:
-        """The number of evaluations of a call, or how it ends."""
+        """Return the number of evaluations of a call, "converged" or "prefix"."""
         if isinstance(iterations, int | str):
             return iterations
         low, high = iterations
@@ -575,23 +571,23 @@ class DEQTransformer(EncoderLayer):
 
 
 def check_iterations(iterations: Any) -> Iterations:
-    """A number, a pair (least, most), "converged" or "prefix"."""
+    """Return a number, a pair (low, high), "converged" or "prefix"."""
     if isinstance(iterations, str):
         return require_choice("iterations", iterations, ("converged", "prefix"))
     if not isinstance(iterations, (tuple, list)):
         return require_count("iterations", iterations)
     if len(iterations) != 2:
-        raise ValueError(f"iterations must be a number or (least, most), got {iterations!r}")
+        raise ValueError(f"iterations must be a number or a pair (low, high), got {iterations!r}")
     low, high = (require_count("iterations", number) for number in iterations)
     if low > high:
-        raise ValueError(f"iterations must be (least, most), got {iterations!r}")
+        raise ValueError(f"iterations must be a pair with low <= high, got {iterations!r}")
     return low, high
 
 
 def _counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
-    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count.
+    """Convert ``nn.Transformer``'s padding mask, (B, N) or (N,), to a mask that is True at real tokens.
 
-    A floating one, as ``nn.TransformerEncoder`` makes of every mask, is negative at padding, else zero.
+    A floating-point mask, which ``nn.TransformerEncoder`` makes of every mask, is -inf at padding, else 0.
     """
     if padding is None:
         return None
@@ -600,7 +596,7 @@ def _counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
         padding.dtype == torch.bool or padding.is_floating_point()
     ):
         got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
-        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
+        raise TypeError(f"{name} must be a bool or floating-point tensor, got {got}")
     padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
     if tuple(padding.shape) != expected:
         raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
@@ -608,14 +604,14 @@ def _counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
         return ~padding
     known = padding.device.type == "cpu" and not in_transform()
     if known and not bool(((padding == 0) | padding.isneginf()).all()):
-        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
+        raise ValueError(f"{name} of a floating-point dtype must contain only 0 and -inf (padding)")
     return padding == 0
 
 
 def _allowed_pairs(
     mask: Any, shape: tuple[int, int, int, int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
+    """Convert ``nn.Transformer``'s pair mask to allowed pairs and a bias of their scores."""
     batch, heads, tokens, keys = shape
     fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
     if fits and mask.dim() == 3 and mask.shape[0] == batch * heads:
@@ -629,9 +625,9 @@ def _allowed_pairs(
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():
-        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
+        raise TypeError(f"src_mask must be a bool or floating-point tensor, got {mask.dtype}")
     allowed = ~mask.isneginf()
     known = mask.device.type == "cpu" and not in_transform()
     if known and not bool((mask.isfinite() | ~allowed).all()):
-        raise ValueError("src_mask must be finite or -infinity, got NaN or infinity")
+        raise ValueError("src_mask must be finite or -inf, got NaN or inf")
     return allowed, mask.masked_fill(~allowed, 0.0)

@@ -1,9 +1,8 @@
 """Variational dropout: one mask for all evaluations of a solve.
 
-The mask is no stored tensor but a function of a number drawn for each sample, its seed, and of the place in
-the tensor. The seeds travel with the other inputs of the solve. So the mask is the same at every evaluation,
-in the adjoint, in a repeated (checkpointed) evaluation and after other samples have left the batch, whatever
-shape the dropped tensor has.
+The mask is a function of a random seed per sample and of the position in the tensor. The seeds are inputs of
+the solve, so the mask is the same at every evaluation, in the adjoint, in a recomputed (checkpointed)
+evaluation and after other samples have left the batch, for any shape of the tensor.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from solvers.core.checks import require_count, require_number
 from solvers.core.context import CONTEXT, within
 from solvers.core.modes import in_transform
 
-_WORD = 0xFFFFFFFF  # the arithmetic is that of 32 bits, in int64
+_WORD = 0xFFFFFFFF  # 32-bit arithmetic in int64
 
 
 class VariationalDropout(nn.Module):
-    r"""Dropout whose mask is drawn once a solve: ``h m / (1 - p)``, m of 0 (probability p) and 1.
+    r"""Dropout ``h m / (1 - p)`` with a mask m that is drawn once per solve.
 
     ``nn.Dropout`` inside an update draws a new mask at every evaluation, so there is no fixed point. This
-    one may stand anywhere in an update, or in an energy that is differentiated automatically, of a
-    :class:`implicit_attn.DEQ`: on the state, on hidden units, on features of ``prepare``. Each sample has a
-    mask of its own, drawn from torch's global generator when a solve begins. All evaluations of the solve and
-    its derivatives share it, and the next solve has another. In evaluation nothing is dropped.
+    module may be used anywhere in the update of a :class:`implicit_attn.DEQ`, or in an energy that is
+    differentiated automatically: on the state, on hidden units, on features of ``prepare``. Each sample has
+    its own mask, drawn from torch's global generator at the start of a solve and shared by all evaluations
+    of the solve and its derivatives. In evaluation mode nothing is dropped.
 
-    It must be a part of the layer's update (an attribute of a module), so that the layer finds it.
-    Two such modules in an update have different masks; one that is called twice has the same one twice. An
-    energy stays an energy: what is descended is that of the thinned network.
+    The layer detects the module only if it is an attribute of a module in the update. Two such modules in
+    an update have different masks; a module that is called twice uses the same mask. With dropout in an
+    energy, the layer descends the energy of the thinned network.
 
-    Without a DEQ, in a function for :func:`solvers.fixed_point`, draw the seeds before the solve and pass
-    them through ``args``::
+    In a function for :func:`solvers.fixed_point`, draw the seeds before the solve and pass them through
+    ``args``::
 
         seeds = dropout_seeds(len(z0), z0.device)
         solvers.fixed_point(lambda z, x, seeds: f(dropout(z, seeds), x), z0, (x, seeds))
 
     Args:
-        p: probability of a zero, in [0, 1).
-        shared: dimensions along which the mask is the same: ``1`` for tensors (B, N, d) drops the same
+        p: probability of dropping an entry, in [0, 1).
+        shared: dimensions along which the mask is constant: for tensors (B, N, d), ``1`` drops the same
             features of all tokens, ``-1`` whole tokens.
 
-    Shapes: ``h`` (B, ...), like the result. ``seeds`` (B,) int64.
+    Shapes: ``h`` (B, ...) -> (B, ...); ``seeds`` (B,) int64.
 
     Raises:
-        RuntimeError: called in training mode with no seeds at hand.
-        ValueError: by the DEQ, if its solve never calls it, as energies with closed-form gradients do.
+        RuntimeError: if it is called in training mode without seeds.
+        ValueError: raised by the DEQ if the solve does not call the module, as for closed-form gradients.
 
     Example:
         >>> class Cell(nn.Module):
@@ -74,21 +73,21 @@ class VariationalDropout(nn.Module):
         super().__init__()
         self.p = require_number("p", p, low=0.0, high=1.0)
         if p == 1:
-            raise ValueError("p must be below 1, where nothing would be left, got 1")
+            raise ValueError("p must be < 1, got 1")
         dims = (shared,) if isinstance(shared, int) else tuple(shared)
         for dim in dims:
             require_count("shared", dim, low=-64)
             if dim == 0:
-                raise ValueError("shared must not hold 0: every sample has a mask of its own")
+                raise ValueError("shared must not contain 0: every sample has its own mask")
         self.shared = dims
 
     @property
     def active(self) -> bool:
-        """Whether it drops anything now."""
+        """Whether the module drops anything in its current mode."""
         return self.training and self.p > 0
 
     def forward(self, h: Tensor, seeds: Tensor | None = None) -> Tensor:
-        """``h`` with its mask; ``h`` itself in evaluation."""
+        """Return ``h`` with the mask applied, or ``h`` itself in evaluation mode."""
         if not self.active:
             return h
         if seeds is not None:
@@ -96,27 +95,27 @@ class VariationalDropout(nn.Module):
         current = CONTEXT.masks
         if current is None or id(self) not in current[0].numbers:
             raise RuntimeError(
-                "VariationalDropout in training mode drops by the mask of a solve, and is in none: make it "
-                "an attribute of a module in the update or energy of a DEQ (a closure hides it), call "
-                "eval(), or pass seeds=dropout_seeds(batch)"
+                "VariationalDropout in training mode takes its mask from the solve of a DEQ, but no solve "
+                "registered it: make it an attribute of a module in the update or energy (not of a "
+                "closure), call eval(), or pass seeds=dropout_seeds(batch)"
             )
         masks, given = current
         return h * masks.mask(self, h, given)
 
     def mask(self, h: Tensor, seeds: Tensor, number: int) -> Tensor:
-        """``m / (1 - p)`` in the dtype of ``h``, of the shape of ``h`` but 1 in the shared dimensions.
+        """Return ``m / (1 - p)`` with the dtype and shape of ``h``, 1 in the shared dimensions.
 
-        ``number`` tells modules with the same seeds apart.
+        ``number`` distinguishes modules with the same seeds.
         """
         if h.dim() == 0 or h.shape[0] != seeds.shape[0]:
             raise ValueError(
-                f"h must be batched along dim 0 like the state, {seeds.shape[0]} samples, got shape "
+                f"h must have the batch size of the state, {seeds.shape[0]}, along dim 0, got shape "
                 f"{tuple(h.shape)}"
             )
         shape = list(h.shape)
         for dim in self.shared:
             if not -h.dim() < dim < h.dim():
-                raise ValueError(f"shared must fit h, of shape {tuple(h.shape)}, got {dim}")
+                raise ValueError(f"shared must suit the shape {tuple(h.shape)} of h, got {dim}")
             shape[dim] = 1
         with torch.no_grad():
             words = _words(seeds, number, math.prod(shape[1:]))
@@ -128,16 +127,16 @@ class VariationalDropout(nn.Module):
 
 
 def dropout_seeds(batch: int, device: torch.device | str | None = None) -> Tensor:
-    """A number for each sample, (batch,) int64, from torch's global generator of the device."""
+    """Draw a seed per sample, (batch,) int64, from torch's global generator of the device."""
     require_count("batch", batch)
     with torch.inference_mode(False):
         return torch.randint(2**62, (batch,), device=device)
 
 
 class SolveMasks:
-    """The masks of a solve, for the active modules of an update; each is computed once a batch.
+    """The masks of a solve for the active modules of an update.
 
-    The last one of each module is kept, not one for every number of samples on the way.
+    Only the latest mask of each module is stored, for the current samples.
     """
 
     def __init__(self, modules: Iterable[VariationalDropout]) -> None:
@@ -158,7 +157,7 @@ class SolveMasks:
     def mask(self, module: VariationalDropout, h: Tensor, seeds: Tensor) -> Tensor:
         number = self.numbers[id(module)]
         self.called.add(number)
-        if in_transform():  # whose tensors are good only within it
+        if in_transform():  # its tensors must not be stored
             return module.mask(h, seeds, number)
         key = number, h.shape[1:], h.dtype
         known = self.known.get(key)
@@ -169,26 +168,26 @@ class SolveMasks:
         return known[1]
 
     def require_called(self, update: nn.Module) -> None:
-        """ValueError if a module of the update has dropped nothing in the solve that is over."""
+        """Raise ValueError if a module of the update was not called in the solve."""
         if any(_is_compiled(module) for module in update.modules()):
-            return  # which may call no module, after the first time
+            return  # compiled code may not call the module after the first time
         named = {id(module): name for name, module in update.named_modules()}
         idle = [named[key] for key, number in self.numbers.items() if number not in self.called]
         if idle:
             raise ValueError(
-                f"VariationalDropout in the update must be called by it, got {idle}, never called in a "
-                "solve: an energy with a closed-form gradient has no place for it; use nn.Dropout on the "
-                "layer's input or output, or remove it"
+                f"VariationalDropout in the update must be called during the solve, but {idle} was not: an "
+                "energy with a closed-form gradient does not apply dropout; use nn.Dropout on the layer's "
+                "input or output, or remove it"
             )
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``module.compile()`` made it."""
+    """Return whether the module was compiled by ``torch.compile`` or ``module.compile()``."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _words(seeds: Tensor, number: int, count: int) -> Tensor:
-    """(B, count) numbers in [0, 2^32), a function of seed, ``number`` and place alone."""
+    """Return (B, count) numbers in [0, 2^32), a function of seed, ``number`` and position."""
     first = _mix(seeds + ((number + 1) * 0x85EBCA6B & _WORD))
     second = _mix((seeds >> 31) ^ first)
     place = torch.arange(count, device=seeds.device) * 0x9E3779B1
@@ -196,7 +195,7 @@ def _words(seeds: Tensor, number: int, count: int) -> Tensor:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """A permutation of the numbers of 32 bits in which every bit depends on every other.
+    """Permute the 32-bit numbers so that every bit depends on every other.
 
     Source: Wellons, "Prospecting for Hash Functions" (2018), https://nullprogram.com/blog/2018/07/31/.
     """

@@ -1,4 +1,4 @@
-"""Hints for users who know the argument names of ``torch.nn`` or Hugging Face."""
+"""Hints for users who use the argument names of ``torch.nn`` or Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The names of other libraries, and what this package calls the same thing.
+# Argument names of other libraries and of this package.
 OURS = {
     "d_model": "dim", "embed_dim": "dim", "hidden_size": "dim", "n_embd": "dim",
     "nhead": "heads", "num_heads": "heads", "num_attention_heads": "heads", "n_head": "heads",
@@ -21,7 +21,7 @@ OURS = {
 
 
 def hint_names(function: Function) -> Function:
-    """The same function, whose TypeError for an argument of another library names ours."""
+    """Make ``function`` raise a TypeError with this package's name for arguments of other libraries."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported with an error that names the extra; progress bars; what is installed."""
+"""Optional dependencies: imports with helpful errors, progress bars, and installed versions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 DISTRIBUTION = "implicit-attn"
-# Of a requirement as metadata have it: the name, its extras, and the extra that brings it along.
+# A requirement in metadata: its name, its extras, and the extra that requires it.
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[([\w.,-]+)\])?")
 _EXTRA = re.compile(r"extra == ['\"]([\w-]+)")
 
 
 def require(module: str, *, extra: str | None) -> ModuleType:
-    """Import ``"sklearn.datasets"``, say, which the extra ``"examples"`` of ``setup.cfg`` lists.
+    """Import a module, such as ``"sklearn.datasets"``, of an extra of ``setup.cfg``, such as ``"examples"``.
 
-    ``extra`` None is for what the package itself needs, and imports only where it is used.
+    ``extra=None`` means a dependency of the package itself that is imported lazily.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         wanted = "." if extra is None else f'".[{extra}]"'
         raise ImportError(
-            f"{module} could not be imported ({error}); it comes with `pip install {wanted}` in a checkout "
+            f"{module} could not be imported ({error}); install it with `pip install {wanted}` in a checkout "
             "of implicit-attn"
         ) from error
 
 
 def progress(items: Collection[Item], title: str) -> Iterable[Item]:
-    """The items, with a bar on standard error where tqdm is installed and that is a terminal."""
+    """Iterate over items with a progress bar on standard error, if tqdm is installed on a terminal."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
@@ -42,7 +42,7 @@ def progress(items: Collection[Item], title: str) -> Iterable[Item]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, ``"torch"`` for example; None where it is missing."""
+    """Return the version of an installed distribution, such as ``"torch"``, or None if it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -50,13 +50,13 @@ def installed_version(distribution: str) -> str | None:
 
 
 def requirements(lines: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """The distributions that this package needs, under ``""``, and those of each extra.
+    """Return the distributions that this package needs, under ``""``, and those of each extra.
 
-    An extra that includes another one holds its distributions, too.
+    An extra that includes another one also contains its distributions.
 
     Args:
-        lines: as metadata have them (``Requires-Dist``); None: those of the installed package, and
-            nothing where it runs from a folder and is not installed.
+        lines: lines of ``Requires-Dist``; None for those of the installed package, or nothing if it is
+            not installed.
     """
     if lines is None:
         try:
@@ -64,7 +64,7 @@ def requirements(lines: Sequence[str] | None = None) -> dict[str, list[str]]:
         except importlib.metadata.PackageNotFoundError:
             return {}
     own: dict[str, list[str]] = {}
-    included: dict[str, list[str]] = {}  # extras by the extra that includes them
+    included: dict[str, list[str]] = {}  # extra -> extras that it includes
     for line in lines:
         name, extra = _NAME.match(line), _EXTRA.search(line)
         group = extra[1] if extra else ""

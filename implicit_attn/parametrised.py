@@ -12,13 +12,12 @@ from solvers.core.context import CONTEXT
 
 
 def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> None:
-    """Register a parametrization whose weight every solve computes once.
+    """Register a parametrization whose weight is computed once per solve.
 
-    This is ``torch.nn.utils.parametrize.register_parametrization`` with two differences. Within a solve the
-    weight is computed at the first evaluation only. And the module can be pickled: torch gives a parametrised
-    module a class of its own, made on the spot, which refuses to be pickled. This one is made anew where the
-    module is loaded. A copy of a module shares its class, so a class that gets another property is made anew
-    for the module as well.
+    This is ``torch.nn.utils.parametrize.register_parametrization`` with two differences. A solve computes the
+    weight at its first evaluation only. And ``module`` can still be pickled: torch gives a parametrised
+    module a dynamic class, which cannot be pickled, and here loading the module recreates the class. A copy
+    of a module shares its class, so adding a property also creates a new class for the module.
     """
     own_class(module)
     parametrize.register_parametrization(module, name, parametrization)
@@ -42,7 +41,7 @@ def _adapt(made: Any, name: str) -> None:
 
 
 def own_class(module: nn.Module) -> None:
-    """Give a parametrised module a class that no copy of it shares."""
+    """Give a parametrised module a class that is not shared with its copies."""
     if parametrize.is_parametrized(module):
         shared: Any = type(module)
         given = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
@@ -55,7 +54,7 @@ def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _rebuilt(kind: type[nn.Module], names: list[str]) -> nn.Module:
-    """A module of ``kind`` with parametrised ``names``, whose state follows."""
+    """Return a module of ``kind`` with parametrised ``names``, without its state."""
     module = kind.__new__(kind)
     parametrize._inject_new_class(module)
     for name in names:

@@ -1,4 +1,4 @@
-"""For training a layer: norms of weights, dropout, spectral radii, the loss on the way to a fixed point."""
+"""Regularisation of layers: norms of weights, dropout, spectral radii, and fixed-point correction."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ __all__ = [
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 NORMS = ("weight", "spectral", "bound")
-SMALLEST = 1e-12  # spectral norm below which a weight counts as this large
+SMALLEST = 1e-12  # smallest norm to divide by
 
 
 class WeightNorm(nn.Module):
     """Parametrisation ``W_i = g_i V_i / |V_i|`` of the slices of a weight along a dimension.
 
     Args:
-        target: None: g is learned, and at first such that the weight is what it was; else ``g = target``.
-        dim: dimension of the slices i, that of the outputs.
+        target: None to learn g, which initially preserves the weight; else ``g = target``.
+        dim: dimension of the slices i, the outputs.
 
     Source: Salimans, Kingma, "Weight Normalization" (2016), equation 2, https://arxiv.org/abs/1602.07868.
     """
@@ -64,8 +64,8 @@ class WeightNorm(nn.Module):
         self.dim = dim
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """W from (g, V), or from V alone where ``target`` is given."""
-        # In half precision SMALLEST would be 0, and its inverse infinite.
+        """Return W from (g, V), or from V with a ``target``."""
+        # In half precision SMALLEST would be 0 and its inverse infinite.
         direction = parts[-1].to(accumulation_dtype(parts[-1].dtype))
         length = parts[0] if self.target is None else self.target
         return (direction * (length / self.size(direction))).to(parts[-1].dtype)
@@ -74,7 +74,7 @@ class WeightNorm(nn.Module):
         return weight if self.target is not None else (self.size(weight), weight.clone())
 
     def size(self, weight: Tensor) -> Tensor:
-        """What V is divided by, of a shape that broadcasts to the weight's."""
+        """Return the divisor of V, in a shape that broadcasts to the weight's."""
         others = [dim for dim in range(weight.dim()) if dim != self.dim % weight.dim()]
         norm = torch.linalg.vector_norm(weight, dim=others or None, keepdim=True)
         return norm.clamp_min(SMALLEST)
@@ -86,14 +86,14 @@ class WeightNorm(nn.Module):
 class SpectralNorm(WeightNorm):
     """Parametrisation ``W = g V / sigma(V)`` with the largest singular value sigma.
 
-    sigma is computed exactly on CPUs, and replaced by an upper bound of it on CUDA devices
-    (:func:`implicit_attn.spectral.gram_bound`). Unlike a power iteration it is the same in training and in
-    evaluation and at every reading, as a fixed-point map and its derivative must be. The
-    weight of a convolution is the matrix (outputs, everything else) here, whose norm bounds that of the
-    convolution only up to a factor.
+    sigma is exact on CPUs and replaced by an upper bound on CUDA devices
+    (:func:`implicit_attn.spectral.gram_bound`). Unlike power iteration it is the same in training and
+    evaluation and at every read, which a fixed-point map and its derivative require. The weight of a
+    convolution is treated as a matrix (outputs, everything else), whose norm bounds that of the
+    convolution up to a factor.
 
     Args:
-        target: sigma of W; None: g is learned, and at first such that the weight is what it was.
+        target: sigma of W; None to learn g, which initially preserves the weight.
         dim: dimension of the outputs.
 
     Source: Miyato et al., "Spectral Normalization for Generative Adversarial Networks" (2018),
@@ -106,7 +106,7 @@ class SpectralNorm(WeightNorm):
 
 
 class _MatrixBound(SpectralBound):
-    """:class:`SpectralBound` for weights of any number of dimensions."""
+    """:class:`SpectralBound` for weights with any number of dimensions."""
 
     def __init__(self, bound: float, dim: int) -> None:
         super().__init__(bound)
@@ -125,30 +125,30 @@ def apply_norm(
     only: str | Sequence[str] = "*",
     skip: str | Sequence[str] = (),
 ) -> list[str]:
-    """Parametrise the weights of all layers in a module, ``torch.nn.utils.parametrize``.
+    """Normalise the weights of all layers in a module with ``torch.nn.utils.parametrize``.
 
     ============  ==========================================  ====================================
-    norm          without ``target``                          with it
+    norm          without ``target``                          with ``target``
     ============  ==========================================  ====================================
     "weight"      ``W_i = g_i V_i / |V_i|``, g learned        rows of norm ``target``
     "spectral"    ``W = g V / sigma(V)``, g learned           ``sigma(W) = target``
     "bound"       not possible                                ``sigma(W) <= target``
     ============  ==========================================  ====================================
 
-    Without ``target`` the weights are at first what they were. A solve computes every parametrised weight
-    once and holds it constant; outside of solves ``torch.nn.utils.parametrize.cached()`` does that. Call
-    this before an optimizer is made: the parameters are new ones, ``parametrizations.weight.original...``.
+    Without ``target`` the initial weights do not change. A solve computes every parametrised weight once;
+    outside solves use ``torch.nn.utils.parametrize.cached()``. Call this function before you create an
+    optimizer, because it replaces the parameters (``parametrizations.weight.original...``).
 
     Args:
-        module: whose layers are looked for, itself among them.
-        norm: one of the three.
+        module: module whose layers are normalised, including itself.
+        norm: "weight", "spectral" or "bound".
         target: a number > 0, or None.
         kinds: classes of layers that have a ``weight``.
-        only, skip: patterns of names of layers in ``module`` (``"encoder.*"``, ``"*head*"``), as in a
-            shell: a layer is taken if it fits one of ``only`` and none of ``skip``.
+        only, skip: shell patterns of layer names (``"encoder.*"``, ``"*head*"``): a layer is normalised if
+            it matches one of ``only`` and none of ``skip``.
 
-    Returns the names of the weights, such as ``"encoder.0.weight"``. ValueError if no layer fits, or a
-    weight is parametrised already or shared by several modules.
+    Returns the names of the weights, such as ``"encoder.0.weight"``. ValueError if no layer matches, or a
+    weight is already parametrised or shared by several modules.
 
     Example:
         >>> cell = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -178,11 +178,11 @@ def apply_norm(
 
 
 def remove_norm(module: nn.Module) -> list[str]:
-    """Take off what :func:`apply_norm` has put on; the weights keep their values, as plain parameters.
+    """Remove the norms of :func:`apply_norm`; the weights keep their values as plain parameters.
 
-    Other parametrisations stay, and so do copies of the module as they are. Call it before an optimizer is
-    made: where a length was learned, the parameter is a new one. Returns the names of the weights;
-    ValueError if a weight has another parametrisation on top of such a norm.
+    Other parametrisations and copies of the module do not change. Call it before you create an optimizer,
+    because learned norms are replaced by new parameters. Returns the names of the weights; ValueError if
+    a weight has another parametrisation on top of such a norm.
     """
     require_instance("module", module, nn.Module, "an nn.Module")
     found = []
@@ -194,7 +194,7 @@ def remove_norm(module: nn.Module) -> list[str]:
         if not any(ours):
             continue
         if not all(ours):
-            raise ValueError(f"{_weight_name(name)} has other parametrisations, remove them first")
+            raise ValueError(f"{_weight_name(name)} has other parametrisations; remove them first")
         found.append((name, layer))
     for _, layer in found:
         _remove(layer)
@@ -206,7 +206,7 @@ def _remove(layer: nn.Module) -> None:
     own_class(layer)
     with torch.enable_grad():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-    if originals and "weight" in layer._buffers:  # which torch makes of a frozen parameter
+    if originals and "weight" in layer._buffers:  # torch makes a frozen parameter a buffer
         weight = layer._buffers.pop("weight")
         assert weight is not None
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
@@ -223,14 +223,14 @@ def _weight_name(layer: str) -> str:
 def _patterns(name: str, patterns: Any) -> tuple[str, ...]:
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in given):
-        raise TypeError(f"{name} must be a pattern of names or several, got {patterns!r}")
+        raise TypeError(f"{name} must be a name pattern or a sequence of them, got {patterns!r}")
     return given
 
 
 def _chosen(
     module: nn.Module, kinds: Any, only: tuple[str, ...], skip: tuple[str, ...]
 ) -> dict[str, nn.Module]:
-    """The layers by their names; ValueError where there is none."""
+    """Return the matching layers by name; ValueError if there are none."""
 
     def fits(name: str, patterns: tuple[str, ...]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -243,65 +243,65 @@ def _chosen(
     if not chosen:
         layers = [name for name, layer in module.named_modules() if isinstance(layer, kinds)]
         raise ValueError(
-            f"module must hold a layer that fits only={only} and not skip={skip}; its layers of these "
-            f"kinds are {layers[:10]}"
+            f"module must contain a layer that matches only={only} and not skip={skip}; the candidates "
+            f"are {layers[:10]}"
         )
     return chosen
 
 
 def _check_weights(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
-    """Every chosen weight is a parameter of its layer alone."""
+    """Check that every chosen weight is a parameter of only one layer."""
     places: dict[int, list[str]] = {}
-    for path, part in module.named_modules():  # each once, also one that is used at several places
+    for path, part in module.named_modules():  # a shared module appears once
         for name, weight in part._parameters.items():
             places.setdefault(id(weight), []).append(f"{path}.{name}" if path else name)
     for name, layer in chosen.items():
         if parametrize.is_parametrized(layer, "weight"):
-            raise ValueError(f"{_weight_name(name)} is parametrised already: remove_norm first")
+            raise ValueError(f"{_weight_name(name)} is already parametrised; remove_norm first")
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, nn.Parameter) or isinstance(weight, UninitializedParameter):
             raise ValueError(
-                f"{_weight_name(name)} must be a parameter with numbers, got {type(weight)}"
+                f"{_weight_name(name)} must be an initialised parameter, got {type(weight)}"
             )
         if len(places[id(weight)]) > 1:
             raise ValueError(
-                f"a weight must belong to one layer, got one shared by {places[id(weight)]}"
+                f"each weight must belong to one layer, got one shared by {places[id(weight)]}"
             )
 
 
-# The spectral radius of a model's layers, for the record of a training.
+# Spectral radii of a model's layers during training.
 
 
 class SpectralRadii:
-    """``observe`` of a :class:`implicit_attn.training.Training`: how far each layer is from diverging.
+    """Measure the spectral radii of a model's layers, as ``observe`` of a training.
 
-    Called with a model it solves every :class:`implicit_attn.DEQ` in it for the same few inputs, in
-    evaluation mode, and computes the spectral radius of each layer's Jacobian where its solve ended, exactly
-    (:func:`solvers.spectral_radius`). The model and the random state are left as they were.
+    A call with a model runs it in evaluation mode on a few fixed inputs and computes the spectral radius of
+    the Jacobian of every :class:`implicit_attn.DEQ` at its solution (:func:`solvers.spectral_radius`). The
+    model and the random state do not change.
 
     Args:
-        inputs: (B, ...), given to the model.
-        samples: how many of them, from the first; None: all. A sample takes tens of products with the
-            Jacobian, so a few are enough for every epoch.
+        inputs: (B, ...), inputs of the model.
+        samples: number of samples, from the first; None for all. A sample takes tens of products with
+            the Jacobian, so use a few.
 
     Returns (of a call):
-        For each layer, by its name in the model, ``{"median", "largest", "above_one", "samples"}``: of
-        the radii, the share of them above 1 (near such a point plain iteration does not converge), and their
-        number. All are Python numbers. A layer that the model did not call is left out; one that it called
-        several times has the radii of all calls.
+        For each layer, by its name in the model, ``{"median", "largest", "above_one", "samples"}``: median
+        and largest radius, the share above 1 (where plain iteration does not converge locally), and the
+        number of radii. All are Python numbers. Layers that the model did not call are omitted; a layer
+        that it called several times includes the radii of all calls.
 
     Example:
         >>> model = DEQ.from_update(lambda z, x: 0.5 * z + x)
         >>> round(SpectralRadii(torch.ones(2, 3, 4))(model)[""]["largest"], 4)
         0.5
 
-    ``solvers.SpectrumError`` where eigenvalues are not found.
+    ``solvers.SpectrumError`` if eigenvalues do not converge.
     """
 
     def __init__(self, inputs: Tensor, *, samples: int | None = None) -> None:
         require_instance("inputs", inputs, Tensor, "a tensor (B, ...)")
         if inputs.dim() == 0 or inputs.shape[0] == 0:
-            raise ValueError(f"inputs must hold at least one sample, got {tuple(inputs.shape)}")
+            raise ValueError(f"inputs must contain at least one sample, got {tuple(inputs.shape)}")
         if samples is not None:
             require_count("samples", samples)
         self.inputs = inputs[:samples]
@@ -344,7 +344,7 @@ def _noting(layer: DEQ, radii: list[Tensor]) -> Callable[..., None]:
     return note
 
 
-# The loss on the way to a fixed point: fixed-point correction.
+# Fixed-point correction: a loss on intermediate states.
 
 DISCOUNTS = ("exponential", "linear", "constant")
 DEFAULT_GAMMA = {"exponential": 0.8, "linear": 0.9, "constant": 1.0}
@@ -353,22 +353,22 @@ DEFAULT_GAMMA = {"exponential": 0.8, "linear": 0.9, "constant": 1.0}
 def correction_weights(
     count: int, kind: str = "exponential", *, gamma: float | None = None
 ) -> list[float]:
-    """Weights of ``count`` losses from the first state to the solution, whose weight is 1.
+    """Return weights of ``count`` losses from the first state to the solution, whose weight is 1.
 
-    With ``m = 0`` for the solution, ``m = 1`` for the state before it, and so on::
+    With ``m = 0`` for the solution, ``m = 1`` for the previous state, and so on::
 
         "exponential"   gamma^m                 gamma 0.8 by default
         "linear"        1 - gamma m / count     gamma 0.9 by default
         "constant"      1
 
-    ``count``: the number of losses, >= 1; ``gamma``: in [0, 1], None: the default; not for "constant".
+    ``count`` is the number of losses, >= 1; ``gamma`` is in [0, 1], or None for the default.
     """
     require_count("count", count)
     require_choice("kind", kind, DISCOUNTS)
     if gamma is None:
         gamma = DEFAULT_GAMMA[kind]
     elif kind == "constant":
-        raise ValueError(f'gamma belongs to "exponential" and "linear" weights, got {gamma!r}')
+        raise ValueError(f'gamma must be None for kind="constant", got {gamma!r}')
     gamma = require_number("gamma", gamma, low=0.0, high=1.0)
     before = range(count - 1, -1, -1)
     if kind == "linear":
@@ -379,14 +379,14 @@ def correction_weights(
 def states_at(
     layer: DEQ, x: Any, numbers: Sequence[int], mask: Tensor | None = None, *, z0: Any = None
 ) -> list[Any]:
-    """What the layer's solve has after each of these numbers of evaluations, with gradients.
+    """Return the layer's states after each of these numbers of evaluations, with gradients.
 
-    The state after k evaluations is ``layer.solve(x, mask, max_steps=k).value``, which takes k evaluations
-    more. Its gradient is that of the layer's adjoint, if that differentiates steps (``Unrolled``,
-    ``Phantom``, ``OneStep``); else of one step from it, as the equation of the fixed point does not hold
-    there. ``layer.last`` stays that of the solve before. Dropout draws masks of its own.
+    The state after k evaluations is ``layer.solve(x, mask, max_steps=k).value``, computed separately. Its
+    gradient is that of the layer's adjoint if it differentiates steps (``Unrolled``, ``Phantom``,
+    ``OneStep``), else that of one step, because the fixed-point equation does not hold there. ``layer.last``
+    does not change. Dropout draws new masks.
 
-    ``numbers`` are increasing, ``layer.max_steps`` at most; ``x``, ``mask``, ``z0`` as for ``layer.solve``.
+    ``numbers`` increase up to ``layer.max_steps``; ``x``, ``mask`` and ``z0`` are those of ``layer.solve``.
     """
     require_instance("layer", layer, DEQ, "a DEQ")
     limits = require_increasing("numbers", numbers, high=layer.max_steps, what="max_steps")
@@ -404,16 +404,15 @@ def states_at(
 def fixed_point_correction(
     loss: Callable[[Any], Tensor], states: Sequence[Any], weights: Sequence[float] | None = None
 ) -> Tensor:
-    """``sum_k w_k loss(z_k)`` over states on the way to the fixed point and the fixed point itself.
+    """Return ``sum_k w_k loss(z_k)`` over intermediate states and the fixed point.
 
-    It asks states that the solver passes for the answer too. So a short solve learns to be useful, and
-    the solve as a whole to converge.
+    The loss of intermediate states trains short solves to be accurate and the whole solve to converge.
 
     Args:
-        loss: of one state, a scalar, or any shape that is the same for all states.
+        loss: loss of one state, a scalar or a tensor of the same shape for all states.
         states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*states_at(layer, x, numbers),
             layer(x)]``.
-        weights: n finite numbers >= 0; None: ``correction_weights(n)``.
+        weights: n finite numbers >= 0; None for ``correction_weights(n)``.
 
     Example:
         >>> import torch
@@ -435,11 +434,11 @@ def fixed_point_correction(
         )
     numbers = correction_weights(len(states)) if weights is None else list(weights)
     if len(numbers) != len(states):
-        raise ValueError(f"weights must be {len(states)} numbers like states, got {len(numbers)}")
+        raise ValueError(f"weights must contain {len(states)} numbers, got {len(numbers)}")
     terms = []
     for at, (weight, state) in enumerate(zip(numbers, states, strict=True)):
         term = loss(state)
         if not isinstance(term, Tensor) or (terms and term.shape != terms[0].shape):
-            raise TypeError(f"loss must return a tensor of one shape for all states, got {term!r}")
+            raise TypeError(f"loss must return tensors of the same shape, got {term!r}")
         terms.append(require_nonnegative(f"weights[{at}]", weight) * term)
     return torch.stack(terms).sum(0)

@@ -1,4 +1,4 @@
-"""The package ``solvers`` under a name within this one: the same modules, not copies of them."""
+"""The package ``solvers`` as ``implicit_attn.solvers``, with the same module objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Modules(MetaPathFinder, Loader):
-    """``implicit_attn.solvers.X`` is ``solvers.X``: Python would load its file a second time."""
+    """Import ``implicit_attn.solvers.X`` as ``solvers.X``, which Python would otherwise load again."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         own = name.removeprefix("implicit_attn.")

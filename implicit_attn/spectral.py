@@ -1,4 +1,4 @@
-"""An upper bound on the largest singular value of a weight: exact on CPUs, by Gram iteration on CUDA."""
+"""Largest singular value of a weight, exact on CPUs and bounded by Gram iteration on CUDA."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SQUARINGS = 12
 
 
 def spectral_norm(matrix: Tensor, least: float, *, symmetric: bool = False) -> Tensor:
-    """``max(sigma, least)`` with the largest singular value sigma of ``matrix``, a scalar tensor.
+    """Return the scalar ``max(sigma, least)`` with the largest singular value sigma of ``matrix``.
 
     On CUDA devices sigma is replaced by the upper bound :func:`gram_bound`, because an eigenvalue
-    decomposition takes thousands of kernel launches there. On CPUs sigma is an eigenvalue, which takes
-    half the time of the bound. Entries that are not finite count as zeros: they stay in the weight, and
-    the status of the solve reports them.
+    decomposition takes thousands of kernel launches there. On CPUs an eigenvalue takes half the time of the
+    bound. Nonfinite entries are treated as zeros; they remain in the weight, and the status of the solve
+    reports them.
 
     Args:
         matrix: (n, m), float32 or float64.
-        least: a number > 0. The result is smooth at a zero matrix because of it.
-        symmetric: the matrix equals its transpose.
+        least: a number > 0, which makes the result smooth at a zero matrix.
+        symmetric: whether the matrix equals its transpose.
     """
     wide = torch.where(matrix.isfinite(), matrix, 0.0)
     # No square of an entry over- or underflows after the division.
@@ -33,7 +33,7 @@ def spectral_norm(matrix: Tensor, least: float, *, symmetric: bool = False) -> T
         if on_cuda(wide):
             sigma = gram_bound(wide)
         elif symmetric:
-            # The Gram matrix would merge eigenvalues of both signs, which have no second derivative.
+            # A Gram matrix would merge eigenvalues of both signs and lose the second derivative.
             sigma = torch.linalg.eigvalsh(wide).abs().amax()
         else:
             # The maximum comes before the root, whose derivative at zero is infinite.
@@ -43,7 +43,7 @@ def spectral_norm(matrix: Tensor, least: float, *, symmetric: bool = False) -> T
 
 
 def gram_bound(matrix: Tensor, squarings: int = SQUARINGS) -> Tensor:
-    """An upper bound on the largest singular value of ``matrix``, by Gram iteration.
+    """Return an upper bound on the largest singular value of ``matrix`` by Gram iteration.
 
     For the Gram matrix ``A`` and ``p = 2^squarings`` the bound is ``|A^p|_F^(1 / 2p)``. It exceeds the
     singular value by the factor ``m^(1 / 4p)`` at most, where m singular values are equal to the largest;
@@ -51,8 +51,8 @@ def gram_bound(matrix: Tensor, squarings: int = SQUARINGS) -> Tensor:
     bound has derivatives of any order. It does not synchronise with the device.
 
     Args:
-        matrix: (n, m), finite, with entries of about 1 at most.
-        squarings: how often the Gram matrix is squared.
+        matrix: (n, m), finite, with entries of at most about 1.
+        squarings: number of squarings of the Gram matrix.
 
     Source: Delattre, Barthélemy, Araujo, Allauzen, "Efficient Bound of Lipschitz Constant for
     Convolutional Layers by Gram Iteration", ICML 2023, https://arxiv.org/abs/2305.16173.
@@ -71,6 +71,6 @@ def gram_bound(matrix: Tensor, squarings: int = SQUARINGS) -> Tensor:
 
 
 def _gram(matrix: Tensor) -> Tensor:
-    """The smaller one of the two Gram matrices."""
+    """Return the smaller of the two Gram matrices."""
     rows, columns = matrix.shape
     return matrix @ matrix.mT if rows < columns else matrix.mT @ matrix

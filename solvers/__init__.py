@@ -1,6 +1,6 @@
 """Batched fixed points, linear systems and their derivatives for PyTorch.
 
-Every sample of a batch is a problem of its own, with its own stopping, status and cost. See
+Each sample of a batch is an independent problem with its own stopping time, status and cost. See
 :func:`fixed_point` and :func:`solve_linear`.
 """
 
@@ -10,7 +10,7 @@ import logging
 
 from solvers.lazy import lazy_names
 
-DISTRIBUTION = "implicit-attn"  # by which implicit_attn knows this package from others of its name
+DISTRIBUTION = "implicit-attn"  # implicit_attn recognises this package by it
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless the user asks

@@ -1,4 +1,4 @@
-"""The Jacobian of a map or the Hessian of an energy at a state: eigenvalues, and the size as a loss."""
+"""Eigenvalues of the Jacobian of a map or the Hessian of an energy, and the Jacobian penalty."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = ("map", "energy", "product")
 
 
 class Linearization:
-    """``J`` at a state ``z`` of B samples with D unknowns; :func:`solvers.spectrum` has the arguments."""
+    """``J`` at a state ``z`` of B samples with D unknowns; see :func:`solvers.spectrum`."""
 
     def __init__(self, f: Callable[..., Any], z: Any, args: tuple[Any, ...], kind: str) -> None:
         require_choice("kind", kind, KINDS)
@@ -53,13 +53,13 @@ class Linearization:
         self.eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
 
     def part(self, number: int) -> Linearization:
-        """The linearisation of one sample."""
+        """Return the linearisation of one sample."""
         index = torch.tensor([number], device=self.device)
         z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
         return Linearization(self.f, z, args, self.kind)
 
     def product(self) -> JacobianProduct:
-        """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
+        """Return ``v -> J^T v`` ("map") or ``v -> J v`` for vectors (B, D)."""
         if self.kind == "product":
             return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))
         # Neither a compiled function nor fused attention can be differentiated twice.
@@ -72,17 +72,17 @@ class Linearization:
                 output = self._image(output)
             if not output.requires_grad:
                 raise ValueError(
-                    "f(z) must depend on z through autograd, got a result without gradient"
+                    "f(z) must be differentiable in z, got a result that does not require grad"
                 )
             if self.kind == "energy":
                 output = gradients(output.sum(), [point], create_graph=True)[0]
         return pullback(output, point)
 
     def _image(self, output: Any) -> Tensor:
-        """Check that ``output`` is like z; as a matrix (n, D)."""
+        """Check that ``output`` is like z and return it as a matrix (n, D)."""
         leaves, spec = pytree.tree_flatten(output)
         if spec != self.layout.spec:
-            raise TypeError(f"f must return the structure of z, {self.layout.spec}, got {spec}")
+            raise TypeError(f"f must return the pytree structure {self.layout.spec}, got {spec}")
         for leaf, shape in zip(leaves, self.layout.shapes, strict=True):
             if not isinstance(leaf, Tensor) or leaf.shape[1:] != shape:
                 came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
@@ -90,7 +90,7 @@ class Linearization:
         return self.layout.vector(output)
 
     def dense(self) -> Tensor:
-        """``J`` (B, D, D), by D products with the whole batch."""
+        """Return ``J`` (B, D, D), computed by D products with the whole batch."""
         product = self.product()
         units = torch.eye(self.size, dtype=self.layout.dtype, device=self.device)
         rows = [product(unit.repeat(self.batch, 1)).detach() for unit in units]
@@ -98,7 +98,7 @@ class Linearization:
         return torch.stack(rows, dim=1 if self.kind == "map" else 2)
 
     def require_symmetric(self) -> None:
-        """Raise ValueError unless ``u.Jv = v.Ju`` for two random vectors; two products."""
+        """Raise ValueError unless ``u.Jv = v.Ju`` for two random vectors."""
         if self.kind == "energy":
             return
         product = self.product()
@@ -118,7 +118,7 @@ class Linearization:
 
 
 class SampleProduct:
-    """v (D,) -> its product with the linearisation of one sample, both NumPy; ``calls`` counts."""
+    """Product of a NumPy vector (D,) with the linearisation of one sample; ``calls`` counts products."""
 
     def __init__(self, linear: Linearization) -> None:
         self._product, self._dtype = linear.product(), linear.layout.dtype
@@ -126,7 +126,7 @@ class SampleProduct:
         self.calls = 0
 
     def __call__(self, vector: Any) -> numpy.ndarray:
-        """Raises FloatingPointError where the product is not finite."""
+        """Return the product; raise FloatingPointError if it is not finite."""
         if numpy.iscomplexobj(vector):
             return self(vector.real) + 1j * self(vector.imag)
         self.calls += 1
@@ -134,7 +134,7 @@ class SampleProduct:
         received = self._product(sent.to(self._device, self._dtype))
         image = received.detach().double().cpu().numpy().reshape(-1)
         if not numpy.isfinite(image).all():
-            raise FloatingPointError("a product with the Jacobian is not finite")
+            raise FloatingPointError("a Jacobian-vector product is not finite")
         return image
 
 
@@ -142,13 +142,13 @@ METHODS = ("auto", "dense", "arpack")
 WHAT = ("largest_magnitude", "extremes")
 # Up to this many unknowns all eigenvalues are computed: as many products as there are unknowns.
 DENSE_SIZE = 64
-RESCUE_SIZE = 2048  # and up to this many where ARPACK has failed
+RESCUE_SIZE = 2048  # The same if ARPACK has failed.
 BASIS = 64  # Krylov vectors between restarts of ARPACK
-SPARE = 4  # further eigenvalues asked for, so that none is missed and no complex pair is cut
+SPARE = 4  # additional eigenvalues, so that none is missed and no complex pair is split
 
 
 class SpectrumError(RuntimeError):
-    """Eigenvalues of some samples were not found; ``spectrum`` has the others."""
+    """Error that the eigenvalues of some samples did not converge, with the ``spectrum`` of all."""
 
     def __init__(self, message: str, spectrum: Spectrum) -> None:
         super().__init__(message)
@@ -164,11 +164,11 @@ class Spectrum:
 
     Attributes:
         eigenvalues: (B, count) complex128, largest magnitude first; or (B, 2 count) float64, the
-            ``count`` smallest and the ``count`` largest, ascending. NaN where not ``converged``.
-        residual: (B,) float64, ``max |J v - lambda v| / max |lambda|`` over the eigenpairs, v of
-            norm one. For a symmetric J it bounds the error of the eigenvalues.
-        converged: (B,) bool.
-        products: (B,) int64, products with J (or its transpose) that the sample took.
+            ``count`` smallest and the ``count`` largest, ascending. NaN if not ``converged``.
+        residual: (B,) float64, ``max |J v - lambda v| / max |lambda|`` over the eigenpairs with unit
+            vectors v. For a symmetric J it bounds the error of the eigenvalues.
+        converged: (B,) bool, whether all eigenvalues of the sample converged.
+        products: (B,) int64, number of products with J or its transpose.
     """
 
     eigenvalues: Tensor
@@ -190,33 +190,33 @@ def spectrum(
     max_products: int | None = None,
     on_failure: str = "raise",
 ) -> Spectrum:
-    """Eigenvalues of ``J``, the linearisation of ``f`` at ``z``, sample by sample.
+    """Return eigenvalues of ``J``, the linearisation of ``f`` at ``z``, for each sample.
 
-    Products are computed in the dtype of ``z`` by autograd (``J^T v``: the transpose has the same
-    eigenvalues), everything else in float64.
+    Autograd computes the products ``J^T v`` in the dtype of ``z`` (the transpose has the same
+    eigenvalues); everything else is float64.
 
     Args:
-        f: what is linearised, see ``kind``; each sample on its own.
+        f: function to linearise, see ``kind``; samples must be independent.
         z: state, a tensor (B, ...) or a pytree of them.
-        args: further inputs of ``f``, pytrees of tensors batched along dim 0; samples are treated
-            one at a time, so whatever is batched must come through here.
+        args: further inputs of ``f``, pytrees of tensors batched along dim 0. Samples are processed
+            one at a time, so all batched tensors must be passed here.
         what: "largest_magnitude", or "extremes": the smallest and the largest eigenvalues of a
             symmetric ``J``.
         kind: "map": ``f(z, *args) -> like z``, J its Jacobian; "energy": ``f(z, *args) -> (B,)``, J
             its Hessian; "product": ``f(z, v, *args) -> like z`` is the product ``J v`` itself.
-        count: eigenvalues wanted (at each end).
+        count: number of eigenvalues (at each end).
         method: "dense" (all eigenvalues of the matrix, D products), "arpack" (implicitly restarted
-            Arnoldi or Lanczos, for D >= 2 count + 3), or "auto": dense up to D = 64; above ARPACK,
-            and dense for the samples on which it fails if D <= 2048.
-        tolerance: relative accuracy that ARPACK is asked for; default 100 eps of the dtype of z,
-            but at least 1e-6 and at most 0.01.
-        max_products: bound on the restarts of ARPACK, in products per sample; default 20 D + 1000.
-        on_failure: about samples whose eigenvalues were not found: "raise", "warn" or "ignore".
+            Arnoldi or Lanczos, for D >= 2 count + 3), or "auto": dense up to D = 64, else ARPACK,
+            with dense as fallback for samples that fail if D <= 2048.
+        tolerance: relative accuracy of ARPACK; default 100 eps of the dtype of z, between 1e-6
+            and 0.01.
+        max_products: maximum number of products per sample in ARPACK; default 20 D + 1000.
+        on_failure: "raise", "warn" or "ignore" samples whose eigenvalues did not converge.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit; if ``f`` does not depend on z through
-            autograd; if "extremes" are asked for and J is not symmetric.
-        SpectrumError: under "raise", if a sample did not converge.
+        TypeError, ValueError: if an argument is invalid, ``f`` is not differentiable in z, or
+            "extremes" are requested and J is not symmetric.
+        SpectrumError: if a sample did not converge and ``on_failure="raise"``.
 
     Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy,
     https://doi.org/10.1137/1.9780898719628.
@@ -258,9 +258,8 @@ def spectrum(
     if not bool(result.converged.all()) and on_failure != "ignore":
         failed = torch.nonzero(~result.converged).flatten().tolist()
         message = (
-            f"eigenvalues of {len(failed)} of {linear.batch} samples were not found, samples "
-            f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN "
-            "in f"
+            f"the eigenvalues of {len(failed)} of {linear.batch} samples did not converge (samples "
+            f"{failed[:10]}): raise max_products or tolerance, use method='dense', or check f for NaN"
         )
         warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
     return result
@@ -277,9 +276,9 @@ def spectral_radius(
     max_products: int | None = None,
     on_failure: str = "raise",
 ) -> Tensor:
-    """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
+    """Return the spectral radius of the Jacobian of ``f`` at ``z``, (B,) float64.
 
-    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
+    If it is below one, the iteration ``z <- f(z)`` converges locally, by about this factor per step.
     Arguments and errors are those of :func:`spectrum`.
     """
     result = spectrum(
@@ -306,11 +305,11 @@ def extreme_eigenvalues(
     max_products: int | None = None,
     on_failure: str = "raise",
 ) -> tuple[Tensor, Tensor]:
-    """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
+    """Return the smallest and largest eigenvalue of the Hessian of an energy at ``z``, (B,) float64 each.
 
-    A smallest eigenvalue above zero at a stationary point makes it a strict minimum. With
-    ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
-    symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
+    A stationary point with a positive smallest eigenvalue is a strict minimum. ``kind="map"`` uses the
+    symmetric Jacobian of a map, ``kind="product"`` a symmetric product ``f(z, v, *args)``. Arguments
+    and errors are those of :func:`spectrum`.
     """
     result = spectrum(
         f,
@@ -329,10 +328,10 @@ def extreme_eigenvalues(
 def jacobian(
     f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "map"
 ) -> Tensor:
-    """The dense linearisation ``J[b, i, j] = d f_i / d z_j`` at ``z``, (B, D, D), in z's dtype.
+    """Return the dense Jacobian ``J[b, i, j] = d f_i / d z_j`` at ``z``, (B, D, D) in the dtype of z.
 
-    Pytrees are flattened leaf after leaf. Takes D products for the whole batch. ``kind`` as for
-    :func:`spectrum`.
+    The leaves of a pytree are flattened in order. The cost is D products for the whole batch. See
+    :func:`spectrum` for ``kind``.
     """
     return Linearization(f, z, args, kind).dense()
 
@@ -357,7 +356,7 @@ def _dense(linear: Linearization, count: int, symmetric: bool) -> Spectrum:
 def _arpack(
     linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
 ) -> Spectrum:
-    """One sample's eigenvalues; ``rescue`` computes the whole matrix where ARPACK fails."""
+    """Return one sample's eigenvalues; ``rescue`` falls back to the dense matrix if ARPACK fails."""
     failure = _scipy().ArpackError
     product = SampleProduct(linear)
     try:
@@ -377,20 +376,20 @@ def _arpack(
 
 
 def _scipy() -> Any:
-    """``scipy.sparse.linalg``, which nothing else of this package needs: it is large."""
+    """Import ``scipy.sparse.linalg``, an optional dependency of this method."""
     try:
         return importlib.import_module("scipy.sparse.linalg")
     except ImportError as error:
         raise ImportError(
-            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy; "
-            "method='dense' does without"
+            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy, "
+            "or use method='dense'"
         ) from error
 
 
 def _eigenpairs(
     product: SampleProduct, size: int, count: int, symmetric: bool, tolerance: float, budget: int
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Eigenvalues (k,), ordered as in :class:`Spectrum`, and unit eigenvectors (D, k) by ARPACK."""
+    """Return eigenvalues (k,), ordered as in :class:`Spectrum`, and unit eigenvectors (D, k) by ARPACK."""
     start = numpy.random.default_rng(0).standard_normal(size)
     wanted = 2 * count if symmetric else count
     if not product(start).any():  # ARPACK refuses the zero matrix
@@ -420,7 +419,7 @@ def _eigenpairs(
 def _residual(
     images: numpy.ndarray, values: numpy.ndarray, vectors: numpy.ndarray
 ) -> numpy.ndarray:
-    """``max |J v - lambda v| / max |lambda|`` per sample; arrays (B, D, k), (B, k), (B, D, k)."""
+    """Return ``max |J v - lambda v| / max |lambda|`` (B,) of arrays (B, D, k), (B, k), (B, D, k)."""
     error = numpy.linalg.norm(images - values[:, None, :] * vectors, axis=1).max(axis=1)
     scale = numpy.abs(values).max(axis=1)
     return numpy.divide(error, scale, out=numpy.where(error > 0, numpy.inf, 0), where=scale > 0)
@@ -433,7 +432,7 @@ def _spectrum(
     converged: Any,
     products: numpy.ndarray,
 ) -> Spectrum:
-    """The arrays as tensors on the device of the state, NaN where nothing was found."""
+    """Convert the arrays to tensors on the device of the state, NaN for samples that failed."""
     values = numpy.where(converged[:, None], values, numpy.nan)
     residual = numpy.where(converged, residual, numpy.nan)
     arrays = (values, residual, converged, products)
@@ -450,29 +449,28 @@ def jacobian_penalty(
     samples: int | None = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Mean square of the singular values of ``J = df/dz`` at ``z``, ``|J|_F^2 / D``, for each sample.
+    """Return the mean squared singular value ``|J|_F^2 / D`` of ``J = df/dz`` at ``z`` for each sample.
 
-    Hutchinson's estimate: with random signs v, ``E |J^T v|^2 = |J|_F^2``; one product with ``J^T`` for each
-    v. Added to a loss it keeps the map contracting, so that its fixed point stays cheap to find. It has
-    gradients by what ``f`` reads, and by ``z`` where that requires one: with the ``value`` of a solve the
-    whole gradient, in which the fixed point moves with the weights (its adjoint is part of the same
-    backward pass); with ``value.detach()`` that at a point held fixed, as in the paper.
+    It is estimated by Hutchinson's method: ``E |J^T v|^2 = |J|_F^2`` for random signs v, at the cost of one
+    product with ``J^T`` per v. As a loss term it keeps the map contracting and the fixed point cheap to
+    compute. Gradients flow to the tensors that ``f`` reads and to ``z``: pass the ``value`` of a solve for
+    the full gradient, which includes the dependence of the fixed point on the weights, or
+    ``value.detach()`` to hold the point fixed as in the paper.
 
     Args:
-        f: ``f(z, *args)``, like z, each sample on its own.
-        z: state, a tensor (B, ...) or a pytree of them, D numbers a sample.
+        f: map ``f(z, *args) -> like z``; samples must be independent.
+        z: state, a tensor (B, ...) or a pytree of them, with D numbers per sample.
         args: further inputs of ``f``, pytrees of tensors batched along dim 0.
-        mask: as for :func:`solvers.fixed_point`: masked tokens are held constant, and neither their rows
-            and columns of J nor their share of D count.
-        samples: random vectors, >= 1; None: all D unit vectors, which is exact.
-        generator: of the random vectors; None: torch's global one of the device.
+        mask: mask of :func:`solvers.fixed_point`: masked tokens are held constant and excluded from J
+            and D.
+        samples: number of random vectors, >= 1; None uses all D unit vectors, which is exact.
+        generator: generator of the random vectors; None uses the global one of the device.
 
     Returns:
         (B,) in float32 or wider, not differentiable under ``no_grad`` and ``inference_mode``.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument; if ``f`` does not
-            depend on z through autograd.
+        TypeError, ValueError: if an argument is invalid or ``f`` is not differentiable in z.
 
     Source: Bai, Koltun, Kolter, "Stabilizing Equilibrium Models by Jacobian Regularization" (2021),
     section 4, https://arxiv.org/abs/2106.14342; Hutchinson, "A stochastic estimator of the trace of the
@@ -508,35 +506,35 @@ def jacobian_penalty(
 def _product(
     f: Callable[..., Any], layout: Layout, z: Tensor, args: tuple[Any, ...]
 ) -> JacobianProduct:
-    """``v -> J^T v`` (B, D) with a graph."""
+    """Return ``v -> J^T v`` for vectors (B, D), with a graph."""
 
     def mapped(z: Tensor) -> Tensor:
         output = layout.vector(f(layout.tree(z), *args))
         if output.shape != z.shape:
-            raise ValueError(f"f must return a state like z, {z.shape[1]} numbers a sample")
+            raise ValueError(f"f must return the shape of z, {z.shape[1]} numbers per sample")
         return output
 
-    if in_transform():  # whose tensors know no nested autograd.grad
+    if in_transform():  # nested autograd.grad is not supported there
         _, pull, *_ = vjp(mapped, z)
         return lambda v: pull(v)[0]
     point = z if z.requires_grad else z.detach().requires_grad_()
     output = mapped(point)
     if not output.requires_grad:
-        raise ValueError("f(z) must depend on z through autograd, got a result without gradient")
+        raise ValueError("f(z) must be differentiable in z, got a result without a graph")
     return pullback(output, point, create_graph=True)
 
 
 def _vectors(
     like: Tensor, keep: Tensor | None, samples: int | None, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
-    """Vectors (B, D) of random signs, or all unit vectors; zero at masked coordinates."""
+    """Yield vectors (B, D) of random signs, or all unit vectors; zero at masked coordinates."""
     shape, device = like.shape, like.device
     for number in range(shape[1] if samples is None else samples):
         if samples is None:
             v = torch.zeros(shape, dtype=like.dtype, device=device)
             v[:, number] = 1
         else:
-            # Where the generator lives, so that its numbers are the same for every device.
+            # Drawing on the generator's device gives the same numbers on every device.
             home = device if generator is None else generator.device
             signs = torch.randint(0, 2, shape, generator=generator, device=home)
             v = (2 * signs - 1).to(device, like.dtype)

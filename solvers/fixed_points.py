@@ -1,4 +1,4 @@
-"""Find ``z = f(z)`` or ``F(z) = 0`` for a batch of samples and make the solution differentiable."""
+"""Solve ``z = f(z)`` or ``F(z) = 0`` for a batch of samples, with a differentiable solution."""
 
 from __future__ import annotations
 
@@ -83,78 +83,71 @@ def fixed_point(
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
-    A sample is solved where ``|f(z) - z| <= 1e-4 |f(z)|``, in float64 too: give ``tolerance=1e-10`` where
-    more digits are wanted, and more ``max_steps`` with it.
+    By default a sample has converged if ``|f(z) - z| <= 1e-4 |f(z)|``, in float64, too. For more digits
+    pass a smaller ``tolerance``, such as 1e-10, and a larger ``max_steps``.
 
     Args:
-        f: map from a state to a state of the same structure, shapes and dtypes, each sample on its
-            own; or an :class:`EnergyUpdate`, which brings its energy along.
-        z0: initial state, a tensor (B, ...) or a pytree of them, any floating dtype. ``torch.zeros(3)``
-            is the start of three problems of one unknown each; ``torch.zeros(3)[None]`` that of one
-            problem of three.
+        f: map from a state to a state of the same structure, shapes and dtypes that treats samples
+            independently, or an :class:`EnergyUpdate`, which includes its energy.
+        z0: initial state, a floating-point tensor (B, ...) or a pytree of them. ``torch.zeros(3)`` starts
+            three problems with one unknown each, ``torch.zeros(3)[None]`` one problem with three.
         args: further inputs of ``f``, pytrees of tensors batched along dim 0, or one tensor. Finished samples
-            leave the batch, so whatever is batched must come through here (or ``compact=False``).
-            Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
-        solver: a :class:`Solver`, its class, or its name such as "anderson". None: ``LBFGS()`` where ``f``
-            is a gradient step of an energy, else ``Anderson()``. Samples that these give up are tried again
-            from their best iterate by plain steps and, if
-            there is no energy, by Newton's method with finite differences; other solvers, or these
-            when they are named, are left alone.
-        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. A number is
-            ``rtol``. None:
-            ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; where it computes in
-            half precision, also by autocast, what it can meet: rtol 2e-2 in bfloat16, 1e-2 in float16;
-            2e-3 where a CUDA device multiplies in TF32 (an estimate, not measured on a card yet).
-        max_steps: evaluations of ``f`` per sample, an upper bound that is kept. A call of ``f`` is one
-            evaluation for each sample that it is given; with ``compact=False``, for all of the batch, so
-            that there are at most ``max_steps`` calls besides those of ``verify``. Products of Newton's
-            method with the Jacobian count as evaluations; second attempts go on counting. The gradient is
-            not counted:
-            ``Implicit`` evaluates ``f`` once more, at the solution.
-        adjoint: how gradients flow, by default ``Implicit()``; ``Unrolled``, ``Phantom``, ``OneStep``, also
-            as a class or by name (``"unrolled"``); None: no gradient.
-        energy: ``energy(z, *args) -> (B,)`` turns the safeguard on: no accepted step raises it.
-        mask: (B, N) bool, False at masked tokens: they keep their initial value and enter no norm.
-            Tokens are dim 1 of the leaves (B, N, ...) of at least three dimensions, or, where none has
-            N there, of the leaves (B, N); other leaves count whole. Or a pytree structured like z0,
-            for each leaf its mask (B, N), or None where it counts whole.
-        record: keep the trace of residuals (and energies).
-        on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
-        compact: let finished samples leave the batch; False where ``f`` closes over batched tensors.
-        callback: called with a :class:`Progress` after every evaluation.
-        states_at: numbers of evaluations, increasing, ``max_steps`` at most. ``Solution.states`` then has
-            for each of them what this call would have returned with that ``max_steps``; where a sample
-            had converged before, its solution. (Of Newton's method, the last iterate within it.) Their
-            gradients are exact with ``Unrolled``. ``Phantom`` and ``OneStep`` differentiate their
-            iterations from each state, and with ``Implicit``, whose equation holds at the solution
-            alone, a state has the gradient that ``Implicit(states=...)`` says.
-        verify: evaluate ``f`` once more, at the returned value and with the whole batch, and report the
-            residual found there; samples that do not have the residual that the solve measured become
-            INCONSISTENT. With ``Implicit`` gradients this evaluation is made in any case. Without, it costs
-            one evaluation for every sample, which is not counted. None: in the first 8 solves of a function
-            or layer and in one of 32 after them, unless the solve itself ended with all samples at their
-            final values, and with ``compact=False`` where a sample failed; the first solve also repeats
-            the evaluation at the start, which shows a function that changes from call to call.
-        stop: a rule ``stop(z) -> (B,) bool``, asked after every evaluation. A sample for which it holds
-            ends as STOPPED with that iterate, unless it has converged. The rule sees the states of the
-            whole batch, also of samples that have ended. A sample that was stopped is no failure, and not
-            ``converged`` either. ``Implicit`` differentiates it by the same formula, at an iterate where
-            the equation does not hold; ``Unrolled()`` or ``Phantom()`` may suit it better.
-        has_aux: ``f`` returns ``(f(z), aux)``. ``Solution.aux`` is that of the returned value, of one more
-            evaluation, which is not counted. Its gradients pass through the value, the arguments and weights.
-        bounds: ``(low, high)``, each a number, a tensor that broadcasts to a sample's state, or None.
-            Solves ``z = P(f(z))`` with ``P(z) = min(max(z, low), high)``: for a gradient step of an energy,
-            projected gradient descent to a point where the energy falls in no allowed direction.
-            Coordinates that are held at a bound have implicit gradients of zero. Needs ``Forward`` or
-            ``GradientDescent``; by default ``GradientDescent("auto")`` where there is an energy, else
-            ``Forward()``.
+            leave the batch, so batched tensors must be passed here (or set ``compact=False``).
+            ``f`` may close over tensors that all samples share, such as weights; they receive gradients.
+        solver: a :class:`Solver`, its class, or its name such as "anderson". None: ``LBFGS()`` if ``f`` is a
+            gradient step of an energy, else ``Anderson()``; samples that fail then continue from their best
+            iterate with plain steps and, without an energy, with Newton's method. A solver that you
+            name has no such fallback.
+        tolerance: stopping criterion ``|f(z) - z| <= max(atol, rtol |f(z)|)``, a :class:`Tolerance` or a
+            number, its ``rtol``. None chooses rtol by the precision in which ``f`` computes, including
+            autocast: 1e-4 for float32 and float64, 2e-2 for bfloat16, 1e-2 for float16, and 2e-3 for
+            TF32 on CUDA (an estimate that has not been measured on a card).
+        max_steps: maximum number of evaluations of ``f`` per sample. Each call of ``f`` counts for the
+            samples in its batch; with ``compact=False`` this is the whole batch, so ``f`` is called at
+            most ``max_steps`` times. Jacobian products of Newton's method and evaluations of a fallback
+            count; those of ``verify`` and of the gradient do not.
+        adjoint: how gradients are computed: ``Implicit()`` (default), ``Unrolled``, ``Phantom`` or
+            ``OneStep``, as an instance, a class or a name (``"unrolled"``); None for no gradient.
+        energy: ``energy(z, *args) -> (B,)``, which no accepted step may increase.
+        mask: (B, N) bool, False at masked tokens, which keep their initial value and enter no norm.
+            Tokens are dim 1 of the leaves (B, N, ...) with at least three dimensions or, if there are
+            none, of the leaves (B, N); other leaves are not masked. Alternatively, a pytree with the
+            structure of z0 whose leaves are masks (B, N) or None.
+        record: whether to keep the trace of residuals and energies.
+        on_failure: "warn", "raise" or "ignore" samples that did not converge.
+        compact: whether finished samples leave the batch; False if ``f`` closes over batched tensors.
+        callback: function of a :class:`Progress`, called after every evaluation.
+        states_at: increasing numbers of evaluations up to ``max_steps``. ``Solution.states`` contains for
+            each the value that this call would have returned with that ``max_steps`` (for Newton's method,
+            the last iterate within it). Their gradients are exact with ``Unrolled``. ``Phantom`` and
+            ``OneStep`` differentiate their iterations from each state. With ``Implicit``, whose equation
+            holds only at the solution, ``Implicit(states=...)`` chooses the gradient.
+        verify: whether to evaluate ``f`` again at the returned value with the whole batch and report that
+            residual. Samples whose residual differs from that of the solve become INCONSISTENT. With
+            ``Implicit`` gradients this evaluation is made anyway. None: verify the first 8 solves of a
+            function or layer and every 32nd after them, unless the last evaluation of the solve was at the
+            returned value of all samples; with ``compact=False`` also if a sample failed. The first solve
+            also repeats the evaluation at the start to detect a function that changes between calls.
+        stop: rule ``stop(z) -> (B,) bool``, evaluated after every evaluation of ``f`` with the states of the
+            whole batch, including samples that have finished. A sample for which it is True ends as
+            STOPPED with that iterate, unless it has converged. STOPPED is not a failure, but ``converged``
+            is False. ``Implicit`` differentiates such a sample by the same formula, although the equation
+            does not hold at that iterate; consider ``Unrolled()`` or ``Phantom()``.
+        has_aux: whether ``f`` returns ``(f(z), aux)``. ``Solution.aux`` is the auxiliary output at the
+            returned value, from one more evaluation, which does not count. Its gradients pass through the
+            value, the arguments and the weights.
+        bounds: ``(low, high)``, each a number, a tensor that broadcasts to the state of a sample, or None.
+            Solves ``z = P(f(z))`` with ``P(z) = min(max(z, low), high)``. For a gradient step of an energy
+            this is projected gradient descent. Coordinates at a bound have implicit gradients of zero.
+            Needs ``Forward`` or ``GradientDescent``; the default is ``GradientDescent("auto")`` with an
+            energy and ``Forward()`` without.
 
     Returns:
-        A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
+        A :class:`Solution` with the best iterate as ``value`` and its ``residual``.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument; for an ``f`` that
-            works in place on its inputs, or draws random numbers.
+        TypeError, ValueError: if an argument is invalid, or ``f`` modifies its inputs in place or
+            draws random numbers.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Example:
@@ -164,10 +157,10 @@ def fixed_point(
         >>> solution.converged, solution.value.detach().flatten(), b.grad.flatten()
         (tensor([True, True]), tensor([0.4502, 1.1872]), tensor([0.8213, 0.6832]))
 
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``record``; ``jvp``
-    only with ``Unrolled()``. Inside of these transforms ``Unrolled()`` needs ``solver=Forward(...)`` or
-    ``Anderson(...)``; it makes ``max_steps`` evaluations for every sample, samples that have converged
-    stand still, and there is no energy safeguard.
+    The function supports ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` without ``record``, and
+    ``jvp`` with ``Unrolled()``. Inside these transforms ``Unrolled()`` needs ``solver=Forward(...)`` or
+    ``Anderson(...)``; it makes ``max_steps`` evaluations for every sample, converged samples do not
+    move, and there is no energy safeguard.
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
@@ -343,15 +336,15 @@ def _transformed(
     record: bool,
     **options: Any,
 ) -> Solution:
-    """The solution inside of a transform of ``torch.func``; ``options`` are the others of the call."""
+    """Return the solution inside a ``torch.func`` transform."""
     tolerance, compact = options["tolerance"], options["compact"]
     if isinstance(adjoint, Unrolled) and not (record or options["callback"]):
         solver = options["solver"]
         if type(solver) not in (Forward, Anderson) or adjoint.checkpoint:
             raise RuntimeError(
-                "inside of torch.func's transforms adjoint=Unrolled() needs solver=solvers.Forward(...) "
-                "or solvers.Anderson(...), whose steps look at no numbers, and checkpoint=False; got "
-                f"solver={solver}, {adjoint}; or use Implicit(), Phantom() or OneStep()"
+                "inside torch.func transforms adjoint=Unrolled() needs solver=solvers.Forward(...) or "
+                f"solvers.Anderson(...) and checkpoint=False, got solver={solver}, {adjoint}; use them, or "
+                "Implicit(), Phantom() or OneStep()"
             )
         # The loop itself, every operation transformed; without the energy safeguard.
         problem = Problem.of(f, energy, z0, args, mask, compact)
@@ -371,7 +364,7 @@ def _transformed(
 
 
 def _nothing(problem: Problem, start: Tensor, adjoint: Adjoint | None) -> Solution:
-    """The solution of no numbers at all, with a graph to what ``f`` reads."""
+    """Return the solution of an empty state, with a graph to the tensors that ``f`` reads."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint is not None):
         value = problem.layout.tree(problem.masked_map(start))
     status = torch.zeros(len(start), dtype=torch.int64, device=start.device)
@@ -392,7 +385,7 @@ def _check_options(
     solver: Solver, max_steps: int, f: object, energy: object, record: object, compact: object,
     callback: object, on_failure: str, states_at: Any, stop: object,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Check the options; the numbers of ``states_at`` as a tuple."""
+    """Check the options and return ``states_at`` as a tuple."""
     require_callable("f", f)
     require_callable("energy", energy, optional=True)
     require_count("max_steps", max_steps)
@@ -410,13 +403,13 @@ def _check_options(
     unknown = [name for name, value in given.items() if value]
     if isinstance(solver, ExternalSolver) and unknown:
         raise ValueError(
-            f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"
+            f"{solver!r} runs its own loop and does not support {unknown}: remove them"
         )
     return numbers
 
 
 def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
-    """Batch sizes, devices and finiteness of everything that comes in."""
+    """Check batch sizes, devices and finiteness of the inputs."""
     first = leaves_of(z0)[0]
     batch, device = first.shape[0], first.device
     check_args(args, batch, device, "z0", "f")
@@ -433,8 +426,8 @@ def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> 
 class Solving:
     """How :func:`solvers.fixed_point` solves a problem, with its options.
 
-    ``automatic``: nobody has named the solver, so that samples which it gives up are tried again. ``number``:
-    of the solves of this function before. Parametrised weights are constant during a solve and computed once.
+    ``automatic``: the solver was chosen automatically, so failed samples are solved again. ``number``: how
+    often this function was solved before. Parametrised weights are computed once and constant during a solve.
     The solver's own algebra runs without autocast, which :class:`Problem` restores around f.
     """
 
@@ -450,9 +443,9 @@ class Solving:
     rule: Rule | None = None
 
     def __call__(self, problem: Problem, start: Tensor, *, verify: bool = True) -> Solution:
-        """The solution (B, D) from ``start`` (B, D), without gradients of its own.
+        """Return the solution (B, D) from ``start`` (B, D), without gradients.
 
-        ``verify``: the returned value is evaluated once more where that is due, else the caller does so.
+        ``verify=False``: the caller evaluates the returned value again.
         """
         with constant_weights(problem.modules), without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
@@ -491,7 +484,7 @@ class Solving:
         return solution
 
     def _may_be_coupled(self, problem: Problem) -> bool:
-        """Whether samples that influence each other are to be solved as one system."""
+        """Return whether samples that influence each other are solved as one system."""
         others = problem.has_energy or problem.bounds is not None or self.rule is not None
         alone = problem.compact or problem.mask is not None or others
         return not (alone or torch.is_grad_enabled())
@@ -499,9 +492,9 @@ class Solving:
     def _solve_together(
         self, problem: Problem, solution: Solution, tolerance: Tolerance, most: int
     ) -> None:
-        """Go on with all samples as one system where they turn out to influence each other.
+        """Continue with all samples as one system if they influence each other.
 
-        That is meant by ``compact=False`` alone: the samples stay in the batch.
+        This is supported with ``compact=False`` only, where the samples stay in the batch.
         """
         left = most - int(solution.evaluations.max())
         wrong = solution.status == Status.INCONSISTENT
@@ -530,7 +523,7 @@ class Solving:
         solution: Solution,
         verify: bool,
     ) -> None:
-        """Look again at the returned value and, in the first solve of a function, at the start."""
+        """Evaluate again at the returned value and, in the first solve of a function, at the start."""
         if first is not None and bool(solution.status.any()):
             # |f(z)| that has fallen to nothing with the residual belongs to a fixed point at zero.
             reference = solution.residual_norm / solution.residual
@@ -555,5 +548,5 @@ KINDS = (Anderson, Broyden, Forward, GradientDescent, LBFGS, Newton)
 
 
 def read_solver(value: Any, *, name: str = "solver") -> Solver | None:
-    """A :class:`solvers.Solver` with its defaults where its class or name is given; None stays None."""
+    """Return a :class:`solvers.Solver` from an instance, a class or a name; None stays None."""
     return require_kind(name, value, Solver, KINDS, optional=True)

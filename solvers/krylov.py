@@ -1,4 +1,4 @@
-"""Krylov methods for batches of linear systems ``A x = b``, from products with ``A`` alone.
+"""Krylov methods for batches of linear systems ``A x = b`` that need only products with ``A``.
 
 :class:`LinearSolver` and :class:`KrylovRun` are their interface; :mod:`solvers.linear` runs them.
 """
@@ -24,28 +24,27 @@ class LinearSolver(ABC):
 
     @abstractmethod
     def start(self, residual: Tensor, limit: Tensor, active: Tensor) -> KrylovRun:
-        """Begin to solve ``A d = residual`` from ``d = 0``.
+        """Start to solve ``A d = residual`` from ``d = 0``.
 
         Args:
             residual: (n, D) right-hand sides, float32 or float64.
             limit: (n, 1) residual norm at which a row has converged, same dtype.
-            active: (n, 1) bool; the other rows are carried along, and frozen.
+            active: (n, 1) bool; the other rows are frozen.
         """
 
 
 class KrylovRun(ABC):
     """A run of a Krylov method on the rows of a working batch.
 
-    The caller multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
-    row is ``running`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
-    no longer changes, however often ``absorb`` is called, so a caller may learn late that they have
-    stopped. Vectors are (n, D), numbers (n, 1).
+    The caller multiplies ``direction`` by the matrix and passes the product to ``absorb`` until no
+    row is ``running`` or the run is ``exhausted``. Rows that have stopped are frozen, so further calls
+    of ``absorb`` do not change their result. Vectors are (n, D), scalars (n, 1).
     """
 
-    recurrence: ClassVar[tuple[str, ...]] = ("direction",)  # vectors that products are made from
-    direction: Tensor  # (n, D), what the matrix is to be applied to next
+    recurrence: ClassVar[tuple[str, ...]] = ("direction",)  # vectors that enter products
+    direction: Tensor  # (n, D), the next vector to multiply
     residual_norm: Tensor  # ``|residual - A d|`` at ``solution()`` by the recurrence
-    exhausted: bool = False  # the run can take no further product (the end of a GMRES cycle)
+    exhausted: bool = False  # the run accepts no further product (the end of a GMRES cycle)
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         self.limit = limit
@@ -56,30 +55,30 @@ class KrylovRun(ABC):
 
     @abstractmethod
     def absorb(self, product: Tensor) -> None:
-        """Take the product of the matrix with ``direction``, (n, D), and advance."""
+        """Advance by the product of the matrix with ``direction``, (n, D)."""
 
     @abstractmethod
     def solution(self) -> Tensor:
-        """(n, D): the best ``d`` of each row, finite whatever the products were."""
+        """Return the best ``d`` of each row, (n, D), which is always finite."""
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """``solution()`` and its residual norm (n, 1), where the recurrence does not know it."""
+        """Return ``solution()`` and its residual norm (n, 1), computed if the recurrence lacks it."""
         return self.solution(), self.residual_norm
 
     def current(self) -> Tensor:
-        """(n, 1): residual norm of the latest iterate, which need not be the best one."""
+        """Return the residual norm (n, 1) of the latest iterate, which need not be the best one."""
         return self.residual_norm
 
     def reliable(self) -> Tensor:
-        """(n, 1) bool: ``residual_norm`` differs from the true one by rounding alone."""
+        """Return whether ``residual_norm`` differs from the true one by rounding only, (n, 1) bool."""
         return self.matrix_norm >= 0
 
     @abstractmethod
     def verdict(self) -> Tensor:
-        """(n, 1) int64 :class:`solvers.Status`; MAX_STEPS for a row that could have gone on."""
+        """Return the :class:`solvers.Status` (n, 1) int64; MAX_STEPS for a row that could continue."""
 
     def zero_stopped(self) -> None:
-        """Set the vectors of stopped rows to zero, so that the matrix meets no NaN or infinity."""
+        """Set the vectors of stopped rows to zero, so that products contain no NaN or infinity."""
         for name in self.recurrence:
             setattr(self, name, torch.where(self.running, getattr(self, name), 0))
 
@@ -88,7 +87,7 @@ class KrylovRun(ABC):
         self.running = self.running & ~rows
 
     def rows(self, index: Tensor) -> KrylovRun:
-        """The run of the rows ``index`` (an array of integers) alone."""
+        """Return the run restricted to the rows ``index`` (integers)."""
         part = copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -112,8 +111,8 @@ class CG(LinearSolver):
 
     With residual ``r`` and direction ``p``: ``alpha = r.r / p.Ap``, ``x += alpha p``,
     ``r -= alpha Ap``, ``p = r' + (r'.r' / r.r) p``. Each step minimises the error in the norm of
-    ``A``, not the residual, which may rise in between: the iterate of the smallest residual is
-    kept. Five vectors per sample.
+    ``A``. The residual may increase in between, so the iterate with the smallest residual is kept.
+    The method stores five vectors per sample.
 
     A direction with ``p.Ap <= 0`` ends the sample with ``Status.INDEFINITE``.
 
@@ -136,7 +135,7 @@ class CGRun(KrylovRun):
         self.iterate = self.best = torch.zeros_like(residual)
         self.square = self.best_square = dot(residual, residual)
         self.residual_norm = torch.sqrt(self.square)
-        # Below it the residual is rounding, and the curvature of its directions may underflow.
+        # Below this level the residual is rounding error and curvatures may underflow.
         self.rounding = torch.finfo(residual.dtype).eps ** 2 * self.square
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
@@ -182,20 +181,20 @@ class CGRun(KrylovRun):
 
 @dataclass(frozen=True)
 class MINRES(LinearSolver):
-    """Minimal residuals, for symmetric matrices, indefinite or singular ones included.
+    """Minimal residual method for symmetric matrices, including indefinite and singular ones.
 
     The Lanczos process ``A v = beta' v' + alpha v + beta v_old`` builds an orthonormal basis of the
     Krylov space, Givens rotations solve the tridiagonal least-squares problem in it, and
-    ``w = (v - delta w_1 - epsilon w_2) / gamma``, ``x += phi w``. The residual never rises. Six
-    vectors per sample.
+    ``w = (v - delta w_1 - epsilon w_2) / gamma``, ``x += phi w``. The residual never increases. The
+    method stores six vectors per sample.
 
-    The recurrence for the residual norm holds only while the Lanczos basis is orthonormal. Rounding
-    and matrices that are not symmetric destroy that, so the norm is always verified by one more
-    product, counted like the others, before it is reported.
+    The recurrence for the residual norm requires an orthonormal Lanczos basis. Rounding and
+    nonsymmetric matrices destroy orthogonality, so one more product, which counts like the others,
+    always verifies the norm.
 
-    Where ``|A r|`` becomes small against ``|A| |r|`` the method is restarted from the true residual.
-    If that lowers it no further, the sample ends with ``Status.STALLED``, at a least-squares
-    solution if the system has no other.
+    When ``|A r|`` becomes small relative to ``|A| |r|`` the method restarts from the true residual.
+    If that does not reduce it, the sample ends with ``Status.STALLED``, at a least-squares
+    solution if the system has no solution.
 
     Source: Paige and Saunders (1975), "Solution of sparse indefinite systems of linear equations",
     https://doi.org/10.1137/0712047.
@@ -250,7 +249,7 @@ class MINRESRun(KrylovRun):
         self.running = active & (self.residual_norm > self.limit)
 
     def _can_shrink(self, alpha: Tensor, beta: Tensor, gamma_bar: Tensor) -> Tensor:
-        """Rows that may take this step: finite, and with a residual that can still shrink."""
+        """Return the rows whose step is finite and whose residual can still decrease."""
         running = self.running
         self.matrix_norm = torch.fmax(self.matrix_norm, torch.hypot(alpha, beta))
         self.gamma = torch.where(running, torch.hypot(gamma_bar, beta), self.gamma)
@@ -270,22 +269,22 @@ class MINRESRun(KrylovRun):
         return where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)
 
 
-FLOOR = 16  # times the machine precision and |H|: a smaller column ends a Krylov space
-_FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
-# ... but all for a whole cycle of so few steps and numbers.
+FLOOR = 16  # a column below FLOOR eps |H| ends a Krylov space
+_FIRST_CAPACITY = 8  # basis vectors allocated at first; the capacity doubles when they are used
+# Cycles of at most so many steps and numbers are allocated at once.
 _SHORT, _SMALL = 24, 1 << 18
 
 
 @dataclass(frozen=True)
 class GMRES(LinearSolver):
-    """Restarted GMRES(m), for any matrix; the residual never rises.
+    """Restarted GMRES(m) for general matrices.
 
     The Arnoldi process gives ``A V_k = V_{k+1} H`` with orthonormal ``V``, by classical Gram-Schmidt
-    with reorthogonalisation (two pairs of batched matrix products a step). The iterate is ``V_k y``
-    where ``y`` minimises ``|beta e_1 - H y|``, ``beta`` the norm of the first residual. Memory grows
-    with the steps made, up to ``restart + 1`` vectors.
-    After ``restart`` steps the method starts again from the true residual, computed by one product.
-    A sample whose residual a whole cycle did not lower ends with ``Status.STALLED``.
+    with reorthogonalisation (two pairs of batched matrix products per step). The iterate is ``V_k y``,
+    where ``y`` minimises ``|beta e_1 - H y|`` and ``beta`` is the norm of the first residual. The residual
+    never increases. Memory grows with the number of steps, up to ``restart + 1`` vectors.
+    After ``restart`` steps the method restarts from the true residual, which costs one product.
+    A sample whose residual a whole cycle did not reduce ends with ``Status.STALLED``.
 
     Args:
         restart: steps per cycle, an integer >= 1.
@@ -390,7 +389,7 @@ class GMRESRun(KrylovRun):
             return torch.zeros_like(self.direction), self.residual_norm
         entries, basis = self.hessenberg[:, :step, : step + 1], self.basis[:, :step]
         rotation = self.rotation[:, :step, : step + 1]
-        # Columns added after a row had stopped are left out; they may be NaN.
+        # Columns added after a row stopped are ignored, because they may be NaN.
         mask = (torch.arange(step, device=basis.device) < self.columns)[:, :, None]
         if not surely_all(mask):
             entries, rotation = (torch.where(mask, each, 0) for each in (entries, rotation))
@@ -405,7 +404,7 @@ class GMRESRun(KrylovRun):
         solution = (weights.mT @ basis)[:, 0]
         if not maybe_any(self.broken):
             return solution, self.residual_norm
-        # The recurrence counts columns in that the weights leave out: |beta e_1 - H y|.
+        # The weights omit some columns that the recurrence includes: |beta e_1 - H y|.
         left = -(weights.mT @ entries)[:, 0]
         left[:, :1] += self.beta
         return solution, torch.where(self.broken, norm(left), self.residual_norm)
@@ -416,4 +415,4 @@ class GMRESRun(KrylovRun):
         return torch.where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)
 
 
-LINEAR = (CG, MINRES, GMRES)  # what is known by its name
+LINEAR = (CG, MINRES, GMRES)  # solvers that can be selected by name

@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when a name is first asked for (PEP 562)."""
+"""Import the modules of a package lazily, when one of its names is first accessed (PEP 562)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of ``package``, as its ``__init__.pyi`` states them.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of ``package`` from its ``__init__.pyi``.
 
-    The stub has one line a public name, ``from home import name as name``, which type checkers read too.
-    ``dir`` shows these names alone. Sub-packages and modules of the package are found as attributes,
-    stated or not, as if it had imported them itself; without a stub there are no other names.
+    The stub has one line per public name, ``from home import name as name``, which type checkers also read.
+    ``dir`` shows only these names. Submodules of the package are also accessible as attributes.
     """
     homes = _stated(package)
 
@@ -35,7 +34,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
 
 def _stated(package: str) -> dict[str, str]:
-    """Names by the modules that define them."""
+    """Return the public names and the modules that define them."""
     stub = Path(str(sys.modules[package].__file__)).with_name("__init__.pyi")
     if not stub.exists():
         return {}

@@ -1,7 +1,7 @@
-"""Linear systems ``A x = b`` for a batch, from products with ``A``.
+"""Solve batches of linear systems ``A x = b`` with products with ``A``.
 
-From below: the scaled right-hand sides and the products; the loop of a solve, which runs cycles of a Krylov
-method and verifies residuals; the entry, :func:`solvers.solve_linear`.
+The file defines, in this order, the scaled right-hand sides and the products, the loop that runs cycles of a
+Krylov method and verifies residuals, and :func:`solvers.solve_linear`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from solvers.krylov import CG, LINEAR, KrylovRun, LinearSolver, norm
 
 # Right-hand sides whose norms lie between 1 / MODERATE and MODERATE are not scaled.
 MODERATE = 1e6
-# Rounding moves the residual of a recurrence away from the true one by at most about
-# GAP eps (|A| |x| + |b|), ten times the largest gap that was measured.
+# Rounding separates the residual of a recurrence from the true one by at most about
+# GAP eps (|A| |x| + |b|), ten times the largest measured gap.
 GAP = 40.0
-RESERVE = 1e-3  # a step is expected to leave more than this of the residual
-# A cycle that converged by its recurrence but did not halve the true residual: rounding limits it.
+RESERVE = 1e-3  # a step is expected to leave more than this share of the residual
+# Rounding limits a cycle that converged by its recurrence but did not halve the true residual.
 HALVED = 0.5
 
 
 class System:
     """Right-hand sides (B, D), divided by a power of two so that no square overflows or underflows.
 
-    Numbers per sample are (B, 1).
+    Scalars per sample are (B, 1).
     """
 
     def __init__(self, b: Tensor, tolerance: Tolerance) -> None:
@@ -79,8 +79,8 @@ class System:
 class Product:
     """``matvec`` as a map from (n, D) to (n, D), for the selected samples of a batch.
 
-    Vectors travel in the layout and dtypes of the right-hand side; results come back in the working
-    dtype. Below float32 a vector is scaled to magnitude one by a power of two before the product,
+    Vectors are converted to the layout and dtypes of the right-hand side, results to the working dtype.
+    In half precision a vector is scaled to magnitude one by a power of two before the product,
     so that small residuals do not become subnormal, and the result is scaled back.
     """
 
@@ -95,7 +95,7 @@ class Product:
         self.tiny = max(torch.finfo(dtype).tiny for dtype in layout.dtypes)
         self.largest = min(torch.finfo(dtype).max for dtype in layout.dtypes)
         self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
-        # A matrix (B, D) of float32 or float64 is handed over as it is.
+        # A matrix (B, D) of float32 or float64 is passed unchanged.
         self._direct = layout.spec.is_leaf() and len(layout.shapes[0]) == 1 and not self._narrow
 
     def select(self, rows: Tensor) -> None:
@@ -103,8 +103,8 @@ class Product:
         self._args = self._all_args
         self._rows = rows.numel()
         if rows.numel() < self._batch:
-            # From the whole batch each time: among the rows of a part, a tensor that is not batched
-            # could by chance have as many rows as the part.
+            # Always select from the whole batch: a tensor that is not batched could by chance have
+            # as many rows as a part of the batch.
             self._args = take(self._all_args, rows, self._batch)
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -116,13 +116,13 @@ class Product:
         return self.exact(vectors / scale) * scale
 
     def rounded(self, vectors: Tensor) -> Tensor:
-        """``vectors`` as the caller will get them: through the dtypes of the right-hand side."""
+        """Round ``vectors`` to the dtypes of the right-hand side."""
         if all(dtype == self.dtype for dtype in self._layout.dtypes):
             return vectors
         return self._layout.vector(self._layout.tree(vectors.to(self._layout.dtype))).to(self.dtype)
 
     def exact(self, vectors: Tensor) -> Tensor:
-        """The product with ``vectors`` as they are, not scaled."""
+        """Return the product with unscaled ``vectors``."""
         sent = vectors
         if not self._direct:
             sent = self._layout.tree(vectors.to(self._layout.dtype))
@@ -140,7 +140,7 @@ class Product:
                 shrunk = (
                     f"matvec was called with the {self._rows} of {self._batch} samples that are still "
                     "being solved. If it closes over a tensor of the whole batch, pass that tensor in "
-                    "args=(...), or give compact=False."
+                    "args=(...), or set compact=False."
                 )
                 error.args = (f"{error}\n{shrunk}",)
             raise
@@ -169,15 +169,15 @@ def check_like(
 
 
 class LinearLoop:
-    """One solve by cycles of a Krylov method, each sample until it has converged or cannot.
+    """One solve by cycles of a Krylov method.
 
-    A cycle runs the method on ``A d = r`` for the open samples, in lockstep, until each has
-    converged by its recurrence, has broken down, has used its products, or has reached the restart
-    of GMRES. Then a sample is closed if its recurrence residual is accurate. Else its true residual
-    is computed by one more product, and the sample is closed or enters the next cycle.
+    A cycle runs the method on ``A d = r`` for the open samples in lockstep, until each has
+    converged by its recurrence, broken down, used its products or reached the restart of GMRES. A
+    sample is then closed if its recurrence residual is accurate. Otherwise one more product computes
+    its true residual, and the sample is closed or enters the next cycle.
 
-    Of each sample are kept the best iterate ``x`` and, while it is ``open``, its residual ``r``, (B, D),
-    and tensors (B, 1): ``residual_norm``, the norm ``target`` that a cycle aims at, ``status``, the
+    The loop keeps for each sample the best iterate ``x`` and, while it is ``open``, its residual ``r``,
+    (B, D), and tensors (B, 1): ``residual_norm``, the ``target`` norm of a cycle, ``status``, the
     ``steps`` of the method and the ``evaluations``, which are products with ``A``.
     """
 
@@ -508,45 +508,44 @@ def solve_linear(
 ) -> Solution:
     """Solve ``A x = b`` for every sample of a batch, given products with ``A``.
 
-    No gradient is recorded: the result is detached (``matvec`` may differentiate inside).
+    The result is detached; ``matvec`` may use autograd inside.
 
     Args:
-        matvec: ``matvec(v, *args) -> A v``, of the structure, shapes and dtypes of ``v``; linear in
-            ``v``, and each sample by itself.
-        b: right-hand sides, a tensor (B, ...) or a pytree of them, any floating dtype. Below
-            float32 the products run in the dtype of ``b`` and everything else in float32.
+        matvec: ``matvec(v, *args) -> A v`` with the structure, shapes and dtypes of ``v``; linear in
+            ``v``, with independent samples.
+        b: right-hand sides, a floating-point tensor (B, ...) or a pytree of them. In half precision
+            the products use the dtype of ``b`` and everything else float32.
         solver: ``CG()`` for symmetric positive definite matrices, ``MINRES()`` for symmetric ones,
             ``GMRES(restart)`` for all; or its class, or its name (``"gmres"``).
-        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``; a number is
-            ``rtol``, None 1e-6.
-        max_steps: largest number of products with ``A`` per sample, those that verify a residual
-            included.
-        x0: initial iterate, like ``b``; default zero. Costs one product, for the first residual.
+        tolerance: stopping criterion ``|b - A x| <= max(atol, rtol |b|)``, a :class:`Tolerance` or a
+            number, its ``rtol``; None for rtol 1e-6.
+        max_steps: maximum number of products with ``A`` per sample, including those that verify a
+            residual.
+        x0: initial iterate, like ``b``, which costs one product; None for zero.
         args: further inputs of ``matvec``, pytrees of tensors batched along dim 0. Finished samples
-            leave the batch, so whatever is batched must come through here (or ``compact=False``).
-            Tensors that all samples share belong into ``matvec`` itself.
-        compact: let finished samples leave the batch once they are 1/16 of it; False where
-            ``matvec`` closes over batched tensors (finished samples are then carried along).
-        on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
-        record: keep the trace: column 0 is the relative residual at the start, each further column
-            the one after one more product with ``A``, NaN where the sample took none.
-        callback: called with a :class:`Progress` after every batch of products.
+            leave the batch, so batched tensors must be passed here (or set ``compact=False``).
+            ``matvec`` may close over tensors that all samples share.
+        compact: whether finished samples leave the batch once they are 1/16 of it; False if
+            ``matvec`` closes over batched tensors.
+        on_failure: "warn", "raise" or "ignore" samples that did not converge.
+        record: whether to keep the trace. Column 0 is the relative residual at the start, column k
+            that after k products with ``A``, NaN for samples that have ended.
+        callback: function of a :class:`Progress`, called after every batch of products.
 
     Returns:
-        A :class:`Solution`. ``value`` is the best iterate seen, always finite. ``steps`` counts the
-        steps of the Krylov method, ``evaluations`` the products. ``residual`` belongs to ``value``.
-        It is verified by a product with ``A`` wherever rounding could put the residual of the
-        recurrence off by more than about a tenth of it (or of the tolerance); a sample that has not
-        converged by its true residual is solved further from there. A right-hand side that is zero
-        is solved by zero, in no step. One that is not finite ends as NONFINITE with an infinite
-        residual.
+        A :class:`Solution`. ``value`` is the best iterate, which is always finite, and ``residual``
+        its residual; ``steps`` counts steps of the Krylov method, ``evaluations`` products.
+        A product with ``A`` verifies the residual whenever rounding could change it by more than about
+        a tenth (or a tenth of the tolerance), and a sample that has not converged by its true residual
+        continues. The solution of a zero right-hand side is zero, without a step. A nonfinite
+        right-hand side ends as NONFINITE with an infinite residual.
 
-        Statuses: CONVERGED; MAX_STEPS; STALLED, the residual cannot be lowered (singular matrix,
-        rounding, a cycle of GMRES that gained nothing); NONFINITE, NaN or infinity in ``b``, in
-        ``x0`` or in a product; INDEFINITE, CG met a direction of non-positive curvature.
+        Statuses: CONVERGED; MAX_STEPS; STALLED if the residual cannot be reduced (singular matrix,
+        rounding, a cycle of GMRES without progress); NONFINITE for NaN or infinity in ``b``, ``x0`` or
+        a product; INDEFINITE if CG met a direction of non-positive curvature.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Example:

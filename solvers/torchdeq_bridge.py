@@ -1,4 +1,4 @@
-"""Solvers of torchdeq in :func:`solvers.fixed_point`, and ours in torchdeq's registry."""
+"""Use torchdeq's solvers in :func:`solvers.fixed_point`, and solvers of this package in torchdeq."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"solvers.torchdeq_bridge needs torchdeq, which could not be imported ({error}): "
-        '`pip install ".[torchdeq]"` in a checkout of implicit-attn; nothing else of it needs torchdeq'
+        'install it with `pip install ".[torchdeq]"` in a checkout of implicit-attn'
     ) from error
 
 OPTIONS: dict[str, frozenset[str]] = {
@@ -36,19 +36,19 @@ OPTIONS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class TorchDEQ(ExternalSolver):
-    """A solver of torchdeq's registry, stopped by the criterion of :func:`solvers.fixed_point`.
+    """A solver of torchdeq's registry with the stopping criterion of :func:`solvers.fixed_point`.
 
-    torchdeq stops whole batches by its own criterion. Here every evaluation of ``f`` is measured and
-    the best point of each sample is kept with its residual. The run ends when all samples have
-    converged or ``max_steps`` evaluations are spent. There is no safeguard. Half precision is solved
-    in float32, ``f`` is evaluated in the dtype of the state. Where torchdeq meets a singular system it
-    begins again from the best points, and samples that this does not better end as STALLED.
+    torchdeq stops whole batches by its own criterion. This class instead measures every evaluation of
+    ``f`` and keeps the best point of each sample. The run ends when all samples have converged or
+    after ``max_steps`` evaluations. There is no safeguard. In half precision torchdeq computes in float32
+    and ``f`` in the dtype of the state. If torchdeq meets a singular system, it restarts from the best
+    points, and samples that do not improve end as STALLED.
 
     https://github.com/locuslab/torchdeq
 
     Args:
-        name: "anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter" or a registered one.
-        options: passed on, for example ``{"m": 5, "lam": 1e-8}``; unknown names raise.
+        name: "anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter" or a registered name.
+        options: options of the solver, for example ``{"m": 5, "lam": 1e-8}``; unknown names raise.
     """
 
     name: str = "anderson"
@@ -63,9 +63,7 @@ class TorchDEQ(ExternalSolver):
         try:
             get_solver(self.name)
         except AssertionError as error:
-            raise ValueError(
-                f"name must be a solver known to torchdeq, got {self.name!r}"
-            ) from error
+            raise ValueError(f"name must be a solver of torchdeq, got {self.name!r}") from error
 
     def run(
         self,
@@ -82,7 +80,7 @@ class TorchDEQ(ExternalSolver):
         begin, before = start, torch.full_like(monitored.best.relative, torch.inf)
         while True:
             try:
-                # More than the budget: the monitored map, not torchdeq, decides when to stop.
+                # The monitored map decides when to stop, so torchdeq's own limit is larger.
                 solve(
                     monitored,
                     begin.to(wide),
@@ -94,7 +92,7 @@ class TorchDEQ(ExternalSolver):
             except _Finished:
                 break
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                # Samples that a singular system keeps from going on.
+                # These samples cannot continue because of a singular system.
                 best, status = monitored.best, monitored.status
                 stalled = (status == RUNNING) & ~(best.relative < before)
                 monitored.status = torch.where(stalled, int(Status.STALLED), status)
@@ -109,7 +107,7 @@ class _Finished(Exception):
 
 
 class _MonitoredMap:
-    """``f`` for torchdeq, which keeps the best iterate and the cost of every sample."""
+    """Map for torchdeq that records the best iterate and the cost of every sample."""
 
     def __init__(
         self,
@@ -125,18 +123,18 @@ class _MonitoredMap:
         self.best = Best(start, infinite, infinite, None)
         self.status = torch.full_like(infinite, RUNNING, dtype=torch.int64)
         self.evaluations = torch.zeros_like(self.status)
-        self.finite = self.status == RUNNING  # of the latest point
+        self.finite = self.status == RUNNING  # whether the latest point is finite
         self.count = 0
 
     def __call__(self, z: Tensor, tau: float = 1.0) -> Tensor:
-        """``(1 - tau) z + tau f(z)``, in the dtype of ``z``; f is measured in that of the state."""
+        """Return ``(1 - tau) z + tau f(z)`` in the dtype of ``z``; f is evaluated in that of the state."""
         running = self.status == RUNNING
         if self.count == self.max_steps or not bool(running.any()):
             raise _Finished
         self.count += 1
-        # A copy, since torchdeq's z is a part of a buffer that it writes again.
+        # torchdeq's z is a view of a buffer that it overwrites, so it is copied.
         own = z.to(self.start.dtype, copy=True)
-        if self.problem.mask is not None:  # torchdeq's mixing rounds what should stay as it is
+        if self.problem.mask is not None:  # torchdeq's mixing rounds masked values
             own = torch.where(self.problem.mask, own, self.start)
         point = self.problem.exact(self.problem.evaluate(own))
         # An overflowed f(z) would make any residual look small.
@@ -167,13 +165,12 @@ class _MonitoredMap:
 
 
 def register(name: str, solver: Solver | None = None) -> None:
-    """Register one of our solvers with torchdeq, as ``f_solver=name`` or ``b_solver=name``.
+    """Register a solver of this package with torchdeq, as ``f_solver=name`` or ``b_solver=name``.
 
-    torchdeq's ``tol`` and ``stop_mode`` become our :class:`Tolerance`, ``max_iter`` our ``max_steps``.
-    The statistics are torchdeq's, measured at the returned value, with our per-sample "status" and
-    "evaluations" beside them. ``indexing`` (of ``n_states``, ``indexing`` in torchdeq) gives a state for
-    each of its numbers, ``states_at`` here, also where the solve ends before. Unknown keyword arguments
-    raise TypeError.
+    torchdeq's ``tol`` and ``stop_mode`` set the :class:`Tolerance`, ``max_iter`` sets ``max_steps``. The
+    statistics are torchdeq's, measured at the returned value, with a "status" and "evaluations" per sample
+    in addition. ``indexing`` (torchdeq's ``n_states`` and ``indexing``) sets ``states_at`` and returns all
+    states, even if the solve ends earlier. Unknown keyword arguments raise TypeError.
     """
     ours = Anderson() if solver is None else solver
     require_instance("solver", ours, Solver, "a solvers.Solver")

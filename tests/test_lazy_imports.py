@@ -181,8 +181,8 @@ def test_another_module_named_solvers_is_refused(
     )  # fmt: skip
     assert done.returncode == 1 and not done.stdout
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: implicit_attn comes with a package solvers")
-    assert str(other) in last and "Rename or move" in last
+    assert last.startswith("ImportError: implicit_attn needs its own package solvers")
+    assert str(other) in last and "Rename that file" in last
 
 
 def test_a_folder_without_a_file_is_named() -> None:

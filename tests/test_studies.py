@@ -109,7 +109,7 @@ def test_what_a_study_is_not_given() -> None:
         (len, torch.ones(1, 2, 3)),
         (nn.Linear(3, 3), torch.ones(1, 3)),
     ):
-        with pytest.raises(TypeError, match=r"layer must be a DEQ|model must hold a DEQ"):
+        with pytest.raises(TypeError, match=r"layer must be a DEQ|model must contain a DEQ"):
             studies.paths(*wrong)
     with pytest.raises(TypeError, match="must be None where the subject has its own"):
         studies.paths(image_subject("equilibrium"), torch.ones(1, 2, 3))

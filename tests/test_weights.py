@@ -183,10 +183,10 @@ def test_the_language_models_write_text(name: str) -> None:
     assert text.startswith("It was ") and len(text) == 27
     with pytest.raises(ValueError, match="symbols of the alphabet only, got '€'"):
         model.generate("5 €", 3)
-    with pytest.raises(ValueError, match="prompt must hold a character"):
+    with pytest.raises(ValueError, match="prompt"):
         model.generate("", 3)
     model.alphabet = None
-    with pytest.raises(ValueError, match="needs the model's alphabet"):
+    with pytest.raises(ValueError, match="alphabet"):
         model.generate("It was ", 3)
 
 

@@ -1,12 +1,12 @@
-"""Accelerate: a training loop with gradient accumulation and bfloat16, on whatever devices there are.
+"""Accelerate: a training loop with gradient accumulation and bfloat16, on all available devices.
 
     pip install ".[examples,integrations]"
     accelerate launch examples/integrations/accelerate_digits.py     # several devices, as configured
     python examples/integrations/accelerate_digits.py --precision bf16
 
-``accelerator.prepare`` wraps model, optimizer and loader as always. In bfloat16 the solves' tolerance is
-what bfloat16 can meet, without a setting. Baseline: the same training of an explicit transformer with as
-many layers, heads and parameters of the blocks.
+``accelerator.prepare`` wraps model, optimizer and loader as usual. In bfloat16 the solves automatically use
+a tolerance that bfloat16 can meet. The baseline is the same training of an explicit transformer with as many
+layers, heads and parameters of the blocks.
 """
 
 import torch

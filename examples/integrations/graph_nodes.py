@@ -1,12 +1,11 @@
-"""A graph: nodes are tokens, edges say who attends to whom; node classes from a few labels.
+"""Node classification on a graph from a few labels: nodes are tokens, edges are allowed pairs.
 
     python examples/integrations/graph_nodes.py
 
-The nodes are noisy digits, joined to neighbours before the noise. Baseline: blocks without attention.
-
-With PyTorch Geometric, ``edge_index`` (2, E) becomes the mask of a graph of n nodes by
+The nodes are noisy digits, connected to their nearest neighbours before adding noise. The baseline has blocks
+without attention. To convert PyTorch Geometric's ``edge_index`` (2, E) to the mask of a graph of n nodes:
     excluded = torch.ones(n, n, dtype=torch.bool).fill_diagonal_(False)
-    excluded[edge_index[1], edge_index[0]] = False  # row: who attends; column: to whom
+    excluded[edge_index[1], edge_index[0]] = False  # row: query, column: key
 """
 
 from typing import Any

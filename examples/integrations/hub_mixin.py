@@ -1,10 +1,10 @@
-"""Hugging Face hub: any module of equilibrium layers with save_pretrained, from_pretrained, push_to_hub.
+"""Hugging Face Hub: save, load and upload any module that contains equilibrium layers.
 
     pip install ".[integrations]"
     python examples/integrations/hub_mixin.py --out runs/hub-mixin
 
-``PyTorchModelHubMixin`` keeps the arguments of ``__init__`` as config.json and the weights as
-model.safetensors. Nothing is trained here. ``--push-to USER/NAME`` uploads (after ``hf auth login``).
+``PyTorchModelHubMixin`` saves the arguments of ``__init__`` as config.json and the weights as
+model.safetensors. The model is not trained. ``--push-to USER/NAME`` uploads it (after ``hf auth login``).
 """
 
 from pathlib import Path

@@ -3,7 +3,7 @@
     pip install ".[examples,integrations]"
     python examples/integrations/hugging_face.py --out runs/hugging-face
 
-``model.push_to_hub(name)`` uploads it. ``hub_mixin.py`` is the shorter way without ``transformers``.
+``model.push_to_hub(name)`` uploads it. ``hub_mixin.py`` is shorter and does not need ``transformers``.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Lightning: a Trainer that logs evaluations and converged solves, keeps checkpoints and resumes them.
+"""Lightning: a Trainer that logs evaluations and converged solves, and resumes from checkpoints.
 
     pip install ".[examples,integrations]"
     python examples/integrations/lightning_digits.py --out runs/lightning
 
-``block.last`` has a block's latest solve. ``--resume`` goes on from the last checkpoint to more epochs.
+``block.last`` reports a block's latest solve. ``--resume`` continues from the last checkpoint.
 """
 
 from pathlib import Path

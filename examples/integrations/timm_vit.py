@@ -1,11 +1,11 @@
-"""timm: equilibrium blocks in the place of the last blocks of a ViT, trained while the rest is frozen.
+"""timm: replace the last blocks of a ViT by equilibrium blocks and train them with the rest frozen.
 
     pip install ".[examples,integrations]"
     python examples/integrations/timm_vit.py
 
-An equilibrium block maps tokens to tokens as a block of timm does, so it is assigned. The small ViT is
-trained on the embedded digits first and stands for weights that you would load with ``pretrained=True``.
-Baseline: fresh blocks of timm in the same places, trained in the same way.
+An equilibrium block maps tokens to tokens like a block of timm, so it can replace one directly. The small ViT
+is first trained on the digits, in place of weights that you would load with ``pretrained=True``. The
+baseline has new blocks of timm in the same positions, trained in the same way.
 """
 
 import copy

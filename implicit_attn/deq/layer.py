@@ -55,46 +55,46 @@ OPTIONS = (
 
 
 class DEQ(nn.Module):
-    """Deep-equilibrium layer: its output is the fixed point ``z* = f(z*, x)`` of an update f.
+    """Deep-equilibrium layer, whose output is the fixed point ``z* = f(z*, x)`` of an update f.
 
-    The forward pass finds z* of every sample with a solver instead of applying a number of layers. The
+    The forward pass solves for z* of every sample instead of applying a number of layers. The
     backward pass differentiates the equation at z* (implicit function theorem): with the incoming
     gradient g it solves the linear system ``u = g + (df/dz)^T u`` and returns ``(df/dx)^T u``, and
-    likewise for the parameters. Its memory does not grow with the number of iterations.
+    likewise for the parameters. Memory does not grow with the number of iterations.
 
     Args:
         update: f, an :class:`Update`; or an :class:`Energy`, for ``GradientStep(energy)``.
-        solver: a ``solvers.Solver``, its class or its name (``"anderson"``); None: L-BFGS for gradient
+        solver: a ``solvers.Solver``, its class or its name (``"anderson"``); None for L-BFGS for gradient
             steps with one step size, else Anderson.
-        tolerance: ``solvers.Tolerance``, or its ``rtol``, for each sample; None: ``Tolerance()``, 1e-4, but
-            in half precision and under autocast what f can meet (:func:`solvers.fixed_point`).
-        max_steps: maximal number of evaluations of f for each sample.
-        adjoint: how gradients are computed, ``solvers.Implicit()`` by default, an adjoint, its class or its
-            name (``"unrolled"``); None: no gradients.
-        init: the initial state: "input" (``update.start(x, prepared)``, for most updates x), "zeros" (like
-            x), or a function ``x -> z0``.
-        on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
-        compact: let finished samples leave the batch; False where the update holds batched tensors.
-        verify: evaluate the update once more at the returned value; see :func:`solvers.fixed_point`.
-        stop: a rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
-        has_aux: the update returns ``(f(z, x), aux)``; ``layer.solve(x).aux`` is that of the returned value,
-            with gradients, and ``last.aux`` the same without.
-        bounds: a box ``(low, high)`` that the state must not leave, for gradient methods.
-        eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
-            mode; None: the same.
+        tolerance: a ``solvers.Tolerance`` or its ``rtol``; None for 1e-4, and a larger value in half
+            precision and under autocast (:func:`solvers.fixed_point`).
+        max_steps: maximum number of evaluations of f per sample.
+        adjoint: how gradients are computed: ``solvers.Implicit()`` (default) or another adjoint, its class
+            or its name (``"unrolled"``); None for no gradients.
+        init: initial state: "input" (``update.start(x, prepared)``, which is x for most updates), "zeros"
+            (like x), or a function ``x -> z0``.
+        on_failure: "warn", "raise" or "ignore" samples that do not converge.
+        compact: whether finished samples leave the batch; False if the update contains batched tensors.
+        verify: whether to evaluate the update again at the returned value; see :func:`solvers.fixed_point`.
+        stop: rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
+        has_aux: whether the update returns ``(f(z, x), aux)``. ``layer.solve(x).aux`` is the auxiliary output
+            at the returned value, and ``last.aux`` the same without gradients.
+        bounds: box ``(low, high)`` that the state must not leave, for gradient methods.
+        eval_max_steps, eval_tolerance: values of max_steps and tolerance in evaluation mode; None for the
+            same values.
 
-    Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
-    ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
-    token and are left out of the residual.
+    Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update accepts.
+    ``mask`` (B, N) bool is False at masked tokens, which keep their initial state, do not influence other
+    tokens and are excluded from the residual.
 
     Attributes:
         last: the :class:`solvers.Solution` of the latest solve without its value: status, residual and
             evaluations of each sample, and ``last.adjoint.solution`` after a backward pass.
 
-        observer: None, or a function that is called with (x, mask, solution) after every solve.
+        observer: function of (x, mask, solution) called after every solve, or None.
 
-        evaluations_before: evaluations already spent on the initial state of the next solve, by a module
-            around the layer; a number or (B,). ``last`` counts them; the solve sets them back to 0.
+        evaluations_before: evaluations that a surrounding module spent on the initial state of the next
+            solve, a number or (B,). ``last`` includes them; the solve resets them to 0.
 
     Example:
         >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
@@ -134,8 +134,8 @@ class DEQ(nn.Module):
             update = GradientStep(update)
         if not isinstance(update, Update):
             raise TypeError(
-                "update must be an Update or an Energy (wrap plain functions by DEQ.from_update or "
-                f"DEQ.from_energy), got {type(update)}"
+                f"update must be an Update or an Energy, got {type(update)}; wrap a plain function "
+                "with DEQ.from_update or DEQ.from_energy"
             )
         if not callable(init) and init not in ("input", "zeros"):
             raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
@@ -156,24 +156,24 @@ class DEQ(nn.Module):
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
-        self._seeds: Tensor | None = None  # of the dropout in the latest solve
+        self._seeds: Tensor | None = None  # dropout seeds of the latest solve
 
     @classmethod
     def from_energy(
         cls, function: Callable[..., Tensor], *, step_size: float = 1.0, **options: Any
     ) -> DEQ:
-        """The layer of an energy ``function(z)`` or ``function(z, x)`` -> (B,); options of ``DEQ``."""
+        """Make a layer from an energy ``function(z)`` or ``function(z, x)`` -> (B,)."""
         return cls(GradientStep(FunctionEnergy(function), step_size), **options)
 
     @classmethod
     def from_update(
         cls, function: Callable[..., Any], *, symmetric: bool = False, **options: Any
     ) -> DEQ:
-        """The layer of an update ``function(z)`` or ``function(z, x)``; options of ``DEQ``."""
+        """Make a layer from an update ``function(z)`` or ``function(z, x)``."""
         return cls(FunctionUpdate(function, symmetric=symmetric), **options)
 
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
-        """The fixed point for the input ``x``, like the initial state; the options are those of ``solve``."""
+        """Return the fixed point for the input ``x``, like the initial state; options as in ``solve``."""
         refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
         return self.solve(x, mask, **options).value
 
@@ -188,23 +188,23 @@ class DEQ(nn.Module):
         callback: Callable[[solvers.Progress], object] | None = None,
         **options: Any,
     ) -> solvers.Solution:
-        """The :class:`solvers.Solution`, whose ``value`` has the same gradients as ``forward``'s.
+        """Return the :class:`solvers.Solution`, whose ``value`` has the gradients of ``forward``.
 
         Args:
-            x, mask: as for the layer.
-            z0: initial state, instead of that of ``init``.
-            record: keep the trace of residuals and energies.
-            callback: called after every evaluation.
-            options: those of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
-                stop, has_aux, bounds), for this solve.
+            x, mask: input and mask of the layer.
+            z0: initial state, instead of ``init``.
+            record: whether to keep the trace of residuals and energies.
+            callback: function called after every evaluation.
+            options: options of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
+                stop, has_aux, bounds) for this solve.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit, naming the argument.
+            TypeError, ValueError: if an argument is invalid.
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
-            raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
+            raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
         parts = dict(self.update.named_modules())
         refuse_sharded_parts(parts)
         x = check_inputs(x, mask, parts, z0)
@@ -212,7 +212,7 @@ class DEQ(nn.Module):
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
         f, args, prepared = self._map(x, mask, dropped, seeds, parts)
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
-        if prepared is not x:  # the solver will not see x itself
+        if prepared is not x:  # the solver does not receive x itself
             check_batched(x, start)
         elif not prepares(parts):  # modules in ``prepare``, called once, may draw
             refuse_drawing_modules(parts.items(), "the update")
@@ -225,7 +225,7 @@ class DEQ(nn.Module):
             solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
-        if not in_transform():  # whose tensors must not be kept
+        if not in_transform():  # tensors of a transform must not be stored
             spent = solution.evaluations + before
             aux = pytree.tree_map(
                 lambda t: t.detach() if isinstance(t, Tensor) else t, solution.aux
@@ -237,21 +237,20 @@ class DEQ(nn.Module):
         return solution
 
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
-        """Ask for recorded solves on a GPU, where a solve is then replayed as CUDA graphs.
+        """Record the solve and its gradients as CUDA graphs and replay them.
 
-        On CUDA devices the solve and its gradients are recorded as CUDA graphs and replayed, see
-        :class:`solvers.cuda.recording.Recorder`. This has not been run on a card yet. On a CPU this changes
-        nothing, and a warning says so: the solves there already run in C++.
+        See :class:`solvers.cuda.recording.Recorder`. This has not been run on a GPU yet. On a CPU it has no
+        effect except a warning: solves there already run in C++.
 
         Args:
-            enabled: False returns to ordinary solves.
+            enabled: False to return to ordinary solves.
         """
         self._recorder = Recorder() if require_flag("enabled", enabled) else None
         tensors = (*self.parameters(), *self.buffers())
         if enabled and tensors and not any(on_cuda(tensor) for tensor in tensors):
             warn_user(
-                "DEQ.compile() has an effect on a CUDA device only, and this layer is not on one: its "
-                "solves run as before",
+                "DEQ.compile() has no effect because this layer is not on a CUDA device: its solves "
+                "run as before",
                 UserWarning,
                 "compile",
                 self,
@@ -266,38 +265,38 @@ class DEQ(nn.Module):
         samples: int | None = 1,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """``|J|_F^2 / D`` of the Jacobian of the update at ``z``, (B,), with gradients.
+        """Return ``|J|_F^2 / D`` (B,) of the Jacobian of the update at ``z``, with gradients.
 
-        A loss that keeps the update contracting, :func:`solvers.jacobian_penalty`. Dropout has the masks
-        of the layer's latest solve.
+        As a loss it keeps the update contracting; see :func:`solvers.jacobian_penalty`. Dropout uses the
+        masks of the layer's latest solve.
 
         Args:
-            z: state: the ``value`` of a solve, or ``value.detach()``.
+            z: the ``value`` of a solve, or ``value.detach()``.
             x, mask: input and mask of that solve.
-            samples, generator: as for :func:`solvers.jacobian_penalty`.
+            samples, generator: see :func:`solvers.jacobian_penalty`.
         """
         f, args = self._equation(x, mask, z)
         options: Any = {"mask": mask, "samples": samples, "generator": generator}
         return solvers.jacobian_penalty(f, z, args, **options)
 
     def spectral_radius(self, z: Any, x: Any, mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Largest ``|eigenvalue|`` of the Jacobian of the update at ``z``, (B,) float64, no gradient.
+        """Return the spectral radius of the Jacobian of the update at ``z``, (B,) float64, detached.
 
-        Below one, plain iteration converges near z, by about this factor a step. Arguments as for
-        :meth:`jacobian_penalty`; ``options`` and errors are those of :func:`solvers.spectral_radius`.
+        If it is below one, plain iteration converges near z, by about this factor per step. Arguments are
+        those of :meth:`jacobian_penalty`, ``options`` and errors those of :func:`solvers.spectral_radius`.
         """
         f, args = self._equation(x, mask, z)
         return solvers.spectral_radius(Held(f), z, args, **options)
 
     def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The map and its inputs ``f(z, *args)``, as the latest solve had them."""
+        """Return the map and its inputs ``f(z, *args)`` of the latest solve."""
         parts = dict(self.update.named_modules())
         x = check_inputs(x, mask, parts, z)
         dropped, seeds = SolveMasks.of(parts.values()), self._seeds
         if dropped is not None and (seeds is None or len(seeds) != batch_and_device(z, x)[0]):
             raise RuntimeError(
-                "dropout in the update has the masks of the latest solve, and there was none with as many "
-                "samples: solve for x first, or call eval()"
+                "the update's dropout reuses the masks of the latest solve, but there was no solve with this "
+                "batch size: solve for x first, or call eval()"
             )
         f, args, _ = self._map(x, mask, dropped, seeds, parts)
         return (without_aux(f) if self.has_aux else f), args
@@ -310,7 +309,7 @@ class DEQ(nn.Module):
         seeds: Tensor | None,
         parts: Modules,
     ) -> tuple[Map, tuple[Any, ...], Any]:
-        """``f`` and ``args`` of ``fixed_point(f, z0, args)``, and what the update has prepared of x."""
+        """Return ``f`` and ``args`` of ``fixed_point(f, z0, args)``, and the update's prepared input."""
         prepared = prepare(self.update, x, mask, seeds, dropped)
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
@@ -318,7 +317,7 @@ class DEQ(nn.Module):
         return kind(self.update, self, spec, dropped, parts), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
-        """The layer's options of :func:`solvers.fixed_point`, in its mode."""
+        """Return the options of :func:`solvers.fixed_point` in the current mode."""
         chosen = {name: getattr(self, name) for name in OPTIONS}
         if not self.training:
             if self.eval_max_steps is not None:
@@ -331,14 +330,14 @@ class DEQ(nn.Module):
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
 
     def replace(self, old: Energy, new: Energy) -> DEQ:
-        """This layer with the energy ``new`` in the place of ``old``, a part of its energy.
+        """Return this layer with a term ``old`` of its energy replaced by ``new``.
 
-        The two layers share all other parameters and have the same options. The question that a trained
-        layer answers can be changed so, as :class:`implicit_attn.energies.DataTerm` shows.
+        The two layers share all other parameters and have the same options. This changes the task of a
+        trained layer; see :class:`implicit_attn.energies.DataTerm`.
 
         Raises:
-            TypeError: if ``new`` is no energy.
-            ValueError: if ``old`` is no part of this layer.
+            TypeError: if ``new`` is not an energy.
+            ValueError: if ``old`` is not a part of this layer.
         """
         changed = replace_part(self, old, new)
         changed.last, changed._recorder = None, None
@@ -347,13 +346,13 @@ class DEQ(nn.Module):
     def unrolled(
         self, evaluations: int, *, damping: float = 1.0, window: int | None = None
     ) -> UnrolledLayer:
-        """The update in a fixed number of evaluations, with this layer's weights: see the class.
+        """Return the :class:`UnrolledLayer` with a fixed number of evaluations and this layer's weights.
 
-        It has no control flow that depends on numbers, so it can be exported (``torch.export``, ONNX),
-        compiled whole, and mapped and differentiated in every mode by ``torch.func``.
+        It has no data-dependent control flow, so it supports ``torch.export``, ONNX, ``torch.compile`` with
+        ``fullgraph=True`` and all transforms of ``torch.func``.
 
         Args:
-            evaluations, damping, window: as for :class:`implicit_attn.deq.UnrolledLayer`.
+            evaluations, damping, window: see :class:`implicit_attn.deq.UnrolledLayer`.
         """
         if self.bounds is not None:
             raise ValueError(
@@ -368,29 +367,28 @@ class DEQ(nn.Module):
 
 
 class UnrolledLayer(nn.Module):
-    r"""A layer's update, evaluated a fixed number k of times: ``z_{i+1} = (1 - a) z_i + a f(z_i, x)``.
+    r"""Fixed number k of evaluations of a layer's update, ``z_{i+1} = (1 - a) z_i + a f(z_i, x)``.
 
-    Made by ``layer.unrolled(k)``, whose weights and initial state it shares. Nothing in it depends on
-    numbers (no tolerance, no samples that leave), so ``torch.export``, ONNX, ``torch.compile`` with
-    ``fullgraph=True`` and all transforms of ``torch.func`` go through it, forward mode (``jvp``) too.
-    Its gradients are those of the k iterations, with memory that grows with k; they are not those of
-    implicit differentiation, to which they converge as the iteration does.
+    ``layer.unrolled(k)`` makes it with the layer's weights and initial state. It has no data-dependent
+    control flow, so it supports ``torch.export``, ONNX, ``torch.compile`` with ``fullgraph=True`` and all
+    transforms of ``torch.func``, including forward mode (``jvp``). Its gradients are those of the k
+    iterations, with memory that grows with k. They converge to the implicit gradients when the
+    iteration converges.
 
-    The result ``z_k`` is that of the layer with ``solver=Forward(damping)``, no tolerance and ``max_steps``
-    k + 1, as long as residuals and, where an energy is monitored, energies fall: the layer spends its last
-    evaluation on the residual of what it returns. Whether k is enough is not looked at here: ask the layer,
-    ``layer.solve(x, solver="forward").evaluations``, on inputs like those to come.
+    The result ``z_k`` is that of the layer with ``solver=Forward(damping)``, tolerance 0 and ``max_steps``
+    k + 1, as long as residuals and monitored energies decrease: the layer needs one more evaluation for the
+    residual. To choose k, look at ``layer.solve(x, solver="forward").evaluations`` for typical inputs.
 
     Args:
-        update, init: of the layer.
-        evaluations: k, >= 1.
-        damping: a, in (0, 2].
-        window: gradients go through the last ``window`` evaluations alone (truncated back-propagation),
-            with memory of these; None: through all.
-        has_aux: the update returns a pair, whose second part is dropped.
+        update, init: update and initial state of the layer.
+        evaluations: number of evaluations k, >= 1.
+        damping: damping factor a, in (0, 2].
+        window: number of last evaluations that gradients pass through (truncated back-propagation);
+            None for all.
+        has_aux: whether the update returns a pair, whose second part is dropped.
 
-    Shapes: as for the layer. ``forward`` takes (x, mask), or ``z0`` for another initial state. Inputs are
-    checked as by the layer, but for NaN inside of compilers and exporters.
+    Shapes: those of the layer. ``forward`` takes (x, mask) and optionally ``z0``. Inputs are checked as
+    by the layer, except for NaN inside compilers and exporters.
 
     Example:
         >>> from implicit_attn import DEQ
@@ -419,7 +417,7 @@ class UnrolledLayer(nn.Module):
         self.window = evaluations if window is None else require_count("window", window)
 
     def forward(self, x: Any, mask: Tensor | None = None, *, z0: Any = None) -> Any:
-        """``z_k`` for the input ``x``, of the structure of the initial state."""
+        """Return ``z_k`` for the input ``x``, with the structure of the initial state."""
         parts = dict(self.update.named_modules())
         x = check_inputs(x, mask, parts, z0)
         dropped = SolveMasks.of(parts.values())
@@ -435,7 +433,10 @@ class UnrolledLayer(nn.Module):
             f, rest = without_aux(f) if self.has_aux else f, (given, mask, seeds)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
-                with torch.no_grad(), _weights_once(parts):  # computed again, without a graph
+                with (
+                    torch.no_grad(),
+                    _weights_once(parts),
+                ):  # weights are computed again without a graph
                     start = self._iterate(early, f, start, *rest)
             return self._iterate(self.evaluations - early, f, start, *rest)
 
@@ -456,22 +457,21 @@ class UnrolledLayer(nn.Module):
             keep = layout.mask_vector(mask)
         for _ in range(count):
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
-            if value.shape != z.shape:  # which might be broadcast
+            if value.shape != z.shape:  # it might broadcast
                 raise ValueError(
-                    f"the update must return a state like z0, {tuple(z.shape)} with the numbers of a "
-                    f"sample in a row, got {tuple(value.shape)}"
+                    f"the update must return a state of shape {tuple(z.shape)}, with each sample "
+                    f"flattened, got {tuple(value.shape)}"
                 )
             value = value.to(z.dtype)
             if self.damping != 1.0:
                 value = z + self.damping * (value - z)
-            z = value if keep is None else torch.where(keep, value, z)  # masked tokens stay
+            z = value if keep is None else torch.where(keep, value, z)  # masked tokens are constant
         return layout.tree(z)
 
     def baked(self) -> UnrolledLayer:
-        """A copy whose parametrised weights (``bound=...``) are the tensors that they are now.
+        """Return a copy whose parametrised weights (``bound=...``) are replaced by their current values.
 
-        What bounds a weight is an eigenvalue, which ONNX cannot compute, and which a program for
-        inference need not compute anew.
+        Bounded weights need eigenvalues, which ONNX does not support and inference need not recompute.
         """
         return bake(self)
 
@@ -480,9 +480,9 @@ class UnrolledLayer(nn.Module):
 
 
 def _weights_once(parts: Modules) -> AbstractContextManager[None]:
-    """Within the context, parametrised weights are computed once.
+    """Compute parametrised weights once inside the context.
 
-    Not while Dynamo traces: it follows no variables of a thread, and merges equal computations itself.
+    It has no effect while Dynamo traces, which merges equal computations itself.
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
@@ -490,9 +490,9 @@ def _weights_once(parts: Modules) -> AbstractContextManager[None]:
 
 
 def bake(module: Module) -> Module:
-    """A copy of ``module`` with plain weights in the place of its parametrised ones.
+    """Return a copy of ``module`` whose parametrised weights are replaced by plain parameters.
 
-    Frozen weights stay frozen, and buffers buffers.
+    Frozen weights remain frozen, and buffers remain buffers.
     """
     copied = copy.deepcopy(module)
     for part in list(copied.modules()):
@@ -500,8 +500,8 @@ def bake(module: Module) -> Module:
             continue
         lists: Any = part.parametrizations
         weights = {name: _plain(getattr(part, name), lists[name]) for name in lists}
-        # Not by torch.nn.utils.parametrize, which would take the property off a class that the copy
-        # shares with its original.
+        # torch.nn.utils.parametrize would remove the property from a class that the copy shares with
+        # its original.
         part.__class__ = parametrize.type_before_parametrizations(part)
         del part.parametrizations
         for name, weight in weights.items():
@@ -513,7 +513,7 @@ def bake(module: Module) -> Module:
 
 
 def _plain(weight: Tensor, parametrization: nn.Module) -> Tensor:
-    """A copy of a computed weight: a parameter, trained or frozen like its originals, or a buffer."""
+    """Return a copy of a computed weight as a parameter, trained or frozen like the original, or buffer."""
     originals = list(parametrization.parameters())
     copied = weight.detach().clone()
     if not originals:
@@ -522,18 +522,17 @@ def _plain(weight: Tensor, parametrization: nn.Module) -> Tensor:
 
 
 def unroll(model: nn.Module, evaluations: int, *, damping: float = 1.0) -> nn.Module:
-    """``model`` with ``layer.unrolled(evaluations)`` in the place of each of its DEQ layers.
+    """Return a copy of ``model`` with each DEQ layer replaced by ``layer.unrolled(evaluations)``.
 
-    A copy that shares all weights and buffers with ``model``, whose training changes both. What
-    reads a layer's ``last`` finds none there.
+    The copy shares all weights and buffers with ``model``. Its layers have no attribute ``last``.
 
     Args:
-        model: any module; a DEQ itself gives its :class:`UnrolledLayer`, one within its update is
+        model: any module, or a DEQ itself, which gives its :class:`UnrolledLayer`. Nested DEQ layers are
             replaced, too.
-        evaluations, damping: as for :class:`UnrolledLayer`, for all layers.
+        evaluations, damping: options of :class:`UnrolledLayer` for all layers.
 
     Raises:
-        ValueError: no part of ``model`` is a DEQ.
+        ValueError: if ``model`` contains no DEQ.
 
     Example:
         >>> from implicit_attn import EquilibriumBlock
@@ -548,11 +547,11 @@ def unroll(model: nn.Module, evaluations: int, *, damping: float = 1.0) -> nn.Mo
     layers = [
         (parent, name, child)
         for parent in copied.modules()
-        for name, child in parent._modules.items()  # one that is used twice, twice
+        for name, child in parent._modules.items()  # a shared module appears more than once
         if child is not None and _is_layer(child)
     ]
     if not layers:
-        raise ValueError(f"model must hold a DEQ layer, got {type(model).__name__} without one")
+        raise ValueError(f"model must contain a DEQ layer, {type(model).__name__} has none")
     found: Any
     for parent, name, found in layers:
         setattr(parent, name, found.unrolled(evaluations, damping=damping))

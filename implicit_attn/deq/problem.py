@@ -1,6 +1,6 @@
-"""What a layer hands to :func:`solvers.fixed_point`: checked inputs, what is prepared, state and function.
+"""Arguments of :func:`solvers.fixed_point` for a layer: checked and prepared inputs, state and function.
 
-In the order in which ``DEQ.solve`` needs it: :func:`check_inputs`, :func:`prepare`, :func:`initial_state`,
+``DEQ.solve`` calls, in this order, :func:`check_inputs`, :func:`prepare`, :func:`initial_state` and
 :class:`Map`.
 """
 
@@ -27,12 +27,12 @@ Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
 
 def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) -> Any:
-    """Check the mask, shapes, finiteness and, unless autocast is on, the dtype: that of the parameters.
+    """Check the mask, shapes, finiteness and, without autocast, the dtype, which must be the parameters'.
 
-    Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
+    Finiteness is checked on the CPU only, because the check would wait for a GPU.
 
     Returns:
-        ``x``, with a matrix of pairs for all samples expanded to one for each of them.
+        ``x``, with a shared matrix of pairs expanded to one per sample.
     """
     if mask is not None and (
         not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2
@@ -41,7 +41,7 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
     parameters = (p for part in parts.values() for p in part._parameters.values())
     wanted = {p.dtype for p in parameters if p is not None and p.is_floating_point()}
-    # Tensors show none to a compiler or an exporter, nor within a transform.
+    # Values are not available to compilers and exporters or inside transforms.
     has_numbers = not (torch.compiler.is_compiling() or in_transform())
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
@@ -63,9 +63,9 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
 
 
 def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
-    """``x`` with a matrix of pairs for all samples expanded to one for each; the mask has as many.
+    """Expand a shared matrix of pairs in ``x`` to one per sample, and check the mask's batch size.
 
-    A tensor of two dimensions may be such a matrix, so the number of samples is that of a deeper one.
+    A two-dimensional tensor may be such a matrix, so the batch size is read from a deeper tensor.
     """
     starts = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor) and leaf.dim()]
     deep = [leaf for leaf in leaves if leaf.dim() > 2] or starts
@@ -76,15 +76,15 @@ def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
         deep = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
         raise ValueError(
-            f"mask must be batched like x, {deep[0].shape[0]} samples, got shape {tuple(mask.shape)}"
+            f"mask must have the batch size of x, {deep[0].shape[0]}, got shape {tuple(mask.shape)}"
         )
     return x
 
 
 def _expand_pairs(x: Any, batch: int) -> Any:
-    """An input with a copy of ``pairs`` and ``pair_bias`` (N, M) for each sample, which copies nothing.
+    """Expand ``pairs`` and ``pair_bias`` (N, M) to one per sample, without copying memory.
 
-    ``x`` is an ``AttentionInput``, or a pytree that holds some. Solvers take tensors (B, ...) alone.
+    ``x`` is an ``AttentionInput``, or a pytree that contains some. Solvers only accept tensors (B, ...).
     """
     if isinstance(x, Tensor) or x is None:
         return x
@@ -102,54 +102,53 @@ def _expand_pairs(x: Any, batch: int) -> Any:
 
 
 def check_batched(x: Any, start: Any) -> None:
-    """Tensors of three dimensions or more in ``x`` have one sample for each of the initial state.
+    """Check that tensors with at least three dimensions in ``x`` have the batch size of the initial state.
 
-    A matrix may be a pattern for all samples, such as pairs (N, N), of which each gets its own.
+    A matrix may be shared by all samples, such as pairs (N, N).
     """
     leaves = [leaf for leaf in pytree.tree_leaves(start) if isinstance(leaf, Tensor)]
     if not leaves or leaves[0].dim() == 0:
-        return  # for the solver to say
+        return  # the solver raises an error
     batch = leaves[0].shape[0]
     for leaf in pytree.tree_leaves(x):
         if isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[0] != batch:
             raise ValueError(
-                f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
+                f"x must have the batch size of the initial state, {batch}, along dim 0, got shape "
                 f"{tuple(leaf.shape)}"
             )
 
 
 def batch_and_device(*trees: Any) -> tuple[int, torch.device]:
-    """Those of the first tensor in ``trees``."""
+    """Return batch size and device of the first tensor in ``trees``."""
     tensors = (t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor) and t.dim())
     first = next(tensors, None)
     if first is None:
-        raise TypeError("x must hold a tensor (B, ...) where the update has dropout, got none")
+        raise TypeError("x must contain a tensor (B, ...) when the update has dropout, got none")
     return first.shape[0], first.device
 
 
 def refuse_sharded_parts(parts: Modules) -> None:
-    """Raise ValueError where FSDP gathers weights at every evaluation of an update.
+    """Raise ValueError if FSDP gathers weights at every evaluation of an update.
 
-    Processes whose samples take different numbers of evaluations would wait for each other for ever, or
-    take each other's weights.
+    Processes whose samples need different numbers of evaluations would deadlock or mix up weights.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody has sharded anything
+    if fsdp is None:  # no module is sharded
         return
     newer = (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
     kinds = (fsdp.FullyShardedDataParallel, *newer)
     if any(isinstance(part, kinds) for part in parts.values()):
         raise ValueError(
-            "the update must hold no module that FSDP shards, as processes make different numbers of "
-            "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"
+            "the update must not contain modules sharded by FSDP, because processes evaluate it different "
+            "numbers of times: shard the DEQ layer or the block around it (fully_shard(layer))"
         )
 
 
 def prepares(parts: Modules) -> bool:
-    """Whether a part of the update has a ``prepare`` of its own."""
+    """Return whether a part of the update defines ``prepare``."""
     updates = (part for part in parts.values() if isinstance(part, Update))
     own = (part for part in updates if type(part).prepare is not Update.prepare)
-    return any(not isinstance(part, EnergyStep) for part in own)  # which asks its energy
+    return any(not isinstance(part, EnergyStep) for part in own)  # EnergyStep asks its energy
 
 
 def prepare(
@@ -159,7 +158,7 @@ def prepare(
     seeds: Tensor | None,
     dropped: SolveMasks | None,
 ) -> Any:
-    """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``."""
+    """Return ``update.prepare(x, mask=mask)`` with the dropout of ``seeds``."""
     if dropped is None or seeds is None:
         return update.prepare(x, mask=mask)
     with dropped.within(seeds):
@@ -167,9 +166,9 @@ def prepare(
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:
-    """The tensors of a ``Prepared``, and its tree: solvers go through a flat tuple faster.
+    """Flatten a ``Prepared`` to its tensors and its tree, because solvers handle a flat tuple faster.
 
-    What an update prepares that is no ``Prepared`` stays as it is, with None for the tree.
+    Other prepared inputs are returned unchanged, with None for the tree.
     """
     if not isinstance(prepared, Prepared):
         return prepared, None
@@ -178,23 +177,23 @@ def flat(prepared: Any) -> tuple[Any, Any]:
 
 
 def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
-    """The initial state by a layer's ``init``, for its input and what the update prepared of it."""
+    """Return the initial state for a layer's ``init``, its input and the prepared input."""
     kind = type(update)
     own = kind.initial is not Update.initial or kind.start is not Update.start
     if callable(init) or (init == "input" and own):
         return init(x) if callable(init) else update.start(x, prepared)
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
+            f"x must be a tensor when init={init!r}, got {type(x)}; pass a function x -> z0 as init"
         )
     return x if init == "input" else torch.zeros_like(x)
 
 
 class Map:
-    """An update as the function ``f(z, x, mask, seeds)`` that ``solvers.fixed_point`` takes.
+    """The update as a function ``f(z, x, mask, seeds)`` for ``solvers.fixed_point``.
 
-    ``x`` and ``spec`` are what was prepared of the layer's input, by :func:`flat`. ``seeds`` (B,) are those
-    of the dropout in the update, None where it has none; ``dropped`` makes the masks of them.
+    ``x`` and ``spec`` are the prepared input, flattened by :func:`flat`. ``seeds`` (B,) are those of the
+    update's dropout, or None; ``dropped`` computes the masks from them.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Map:
     ) -> None:
         self.update, self.symmetric = update, update.symmetric
         self.modules = list(parts.values())
-        self.layer = layer  # named by warnings
+        self.layer = layer  # warnings include its name
         self.spec, self.dropped = spec, dropped
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
@@ -217,7 +216,7 @@ class Map:
             return self.update(z, self.whole(x), mask=mask)
 
     def whole(self, x: Any) -> Any:
-        """What was prepared, from the tensors in it."""
+        """Rebuild the prepared input from its tensors."""
         return x if self.spec is None else pytree.tree_unflatten(list(x), self.spec)
 
 
@@ -234,7 +233,7 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
 
 
 class Held:
-    """A map in which masked tokens are constant: their rows and columns of the Jacobian are zero."""
+    """A map that holds masked tokens constant, so their rows and columns of the Jacobian are zero."""
 
     def __init__(self, function: Any) -> None:
         self.function = function

@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 
 class HeadsEnergy(HasHeads, ProjectedEnergy):
-    """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
+    """Base class of energies of the features ``y = norm(W_h z)`` of each head h, both queries and keys.
 
-    ``projection.weight`` holds the W_h one below the other, (heads p, d). With ``context_dim`` the
-    features see the layer's input, ``y = norm(W_h z + P_h x + b_h)``: ``context.weight`` holds the P_h,
-    (heads p, context_dim), and ``bias`` the b_h. ``P_h x + b_h`` is computed once a solve.
+    ``projection.weight`` stacks the W_h, (heads p, d). With ``context_dim`` the features depend on the
+    layer's input, ``y = norm(W_h z + P_h x + b_h)``: ``context.weight`` stacks the P_h,
+    (heads p, context_dim), and ``bias`` the b_h. ``P_h x + b_h`` is computed once per solve.
 
     Shapes: ``z`` (B, N, d); ``x`` is ignored without ``context_dim``, else (B, N, context_dim), or an
     ``AttentionInput`` with such tokens; ``mask`` (B, N).
@@ -61,12 +61,12 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
     Args:
         dim: features d of the tokens.
         heads: number of heads.
-        head_dim: width p of a head; None: ``dim / heads``.
-        beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)``.
-        learned_beta: train the inverse temperatures, one for each head, kept > 0.
-        context_dim: features of the input that the features see; None: they see none.
-        bias: learn the b_h, zero at first; with ``context_dim`` they are there anyway.
-        norm: norm of each head's projections, ``RMSNorm(epsilon)`` or None.
+        head_dim: width p of a head; None for ``dim / heads``.
+        beta: inverse temperature, or one per head; None for ``1 / sqrt(p)``.
+        learned_beta: whether to train one positive inverse temperature per head.
+        context_dim: features of the input; None if the features do not depend on it.
+        bias: whether to train the b_h, initially zero; always True with ``context_dim``.
+        norm: norm of each head's features, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norm of the weight of z, or None.
     """
 
@@ -76,7 +76,7 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         self.norm = options.norm
         rows, seen = heads * self.width, options.context_dim
         self.projection = Projection(dim, rows, options.bound)
-        self.exclude_self: bool | None = None  # None: an energy that knows no pairs
+        self.exclude_self: bool | None = None  # None if the energy does not support pairs
         self.context = None if seen is None else Projection(seen, rows)
         has_bias = options.bias or seen is not None
         self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
@@ -95,7 +95,7 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         name, query = type(self).__name__, None
         tokens, pairs, _, _ = read_input(x, mask, name)
         if self.exclude_self is None and any(part is not None for part in pairs):
-            raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
+            raise ValueError(f"{name} does not support x.pairs; use BiSoftmaxAttention")
         if self.context is not None:
             query = project_input(tokens, self.context, self.bias, self.heads, mask, name)
         return HeadsContext(query=query, pairs=pairs)
@@ -113,19 +113,19 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
 class BiSoftmaxAttention(HeadsEnergy):
     """``E = beta^-1 sum_h sum_i log sum_j exp(beta y_i.y_j)``, ``y = norm(W_h z)``.
 
-    Gradient by y: ``(P + P^T) Y`` with the row softmax ``P = softmax(beta Y Y^T)``. Descent makes
-    tokens repel each other in each head's subspace. Neither convex nor concave.
+    The gradient with respect to y is ``(P + P^T) Y`` with the row softmax ``P = softmax(beta Y Y^T)``.
+    Descent makes tokens repel each other in each head's subspace. The energy is neither convex nor concave.
 
-    Shapes and other arguments as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    Shapes and other arguments are those of :class:`implicit_attn.energies.attention.HeadsEnergy`.
     A token without any key has energy 0.
 
     Args:
-        causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
-            carries information from later to earlier tokens, so the layer is not autoregressive.
-        exclude_self: no token attends to itself.
-        backend: what computes the gradient and its derivatives: "reference" (dense), "blocks"
-            (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` says
-            which one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
+        causal: whether to restrict the energy of token i to ``j <= i``. The column term of the gradient
+            still carries information from later to earlier tokens, so the layer is not autoregressive.
+        exclude_self: whether no token attends to itself.
+        backend: implementation of the gradient and its derivatives: "reference" (dense), "blocks"
+            (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` shows the
+            choice of "auto". Pairs, their biases and ``exclude_self`` are dense.
 
     Example:
         >>> import torch
@@ -168,13 +168,13 @@ class BiSoftmaxAttention(HeadsEnergy):
 
 
 class RowSoftmaxAttention(BiSoftmaxAttention):
-    """Softmax attention: a step in which each token descends its own term, the others held fixed.
+    """Softmax attention, in which each token descends its own term with the others held fixed.
 
-    Value and gradient are those of ``BiSoftmaxAttention``; only ``straight_gradient`` differs. It is made
-    of ``P Y``, the row term of ``(P + P^T) Y``: the gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by
-    ``y_i`` with the keys ``k = y`` constant. Such a step descends no joint energy of all tokens.
+    Value and gradient are those of ``BiSoftmaxAttention``; only ``straight_gradient`` differs. It uses
+    ``P Y``, the row term of ``(P + P^T) Y``: the gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` with
+    respect to ``y_i`` with constant keys ``k = y``. Such a step descends no joint energy of all tokens.
 
-    Shapes and arguments as for ``BiSoftmaxAttention``, but for ``causal``, which must be False.
+    Shapes and arguments are those of ``BiSoftmaxAttention``, except ``causal``, which must be False.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
     """
@@ -182,7 +182,7 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
     def __init__(self, dim: int, heads: int, **options: Any) -> None:
         super().__init__(dim, heads, **options)
         if self.causal:
-            raise ValueError("causal must be False for a RowSoftmaxAttention (pairs may be given)")
+            raise ValueError("causal must be False for RowSoftmaxAttention, got True; use pairs")
 
     def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
         beta, mask = self.beta_like(y), given.mask
@@ -192,7 +192,7 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
             return mean if mask is None else mean.masked_fill(~mask[:, None, :, None], 0.0)
         attends = token_pairs(mask, False, y.shape[2], y.device)
         if attends is not None:
-            # A masked token attends to itself alone, a row of zeros, so that none is NaN.
+            # A masked token attends only to itself, a row of zeros, which avoids NaN.
             attends = attends | torch.eye(y.shape[2], dtype=torch.bool, device=y.device)
         query = y
         if isinstance(beta, Tensor):
@@ -200,19 +200,19 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
 
 
-# Up to so many tokens scores are dense, beyond in strips of so many rows.
+# Up to this number of tokens the scores are dense; beyond, they are computed in strips of rows.
 DENSE_TOKENS, STRIP_ROWS = 256, 128
 
 
 class Score(NamedTuple):
-    """A function F of a score and the weight ``w = 2 F'``, entry by entry."""
+    """An elementwise function F of the scores and its weight ``w = 2 F'``."""
 
     value: Callable[[Tensor], Tensor]
     weight: Callable[[Tensor], Tensor]
 
 
 def _weight_of_gates(scores: Tensor, power: int) -> Tensor:
-    """``g^power (1 - g)`` of ``g = sigma(s)``."""
+    """Return ``g^power (1 - g)`` for ``g = sigma(s)``."""
     gate = scores.sigmoid()
     return gate**power * (1.0 - gate)
 
@@ -229,24 +229,23 @@ SCORES = {
 class ScoreAttention(HeadsEnergy):
     """``E = beta^-1 sum_h sum_ij F(beta y_i.y_j)``, ``y = norm(W_h z)``, for a function F of a score.
 
-    Gradient by y: ``w(S) Y`` with ``S = beta Y Y^T`` and the weights ``w = 2 F'``; nothing is normalised
-    over the tokens. Neither convex nor concave.
+    The gradient with respect to y is ``w(S) Y`` with ``S = beta Y Y^T`` and the weights ``w = 2 F'``, which
+    are not normalised over the tokens. The energy is neither convex nor concave.
 
     - ``"sigmoid"``: ``F(s) = sigma(s) / 2``, ``w = sigma(s) (1 - sigma(s))``;
     - ``"relu"``: ``F(s) = relu(s)^2 / 4``, ``w = relu(s)``;
     - ``"sigmoid-squared"``: ``F(s) = sigma(s)^2 / 4``, ``w = sigma(s)^2 (1 - sigma(s))``.
 
-    Shapes and other arguments as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    Shapes and other arguments are those of :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
-        score: F, one of those names.
+        score: name of F.
 
-    Beyond ``DENSE_TOKENS`` tokens scores are computed in strips of rows, and again in the backward pass,
-    so that memory is linear in N.
+    Beyond ``DENSE_TOKENS`` tokens the scores are computed in strips of rows and recomputed in the
+    backward pass, so memory is linear in N.
 
-    Source: the forms are those of the code of Hu, Zou, Xu, "Hyper-SET"
-    (https://arxiv.org/abs/2502.11646, table 18 for the sigmoid), with the sign and the factors that
-    make each the gradient of this energy.
+    Source: the code of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646, table 18 for the
+    sigmoid), with the sign and the factors that make each the gradient of this energy.
     """
 
     def __init__(
@@ -265,10 +264,10 @@ class ScoreAttention(HeadsEnergy):
         return sum_samples(values / self.beta_like(values)), gradient.to(y.dtype)
 
     def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Tensor | None) -> Pair:
-        """The sum of F (B, H) over some rows of the scores, and their ``w(S) Y``."""
+        """Return the sum of F (B, H) over some rows of the scores, and their ``w(S) Y``."""
         score, scores = SCORES[self.score], (y[:, :, rows] @ y.mT) * beta
         values = score.value(scores)
-        if mask is not None:  # F(0) may be another number than 0
+        if mask is not None:  # F(0) may be nonzero
             both = mask[:, None, rows, None] & mask[:, None, None, :]
             values = values.masked_fill(~both, 0.0)
         return values.sum((2, 3)), score.weight(scores) @ y
@@ -280,10 +279,10 @@ class ScoreAttention(HeadsEnergy):
 class LinearAttention(HeadsEnergy):
     """``E = 1/(4 beta) sum_h sum_ij (beta phi(y_i).phi(y_j))^2``, ``y = norm(W_h z)``.
 
-    Gradient by y: ``phi'(Y) * beta Phi (Phi^T Phi)``. Only the (p, p) matrix ``Phi^T Phi`` is formed,
-    so the cost is linear in N. Not concave.
+    The gradient with respect to y is ``phi'(Y) * beta Phi (Phi^T Phi)``. Only the (p, p) matrix
+    ``Phi^T Phi`` is formed, so the cost is linear in N. The energy is not concave.
 
-    Shapes and other arguments as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    Shapes and other arguments are those of :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
         feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``),
@@ -301,7 +300,7 @@ class LinearAttention(HeadsEnergy):
     def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
         mapped, beta = FEATURE_MAPS[self.feature_map](y), self.beta_like(y)
         phi = mapped.value
-        if given.mask is not None:  # phi(0) may be another number than 0
+        if given.mask is not None:  # phi(0) may be nonzero
             phi = phi.masked_fill(~given.mask[:, None, :, None], 0.0)
         moment = phi.mT @ phi
         squares = moment.to(accumulation_dtype(moment.dtype)).square() * (beta / 4.0)
@@ -313,43 +312,44 @@ class LinearAttention(HeadsEnergy):
 
 
 class SoftmaxAttention(HasHeads, Energy):
-    """Helmholtz free energy of every query among the keys, at the temperature ``1 / beta``.
+    """Helmholtz free energy of every query among the keys at temperature ``1 / beta``.
 
-    ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. Gradient by q:
-    ``-sum_j P_ij k_j``, so a descent step moves a token along its attention output.
+    ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. The gradient with respect
+    to q is ``-sum_j P_ij k_j``, so a descent step moves a token along its attention output.
 
-    ``energy="elastic"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(-beta |q_i - k_j|^2 / 2)``. Gradient
-    by q: ``q_i - sum_j P_ij k_j``. Bounded below. In the queries of a head it is convex where
-    ``1/beta >= D^2/4``, D the largest distance of two keys, a sharp bound; where all heads are, so is E
-    among constant keys (``cross``) without norm. It is never concave.
+    ``energy="elastic"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(-beta |q_i - k_j|^2 / 2)``. The gradient
+    with respect to q is ``q_i - sum_j P_ij k_j``. E is bounded below and never concave. In the queries of a
+    head it is convex if ``1/beta >= D^2/4``, where D is the largest distance between two keys, a sharp
+    bound. If this holds for all heads, E is convex in z for constant keys (``cross``) without norm.
 
-    ``q = norm(W_q z)``. In self-attention ``k = norm(W_k z)``: the gradient has a term of the keys. In
-    cross-attention ``k = norm(W_k x)`` stays; the inner E is then concave in z without norm, for any x.
+    The queries are ``q = norm(W_q z)``. In self-attention the keys are ``k = norm(W_k z)``, and the gradient
+    has a key term. In cross-attention the keys ``k = norm(W_k x)`` are constant, and the inner E without
+    norm is concave in z for any x.
 
-    The features of self-attention may see the input, too, with ``context_dim``:
+    With ``context_dim`` the features of self-attention depend on the input:
     ``q = norm(W_q z + Q x + b_q)``, ``k = norm(W_k z + K x + b_k)``.
 
     Shapes: ``z`` (B, N, d), ``mask`` (B, N). Self: ``x`` is ignored without ``context_dim``, else
     (B, N, context_dim). Cross: ``x`` (B, M, context_dim), or a pair of it and a mask (B, M) bool, False
-    at masked context tokens. Both: an ``AttentionInput``, which may also hold pairs and their biases.
+    at masked context tokens. Both: an ``AttentionInput``, which may contain pairs and their biases.
     A query without any key has energy 0.
 
     Args:
         dim: features d of the tokens.
         heads: number of heads.
         energy: ``"inner"`` or ``"elastic"``.
-        cross: cross-attention: keys from ``x`` in place of ``z``.
-        context_dim: cross: features of x, default ``dim``. Self: features of the x that queries and
-            keys see; None: they see none.
+        cross: whether keys come from ``x`` (cross-attention) instead of ``z``.
+        context_dim: features of x in cross-attention, by default ``dim``. In self-attention, features of
+            the input that queries and keys depend on, or None.
         shared: head_dim, beta, learned_beta, bias (of ``b_q`` and ``b_k``), norm (of queries and keys) and
-            bound (of ``W_q`` and ``W_k``), as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
-        causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the
-            gradient still carries information from later to earlier tokens.
-        exclude_self: for self-attention, no token attends to itself.
-        backend: what computes cross-attention: "reference" (dense), "flash" (torch's fused attention
+            bound (of ``W_q`` and ``W_k``); see :class:`implicit_attn.energies.attention.HeadsEnergy`.
+        causal: whether to restrict the energy of token i to ``j <= i`` in self-attention. The key term of
+            the gradient still carries information from later to earlier tokens.
+        exclude_self: whether no token attends to itself in self-attention.
+        backend: implementation of cross-attention: "reference" (dense), "flash" (torch's fused attention
             on the CPU, which forms no N x M matrix) or "auto";
-            ``implicit_attn.kernels.explain_frozen_keys`` says which one "auto" takes.
-            Self-attention is dense, and so is whatever has pairs or their biases.
+            ``implicit_attn.kernels.explain_frozen_keys`` shows the choice of "auto".
+            Self-attention is dense, and so is attention with pairs or their biases.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, equation 3 ("inner") and theorem 1 ("elastic").
@@ -407,7 +407,7 @@ class SoftmaxAttention(HasHeads, Energy):
     def _within(
         self, query: Tensor, key: Tensor, context: HeadsContext, mask: Tensor | None
     ) -> tuple[Attended, Tensor, Tensor]:
-        """What attends to what among the tokens of the state, and the gradients by queries and keys."""
+        """Return the self-attention of the state, and the gradients of queries and keys."""
         order = token_pairs(mask, self.causal, query.shape[2], query.device)
         _, _, pairs = fit_keys(context.pairs, query, key, None, self.exclude_self)
         pairs = pairs.intersect(order)
@@ -421,7 +421,7 @@ class SoftmaxAttention(HasHeads, Energy):
     def _across(
         self, own: Tensor, context: HeadsContext, mask: Tensor | None
     ) -> tuple[Attended, Tensor]:
-        """Among keys that stay: the log-sum-exps, without weights, and the gradient by the queries."""
+        """Return the log-sum-exps for constant keys, without weights, and the gradient of the queries."""
         assert context.key is not None  # set by ``read`` of a cross-attention
         query = own
         key, seen, (allowed, bias) = fit_keys(context.pairs, query, context.key, context.mask)
@@ -453,7 +453,7 @@ class SoftmaxAttention(HasHeads, Energy):
         added: Tensor | None,
         mask: Tensor | None,
     ) -> Features:
-        """``norm(z W^T + bias)``, of queries or keys; ``added`` from the input holds the bias, too."""
+        """Return ``norm(z W^T + bias)`` of queries or keys; ``added``, from the input, includes the bias."""
         weight = side.weight
         raw = project(z, weight, bias if added is None else added, self.heads, mask)
         return Features.of(raw, self.norm, weight, self.heads)

@@ -1,4 +1,4 @@
-"""``check_energy``: whether an energy keeps what layers and solvers rely on, mistake by mistake."""
+"""``check_energy``: verify the properties of an energy that layers and solvers rely on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from solvers.core.modes import twice_differentiable
 
 
 class Finding(NamedTuple):
-    """One check: whether it passed (None: it was not made), why not, and the relative error.
+    """One check: whether it passed (None if it was skipped), an explanation and the relative error.
 
-    A ``warning`` is about an energy that is right but may not learn; its check has passed.
+    A check with a ``warning`` has passed, but the layer may learn little.
     """
 
     check: str
@@ -41,8 +41,8 @@ class EnergyReport:
     """The findings of :func:`implicit_attn.energies.check_energy`; ``print(report)`` shows them.
 
     Attributes:
-        name: of the energy.
-        findings: one for each check, with ``check``, ``passed``, ``text``, ``error`` and ``warning``.
+        name: name of the energy.
+        findings: one per check, with ``check``, ``passed``, ``text``, ``error`` and ``warning``.
     """
 
     name: str
@@ -50,17 +50,17 @@ class EnergyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed; one that could not be made is none that failed."""
+        """Whether no check failed; skipped checks do not count."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """The findings that say what is wrong."""
+        """Findings of failed checks."""
         return tuple(finding for finding in self.findings if finding.passed is False)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """The findings about a right energy that may not learn."""
+        """Findings of passed checks with a warning."""
         return tuple(finding for finding in self.findings if finding.warning)
 
     def __str__(self) -> str:
@@ -69,22 +69,22 @@ class EnergyReport:
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
 
-FLOOR = 1e-3  # below this norm an error is measured against it, so that 0 may be 1e-12
-DIFFERENCE = 1e-5  # relative error that a central difference may have
-STEP = 1e-5  # of central differences, times the size of the state
+FLOOR = 1e-3  # smallest norm that relative errors refer to
+DIFFERENCE = 1e-5  # tolerated relative error of a central difference
+STEP = 1e-5  # step of central differences, relative to the size of the state
 HIDE = "hide(z, mask) of implicit_attn.energies.tokens"
 
 
 class Unchecked(Exception):
-    """Why a check cannot be made."""
+    """Reason for skipping a check."""
 
 
 class Doubtful(Exception):
-    """Why an energy that is right may not learn."""
+    """Reason why a correct energy may learn little."""
 
 
 class Broken(Exception):
-    """What is wrong and what to do about it, with the relative error."""
+    """Reason for a failed check and how to correct it, with the relative error."""
 
     def __init__(self, text: str, error: float | None = None) -> None:
         super().__init__(text)
@@ -94,7 +94,7 @@ class Broken(Exception):
 class Probe:
     """``energy`` in float64 at ``z``, ``x``, ``mask``, with two random directions ``u``, ``v`` like ``z``.
 
-    ``original``, ``given`` and ``given_x`` are copies of the energy, the state and the input as they came.
+    ``original``, ``given`` and ``given_x`` are copies of the energy, state and input in their own dtypes.
     """
 
     def __init__(self, energy: Energy, z: Any, x: Any, mask: Tensor | None, seed: int) -> None:
@@ -113,7 +113,7 @@ class Probe:
         self.before = copied(self.kept())
 
     def kept(self) -> dict[str, Tensor]:
-        """What no evaluation may change: state, input, mask, parameters and buffers."""
+        """Return the tensors that evaluations must not modify."""
         found = {f"parameter {name}": t for name, t in self.energy.named_parameters()}
         found |= {f"buffer {name}": t for name, t in self.energy.named_buffers()}
         for name, tree in (("z", self.z), ("x", self.x), ("mask", self.mask)):
@@ -121,21 +121,21 @@ class Probe:
         return found
 
     def value(self, z: Any = None) -> Tensor:
-        """``forward`` at ``z``, by default the probe's, without a graph."""
+        """Return ``forward`` at ``z``, by default the probe's, without a graph."""
         with torch.no_grad():
             return self.energy(self.z if z is None else z, self.x, mask=self.mask)
 
     def results(
         self, z: Any, x: Any, mask: Tensor | None, record: bool = False
     ) -> dict[str, tuple[Any, Any]]:
-        """Value and gradient, each by both methods that give it."""
+        """Return value and gradient, each from both methods that compute it."""
         with torch.set_grad_enabled(record):
             value, gradient = self.energy.value_and_grad(z, x, mask=mask)
             own = self.energy(z, x, mask=mask), self.energy.grad(z, x, mask=mask)
         return {"value": (value, own[0]), "gradient": (gradient, own[1])}
 
     def slope(self, *, create_graph: bool = False) -> list[Tensor]:
-        """Autograd's gradient of ``forward``'s sum by the state."""
+        """Return autograd's gradient of the summed ``forward`` with respect to the state."""
         with torch.enable_grad():
             leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
             with twice_differentiable():
@@ -143,11 +143,11 @@ class Probe:
             return derivatives(value.sum(), leaves, create_graph=create_graph)
 
     def like(self, leaves: Sequence[Tensor]) -> Any:
-        """``leaves`` as a state."""
+        """Return ``leaves`` with the structure of the state."""
         return pytree.tree_unflatten(list(leaves), pytree.tree_structure(self.z))
 
     def difference(self, function: Callable[[Any], Any]) -> list[Tensor]:
-        """``(f(z + h v) - f(z - h v)) / 2h``, the leaves."""
+        """Return the leaves of ``(f(z + h v) - f(z - h v)) / 2h``."""
         ahead, behind = (
             function(pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v))
             for h in (self.step, -self.step)
@@ -157,7 +157,7 @@ class Probe:
 
 
 def named_leaves(name: str, tree: Any) -> dict[str, Tensor]:
-    """The tensors in ``tree``, by its name, with numbers where there are several."""
+    """Return the tensors in ``tree`` by name, numbered if there are several."""
     leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
     if len(leaves) == 1:
         return {name: leaves[0]}
@@ -167,7 +167,7 @@ def named_leaves(name: str, tree: Any) -> dict[str, Tensor]:
 def derivatives(
     output: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor]:
-    """Autograd's, zeros where ``output`` does not depend on an input."""
+    """Return autograd's derivatives, zero for inputs that ``output`` does not depend on."""
     if not output.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
     return list(
@@ -176,13 +176,13 @@ def derivatives(
 
 
 def inner(a: Any, b: Any) -> Tensor:
-    """``<a, b>`` over all leaves, a number."""
+    """Return the inner product ``<a, b>`` over all leaves."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return sum((p * q).sum() for p, q in pairs)  # type: ignore[return-value]
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """``|got - expected| / |expected|`` over all leaves; infinite where shapes differ or NaN is."""
+    """Return ``|got - expected| / |expected|`` over all leaves, inf for NaN or different shapes."""
     pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True))
     if any(a.shape != b.shape for a, b in pairs):
         return float("inf")
@@ -193,7 +193,7 @@ def relative_error(got: Any, expected: Any) -> float:
 
 
 def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
-    """Tensors copied and cut from any graph, floating ones in ``dtype``; all others as they are."""
+    """Return detached copies of the tensors, floating-point ones in ``dtype``."""
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -203,16 +203,16 @@ def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
     return pytree.tree_map(copy, tree)
 
 
-# A check yields what it got, what it expected, what to say if they differ, and whether the second is a
+# A check yields the result, the expected result, a message if they differ, and whether the second is a
 # central difference; or it raises Broken or Unchecked.
 Comparisons = Iterable[tuple[Any, Any, str] | tuple[Any, Any, str, bool]]
 Check = Callable[[Probe], Comparisons]
-CHECKS: dict[str, tuple[Check, str]] = {}  # name -> the check and what it says when it passes
-FIRST = ("value", "deterministic")  # without these the others mean nothing
+CHECKS: dict[str, tuple[Check, str]] = {}  # name -> check and its text if it passes
+FIRST = ("value", "deterministic")  # the other checks depend on these
 
 
 def check(name: str, said: str) -> Callable[[Check], Check]:
-    """Enter a function in ``CHECKS``."""
+    """Register a function in ``CHECKS``."""
 
     def enter(function: Check) -> Check:
         CHECKS[name] = function, said
@@ -222,7 +222,7 @@ def check(name: str, said: str) -> Callable[[Check], Check]:
 
 
 def each(found: dict[str, Any], expected: dict[str, Any], wrong: str) -> list[tuple[Any, Any, str]]:
-    """Two of :meth:`Probe.results` side by side; ``wrong`` has a place for the name."""
+    """Compare two results of :meth:`Probe.results`; ``wrong`` has a placeholder for the name."""
     return [(found[name], copied(tree), wrong.format(name)) for name, tree in expected.items()]
 
 
@@ -239,19 +239,19 @@ def check_value(p: Probe) -> Comparisons:
     if bad:
         raise Broken(
             f"the energy of sample {bad[0]} is {value[bad[0]].item()}: it must be finite at every state "
-            "that a solver may try; look for a logarithm, a root or a division that leaves its domain"
+            "that a solver may visit; check logarithms, roots and divisions"
         )
     return ()
 
 
 @check("deterministic", "two calls are equal")
 def check_deterministic(p: Probe) -> Comparisons:
-    """Bit by bit."""
+    """Compare two calls bit by bit."""
     first, second = (pytree.tree_leaves(p.results(p.z, p.x, p.mask, record=True)) for _ in range(2))
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise Broken(
-            "two calls differ: it draws random numbers or changes its own state, so there is no fixed "
-            "point; for dropout take implicit_attn.regularization.VariationalDropout, or call eval()",
+            "two equal calls return different values: the energy draws random numbers or changes its own "
+            "state, so it has no fixed point; call eval(), or use regularization.VariationalDropout",
             relative_error(first, second),
         )
     return ()
@@ -267,9 +267,9 @@ def check_untouched(p: Probe) -> Comparisons:
 
 @check("samples", "no sample influences another")
 def check_samples(p: Probe) -> Comparisons:
-    """The first sample and the last, each among copies of itself."""
+    """Evaluate the first and the last sample in a batch of copies of itself."""
     if p.batch < 2:
-        raise Unchecked("z has one sample; give two or more")
+        raise Unchecked("z has one sample; pass at least two")
     expected = p.results(p.z, p.x, p.mask)
     for kept in (0, p.batch - 1):
 
@@ -279,8 +279,8 @@ def check_samples(p: Probe) -> Comparisons:
 
         found = p.results(*(pytree.tree_map(repeat, tree) for tree in (p.z, p.x, p.mask)))
         wrong = (
-            f"the {{}} of sample {kept} is another when the other samples are: sum, normalise and "
-            "compare within a sample, over every dimension but the first"
+            f"the {{}} of sample {kept} changes with the other samples: sum and normalise over all "
+            "dimensions except the first"
         )
         found, alone = (
             pytree.tree_map(lambda leaf, kept=kept: leaf[kept], tree) for tree in (found, expected)
@@ -288,14 +288,14 @@ def check_samples(p: Probe) -> Comparisons:
         yield from each(found, alone, wrong)
 
 
-@check("slope", "autograd's gradient of forward is its slope")
+@check("slope", "autograd's gradient of forward matches finite differences")
 def check_slope(p: Probe) -> Comparisons:
-    """``<dE/dz, v>`` by autograd, beside its central difference, of all samples together."""
+    """Compare ``<dE/dz, v>`` by autograd with its central difference, summed over samples."""
     yield (
         inner(p.slope(), p.v),
         p.difference(p.value)[0].sum(),
-        "autograd's gradient of forward is not its slope: something in forward is cut from the graph "
-        "(.detach(), .item(), .data, no_grad) or has a wrong backward; mend that operation",
+        "autograd's gradient of forward differs from finite differences: an operation in forward is "
+        "detached (.detach(), .item(), .data, no_grad) or has a wrong backward; correct it",
         True,
     )
 
@@ -304,50 +304,50 @@ def check_slope(p: Probe) -> Comparisons:
 def check_gradient(p: Probe) -> Comparisons:
     (value, own), gradients = p.results(p.z, p.x, p.mask, record=True).values()
     if pytree.tree_structure(gradients[0]) != pytree.tree_structure(p.z):
-        raise Broken("value_and_grad's gradient has another structure than z: return it like z")
-    yield value, own, "the value of value_and_grad is not that of forward: define one, or mend one"
+        raise Broken("value_and_grad must return a gradient with the structure of z")
+    yield value, own, "value_and_grad and forward return different values: correct or remove one"
     names = "the gradient of value_and_grad", "grad"
     for name, found in zip(names, gradients, strict=True):
         yield (
             found,
             p.slope(),
-            f"{name} is not the gradient of forward: a factor, a sign or a term is wrong in the closed "
-            "form, or it is a parent's; mend it, or leave it out to be differentiated",
+            f"{name} is not the gradient of forward: the closed form has a wrong factor, sign or term, or "
+            "is inherited; correct it, or remove it to use autograd",
         )
 
 
 @check("no_grad", "the same under torch.no_grad()")
 def check_no_grad(p: Probe) -> Comparisons:
-    """As solvers evaluate it."""
+    """Evaluate as solvers do."""
     results = p.results(p.z, p.x, p.mask)
     if any(leaf.requires_grad for leaf in pytree.tree_leaves(results)):
         raise Broken(
-            "a result requires grad under torch.no_grad(): a solve would keep the graph of every "
-            "evaluation; record gradients within torch.enable_grad() only, and detach what is returned"
+            "a result requires grad under torch.no_grad(), so a solve would keep the graph of every "
+            "evaluation; detach the results of torch.enable_grad() blocks"
         )
-    wrong = "the {} is another under torch.no_grad(): compute it the same way there"
+    wrong = "the {} changes under torch.no_grad(): compute it the same way in both modes"
     return each(results, p.results(p.z, p.x, p.mask, record=True), wrong)
 
 
-@check("hessian", "the derivative of grad is its slope")
+@check("hessian", "the derivative of grad matches finite differences")
 def check_hessian(p: Probe) -> Comparisons:
     yield (
         p.energy.hvp(p.z, p.v, p.x, mask=p.mask),
         p.difference(lambda z: copied(p.energy.grad(z, p.x, mask=p.mask))),
-        "autograd's derivative of grad is not its slope: something in grad is cut from the graph "
-        "(.detach(), .item(), no_grad); gradients of a layer would be wrong",
+        "autograd's derivative of grad differs from finite differences: an operation in grad is "
+        "detached (.detach(), .item(), no_grad), so gradients of a layer would be wrong",
         True,
     )
 
 
-@check("second order", "gradients reach parameters and input through grad")
+@check("second order", "grad is differentiable in parameters and input")
 def check_second_order(p: Probe) -> Comparisons:
-    """Derivatives of ``<grad, v>`` by parameters and input, beside those of autograd's gradient."""
+    """Compare derivatives of ``<grad, v>`` with those of autograd's gradient."""
     sources = {f"parameter {n}": t for n, t in p.energy.named_parameters() if t.requires_grad}
     given = {n: t for n, t in named_leaves("x", p.x).items() if t.is_floating_point()}
     sources |= {name: leaf.requires_grad_() for name, leaf in given.items()}
     if not sources:
-        raise Unchecked("there are no parameters that require grad, and no floating x")
+        raise Unchecked("no parameter requires grad and x is not floating-point")
     wanted = list(sources.values())
     try:
         with torch.enable_grad():
@@ -361,17 +361,17 @@ def check_second_order(p: Probe) -> Comparisons:
         yield (
             a,
             b,
-            f"the derivative of grad by {name} is not that of forward's gradient: grad is cut from the "
-            f"graph there, so {name} would be trained wrongly; compute it by differentiable operations",
+            f"the derivative of grad with respect to {name} is wrong: grad is detached from it, so "
+            f"training {name} would fail; use differentiable operations",
         )
 
 
-@check("proximal", "the input enters by more than |z - x|^2")
+@check("proximal", "x enters through more than |z - x|^2")
 def check_proximal(p: Probe) -> Comparisons:
-    """Whether d2E/dz dx is a multiple c of the identity: then its product with a random v is c v."""
+    """Test whether d2E/dz dx is a multiple c of the identity: its product with a random v is then c v."""
     alike = isinstance(p.x, Tensor) and isinstance(p.z, Tensor) and p.x.shape == p.z.shape
     if not alike or not p.x.is_floating_point():
-        raise Unchecked("x is no tensor like z")
+        raise Unchecked("x is not a floating-point tensor with the shape of z")
     with torch.enable_grad():
         x = p.x.clone().requires_grad_()
         mixed = derivatives(inner(p.energy.grad(p.z, x), p.v), [x])[0]
@@ -382,14 +382,14 @@ def check_proximal(p: Probe) -> Comparisons:
         raise Doubtful(
             f"d2E/dz dx is {factor:.3g} times the identity: x enters only through |z - x|^2 or <z, x>, so "
             "the layer is a proximal step of its other terms and may learn little; let x enter another "
-            "term, by a weight that is learned"
+            "term through a learned weight"
         )
     return ()
 
 
 @check("concave", "no positive curvature along two random directions")
 def check_concave(p: Probe) -> Comparisons:
-    """``<v, H v> <= 0`` for energies that say that they are concave."""
+    """Check ``<v, H v> <= 0`` for energies with ``concave = True``."""
     if not p.energy.concave:
         raise Unchecked("concave is False")
     for v in (p.u, p.v):
@@ -399,45 +399,45 @@ def check_concave(p: Probe) -> Comparisons:
         yield (
             1 + curvature.clamp_min(0.0) / max(size, FLOOR),
             torch.ones(()),
-            "concave is True, and the curvature along a random direction is positive, "
-            f"{curvature.item():.3g}: set concave = False",
+            f"concave is True, but the curvature along a random direction is {curvature.item():.3g}, "
+            "which is positive: set concave = False",
         )
 
 
-@check("prepare", "prepare(x) in place of x gives the same")
+@check("prepare", "prepare(x) gives the same results as x")
 def check_prepared(p: Probe) -> Comparisons:
     prepared = p.energy.prepare(p.x, mask=p.mask)
     if prepared is p.x:
         return ()
-    wrong = "with prepare(x) in place of x {} is another: take both in every method"
+    wrong = "the {} of prepare(x) differs from that of x: accept both in every method"
     return each(p.results(p.z, prepared, p.mask), p.results(p.z, p.x, p.mask), wrong)
 
 
-@check("mask of ones", "a mask of ones is no mask")
+@check("mask of ones", "a mask of ones changes nothing")
 def check_mask_of_ones(p: Probe) -> Comparisons:
-    wrong = "with a mask of ones {} is another than without a mask: a mask may hide tokens, no more"
+    wrong = "a mask of ones changes the {}: only tokens where the mask is False may be ignored"
     found = p.results(p.z, p.x, torch.ones_like(_mask(p)))
     return each(found, p.results(p.z, p.x, None), wrong)
 
 
-@check("masked tokens", "masked tokens influence nothing")
+@check("masked tokens", "masked tokens have no influence")
 def check_masked_tokens(p: Probe) -> Comparisons:
-    """Other content and NaN in masked tokens; nothing comes from them."""
+    """Compare results for other content and NaN in masked tokens."""
     mask, layout = _mask(p), Layout.of(p.z)
     if mask.all():
-        raise Unchecked("the mask hides no token")
+        raise Unchecked("mask is True at every token")
     hidden, expected = ~layout.mask_vector(mask), p.results(p.z, p.x, mask)
     for gradient in expected["gradient"]:
         there = layout.vector(gradient)[hidden]
         if there.count_nonzero():
             raise Broken(
-                f"the gradient at a masked token is {there.abs().max().item():.3g}: it must be 0 "
-                f"there; start from {HIDE}, or end with hide(gradient, mask)"
+                f"the gradient at a masked token is {there.abs().max().item():.3g}, but must be 0: "
+                f"begin with {HIDE}, or return hide(gradient, mask)"
             )
     for filler, said in ((3.0, "the content of"), (float("nan"), "NaN in")):
         filled = layout.tree(layout.vector(p.z).masked_fill(hidden, filler))
         wrong = (
-            f"{said} masked tokens changes the {{}}: start from {HIDE}, and leave masked tokens out of "
+            f"{said} masked tokens changes the {{}}: begin with {HIDE}, and exclude masked tokens from "
             "sums and softmaxes"
         )
         yield from each(p.results(filled, p.x, mask), expected, wrong)
@@ -445,17 +445,17 @@ def check_masked_tokens(p: Probe) -> Comparisons:
 
 def _mask(p: Probe) -> Tensor:
     if p.mask is None:
-        raise Unchecked("no mask was given; give mask=(B, N), False at some tokens")
+        raise Unchecked("mask is None; pass a mask (B, N) that is False at some tokens")
     return p.mask
 
 
-@check("dtype", "the gradient is like z, as given and in float64")
+@check("dtype", "the gradient has the dtype and device of z")
 def check_dtype(p: Probe) -> Comparisons:
-    """Of what is computed from ``z`` as it was given, and of the copy in float64."""
+    """Check the gradient for the given ``z`` and for the float64 copy."""
     if p.value().dtype != torch.float64:
         raise Broken(
-            f"in float64 the energy is of {p.value().dtype}: a tensor that is made inside, or a cast, "
-            "has a dtype of its own; make it like z (z.new_zeros, dtype=z.dtype)"
+            f"the energy of a float64 state is {p.value().dtype}: a tensor is created or cast with a fixed "
+            "dtype inside; use the dtype of z (z.new_zeros, dtype=z.dtype)"
         )
     kept = {t.dtype for t in [*pytree.tree_leaves(p.given), *p.original.parameters()]}
     for when, energy, z, x in (
@@ -464,14 +464,14 @@ def check_dtype(p: Probe) -> Comparisons:
     ):
         if when == "as given" and len(kept) > 1:
             dtypes = sorted(map(str, kept))
-            raise Unchecked(f"z and the parameters are of different dtypes, {dtypes}")
+            raise Unchecked(f"z and the parameters have different dtypes, {dtypes}")
         with torch.no_grad():
             leaves = pytree.tree_leaves(energy.grad(z, x, mask=p.mask))
         for leaf, like in zip(leaves, pytree.tree_leaves(z), strict=True):
             got, wanted = (leaf.dtype, leaf.device), (like.dtype, like.device)
             if got != wanted:
                 raise Broken(
-                    f"{when} the gradient is of {got}, and z of {wanted}: return it like z"
+                    f"{when} the gradient must have the dtype and device of z, {wanted}, got {got}"
                 )
     return ()
 
@@ -486,33 +486,31 @@ def check_energy(
     strict: bool = False,
     seed: int = 0,
 ) -> EnergyReport:
-    r"""Whether an energy keeps what layers and solvers rely on, at the state ``z``.
+    r"""Check the properties of an energy that layers and solvers rely on, at the state ``z``.
 
-    A deep copy is evaluated in float64, in the mode (training or evaluation) that the energy is in. Each
-    finding of the report says what was checked: values, derivatives of first and second order against
-    autograd and central differences, that samples and masked tokens influence nothing, ``prepare``,
-    ``concave`` and dtypes. A warning says that the input enters only through ``|z - x|^2``: the
-    energy is right, but the layer may learn little. Tensors that a plain function reads from around it stay
-    as they are.
+    A deep copy of the energy is evaluated in float64, in its current mode (training or evaluation). The
+    checks cover values, first and second derivatives against autograd and central differences, the
+    independence of samples and masked tokens, ``prepare``, ``concave`` and dtypes. A warning reports that
+    the input enters only through ``|z - x|^2``: the energy is correct, but the layer may learn little.
+    Tensors that a plain function closes over are not converted.
 
-    It looks at one state; try a few, among them those of a solve. What depends on an input that was not
-    given is not checked, and the report says so.
+    The check covers one state; repeat it for several, including solutions. Checks that need an argument
+    that you do not pass are skipped, which the report states.
 
     Args:
         energy: an :class:`Energy`; or a function or module ``(z)`` or ``(z, x)`` -> (B,), for
             ``FunctionEnergy``.
-        z: state (B, ...), or a pytree of such tensors; two samples or more, different ones.
-        x: input, as the energy takes it.
-        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks. In a
-            pytree its tokens are those of ``solvers.fixed_point``: the leaves (B, N, ...), others count
-            whole.
-        tolerance: relative error that passes; of central differences 1e-5 or this, whichever is greater.
-        strict: raise if a check fails.
-        seed: of the random directions.
+        z: state (B, ...), or a pytree of such tensors, with at least two different samples.
+        x: input of the energy.
+        mask: (B, N) bool, with both True and False entries, for the checks of masks. In a pytree it
+            applies to the leaves (B, N, ...), as in ``solvers.fixed_point``.
+        tolerance: tolerated relative error; for central differences at least 1e-5.
+        strict: whether to raise if a check fails.
+        seed: seed of the random directions.
 
     Raises:
-        TypeError: if z is no floating tensor or pytree of them, or the energy cannot be copied.
-        ValueError: for arguments out of range, and with ``strict`` if a check failed, with the report.
+        TypeError: if z is not a floating-point tensor or a pytree of them, or the energy cannot be copied.
+        ValueError: if an argument is out of range or, with ``strict``, if a check failed, with the report.
 
     Example:
         >>> class Well(Energy):
@@ -535,7 +533,7 @@ def check_energy(
         probe = Probe(energy, z, x, mask, seed)
         for name in CHECKS:
             early = [f.check for f in findings if f.passed is False and f.check in FIRST]
-            said = f'not checked: "{early[0]}" must pass before' if early else ""
+            said = f'not checked: "{early[0]}" must pass first' if early else ""
             findings.append(Finding(name, None, said) if early else _made(name, probe, tolerance))
     report = EnergyReport(_name(energy), tuple(findings))
     if strict and not report.ok:
@@ -544,7 +542,7 @@ def check_energy(
 
 
 def _made(name: str, probe: Probe, tolerance: float) -> Finding:
-    """What came of a check."""
+    """Run a check and return its finding."""
     check, said = CHECKS[name]
     worst: float | None = None
     try:
@@ -559,7 +557,7 @@ def _made(name: str, probe: Probe, tolerance: float) -> Finding:
         return Finding(name, True, str(doubt), warning=True)
     except Broken as broken:
         return Finding(name, False, str(broken), broken.error)
-    except Exception as error:  # somebody's code, which may raise anything: this is the finding
+    except Exception as error:  # user code may raise anything, which is reported as the finding
         return Finding(name, False, f"{type(error).__name__} was raised: {error}")
     return Finding(name, True, said, worst)
 
@@ -569,7 +567,7 @@ def _copy(energy: Energy) -> Energy:
         return copy.deepcopy(energy)
     except Exception as error:
         raise TypeError(
-            f"{_name(energy)} could not be copied ({error}); tensors that it keeps must be "
+            f"{_name(energy)} could not be copied ({error}); register the tensors that it stores as "
             "parameters or buffers"
         ) from error
 

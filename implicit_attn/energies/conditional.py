@@ -1,4 +1,4 @@
-"""Keys and values of the input alone: the energies of conditional attention and of the equilibrium block."""
+"""Conditional attention, whose keys and values depend only on the input, and the equilibrium energy."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from implicit_attn.kernels.arguments import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.cuda import on_cuda
 
-# Score of pairs that may not attend: its exponential is zero. A solve refuses minus infinity as an input.
+# Score of excluded pairs, whose exponential is zero. A solve does not accept -inf as an input.
 EXCLUDED = -1e30
-# Initial size of Q relative to other weights: attention starts out nearly uniform, so that no head settles
-# on the token that the first weights happen to favour.
+# Initial size of Q relative to other weights. Attention starts nearly uniform, so that no head commits
+# to a token because of the initial weights.
 QUERY_SCALE = 0.1
 
 
 class FrozenAttention(NamedTuple):
-    """What ``ConditionalAttention`` prepares.
+    """Prepared input of ``ConditionalAttention``.
 
     Attributes:
-        log_weights: ``log P0`` (B, H, N, M), ``EXCLUDED`` at pairs that may not attend, uniform
-            in rows without any key. None where no N x M matrix is held.
+        log_weights: ``log P0`` (B, H, N, M), ``EXCLUDED`` at excluded pairs, uniform in rows without
+            any key. None if no N x M matrix is stored.
         value: v (B, H, M, p), after the norm.
-        attends: (B, H or 1, N), False at queries without any key; None: all have one.
-        query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p); where
+        attends: (B, H or 1, N), False at queries without any key; None if all have one.
+        query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p), if
             ``log_weights`` is None.
-        lse, mask: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), and (B, M) of the keys, with them.
-            On CUDA devices lse is None and computed where an energy is asked for.
-        pairs: of queries and keys, (B, ...); on CUDA devices alone.
+        lse, mask: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), and the mask (B, M) of the keys.
+            On CUDA devices lse is None and computed only for energies.
+        pairs: pairs of queries and keys, (B, ...), on CUDA devices only.
     """
 
     log_weights: Tensor | None
@@ -74,47 +74,46 @@ class FrozenAttention(NamedTuple):
 
 
 class ConditionalAttention(HasHeads, Energy):
-    r"""``E = -tau^-1 sum_h sum_i log sum_j P0_ij exp(tau (W_h z_i).v_j)``, attention made of the input.
+    r"""``E = -tau^-1 sum_h sum_i log sum_j P0_ij exp(tau (W_h z_i).v_j)`` with P0 and v from the input.
 
     ``P0_ij = softmax_j(beta q_i.k_j + bias_ij)`` are the weights of ordinary attention among the tokens
     of the input, with ``q = Q x + b_q``, ``k = K x + b_k`` and values ``v = norm(V x + b_v)``. The
-    negative gradient is ``sum_h W_h^T sum_j P_ij v_j`` with ``P = softmax_j(log P0 + tau (W z).v)``: at
-    ``z = 0`` it is multi-head attention with the output weights ``W^T``, and elsewhere a token attends
-    more to the values that its state agrees with. E is a generating function of cumulants of the values;
-    it is zero at ``z = 0``.
+    negative gradient is ``sum_h W_h^T sum_j P_ij v_j`` with ``P = softmax_j(log P0 + tau (W z).v)``. At
+    ``z = 0`` it is multi-head attention with the output weights ``W^T``; elsewhere a token attends
+    more to the values that are aligned with its state. E is a cumulant generating function of the values
+    and zero at ``z = 0``.
 
-    Keys, values and P0 do not depend on z. So E is concave in z, whatever the weights and x, and tokens
-    meet only through x: with ``causal`` token i depends on no token after it. As
+    Keys, values and P0 do not depend on z. Therefore E is concave in z for any weights and x, and tokens
+    interact only through x: with ``causal=True`` token i does not depend on later tokens. Because
     ``|v|^2 < p`` and the spectral norm of W is at most 1, the eigenvalues of the Hessian lie between
     ``-curvature`` and 0, for ``tau = curvature / p``.
 
     Shapes: ``z`` (B, N, dim); ``mask`` (B, N). Self: ``x`` (B, N, context_dim). Cross: an
-    ``AttentionInput`` with ``tokens`` (B, N, context_dim) and ``memory`` (B, M, memory_dim), and
-    perhaps a ``memory_mask``. Both may hold ``pairs`` and ``pair_bias``. A query without any key has
-    energy 0.
+    ``AttentionInput`` with ``tokens`` (B, N, context_dim), ``memory`` (B, M, memory_dim) and optionally
+    ``memory_mask``. Both may contain ``pairs`` and ``pair_bias``. A query without any key has energy 0.
 
     Args:
         dim: features of the state.
         heads: number of heads H.
-        context_dim: features of the input's tokens; None: ``dim``.
-        memory_dim: cross-attention: features of the memory, of which keys and values are made.
-        head_dim: width p of a head; None: ``dim / heads``.
-        beta, learned_beta: inverse temperature of ``P0``, as for
+        context_dim: features of the input's tokens; None for ``dim``.
+        memory_dim: features of the memory, from which cross-attention computes keys and values.
+        head_dim: width p of a head; None for ``dim / heads``.
+        beta, learned_beta: inverse temperature of ``P0``; see
             :class:`implicit_attn.energies.attention.HeadsEnergy`.
         curvature: bound on the curvature, finite and > 0.
-        norm: of the values of each head.
+        norm: norm of each head's values.
         score_norm: norm of each head's queries and keys, or None. It bounds the scores of P0 by
-            ``beta p``, so that no head falls for a single token early in training.
-        causal: token i attends to ``j <= i``; self-attention only.
-        exclude_self: no token attends to itself; self-attention only.
-        backend: "reference" (dense), "flash" (no N x M matrix; on the CPU, without pairs) or "auto", as
-            for :func:`implicit_attn.kernels.frozen_key_attention`.
+            ``beta p``, so that no head concentrates on a single token early in training.
+        causal: whether token i attends only to ``j <= i``; self-attention only.
+        exclude_self: whether no token attends to itself; self-attention only.
+        backend: "reference" (dense), "flash" (no N x M matrix; on the CPU, without pairs) or "auto"; see
+            :func:`implicit_attn.kernels.frozen_key_attention`.
 
     Example:
         >>> energy = ConditionalAttention(64, heads=4)  # + Quadratic().select("tokens")
 
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762 (P0); Ren, Ouyang, Tang, Liu,
-    https://arxiv.org/abs/2511.00907, equation 3 (the free energy), here of keys beside values.
+    https://arxiv.org/abs/2511.00907, equation 3 (the free energy), here with separate keys and values.
     """
 
     concave = True
@@ -159,7 +158,7 @@ class ConditionalAttention(HasHeads, Energy):
             raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Weights P0 and values, or queries, keys and values, as a ``Prepared``."""
+        """Return weights P0 and values, or queries, keys and values, as a ``Prepared``."""
         if isinstance(x, Prepared):
             return x
         name, heads = type(self).__name__, self.heads
@@ -168,7 +167,7 @@ class ConditionalAttention(HasHeads, Energy):
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross and len(memory) != len(query):
             raise ValueError(
-                f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
+                f"{name}: x.memory must have the batch size of x.tokens, {len(query)}, got {len(memory)}"
             )
         key = project_input(memory, self.key, self.key_bias, heads, key_mask, name)
         value = project_input(memory, self.value, self.value_bias, heads, key_mask, name)
@@ -181,7 +180,7 @@ class ConditionalAttention(HasHeads, Energy):
     def _freeze(
         self, query: Tensor, key: Tensor, value: Tensor, given: Pairs, key_mask: Tensor | None
     ) -> FrozenAttention:
-        """What a solve holds constant: ``log P0``, or the queries and keys of which "flash" makes it."""
+        """Return the constants of a solve: ``log P0``, or queries and keys for "flash"."""
         tokens = query.shape[2]
         key, key_mask, pairs = fit_keys(given, query, key, key_mask, self.exclude_self)
         value = value if value.shape[2] else torch.zeros_like(key)
@@ -205,7 +204,7 @@ class ConditionalAttention(HasHeads, Energy):
             return FrozenAttention(scores.log_softmax(-1), value)
         allowed = pairs.allowed if pairs.allowed.dim() == 4 else pairs.allowed[None, None]
         attends = allowed.any(-1).expand(query.shape[0], -1, -1)
-        # A row without any key is uniform, and its result is emptied.
+        # A row without any key is uniform, and its result is set to zero.
         scores = scores.masked_fill(~allowed, EXCLUDED).log_softmax(-1)
         return FrozenAttention(scores, value, attends)
 
@@ -242,7 +241,7 @@ class ConditionalAttention(HasHeads, Energy):
     def _evaluate(
         self, z: Tensor, x: Any, mask: Tensor | None
     ) -> tuple[FrozenAttention, Tensor, Tensor]:
-        """What was prepared, ``W z`` in heads, (B, H, N, p), and W."""
+        """Return the prepared input, ``W z`` split into heads (B, H, N, p), and W."""
         name = type(self).__name__
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
         frozen: FrozenAttention = self.prepare(x, mask=mask).parts
@@ -252,7 +251,7 @@ class ConditionalAttention(HasHeads, Energy):
         return frozen, split_heads(nn.functional.linear(hide(z, mask), weight), self.heads), weight
 
     def _scores(self, frozen: FrozenAttention, y: Tensor) -> Tensor:
-        """``log P0_ij + tau y_i.v_j`` (B, H, N, M), float32 or wider."""
+        """Return ``log P0_ij + tau y_i.v_j`` (B, H, N, M), float32 or wider."""
         assert frozen.log_weights is not None
         wide, shape = frozen.log_weights.dtype, frozen.log_weights.shape
         scores = torch.baddbmm(
@@ -266,7 +265,7 @@ class ConditionalAttention(HasHeads, Energy):
     def _among_keys(
         self, frozen: FrozenAttention, y: Tensor, need_lse: bool = True
     ) -> tuple[Tensor, Any]:
-        """``sum_j P_ij v_j`` and the lse without an N x M matrix: queries (q, tau y) among keys (k, v)."""
+        """Return ``sum_j P_ij v_j`` and lse without an N x M matrix: queries (q, tau y), keys (k, v)."""
         assert frozen.query is not None and frozen.key is not None
         query = torch.cat((frozen.query, y * self.tau), -1)
         key = torch.cat((frozen.key, frozen.value), -1)
@@ -289,31 +288,31 @@ class ConditionalAttention(HasHeads, Energy):
 
 
 def _expanded(pairs: Tensor, batch: int) -> Tensor:
-    """(N, M) or (B or 1, H or 1, N, M) -> (B, H or 1, N, M), without a copy."""
+    """Expand (N, M) or (B or 1, H or 1, N, M) to (B, H or 1, N, M), without a copy."""
     return (pairs if pairs.dim() == 4 else pairs[None, None]).expand(batch, -1, -1, -1)
 
 
-# Added to the mean square of a token in ``c(x)``, which is mostly of order 1: the gradient of a token of
-# zeros stays bounded.
+# Added to the mean square of a token in ``c(x)``, typically of order 1, to bound the gradient of a token
+# of zeros.
 EPSILON = 1e-2
 
 
 class EquilibriumEnergy(SummedEnergy):
-    r"""``E(z; x) = 1/2 |z|^2 + E_attention(z; c(x)) + E_memory(z; x)``, the input inside, not beside z.
+    r"""Energy of the equilibrium block, ``E(z; x) = 1/2 |z|^2 + E_attention(z; c(x)) + E_memory(z; x)``.
 
-    The attention is made of ``c(x) = rms_norm(x - dE_memory/dz(0; x))``: the input and the memory's first
-    gradient step. The first gradient step from ``z = 0`` is therefore a feed-forward block followed
-    by multi-head attention; the equilibrium sends both back through the transposed weights.
+    The input of the attention is ``c(x) = rms_norm(x - dE_memory/dz(0; x))``, the input plus the memory's
+    first gradient step. The first gradient step from ``z = 0`` is therefore a feed-forward block followed
+    by multi-head attention, with the transposed weights as output weights.
 
-    Where attention and memory have Hessians above ``-a`` and ``-b``, with ``a + b < 1``, E is strongly
-    convex: one minimum, which depends continuously on x and the weights, and is found by any descent.
+    If the Hessians of attention and memory are at least ``-a`` and ``-b`` with ``a + b < 1``, E is strongly
+    convex. Its unique minimum depends continuously on x and the weights, and any descent converges to it.
 
     Args:
         attention: a ``ConditionalAttention``, or None.
-        memory: a feed-forward energy with ``context_dim`` and without norm, or None; not both None. (The
-            ``memory`` of an ``AttentionInput`` is something else: tokens, of which keys are made.)
-        output: a map O of the state (..., s) to the width of x, where that is another one;
-            ``c(x) = rms_norm(x - O dE_memory/dz(0; x))`` then.
+        memory: a feed-forward energy with ``context_dim`` and without norm, or None; not both None. (It is
+            unrelated to the ``memory`` of an ``AttentionInput``, the tokens of cross-attention.)
+        output: map O from the state (..., s) to the width of x if they differ; then
+            ``c(x) = rms_norm(x - O dE_memory/dz(0; x))``.
 
     Shapes: ``z`` (B, N, s); ``x`` (B, N, d), or an ``AttentionInput`` whose ``tokens`` are x;
     ``mask`` (B, N) bool.
@@ -338,9 +337,9 @@ class EquilibriumEnergy(SummedEnergy):
         return [term for term in terms if term is not None]
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What attention and memory prepare; nothing for ``1/2 |z|^2``.
+        """Return the prepared inputs of attention and memory.
 
-        A solve may start at ``-dE_memory/dz(0; x)``, which has been computed for ``c(x)``.
+        A solve may start at ``-dE_memory/dz(0; x)``, which ``c(x)`` needs anyway.
         """
         if isinstance(x, Prepared):
             return x
@@ -364,7 +363,7 @@ class EquilibriumEnergy(SummedEnergy):
         return super().with_parts(self.prepare(x, mask=mask), mask)
 
     def context(self, x: Any, answer: Tensor) -> Tensor:
-        """``c(x)``, like ``x``, of ``answer = -dE_memory/dz(0; x)`` (..., s)."""
+        """Return ``c(x)``, like ``x``, for ``answer = -dE_memory/dz(0; x)`` (..., s)."""
         if self.output is not None:
             answer = self.output(answer)
         if answer.shape != x.shape:

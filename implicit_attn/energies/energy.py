@@ -1,9 +1,9 @@
 """Energies: one number per sample, and the algebra that builds a layer's energy from terms.
 
-To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,), or
-``value_and_grad(self, z, x=None, *, mask=None)``, value and gradient in closed form.
-``forward`` may leave out ``x`` and ``mask``; without ``mask`` it is never given one. Masked tokens must
-influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
+To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, which returns the
+value (B,), or ``value_and_grad(self, z, x=None, *, mask=None)``, with the gradient in closed form.
+The parameters ``x`` and ``mask`` of ``forward`` are optional. Masked tokens must have no influence: begin
+with ``hide(z, mask)``. ``check_energy`` verifies this.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from solvers.core.modes import (
 
 
 class Prepared(NamedTuple):
-    """What ``Energy.prepare`` made of the layer's input, in whose place it stands during a solve.
+    """Result of ``Energy.prepare``, which replaces the layer's input during a solve.
 
     Attributes:
-        parts: a pytree of tensors (B, ...) or None; of a sum a tuple with one part for each term: what
-            that term prepared, or ``x`` itself, or None.
-        start: a state from where a solve may begin, without a graph; or None.
+        parts: a pytree of tensors (B, ...) or None; for a sum, a tuple with the prepared input, ``x``
+            itself or None for each term.
+        start: detached initial state for a solve, or None.
     """
 
     parts: Any
@@ -56,29 +56,29 @@ class Prepared(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """How a function ``(z)`` or ``(z, x)``, with or without ``mask=``, is called with all three."""
+    """Adapter that calls a function ``(z)`` or ``(z, x)``, with or without ``mask=``, with all three."""
 
     name: str
     takes_x: bool
     takes_mask: bool
-    needs_mask: bool = False  # one without a default
+    needs_mask: bool = False  # mask has no default
 
     @classmethod
     def read(cls, function: Any, name: str = "") -> FunctionCall:
-        """From the signature of a function, of a module's ``forward``, or of one without ``self``."""
+        """Read the signature of a function or of a module's ``forward``."""
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
         name = name or getattr(function, "__qualname__", type(function).__name__)
-        # The signature of a module's __call__ takes anything.
+        # A module's __call__ accepts any arguments, so forward is inspected.
         called = function.forward if isinstance(function, nn.Module) else function
         try:
             signature = inspect.signature(called)
         except ValueError as error:
-            raise TypeError(f"the signature of {name} cannot be read; wrap it") from error
+            raise TypeError(f"{name} has no signature; wrap it in a function") from error
         if list(signature.parameters)[:2] == ["x", "z"]:
             raise TypeError(
-                f"{name} must take the state z before the input x, got {name}{signature}: it would be "
-                "called with the state as x; swap the two parameters"
+                f"{name} must take the state z before the input x, got {name}{signature}; swap the two "
+                "parameters"
             )
         for takes_x, takes_mask in ((True, True), (False, True), (True, False), (False, False)):
             try:
@@ -86,7 +86,7 @@ class FunctionCall(NamedTuple):
             except TypeError:
                 continue
             parameters = signature.parameters
-            # An x by name alone would be left out, but for one that functools.partial has bound.
+            # A keyword-only x would not be passed, except one that functools.partial has bound.
             lost = not takes_x and "x" in parameters and parameters["x"].default is None
             if parameters and not lost and (takes_mask or "mask" not in parameters):
                 needs = (
@@ -95,7 +95,7 @@ class FunctionCall(NamedTuple):
                 return cls(name, takes_x, takes_mask, needs)
             break
         raise TypeError(
-            f"{name} must be callable as f(z) or f(z, x), with mask= after them if it takes one, got "
+            f"{name} must be callable as f(z) or f(z, x), with an optional keyword argument mask, got "
             f"{name}{signature}"
         )
 
@@ -105,14 +105,14 @@ class FunctionCall(NamedTuple):
             return function(*arguments, mask=None) if self.needs_mask else function(*arguments)
         if not self.takes_mask:
             raise ValueError(
-                f"{self.name} takes no mask, so masked tokens would influence it; give it a parameter "
-                f"mask=None and hide them, or pass no mask, got one of shape {tuple(mask.shape)}"
+                f"{self.name} has no parameter mask, so masked tokens would influence it; add mask=None "
+                f"and use it, or pass no mask; got a mask of shape {tuple(mask.shape)}"
             )
         return function(*arguments, mask=mask)
 
     @classmethod
     def of_class(cls, module: type[nn.Module]) -> FunctionCall:
-        """From the ``forward`` of a class."""
+        """Read the signature of a class's ``forward``."""
         return cls.read(functools.partial(module.forward, None), f"{module.__name__}.forward")
 
 
@@ -120,52 +120,52 @@ Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
 
 
 class Energy(nn.Module):
-    """A scalar per sample whose stationary points in ``z`` are the layer's output.
+    """Base class of energies, scalars per sample whose stationary points in ``z`` are a layer's output.
 
-    A subclass defines ``forward`` or ``value_and_grad``; the rest is differentiated automatically. A closed
-    form of the gradient alone may be defined as ``grad``. Energies can be added, scaled and weighted:
+    A subclass defines ``forward`` or ``value_and_grad``; autograd computes the other derivatives. ``grad``
+    may define the gradient in closed form. Energies can be added, scaled and weighted:
 
         >>> from implicit_attn.energies import Hopfield, Quadratic
         >>> (Quadratic() + 0.5 * Hopfield(torch.eye(4)))(torch.ones(2, 3, 4)).shape
         torch.Size([2])
 
-    The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); without closed forms it may also be
-    a pytree of such tensors. Samples must not influence each other. :func:`check_energy` verifies it.
+    The state ``z`` is a tensor (B, ...), typically tokens (B, N, d); without closed forms it may also be
+    a pytree of such tensors. Samples must be independent, which :func:`check_energy` verifies.
 
     Attributes:
-        concave: True where the energy is concave in ``z`` for any weights (then the unit step on
-            ``Quadratic() + energy`` never raises that sum); False where it is not, or not known to be.
+        concave: True if the energy is known to be concave in ``z`` for any weights. Then the unit step on
+            ``Quadratic() + energy`` never increases that sum.
     """
 
     concave: bool = False
 
-    _call = FunctionCall("Energy.forward", True, True)  # of a subclass its own
+    _call = FunctionCall("Energy.forward", True, True)  # each subclass has its own
 
     def __init_subclass__(cls) -> None:
         cls._call = FunctionCall.of_class(cls)
         own = vars(cls)
         if "value_and_grad" in own and "grad" not in own and cls.grad is not Energy.grad:
             raise TypeError(
-                f"{cls.__name__} must define grad, too (grad = Energy.grad takes it from value_and_grad), "
-                f"where {cls.grad.__qualname__} is the gradient of another energy"
+                f"{cls.__name__} must define grad as well as value_and_grad, because it inherits "
+                f"{cls.grad.__qualname__}; grad = Energy.grad derives it from value_and_grad"
             )
 
     def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        """``forward``, which is given what it takes of ``x`` and ``mask``."""
+        """Return ``forward`` for those of ``x`` and ``mask`` that it accepts."""
         return self._call(super().__call__, z, x, mask)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What the other methods may be given in place of ``x`` during a solve.
+        """Return the object that replaces ``x`` in the other methods during a solve.
 
-        ``x`` itself by default, None where it is ignored, or a ``Prepared`` of what depends on the input
-        alone. Called once a solve; gradients flow through it. All methods take both that and ``x``.
+        It is ``x`` itself by default, None if x is ignored, or a ``Prepared`` with tensors that depend only
+        on the input. It is called once per solve, and gradients flow through it. All methods accept both.
         """
         return x
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        """Energy of each sample, (B,), of the state ``z`` (B, ...).
+        """Return the energy of each sample, (B,), at the state ``z`` (B, ...).
 
-        ``x`` is the layer's input, held constant, or what ``prepare`` made of it; ``mask`` (B, N) bool is
+        ``x`` is the layer's input, which is constant, or the result of ``prepare``; ``mask`` (B, N) bool is
         False at masked tokens.
         """
         if type(self).value_and_grad is not Energy.value_and_grad:  # a closed form
@@ -173,41 +173,42 @@ class Energy(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        """Energy (B,) and its gradient by ``z``.
+        """Return the energy (B,) and its gradient with respect to ``z``.
 
-        ValueError if ``forward`` returns another shape, or a value that does not depend on ``z``.
+        ValueError if ``forward`` returns another shape or does not depend on ``z``.
         """
-        if type(self).grad is not Energy.grad:  # a subclass with its own closed form
+        if type(self).grad is not Energy.grad:  # a subclass with a closed-form gradient
             return self._checked(z, x, mask), self.grad(z, x, mask=mask)
         return value_and_gradient(self._checked, z, x, mask, named=self._label())
 
     def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """Gradient by ``z``, like ``z``; differentiable where gradients are being recorded."""
+        """Return the gradient with respect to ``z``, which is differentiable if autograd is on."""
         return self.value_and_grad(z, x, mask=mask)[1]
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """Hessian by ``z`` times ``v``, like ``z``: the derivative of ``grad``, without an N x N matrix
-        where ``grad`` holds none. No solve asks for it.
+        """Return the Hessian-vector product with ``v``, like ``z``, as the derivative of ``grad``.
+
+        Solves do not call it.
         """
         return hessian_product(lambda z, x, mask: self.grad(z, x, mask=mask), z, v, x, mask)
 
     def select(self, key: Any) -> Select:
-        """This energy with ``x[key]`` as its input, for a layer's input that is a dict or a tuple."""
+        """Return this energy with ``x[key]`` as its input, for inputs that are dicts or tuples."""
         return Select(self, key)
 
     def weighted(self, initial: float = 1.0, maximum: float | None = None) -> Weighted:
-        """This energy times a learned positive weight, below ``maximum`` where that is given."""
+        """Return this energy times a learned positive weight, which is below ``maximum`` if given."""
         return Weighted(self, initial, maximum)
 
     def replace(self, old: Energy, new: Energy) -> Any:
-        """This energy with ``new`` in the place of its part ``old``; all other parts are shared.
+        """Return this energy with its part ``old`` replaced by ``new``, sharing all other parts.
 
-        A data term of a trained sum, for example, can be exchanged for that of another task. Weights
-        around the part, such as those of :meth:`weighted`, stay.
+        For example, the data term of a trained sum can be replaced by that of another task. Weights
+        of the part, such as those of :meth:`weighted`, remain.
 
         Raises:
-            TypeError: if ``new`` is no energy.
-            ValueError: if ``old`` is no part of this energy.
+            TypeError: if ``new`` is not an energy.
+            ValueError: if ``old`` is not a part of this energy.
 
         Example:
             >>> from implicit_attn.energies import Hopfield, Quadratic
@@ -221,7 +222,7 @@ class Energy(nn.Module):
         return Sum([self, other]) if isinstance(other, Energy) else NotImplemented
 
     def __radd__(self, other: Any) -> Energy:
-        return self if isinstance(other, int) and other == 0 else NotImplemented  # of sum()
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # supports sum()
 
     def __sub__(self, other: Any) -> Sum:
         return Sum([self, -other]) if isinstance(other, Energy) else NotImplemented
@@ -255,7 +256,7 @@ class _Multiple(Energy):
 
     @abstractmethod
     def factor(self) -> float | Tensor:
-        """A number or a tensor without dimensions."""
+        """Return a number or a scalar tensor."""
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         return self.energy.prepare(x, mask=mask)
@@ -274,7 +275,7 @@ class _Multiple(Energy):
 
 
 class Scaled(_Multiple):
-    """An energy times ``weight``: a finite number, or an ``nn.Parameter`` without dimensions."""
+    """An energy times ``weight``, a finite number or a scalar ``nn.Parameter``."""
 
     weight: float | nn.Parameter
 
@@ -282,7 +283,7 @@ class Scaled(_Multiple):
         super().__init__(energy)
         if isinstance(weight, nn.Parameter):
             if weight.dim() != 0:
-                raise ValueError(f"weight must have no dimensions, got shape {tuple(weight.shape)}")
+                raise ValueError(f"weight must be a scalar tensor, got shape {tuple(weight.shape)}")
             self.weight = weight
         elif not math.isfinite(weight):
             raise ValueError(f"weight must be finite, got {weight!r}")
@@ -298,10 +299,10 @@ class Scaled(_Multiple):
 
 
 class Weighted(_Multiple):
-    """An energy times a learned positive weight, ``log(1 + exp(raw))`` of one parameter ``raw``.
+    """An energy times a learned positive weight ``log(1 + exp(raw))`` with one parameter ``raw``.
 
-    ``maximum`` bounds it: the weight is then ``maximum / (1 + exp(-raw))``, so that the curvature of the
-    term stays bounded during training. ``initial``: > 0, below ``maximum``.
+    With ``maximum`` the weight is ``maximum / (1 + exp(-raw))``, which bounds the curvature of the term
+    during training. ``initial`` is > 0 and below ``maximum``.
     """
 
     def __init__(self, energy: Energy, initial: float = 1.0, maximum: float | None = None) -> None:
@@ -327,19 +328,19 @@ class Weighted(_Multiple):
 
 
 class SummedEnergy(Energy):
-    """The sum of the energies that ``summands`` returns, in their order."""
+    """The sum of the energies that ``summands`` returns."""
 
     @abstractmethod
     def summands(self) -> Iterable[Any]:
-        """The energies to add, at least one."""
+        """Return the energies to add, at least one."""
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """``Prepared((one part a term))``; ``x`` where no term prepares anything."""
+        """Return ``Prepared`` with one part per term, or ``x`` if no term prepares anything."""
         parts = tuple(term.prepare(x, mask=mask) for term in self.summands())
         return x if all(part is x or part is None for part in parts) else Prepared(parts)
 
     def with_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any]]:
-        """Each term with its input: its part of what :meth:`prepare` returned, or ``x``."""
+        """Yield each term with its input: its part of the prepared input, or ``x``."""
         if isinstance(x, Prepared):
             return zip(self.summands(), x.parts, strict=True)
         return ((term, x) for term in self.summands())
@@ -360,7 +361,7 @@ class SummedEnergy(Energy):
 
 
 class Sum(SummedEnergy):
-    """Sum of at least one energy; nested sums are flattened, ``a + b + c`` is one of three terms."""
+    """Sum of at least one energy; nested sums are flattened, so ``a + b + c`` has three terms."""
 
     def __init__(self, terms: Iterable[Energy]) -> None:
         super().__init__()
@@ -368,7 +369,7 @@ class Sum(SummedEnergy):
         for term in terms:
             flat.extend(term.terms if isinstance(term, Sum) else [_check_energy_type(term)])
         if not flat:
-            raise ValueError("terms must hold at least one energy, got none")
+            raise ValueError("terms must contain at least one energy, got none")
         self.terms: Any = nn.ModuleList(flat)
         self.concave = all(term.concave for term in flat)
 
@@ -377,7 +378,7 @@ class Sum(SummedEnergy):
 
 
 class Select(Energy):
-    """An energy whose input is ``x[key]``, the part of a dict, tuple or list, or of a named tuple."""
+    """An energy whose input is ``x[key]``, an entry of a dict, tuple, list or named tuple."""
 
     def __init__(self, energy: Energy, key: Any) -> None:
         super().__init__()
@@ -386,18 +387,18 @@ class Select(Energy):
         self.concave = energy.concave
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """A ``Prepared`` of what the energy prepared of its part, or of the part itself."""
+        """Return a ``Prepared`` with the prepared entry, or the entry itself."""
         if isinstance(x, Prepared):
             return x
         return Prepared(self.energy.prepare(self._part(x), mask=mask))
 
     def _part(self, x: Any) -> Any:
-        """``x[key]`` of a dict, tuple or list, or ``x.key`` of a named tuple."""
+        """Return ``x[key]`` of a dict, tuple or list, or ``x.key`` of a named tuple."""
         if isinstance(x, Prepared):
             return x.parts
         if not isinstance(x, (dict, tuple, list)):
             kind = type(x).__name__
-            raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
+            raise TypeError(f"x must be a dict or a tuple that contains {self.key!r}, got {kind}")
         try:
             fields = getattr(x, "_fields", None)
             if isinstance(self.key, str) and fields is not None:
@@ -405,7 +406,7 @@ class Select(Energy):
             return x[self.key]  # type: ignore[call-overload]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
-            raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
+            raise ValueError(f"x must contain {self.key!r}, got {held}") from error
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, self._part(x), mask)
@@ -424,39 +425,39 @@ def _check_energy_type(energy: Any) -> Energy:
 
 
 def replace_part(whole: nn.Module, old: Energy, new: Energy) -> Any:
-    """A copy of ``whole`` with ``new`` in the place of ``old``, which shares all other modules with it."""
+    """Return a copy of ``whole`` with ``old`` replaced by ``new``, sharing all other modules."""
     _check_energy_type(new)
     if all(part is not old for part in whole.modules()):
         raise ValueError(
-            f"old must be a part of the {type(whole).__name__}, the very object that it was made of, got "
+            f"old must be a submodule of the {type(whole).__name__} (the same object), got another "
             f"{type(old).__name__}"
         )
     return _copied_around(whole, old, new)
 
 
 def _copied_around(module: nn.Module, old: Energy, new: Energy) -> nn.Module:
-    """``module`` itself where it does not contain ``old``, ``new`` in the place of ``old``."""
+    """Return ``new`` for ``old``, a copy for modules that contain it, and other modules themselves."""
     if module is old:
         return new
     if all(part is not old for part in module.modules()):
         return module
     copied = copy.copy(module)
     for name, hooks in vars(copied).items():
-        if name.endswith("_hooks") and isinstance(hooks, dict):  # of this module alone
+        if name.endswith("_hooks") and isinstance(hooks, dict):  # hooks belong to this module only
             setattr(copied, name, hooks.copy())
     copied._modules = {
         name: child and _copied_around(child, old, new) for name, child in module._modules.items()
     }
     if isinstance(copied, Energy):
-        copied.concave = False  # not known of the new energy
+        copied.concave = False  # unknown for the new energy
     return copied
 
 
 class Quadratic(Energy):
-    """``E = 1/2 |z - x|^2``, or ``1/2 |z|^2`` where there is no input.
+    """``E = 1/2 |z - x|^2``, or ``1/2 |z|^2`` without an input.
 
-    Gradient ``z - x``, Hessian the identity. The unit gradient step on ``Quadratic() + energy`` is
-    ``z <- x - energy.grad(z)``.
+    The gradient is ``z - x`` and the Hessian the identity. The unit gradient step on
+    ``Quadratic() + energy`` is ``z <- x - energy.grad(z)``.
 
     Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
@@ -474,7 +475,7 @@ class Quadratic(Energy):
 
 
 class Field(Energy):
-    """``E = -<x, z>``: the input as an external field. Gradient ``-x``, Hessian zero.
+    """``E = -<x, z>``, the input as an external field, with gradient ``-x`` and zero Hessian.
 
     Shapes: ``z`` (B, ...), ``x`` like ``z``, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
@@ -494,13 +495,13 @@ class FunctionEnergy(Energy):
     """A function ``(z)`` or ``(z, x)`` as an energy, differentiated automatically.
 
     Args:
-        function: ``function(z)`` or ``function(z, x)`` -> (B,), made of differentiable torch
-            operations; it is given ``mask=`` where it has a parameter of that name. A module is
-            registered, so that optimizers find its parameters.
+        function: ``function(z)`` or ``function(z, x)`` -> (B,), composed of differentiable torch
+            operations, with an optional parameter ``mask``. A module is registered with its
+            parameters.
         concave: whether the function is known to be concave in ``z``.
 
-    TypeError if ``function`` does not have such a signature; ValueError, when evaluated, if it returns
-    anything but one number per sample, or if a mask is given to a function that takes none.
+    TypeError if ``function`` has another signature; ValueError on evaluation if it does not return one
+    number per sample, or if a mask is passed to a function without that parameter.
     """
 
     def __init__(self, function: Callable[..., Tensor], *, concave: bool = False) -> None:
@@ -525,29 +526,29 @@ class FunctionEnergy(Energy):
 def value_and_gradient(
     function: Callable[..., Tensor], z: Any, *inputs: Any, named: str | None = None
 ) -> tuple[Tensor, Any]:
-    """``function(z, *inputs)`` of shape (B,) and its gradient by ``z`` (a tensor or a pytree).
+    """Return ``function(z, *inputs)`` (B,) and its gradient with respect to ``z`` (tensor or pytree).
 
-    Differentiable itself where gradients are being recorded; works under ``no_grad`` and
-    ``inference_mode`` too.
+    The result is differentiable if autograd is on; the function also works under ``no_grad`` and
+    ``inference_mode``.
 
     Raises:
-        ValueError: the value does not depend on ``z`` for autograd, and the function is ``named``.
+        ValueError: if the value of a ``named`` function is not differentiable in ``z``.
     """
     if in_transform() or torch.compiler.is_dynamo_compiling():
         return _by_transform(function, z, inputs)
     record = torch.is_grad_enabled()
-    # Neither what a compiler makes of the function nor fused attention can be differentiated twice.
+    # Compiled functions and fused attention cannot be differentiated twice.
     with recording(), twice_differentiable() if record else nullcontext():
         point, leaves, spec = _fresh(z, record)
         value = function(point, *ordinary(inputs))
         found: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if value.requires_grad:
-            # Samples are independent, so the gradient of the sum holds the gradient of each.
+            # Samples are independent, so the gradient of the sum contains the gradient of each.
             found = torch.autograd.grad(value.sum(), leaves, create_graph=record, allow_unused=True)
     if named is not None and all(slope is None for slope in found):
         raise ValueError(
-            f"the energy must depend on z, and {named} returns what autograd cannot trace back to it: no "
-            "z.detach(), z.data, .item(), .tolist() or NumPy on the way, and no torch.no_grad()"
+            f"the energy must be differentiable in z, but the result of {named} has no graph to z: remove "
+            "z.detach(), z.data, .item(), .tolist(), NumPy and torch.no_grad() from it"
         )
     pairs = zip(found, leaves, strict=True)
     gradients = [torch.zeros_like(t) if slope is None else slope for slope, t in pairs]
@@ -558,9 +559,9 @@ def value_and_gradient(
 def _by_transform(
     function: Callable[..., Tensor], z: Any, inputs: tuple[Any, ...]
 ) -> tuple[Tensor, Any]:
-    """:func:`value_and_gradient` where tensors belong to a transform or a compiler.
+    """Compute :func:`value_and_gradient` inside a transform or a compiler.
 
-    There ``torch.func.grad`` is a transform like others, while leaves of a graph cannot be made.
+    There ``torch.func.grad`` is supported, while new leaves of a graph cannot be created.
     """
     if exporting() and torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
@@ -580,7 +581,7 @@ def _by_transform(
 
 
 def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
-    """Jacobian of ``gradient(z, *inputs)`` by ``z`` (symmetric: a Hessian) times ``v``."""
+    """Return the product of ``v`` with the Hessian, the symmetric Jacobian of ``gradient(z, *inputs)``."""
     if in_transform() or torch.compiler.is_dynamo_compiling():
         return torch.func.vjp(lambda point: gradient(point, *inputs), z)[1](v)[0]
     record = torch.is_grad_enabled()
@@ -591,8 +592,8 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
         expected = [tuple(leaf.shape) for leaf in leaves]
         if shapes != expected:
-            raise ValueError(f"v must be like z, shapes {expected}, got {shapes}")
-        # Parts that do not depend on z (a linear energy) have no graph and no curvature.
+            raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
+        # Parts that do not depend on z, such as those of a linear energy, have no graph and no curvature.
         pairs = [(g, w) for g, w in zip(outputs, vectors, strict=True) if g.requires_grad]
         if not pairs:
             return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
@@ -607,9 +608,9 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
 
 
 def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
-    """``z`` as new leaves of the graph, so that inputs computed from it are constants.
+    """Return ``z`` as new leaves of the graph, so that inputs computed from it are constants.
 
-    As a tree, flat, and the tree's structure.
+    The result is the tree, its leaves and its structure.
     """
     leaves, spec = pytree.tree_flatten(ordinary(z))
     _check_state(leaves)
@@ -624,13 +625,13 @@ def _check_state(leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
             kind = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-            raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {kind}")
+            raise TypeError(f"z must be a floating-point tensor (B, ...) or a pytree, got {kind}")
     if not leaves:
-        raise ValueError("z must hold at least one tensor, got an empty structure")
+        raise ValueError("z must contain at least one tensor, got an empty pytree")
 
 
 def map_tree(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:
-    """``function`` of each tensor of a pytree, or of alike ones; quick for tensors themselves."""
+    """Apply ``function`` to each tensor of a pytree, or of similar ones, with a fast path for tensors."""
     if isinstance(tree, Tensor):
         return function(tree, *others)
     return pytree.tree_map(function, tree, *others)

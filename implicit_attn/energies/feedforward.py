@@ -1,4 +1,4 @@
-"""Feed-forward energies, functions of overlaps with hidden units; the energy of Hyper-SET, with attention."""
+"""Feed-forward energies, which are functions of overlaps with hidden units, and the energy of Hyper-SET."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class MemoryOptions(TypedDict, total=False):
-    """The options that all :class:`MemoryEnergy` share, which documents them."""
+    """Options shared by all subclasses of :class:`MemoryEnergy`, which documents them."""
 
     context_dim: int | None
     gates: bool
@@ -46,21 +46,21 @@ class MemoryOptions(TypedDict, total=False):
 
 
 class MemoryEnergy(ProjectedEnergy):
-    """A sum over tokens of a function of ``y = norm(D^T z + U x + c)``, ``D`` the hidden units.
+    """Base class of sums over tokens of a function of ``y = norm(D^T z + U x + c)``, D the hidden units.
 
-    ``projection.weight`` holds ``D^T``, one hidden unit a row; U and c are absent unless asked for. With
-    gates the term of hidden unit m is weighted by ``g_m(x) = 2 sigmoid(G x + g)_m``.
+    ``projection.weight`` is ``D^T``, with one hidden unit per row; U and c are optional. With gates the
+    term of hidden unit m is weighted by ``g_m(x) = 2 sigmoid(G x + g)_m``.
 
     Shapes: ``z`` (B, ..., d); ``x`` (B, ..., k) with the tokens of ``z``, ignored without
-    ``context_dim``; ``mask`` (B, N) for ``z`` (B, N, ..., d). Masked tokens of x influence nothing.
+    ``context_dim``; ``mask`` (B, N) for ``z`` (B, N, ..., d). Masked tokens of x have no influence.
 
     Args:
         dim: features d of the tokens.
         memories: number M of hidden units.
-        context_dim: features k of x, for hidden biases ``U x + c``; None: x is ignored.
-            ``context.weight`` holds U (M, k), without a bound: it adds no curvature in z.
-        gates: weight the hidden units by gates from x, all 1 at first; needs ``context_dim``.
-        bias: learn c (M,), zero at first; what sees a context has it anyway.
+        context_dim: features k of x, for hidden biases ``U x + c``; None to ignore x.
+            ``context.weight`` is U (M, k), which needs no bound because it adds no curvature in z.
+        gates: whether to weight the hidden units by gates from x, initially 1; needs ``context_dim``.
+        bias: whether to train c (M,), initially zero; always True with ``context_dim``.
         norm: norm over the M hidden units of a token, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norm of ``D``, or None.
     """
@@ -89,8 +89,8 @@ class MemoryEnergy(ProjectedEnergy):
         self.gate: nn.Module | None = None
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), memories)
-            if gates:  # all 1 at first, and nothing drawn
-                device = torch.empty(0).device  # the default one, which skip_init does not see
+            if gates:  # initially 1, without drawing random numbers
+                device = torch.empty(0).device  # the default device, which skip_init ignores
                 self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories, device=device)
                 for parameter in self.gate.parameters():
                     nn.init.zeros_(parameter)
@@ -99,7 +99,7 @@ class MemoryEnergy(ProjectedEnergy):
         self.concave = self.concave_without_norm and norm is None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """``Prepared((U x + c, gates or None))``, tensors (B, ..., M); None without a context."""
+        """Return ``Prepared((U x + c, gates or None))``, tensors (B, ..., M), or None without a context."""
         if self.context is None or isinstance(x, Prepared):
             return None if self.context is None else x
         weight = self.context.weight
@@ -113,19 +113,19 @@ class MemoryEnergy(ProjectedEnergy):
         shift, gates = self.prepare(x, mask=mask).parts
         if shift.shape[:-1] != z.shape[:-1]:
             raise ValueError(
-                f"{type(self).__name__}: x must have the tokens of z, shape "
+                f"{type(self).__name__}: x must have the shape "
                 f"{(*z.shape[:-1], self.context_dim)}, got {(*shift.shape[:-1], self.context_dim)}"
             )
         return shift, Given(mask, gates)
 
 
 class ReLUFeedForward(MemoryEnergy):
-    """``E = -1/2 sum_i sum_m g_im relu(y_im)^2``, ``y = norm(D^T z + U x + c)``, gates g of x or 1.
+    """``E = -1/2 sum_i sum_m g_im relu(y_im)^2``, ``y = norm(D^T z + U x + c)``, with gates g of x or 1.
 
-    Negative gradient by z, without norm, context and gates: ``D relu(D^T z)``, a feed-forward block with
-    tied weights. Concave in z without norm, for any x.
+    Without norm, context and gates the negative gradient is ``D relu(D^T z)``, a feed-forward block with
+    tied weights. The energy without norm is concave in z for any x.
 
-    Shapes and arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and arguments are those of :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Example:
         >>> import torch
@@ -153,10 +153,10 @@ class GELUFeedForward(MemoryEnergy):
     """``E = -1/2 sum_i sum_m g ( (y^2 - 1) Phi(y) + y phi(y) )``, ``y = norm(D^T z + U x + c)_im``.
 
     Phi and phi are the distribution function and the density of N(0, 1), g gates of x or 1. Each summand
-    is an integral of the exact GELU, so the negative gradient by z, without norm, context and gates, is
-    ``D gelu(D^T z)``. Not concave: GELU decreases below -0.75.
+    is an integral of the exact GELU, so without norm, context and gates the negative gradient is
+    ``D gelu(D^T z)``. The energy is not concave, because GELU decreases below -0.75.
 
-    Shapes and arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and arguments are those of :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
     """
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
@@ -172,11 +172,11 @@ class GELUFeedForward(MemoryEnergy):
 class SoftmaxFeedForward(MemoryEnergy):
     """``E = -sum_i log sum_m exp(y_im)``, ``y = norm(D^T z + U x + c)``.
 
-    Negative gradient by z, without norm and context: ``D softmax(D^T z)``, retrieval from memories.
-    Concave in z without norm, for any x. It takes no gates: with the weights ``g_m`` before the
-    exponentials these would be hidden biases ``log g_m``.
+    Without norm and context the negative gradient is ``D softmax(D^T z)``, retrieval from memories.
+    The energy without norm is concave in z for any x. It does not support gates, because weights ``g_m``
+    of the exponentials are equivalent to hidden biases ``log g_m``.
 
-    Shapes and arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and arguments are those of :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
@@ -194,11 +194,11 @@ class SoftmaxFeedForward(MemoryEnergy):
 class GatedFeedForward(MemoryEnergy):
     """``E = -1/2 sum_i ( sum_m g_im phi(y_im) )^2``, ``y = norm(D^T z + U x + c)``, gates g of x or 1.
 
-    Negative gradient by z, without norm, context and gates: ``D (s phi'(y))``, ``s = sum_m phi(y_m)``:
-    every hidden unit is gated by the sum of all. The sum runs over M units, so weights of order 1/M keep
-    the curvature of order 1. Concave in z with ReLU and without norm, for any x.
+    Without norm, context and gates the negative gradient is ``D (s phi'(y))`` with ``s = sum_m phi(y_m)``,
+    so each hidden unit is gated by the sum of all. The sum runs over M units, so weights of order 1/M keep
+    the curvature of order 1. With ReLU and without norm the energy is concave in z for any x.
 
-    Shapes and other arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and other arguments are those of :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Args:
         activation: phi, ``"gelu"`` (exact), ``"relu"``, ``"sigmoid"`` (as published), ``"tanh"``,
@@ -220,7 +220,7 @@ class GatedFeedForward(MemoryEnergy):
 
     def by_features(self, y: Tensor, given: Given) -> Tensor:
         phi, slope = FEATURE_MAPS[self.activation](y)
-        assert slope is not None  # no map here is linear
+        assert slope is not None  # all feature maps here are nonlinear
         return -_total(phi, given).to(y.dtype) * gated(slope, given)
 
     def extra_repr(self) -> str:
@@ -228,7 +228,7 @@ class GatedFeedForward(MemoryEnergy):
 
 
 def gated(units: Tensor, given: Given) -> Tensor:
-    """Hidden units times their gates."""
+    """Multiply hidden units by their gates."""
     return units if given.gates is None else units * given.gates
 
 
@@ -253,45 +253,45 @@ FEEDFORWARDS: dict[str, Callable[..., MemoryEnergy]] = {
     **{
         f"gated-{name}": partial(GatedFeedForward, activation=name)
         for name in NONLINEAR_MAPS
-        if name != "gelu"  # which "gated" has
+        if name != "gelu"  # named "gated"
     },
 }
 
 
 def build_attention(name: str, dim: int, heads: int, **options: Any) -> HeadsEnergy:
-    """The attention energy of this name, one of ``ATTENTIONS``."""
+    """Return the attention energy of this name, one of ``ATTENTIONS``."""
     return ATTENTIONS[require_choice("attention", name, ATTENTIONS)](dim, heads, **options)
 
 
 def build_feedforward(name: str, dim: int, memories: int, **options: Any) -> MemoryEnergy:
-    """The feed-forward energy of this name, one of ``FEEDFORWARDS``."""
+    """Return the feed-forward energy of this name, one of ``FEEDFORWARDS``."""
     return FEEDFORWARDS[require_choice("feedforward", name, FEEDFORWARDS)](dim, memories, **options)
 
 
 class HyperSETEnergy(SummedEnergy):
-    """``E = a E_attention(z) + b E_feedforward(z) + 1/2 |z - x|^2``, whose minimum is the layer's output.
+    """Energy of Hyper-SET, ``E = a E_attention(z) + b E_feedforward(z) + 1/2 |z - x|^2``.
 
-    The two energies are those along which ``HyperSETLayer`` steps, here with the full derivative of the
-    norm. So that a minimum exists that a solver finds, also after training, the norm has an epsilon of
-    order 1, and the spectral norms of W and D and the weights ``0 < a, b < maximum`` are bounded.
+    The first two energies are those of ``HyperSETLayer``, here with the full derivative of the norm. For
+    a minimum to exist and to be computable throughout training, the norm has an epsilon of order 1, and
+    the spectral norms of W and D and the weights ``0 < a, b < maximum`` are bounded.
 
-    Where the energy sees x in the last term alone, its minimum is a proximal operator of x, close to the
-    identity. With ``context=True`` memories and heads see x, too, ``y = norm(D^T z + U x + c)``.
+    If the energy depends on x only in the last term, its minimum is a proximal operator of x, close to the
+    identity. With ``context=True`` memories and heads depend on x, too, ``y = norm(D^T z + U x + c)``.
 
     Args:
         dim: features d of a token.
-        heads: attention heads.
-        memories: columns M of D.
-        attention: a name of ``ATTENTIONS`` but "softmax": "bisoftmax", "sigmoid", "relu",
+        heads: number of attention heads.
+        memories: number M of columns of D.
+        attention: a name of ``ATTENTIONS`` except "softmax": "bisoftmax", "sigmoid", "relu",
             "sigmoid-squared", "linear" or "linear-NAME" with a feature map of ``LinearAttention``.
         feedforward: a name of ``FEEDFORWARDS``: "relu", "softmax", "gelu", "gated" (by GELU) or
             "gated-NAME" with another activation of ``GatedFeedForward``.
-        head_dim: width p of a head; None: ``dim / heads``.
-        norm: of the projections, ``RMSNorm(epsilon)`` or None.
+        head_dim: width p of a head; None for ``dim / heads``.
+        norm: norm of the projections, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of W and D, or None.
         weight: initial a and b.
         maximum: bound on a and b, or None.
-        context: let the memories and the heads see x, in what is added to their features.
+        context: whether the features of memories and heads depend on x.
 
     Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool.
 
@@ -316,7 +316,7 @@ class HyperSETEnergy(SummedEnergy):
         super().__init__()
         if attention == "softmax":
             energies = tuple(name for name in ATTENTIONS if name != "softmax")
-            raise ValueError(f"attention must descend an energy of all tokens, one of {energies}")
+            raise ValueError(f"attention must have an energy, one of {energies}, got 'softmax'")
         options: dict[str, Any] = {"norm": norm, "bound": bound}
         options["context_dim"] = dim if require_flag("context", context) else None
         attends = build_attention(attention, dim, heads, head_dim=head_dim, **options)

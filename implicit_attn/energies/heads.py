@@ -1,7 +1,7 @@
-"""What attention and feed-forward energies share: features of tokens, heads, ``AttentionInput``.
+"""Common parts of attention and feed-forward energies: features of tokens, heads, ``AttentionInput``.
 
-:class:`ProjectedEnergy` is an energy of features. :class:`HasHeads` has what heads need: their sizes and
-inverse temperatures, and the reading of an :class:`AttentionInput` (pairs, a memory) once a solve.
+:class:`ProjectedEnergy` is an energy of features. :class:`HasHeads` adds the sizes and inverse
+temperatures of heads, and reads an :class:`AttentionInput` (pairs, a memory) once per solve.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """What a potential is given besides the features y.
+    """Arguments of a potential besides the features y.
 
     Attributes:
         mask: (B, N) bool, False at masked tokens.
         gates: (B, ..., rows), weights of the features.
-        pairs: the pairs of tokens that may attend, and their biases.
+        pairs: allowed pairs of tokens and their biases.
     """
 
     mask: Tensor | None = None
@@ -55,23 +55,23 @@ class Given(NamedTuple):
 
 
 class ProjectedEnergy(Energy):
-    """``E(z) = potential(y)`` of features ``y = norm(z W^T)``, with its gradient in closed form.
+    """Energy ``E(z) = potential(y)`` of features ``y = norm(z W^T)`` with a closed-form gradient.
 
     A subclass sets ``projection`` (or overrides ``weight``) and defines ``by_features`` and one of the two
-    values below, of the features ``y``, (B, heads, N, p) or (B, ..., rows), and what is :class:`Given`::
+    values below, for features ``y``, (B, heads, N, p) or (B, ..., rows), and arguments :class:`Given`::
 
-        token_value(y, given)         of each token, (B, ...); masked tokens are left out of their sum
-        potential(y, given)           in place of that, the value of each sample, (B,)
-        by_features(y, given)         the gradient of the potential by y, like y
-        potential_and_gradient(...)   both at once, where they share work
+        token_value(y, given)         value of each token, (B, ...), summed over unmasked tokens
+        potential(y, given)           alternatively, the value of each sample, (B,)
+        by_features(y, given)         gradient of the potential with respect to y
+        potential_and_gradient(...)   both in one call, if they share work
 
-    What features see of the input comes from ``seen(x, mask, z)``. Features of masked tokens may be
-    anything finite: the gradient is zero there all the same.
+    ``seen(x, mask, z)`` returns the contribution of the input to the features. Features of masked tokens
+    may have any finite value: their gradient is zero.
 
     Args:
         dim: features d of the state.
-        heads: split the features into so many heads, (B, N, d) -> (B, heads, N, rows / heads);
-            None: no head dimension, (B, ..., d) -> (B, ..., rows).
+        heads: number of heads that split the features, (B, N, d) -> (B, heads, N, rows / heads);
+            None for no head dimension, (B, ..., d) -> (B, ..., rows).
         norm: norm over the last dimension of the features, or None.
     """
 
@@ -83,11 +83,11 @@ class ProjectedEnergy(Energy):
 
     @property
     def weight(self) -> Tensor:
-        """W (rows, d), read once an evaluation: each read of a bounded weight computes it."""
+        """W (rows, d), read once per evaluation, because each read of a bounded weight recomputes it."""
         return self.projection.weight
 
     def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
-        """What is added to ``z W^T``, as for :func:`project`, and what else is given."""
+        """Return the tensor added to ``z W^T``, see :func:`project`, and the other arguments."""
         return None, Given(mask)
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
@@ -105,15 +105,15 @@ class ProjectedEnergy(Energy):
     def features(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
-        """``y``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
+        """Return ``y``, (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
         return self._at(z, x, mask, weight)[0].unit
 
     def straight_gradient(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
-        """The gradient without the norm's derivative: ``dE/dy W`` at ``y``, like ``z``.
+        """Return the gradient without the norm's derivative, ``dE/dy W`` at ``y``, like ``z``.
 
-        It is zero at masked tokens, and the gradient of no function of z unless the norm is None;
+        It is zero at masked tokens. Unless the norm is None, it is not the gradient of a function of z.
         ``weight`` replaces W.
 
         Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
@@ -123,7 +123,7 @@ class ProjectedEnergy(Energy):
         return like_state(at.pull_back(gradient, straight=True), z, mask)
 
     def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
-        """The gradient by y that a :meth:`straight_gradient` takes for that of the potential."""
+        """Return the gradient with respect to y that :meth:`straight_gradient` uses."""
         return self.by_features(y, given)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
@@ -142,7 +142,7 @@ class ProjectedEnergy(Energy):
     def _at(
         self, z: Tensor, x: Any, mask: Tensor | None, weight: Tensor | None = None
     ) -> tuple[Features, Given]:
-        """The features at a state, and what else is given."""
+        """Return the features at a state, and the other arguments of the potential."""
         tokens = self.heads is not None
         check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=tokens)
         added, given = self.seen(x, mask, z)
@@ -158,10 +158,10 @@ Beta: TypeAlias = float | Sequence[float] | Tensor | None
 
 
 class Temperatures(nn.Module):
-    """The inverse temperatures beta of the heads, all > 0.
+    """Inverse temperatures beta > 0 of the heads.
 
-    Learned ones, one for each head, are ``log(1 + exp(raw))`` of a parameter ``raw`` (heads,), so they stay
-    positive. ``beta`` None: ``width^-1/2``, with the width of a head.
+    Learned ones are ``log(1 + exp(raw))`` with a parameter ``raw`` (heads,), so they remain positive.
+    ``beta=None`` means ``width^-1/2`` with the width of a head.
     """
 
     values: Tensor
@@ -172,16 +172,16 @@ class Temperatures(nn.Module):
         self.numbers = found if isinstance(found, list) else [found] * heads
         self.learned = require_flag("learned_beta", learned)
         self.number = None if learned or isinstance(found, list) else found
-        self.largest = None if learned else max(self.numbers)  # a learned one may grow
+        self.largest = None if learned else max(self.numbers)  # learned ones have no bound
         if learned:
             raw = [number + math.log(-math.expm1(-number)) for number in self.numbers]
             self.raw = nn.Parameter(torch.tensor(raw))
         elif self.number is None:
-            # Not part of the state: like a single number it is an argument of the constructor.
+            # Constants are constructor arguments and not part of the state_dict.
             self.register_buffer("values", torch.tensor(self.numbers), persistent=False)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module, but constants keep their digits in whatever precision comes next."""
+        """Convert the module, recomputing constants from their exact values in the new precision."""
         super()._apply(*args, **kwargs)
         if self.number is None and not self.learned:
             dtype = accumulation_dtype(self.values.dtype)
@@ -189,14 +189,14 @@ class Temperatures(nn.Module):
         return self
 
     def forward(self) -> float | Tensor:
-        """The one constant number, or one a head as a tensor (heads,)."""
+        """Return the constant number, or one number per head as a tensor (heads,)."""
         if self.number is not None:
             return self.number
         return F.softplus(self.raw) if self.learned else self.values
 
 
 class HeadOptions(TypedDict, total=False):
-    """The options that attention energies share, which ``HeadsEnergy`` documents."""
+    """Options shared by attention energies, which ``HeadsEnergy`` documents."""
 
     head_dim: int | None
     beta: Beta
@@ -209,7 +209,7 @@ class HeadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Heads:
-    """:class:`HeadOptions` with their defaults, checked."""
+    """Checked :class:`HeadOptions` with defaults."""
 
     head_dim: int | None = None
     beta: Beta = None
@@ -227,50 +227,50 @@ class Heads:
 
 
 class HasHeads(nn.Module):
-    """A module with heads, its inverse temperatures ``beta``, and what it sees of its input."""
+    """A module with heads, inverse temperatures ``beta`` and an input that its features may depend on."""
 
     temperatures: Temperatures
 
     def set_heads(self, dim: int, heads: int, **shared: Unpack[HeadOptions]) -> Heads:
-        """``dim``, ``heads``, their ``width`` and ``temperatures``, of a constructor's arguments."""
+        """Set ``dim``, ``heads``, ``width`` and ``temperatures`` from a constructor's arguments."""
         options = Heads(**shared)
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, options.head_dim)
         self.temperatures = Temperatures(heads, options.beta, self.width, options.learned_beta)
         return options
 
     def sees(self, x: Any) -> bool:
-        """Whether such an input is used at all."""
+        """Return whether the module uses this input."""
         return True
 
     def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
-        """What is made of the input, once a solve."""
+        """Compute the context of the input, once per solve."""
         raise NotImplementedError
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What keys and features see of ``x``, and its pairs, as a ``Prepared``; None where it is ignored."""
+        """Return the context of ``x`` as a ``Prepared``, or None if x is ignored."""
         if isinstance(x, Prepared):
             return x
         return Prepared(self.read(x, mask)) if self.sees(x) else None
 
     def context_of(self, x: Any, z: Tensor, mask: Tensor | None) -> HeadsContext:
-        """What was prepared of the input ``x``, or is now, checked against the state (B, N, d)."""
+        """Return the context of ``x``, prepared or computed now, checked against the state (B, N, d)."""
         prepared = self.prepare(x, mask=mask)
         return check_held(prepared.parts if prepared else HeadsContext(), z, type(self).__name__)
 
     @property
     def beta(self) -> float | Tensor:
-        """The inverse temperature, or one a head, (heads,)."""
+        """Inverse temperature, or one per head, (heads,)."""
         return self.temperatures()
 
     def beta_like(self, y: Tensor) -> float | Tensor:
-        """``beta``, or one a head as (H, 1, ...) for ``y`` (B, H, ...), float32 or wider."""
+        """Return ``beta``, or one per head as (H, 1, ...) for ``y`` (B, H, ...), float32 or wider."""
         beta = self.beta
         if not isinstance(beta, Tensor):
             return beta
         return beta.to(accumulation_dtype(y.dtype)).view(-1, *[1] * (y.dim() - 2))
 
     def described(self) -> str:
-        """``beta`` for the module's text."""
+        """Return ``beta`` as text for ``extra_repr``."""
         beta = self.beta
         if not isinstance(beta, Tensor):
             return f"beta={beta:.4g}"
@@ -278,40 +278,41 @@ class HasHeads(nn.Module):
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
-    """Width p of a head: ``head_dim``, or ``dim / heads`` for None."""
+    """Return the width p of a head: ``head_dim``, or ``dim / heads`` for None."""
     dim, heads = require_count("dim", dim), require_count("heads", heads)
     if head_dim is not None:
         return require_count("head_dim", head_dim)
     if dim % heads:
-        raise ValueError(f"heads must divide dim={dim} where head_dim is not given, got {heads}")
+        raise ValueError(f"heads must divide dim={dim} when head_dim is None, got {heads}")
     return dim // heads
 
 
 def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
     if isinstance(beta, Tensor):
         if beta.requires_grad:
-            raise TypeError("beta must be numbers (learned_beta=True trains them), got a parameter")
+            raise TypeError("beta must not require grad; use learned_beta=True to train it")
         beta = beta.tolist()
     if isinstance(beta, (list, tuple)):
         if len(beta) != heads:
-            raise ValueError(f"beta must hold a number for each of {heads} heads, got {beta!r}")
+            raise ValueError(f"beta must contain one number per head ({heads}), got {beta!r}")
         return [require_positive("beta", number) for number in beta]
     return require_positive("beta", beta)
 
 
 class AttentionInput(NamedTuple):
-    """The input ``x`` of an attention energy where it is more than a tensor. All parts are optional.
+    """Input ``x`` of an attention energy with several parts, all of them optional.
 
-    ``nn.Transformer``'s boolean masks are True where a pair is excluded; here, as in
-    ``scaled_dot_product_attention``, True means that it is allowed. In a sum the other terms find the
-    tokens by their name, as in ``attention + Quadratic().select("tokens")``.
+    In ``pairs`` True means that a pair is allowed, as in ``scaled_dot_product_attention``; in
+    ``nn.Transformer``'s boolean masks True means excluded. In a sum, other terms select the tokens by
+    name, as in ``attention + Quadratic().select("tokens")``.
 
     Attributes:
-        tokens: (B, N, context_dim), what features of the state's tokens see.
-        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where token i may attend to key j; M is N
+        tokens: (B, N, context_dim), the input that the features of the state's tokens depend on.
+        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True if token i may attend to key j; M is N
             in self-attention.
-        pair_bias: floating and finite, of such a shape, added to the scores: ``beta q_i.k_j + bias_ij``.
-        memory: (B, M, context_dim), what the keys of cross-attention are made of.
+        pair_bias: finite floating-point tensor of such a shape, added to the scores:
+            ``beta q_i.k_j + bias_ij``.
+        memory: (B, M, context_dim), tokens from which cross-attention computes its keys.
         memory_mask: (B, M) bool, False at masked tokens of the memory.
     """
 
@@ -323,13 +324,13 @@ class AttentionInput(NamedTuple):
 
 
 class HeadsContext(NamedTuple):
-    """What attention energies prepare: a pytree of tensors (B or 1, ...) and None.
+    """Prepared input of attention energies: a pytree of tensors (B or 1, ...) and None.
 
     Attributes:
         query: (B, H, N, p), added to the features of z, or of its queries, before the norm.
         key: (B, H, N, p), added to those of the keys; with ``cross`` the keys (B, H, M, p) themselves.
-        mask: (B, M) bool, of the keys in cross-attention.
-        pairs: those that may attend, and biases of their scores.
+        mask: (B, M) bool, mask of the keys in cross-attention.
+        pairs: allowed pairs and biases of their scores.
     """
 
     query: Tensor | None = None
@@ -341,7 +342,7 @@ class HeadsContext(NamedTuple):
 def check_exclude_self(
     exclude_self: bool, backend: str, cross: bool = False, causal: bool = False
 ) -> bool:
-    """A flag of self-attention, as ``causal``; only the dense formulas, which "auto" takes, know pairs."""
+    """Check that ``exclude_self`` is used with self-attention and a dense backend."""
     for name, given in (("causal", causal), ("exclude_self", exclude_self)):
         if given and cross:
             raise ValueError(f"{name} needs self-attention, got {name}=True with cross=True")
@@ -353,7 +354,7 @@ def check_exclude_self(
 def fit_pairs(
     given: Pairs, shape: tuple[int, int, int, int], device: torch.device, exclude_self: bool = False
 ) -> Pairs | None:
-    """The pairs of an input for (B, H, N, M), without those of a token and itself; None: all."""
+    """Return the pairs of an input for (B, H, N, M), optionally without self-pairs; None for all."""
     pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")
     if not exclude_self:
         return pairs
@@ -364,9 +365,9 @@ def fit_pairs(
 def fit_keys(
     given: Pairs, query: Tensor, key: Tensor, mask: Tensor | None, exclude_self: bool = False
 ) -> tuple[Tensor, Tensor | None, Pairs]:
-    """Keys (B, H, M, p), their mask (B, M), and the pairs of an input that fit them.
+    """Return keys (B, H, M, p), their mask (B, M), and the matching pairs of an input.
 
-    Where M is 0 a masked key stands in its place, from which nothing comes.
+    If M is 0, one masked key without influence is used instead.
     """
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     pairs = fit_pairs(given, shape, query.device, exclude_self) or Pairs()
@@ -379,7 +380,7 @@ def fit_keys(
 def project_input(
     x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Tensor | None, name: str
 ) -> Tensor:
-    """``x P^T + bias`` of an input (B, N, k), (B, H, N, p), zero at masked tokens."""
+    """Return ``x P^T + bias`` (B, H, N, p) of an input (B, N, k), zero at masked tokens."""
     weight = projection.weight
     return project(visible_input(x, weight, mask, name, tokens=True), weight, bias, heads, mask)
 
@@ -387,19 +388,17 @@ def project_input(
 def read_input(
     x: Any, mask: Tensor | None, name: str, width: int | None = None
 ) -> tuple[Any, Pairs, Any, Tensor | None]:
-    """Tokens, pairs, memory and its mask of an ``AttentionInput``; another input is the tokens.
+    """Return tokens, pairs, memory and its mask of an ``AttentionInput``; other inputs are the tokens.
 
-    ``width``: in cross-attention the features of the memory (B, M, width), which comes zero where masked;
-    x may then be the memory, or a pair of it and its mask. In self-attention the memory is the tokens.
+    ``width`` is the number of features of the memory (B, M, width) in cross-attention, which is zero at
+    masked tokens; x may then be the memory or a pair (memory, mask). In self-attention it is None.
     """
     tokens, memory, seen, pairs = x, x, None, Pairs()
     if isinstance(x, AttentionInput):
         tokens, memory, seen, pairs = x.tokens, x.memory, x.memory_mask, Pairs(x.pairs, x.pair_bias)
         for part in ("memory", "memory_mask"):
             if width is None and getattr(x, part) is not None:
-                raise ValueError(
-                    f"{name}: x.{part} needs cross-attention, got it in self-attention"
-                )
+                raise ValueError(f"{name}: x.{part} must be None in self-attention, got a tensor")
         if tokens is not None:
             check_tokens(tokens, mask, f"{name}, x.tokens", tokens=True)
     elif width is not None and isinstance(x, (tuple, list)) and len(x) == 2:
@@ -408,8 +407,8 @@ def read_input(
         return tokens, pairs, tokens, mask
     if not isinstance(memory, Tensor):
         raise TypeError(
-            f"{name}: x must be a tensor (B, M, {width}), a pair of it and a mask, or an AttentionInput "
-            f"with such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
+            f"{name}: x must be a tensor (B, M, {width}), a pair (tensor, mask) or an AttentionInput "
+            f"with a memory, got {type(memory).__name__}; if x is a dict, select its entry with "
             ".select(key)"
         )
     if memory.dim() != 3 or memory.shape[2] != width:
@@ -421,11 +420,11 @@ def read_input(
 
 
 def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
-    """What was made of ``x`` must have the samples of ``z``, its queries the tokens, too."""
+    """Check that the context has the batch size of ``z``, and its queries the tokens."""
     query, key = context.query, context.key
     if query is not None and (query.shape[0], query.shape[2]) != z.shape[:2]:
         wanted, got = tuple(z.shape[:2]), (query.shape[0], query.shape[2])
-        raise ValueError(f"{name}: x must have the samples and tokens of z, {wanted}, got {got}")
+        raise ValueError(f"{name}: x must have the batch size and tokens of z, {wanted}, got {got}")
     if key is not None and key.shape[0] != z.shape[0]:
-        raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(key)}")
+        raise ValueError(f"{name}: x must have the batch size of z, {len(z)}, got {len(key)}")
     return context

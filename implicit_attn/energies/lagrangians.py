@@ -28,10 +28,10 @@ from solvers.core.checks import require_positive
 
 
 class Lagrangian(ABC):
-    """A convex function of each token, over the last dimension, summed over the tokens."""
+    """Base class of convex functions of each token, over the last dimension, summed over tokens."""
 
     def __call__(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Lagrangian of each sample, (B, ..., d) -> (B,), in float32 or wider.
+        """Return the Lagrangian of each sample, (B, ..., d) -> (B,), in float32 or wider.
 
         ``mask`` (B, N) bool, for ``z`` (B, N, ..., d), is False at masked tokens.
         """
@@ -41,15 +41,15 @@ class Lagrangian(ABC):
 
     @abstractmethod
     def token_value(self, z: Tensor) -> Tensor:
-        """Lagrangian of each token, (B, ..., d) -> (B, ...)."""
+        """Return the Lagrangian of each token, (B, ..., d) -> (B, ...)."""
 
     @abstractmethod
     def activation(self, z: Tensor) -> Tensor:
-        """``g = dLag/dz``, like ``z``."""
+        """Return ``g = dLag/dz``, like ``z``."""
 
     @abstractmethod
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        """``(dg/dz) v``, like ``z``; ``dg/dz`` is symmetric and positive semidefinite."""
+        """Return ``(dg/dz) v``, like ``z``; ``dg/dz`` is symmetric and positive semidefinite."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class SoftmaxLagrangian(Lagrangian):
 
 @dataclass(frozen=True)
 class RMSNormLagrangian(Lagrangian):
-    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm, no gain.
+    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm without gain.
 
-    ``epsilon`` > 0 is of order 1 for equilibria, small for the usual norm.
+    Choose ``epsilon`` > 0 of order 1 for equilibria, or small for the usual norm.
     """
 
     epsilon: float = 1.0
@@ -109,7 +109,7 @@ class RMSNormLagrangian(Lagrangian):
 
     @staticmethod
     def project(z: Tensor) -> Tensor:
-        """A symmetric idempotent map before the norm."""
+        """Apply a symmetric projection before the norm."""
         return z
 
     def token_value(self, z: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class RMSNormLagrangian(Lagrangian):
 class LayerNormLagrangian(RMSNormLagrangian):
     """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``: LayerNorm.
 
-    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and offset.
+    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and bias.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class IsingLagrangian(Lagrangian):
 class SphericalLagrangian(Lagrangian):
     """``Lag = d/2 (s - 1 - log((1 + s) / 2))``, ``g = 2 z / (1 + s)``, ``s = sqrt(1 + 4 |z|^2 / d)``.
 
-    The log partition function of a vector on the sphere of radius ``sqrt d``, for large d; g stays
+    It is the log partition function of a vector on the sphere of radius ``sqrt d`` for large d; g is
     inside the sphere.
 
     Source: Bal, "Deep Implicit Attention" (2021).
@@ -162,7 +162,7 @@ class SphericalLagrangian(Lagrangian):
 
     def token_value(self, z: Tensor) -> Tensor:
         s = self._root(z).squeeze(-1)
-        # s - 1 without the cancellation at small fields.
+        # Computes s - 1 without cancellation for small fields.
         excess = 4.0 * z.square().mean(-1) / (1.0 + s)
         return 0.5 * z.shape[-1] * (excess - torch.log1p(0.5 * excess))
 
@@ -182,6 +182,6 @@ class SphericalLagrangian(Lagrangian):
 
 
 def log_two_cosh(z: Tensor) -> Tensor:
-    """``log(2 cosh z)``, entry by entry."""
-    # Both ends without a kink: abs(z) would have no second derivative at 0.
+    """Return ``log(2 cosh z)`` elementwise."""
+    # A formula without abs(z), which has no second derivative at 0.
     return F.softplus(z, beta=2, threshold=60.0) + F.softplus(-z, beta=2, threshold=60.0)

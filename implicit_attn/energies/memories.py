@@ -1,4 +1,4 @@
-"""Associative memories: stored patterns, queries among keys, Boltzmann machines by their visible units."""
+"""Associative memories: stored patterns, queries among keys, and effective Boltzmann machines."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ from solvers.core.checks import (
     require_positive,
 )
 
-LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
+LARGEST_MIXTURE = 2_000_000  # largest number of pattern indices in a density at a lower temperature
 
 
 class PatternEnergy(ProjectedEnergy):
-    """A function of the overlaps ``y_mu = x_mu.z`` with stored patterns, summed over the tokens.
+    """Base class of functions of overlaps ``y_mu = x_mu.z`` with stored patterns, summed over tokens.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
 
     Args:
-        patterns: (M, d) floating, one pattern ``x_mu`` a row; copied.
-        learnable: make what is stored parameters; else buffers.
+        patterns: (M, d) floating-point, one pattern ``x_mu`` per row; copied.
+        learnable: whether patterns and bias are parameters instead of buffers.
         bias: b, (d,), of a term ``- b.z``, or None; copied.
-        confined: add ``1/2 |z|^2``.
+        confined: whether to add ``1/2 |z|^2``.
     """
 
     patterns: Tensor
@@ -103,7 +103,7 @@ class PatternEnergy(ProjectedEnergy):
         return self._with_own(super().grad(z, x, mask=mask), hide(z, mask), mask)
 
     def _own_value(self, z: Tensor) -> Tensor | float:
-        """The terms of the state alone."""
+        """Return the terms that depend only on the state."""
         value = 0.5 * sum_squares(z) if self.confined else 0.0
         return value if self.bias is None else value - sum_samples(z * self.bias)
 
@@ -118,20 +118,21 @@ class PatternEnergy(ProjectedEnergy):
 class Hopfield(PatternEnergy):
     """Modern Hopfield network, ``E = 1/2 |z|^2 - beta^-1 log sum_mu exp(beta x_mu.z)`` per token.
 
-    Gradient ``z - X^T softmax(beta X z)``. A unit step is softmax attention with the patterns as keys
-    and values, and never raises the energy.
+    The gradient is ``z - X^T softmax(beta X z)``. A unit step is softmax attention with the patterns as
+    keys and values and never increases the energy.
 
-    At temperature 1 / beta the energy of one token is a density, a mixture of Gaussians around the
-    patterns, in which long patterns weigh more::
+    At temperature 1 / beta the energy of one token defines a density, a mixture of Gaussians around the
+    patterns, in which longer patterns have larger weights::
 
         p(z) = exp(-beta E(z)) / Z = sum_mu w_mu N(z; x_mu, I / beta),   w = softmax_mu(beta |x_mu|^2 / 2)
         log Z = d/2 log(2 pi / beta) + log sum_mu exp(beta |x_mu|^2 / 2)
 
-    The unit step is the mean of the pattern that z came from, given z: the best denoiser of
-    ``x_mu + N(0, I / beta)`` (Tweedie's formula, ``z + beta^-1 d log p / dz``). At ``1 / (k beta)``, k an
-    integer (``cooling``), the density is a mixture over the means of k patterns, each of k from all.
+    The unit step is the posterior mean of the pattern given z, the optimal denoiser of
+    ``x_mu + N(0, I / beta)`` (Tweedie's formula, ``z + beta^-1 d log p / dz``). At the temperature
+    ``1 / (k beta)`` with an integer k (``cooling``), the density is a mixture over the means of all
+    multisets of k patterns.
 
-    Shapes and other arguments as for ``PatternEnergy``.
+    Shapes and other arguments are those of ``PatternEnergy``.
 
     Args:
         beta: inverse temperature, > 0.
@@ -153,10 +154,10 @@ class Hopfield(PatternEnergy):
         return -(y * self.beta).softmax(-1)
 
     def log_partition(self, cooling: int = 1) -> Tensor:
-        """``log Z`` of one token at temperature ``1 / (cooling beta)``, a scalar, differentiable.
+        """Return the differentiable scalar ``log Z`` of one token at temperature ``1 / (cooling beta)``.
 
-        ``Z`` is a sum over all multisets of ``cooling`` patterns, an integer >= 1; ValueError where these
-        have more than two million members together.
+        ``Z`` is a sum over all multisets of ``cooling`` >= 1 patterns; ValueError if these have more than
+        two million members in total.
         """
         return self._log_partition(cooling).to(accumulation_dtype(self.patterns.dtype))
 
@@ -166,14 +167,14 @@ class Hopfield(PatternEnergy):
         return logits.logsumexp(0) + volume
 
     def log_prob(self, z: Tensor, cooling: int = 1) -> Tensor:
-        """``log p(z)`` at temperature ``1 / (cooling beta)``, differentiable by z and the patterns.
+        """Return ``log p(z)`` at temperature ``1 / (cooling beta)``, differentiable in z and the patterns.
 
-        ``z`` (..., d), each token on its own -> (...), in the widest dtype of z, the patterns and
-        float32; computed in float64, as large norms cancel.
+        ``z`` (..., d) -> (...), for each token, in the widest dtype of z, the patterns and float32; it is
+        computed in float64, because large norms cancel.
         """
         if not isinstance(z, Tensor) or not z.is_floating_point() or z.shape[-1:] != (self.dim,):
             got = (z.dtype, tuple(z.shape)) if isinstance(z, Tensor) else type(z).__name__
-            raise ValueError(f"z must be a floating tensor (..., {self.dim}), got {got}")
+            raise ValueError(f"z must be a floating-point tensor (..., {self.dim}), got {got}")
         wide = z.double()
         attention = (self.beta * wide @ self.patterns.double().mT).logsumexp(-1)
         level = attention - 0.5 * self.beta * wide.square().sum(-1)
@@ -184,13 +185,13 @@ class Hopfield(PatternEnergy):
     def sample(
         self, count: int, generator: torch.Generator | None = None, cooling: int = 1
     ) -> Tensor:
-        """Independent draws (count, d) from ``p`` at temperature ``1 / (cooling beta)``; no gradients.
+        """Draw independent samples (count, d) from ``p`` at temperature ``1 / (cooling beta)``.
 
-        ``generator``: on the device of the patterns; None: PyTorch's own.
+        ``generator`` must be on the device of the patterns; None for PyTorch's default.
         """
         require_count("count", count)
         logits, centers = self._mixture(cooling)
-        # Not multinomial, which takes no more than 2^24 categories and rounds in float32.
+        # torch.multinomial supports at most 2^24 categories and rounds in float32.
         shares = logits.softmax(0).cumsum(0)
         draws = torch.rand(count, generator=generator, device=logits.device, dtype=torch.float64)
         chosen = torch.searchsorted(shares, draws * shares[-1]).clamp_max(len(shares) - 1)
@@ -199,7 +200,7 @@ class Hopfield(PatternEnergy):
         return (centers + noise / math.sqrt(cooling * self.beta)).to(self.patterns.dtype)
 
     def _mixture(self, cooling: int) -> Pair:
-        """Unnormalised log weights (T,) and centres (T, d) of the Gaussians, in float64."""
+        """Return unnormalised log weights (T,) and centres (T, d) of the Gaussians, in float64."""
         count = len(self.patterns)
         size = math.comb(count + require_count("cooling", cooling) - 1, cooling)
         patterns = self.patterns.double()
@@ -207,16 +208,16 @@ class Hopfield(PatternEnergy):
             return 0.5 * cooling * self.beta * patterns.square().sum(-1), patterns
         if size * cooling > LARGEST_MIXTURE:
             raise ValueError(
-                f"cooling={cooling} with {count} patterns makes a mixture of {size} Gaussians at the "
-                f"means of {cooling} patterns, more than {LARGEST_MIXTURE} members in all"
+                f"cooling={cooling} with {count} patterns needs {size} Gaussians, each at the mean of "
+                f"{cooling} patterns; the number of these patterns must be <= {LARGEST_MIXTURE}"
             )
         multisets = itertools.combinations_with_replacement(range(count), cooling)  # each sorted
         flat = np.fromiter(itertools.chain.from_iterable(multisets), np.int64, size * cooling)
         members = torch.from_numpy(flat).view(size, cooling).to(patterns.device)
         centers = torch.zeros_like(patterns[members[:, 0]])
-        for member in members.mT:  # one by one: all at once would be cooling times as large
+        for member in members.mT:  # one at a time needs 1 / cooling of the memory
             centers = centers + patterns[member] / cooling
-        # cooling! / prod_mu n_mu! orders of a multiset: the product of each member's rank in its run.
+        # A multiset has cooling! / prod_mu n_mu! orders; n_mu! is the product of ranks in a run.
         rank = torch.ones_like(members[:, 0])
         orders = torch.full_like(centers[:, 0], math.lgamma(cooling + 1))
         for before, after in zip(members.mT, members.mT[1:], strict=False):
@@ -229,16 +230,16 @@ class Hopfield(PatternEnergy):
 
 
 class DenseAssociative(PatternEnergy):
-    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y - shift)``.
+    """``E = -sum_mu F(x_mu.z)`` per token with ``F(y) = y^power`` or ``exp(y - shift)``.
 
-    Gradient ``-sum_mu F'(x_mu.z) x_mu``. Unbounded below: add it to an energy that grows faster, or
-    apply it to a bounded activation. Concave in z for even powers and the exponential.
+    The gradient is ``-sum_mu F'(x_mu.z) x_mu``. E is unbounded below: add it to an energy that grows
+    faster, or apply it to a bounded activation. It is concave in z for even powers and the exponential.
 
-    Shapes and other arguments as for ``PatternEnergy``.
+    Shapes and other arguments are those of ``PatternEnergy``.
 
     Args:
         power: an integer >= 2, or ``"exp"``.
-        shift: of the exponential, such as the squared norm of a pattern, at which F is 1 then.
+        shift: shift of the exponential, such as the squared norm of a pattern, at which F is 1.
 
     Source: Krotov and Hopfield (2016), https://arxiv.org/abs/1606.01164; for the exponential
     Demircigil et al. (2017), https://arxiv.org/abs/1702.01929.
@@ -271,22 +272,23 @@ class DenseAssociative(PatternEnergy):
 
 
 class QueryEnergy(HasHeads, Energy):
-    """The modern Hopfield energy of queries whose stored patterns are the keys, without any weight.
+    """The modern Hopfield energy of queries with the keys as stored patterns, without weights.
 
-    ``E = sum_h sum_i [ 1/2 |q_hi|^2 - beta^-1 log sum_j exp(beta q_hi.k_hj) ]``. Gradient by the queries:
-    ``q_i - sum_j softmax_j(beta q_i.k_j) k_j``. A unit step is therefore softmax attention with the keys
-    for values, and never raises the energy. A query without any key has the energy ``1/2 |q|^2``.
+    ``E = sum_h sum_i [ 1/2 |q_hi|^2 - beta^-1 log sum_j exp(beta q_hi.k_hj) ]``. The gradient with respect
+    to the queries is ``q_i - sum_j softmax_j(beta q_i.k_j) k_j``. A unit step is softmax attention with the
+    keys as values and never increases the energy. A query without any key has the energy ``1/2 |q|^2``.
 
-    Shapes: ``z`` (B, N, d), the queries, each head a slice of ``p = d / heads`` features. ``x``: the keys
-    (B, M, d), or a pair of them and a mask (B, M) bool, False at masked keys; or an ``AttentionInput``
-    with such a ``memory``, which may also hold pairs and their biases. ``mask`` (B, N), of the queries.
+    Shapes: ``z`` (B, N, d) contains the queries, each head a slice of ``p = d / heads`` features. ``x``
+    contains the keys (B, M, d), or a pair of them and a mask (B, M) bool, False at masked keys; or an
+    ``AttentionInput`` with such a ``memory`` and optional pairs and biases. ``mask`` (B, N) is that of the
+    queries.
 
     Args:
         dim: features d of queries and keys.
-        heads: a divisor of ``dim``.
-        beta: inverse temperature, > 0, or one for each head; None: ``1 / sqrt(p)``.
-        learned_beta: train one for each head.
-        backend: as for ``SoftmaxAttention`` with ``cross``.
+        heads: number of heads, a divisor of ``dim``.
+        beta: inverse temperature > 0, or one per head; None for ``1 / sqrt(p)``.
+        learned_beta: whether to train one inverse temperature per head.
+        backend: backend of ``SoftmaxAttention`` with ``cross``.
 
     Source: Ramsauer et al., "Hopfield Networks is All You Need", https://arxiv.org/abs/2008.02217,
     equations 2 and 3; with keys for patterns Bal, "Attention as Energy Minimization: Visualizing
@@ -311,18 +313,18 @@ class QueryEnergy(HasHeads, Energy):
         return sum_samples(hide(each.mT, mask)), hide(hide(z, mask) - merge_heads(mean), mask)
 
     def each(self, z: Tensor, x: Any = None) -> Tensor:
-        """The energy of each query, (B, H, N), float32 or wider."""
+        """Return the energy of each query, (B, H, N), float32 or wider."""
         return self._attend(z, x, None)[0]
 
     def _attend(self, z: Tensor, x: Any, mask: Tensor | None) -> Pair:
-        """The energy of each query (B, H, N), and its mean key (B, H, N, p)."""
+        """Return the energy of each query (B, H, N), and its mean key (B, H, N, p)."""
         check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
         given = self.context_of(x, z, mask)
         key = given.key
-        assert key is not None  # made of the memory
+        assert key is not None  # computed from the memory
         if (key.dtype, key.device) != (z.dtype, z.device):
             wanted, got = f"{z.dtype} on {z.device}", f"{key.dtype} on {key.device}"
-            raise TypeError(f"QueryEnergy: x must be of {wanted} like z, got {got}")
+            raise TypeError(f"QueryEnergy: x must be {wanted} like z, got {got}")
         query = split_heads(hide(z, mask), self.heads)
         key, seen, pairs = fit_keys(given.pairs, query, key, given.mask)
         options: dict[str, Any] = {"mask": seen, "pairs": pairs.allowed, "bias": pairs.bias}
@@ -340,27 +342,27 @@ class QueryEnergy(HasHeads, Energy):
 
 
 class HiddenPrior(Lagrangian):
-    """The law of hidden units; as a Lagrangian its value is K, its activation the mean in a field."""
+    """Prior distribution of hidden units; as a Lagrangian its value is K, its activation the mean."""
 
     @abstractmethod
     def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One draw of each unit in its field, like ``field``; no gradients.
+        """Draw each unit in its field, like ``field``, without gradients.
 
-        ``field``: t, (..., units) of a scalar law, (..., units, components) of a vector one; ValueError
-        outside the domain of K.
+        ``field`` is t, (..., units) for scalar units and (..., units, components) for vector units;
+        ValueError outside the domain of K.
         """
 
 
 @dataclass(frozen=True, repr=False)
 class ScalarPrior(HiddenPrior):
-    """Independent units of one component, by the functions of one unit.
+    """Independent units with one component, defined by the functions of one unit.
 
     Attributes:
-        name: in ``PRIORS``.
-        function, mean, variance: K, K' and K'' of each entry of a tensor, inside the domain.
-        draw: one draw in each field, in float32 or wider.
+        name: name in ``PRIORS``.
+        function, mean, variance: elementwise K, K' and K'' inside the domain.
+        draw: draws one value in each field, in float32 or wider.
         lower, upper: ends of the open interval on which ``E[exp(t h)]`` is finite. Outside, K is
-            infinite and its derivatives are NaN, so that solvers reject such a step.
+            infinite and its derivatives are NaN, so solvers reject such a step.
     """
 
     name: str
@@ -372,11 +374,11 @@ class ScalarPrior(HiddenPrior):
     upper: float = math.inf
 
     def cumulant_function(self, t: Tensor) -> Tensor:
-        """``K(t)`` of each entry, like ``t``."""
+        """Return ``K(t)`` elementwise, like ``t``."""
         inside = self._inside(t)
         if inside is None:
             return self.function(t)
-        # An infinite slope as well; each branch sees only its own points, or 0 * inf would be NaN.
+        # Each branch receives only its own points, because 0 * inf would be NaN.
         outside = math.inf * torch.where(inside, 1.0, t).square()
         return torch.where(inside, self.function(torch.where(inside, t, 0.0)), outside)
 
@@ -401,7 +403,7 @@ class ScalarPrior(HiddenPrior):
         return self.draw(wide, generator).to(field.dtype)
 
     def _inside(self, t: Tensor) -> Tensor | None:
-        """Where the entries lie in the domain; None where that is everywhere."""
+        """Return where the entries lie in the domain, or None if it is unbounded."""
         everywhere = self.lower == -math.inf and self.upper == math.inf
         return None if everywhere else (t > self.lower) & (t < self.upper)
 
@@ -412,7 +414,7 @@ class ScalarPrior(HiddenPrior):
     def __repr__(self) -> str:
         return f"PRIORS[{self.name!r}]"
 
-    def __reduce__(self) -> Any:  # its functions have no names by which to pickle them
+    def __reduce__(self) -> Any:  # lambdas cannot be pickled
         return _law, (self.name,)
 
 
@@ -426,7 +428,7 @@ class OneHotPrior(SoftmaxLagrangian, HiddenPrior):
     @torch.no_grad()
     def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
         wide = field.to(accumulation_dtype(field.dtype))
-        # The largest of the fields with Gumbel noise, -log of an exponential variable.
+        # The Gumbel-max trick, with -log of exponential variables.
         chosen = (wide - (-torch.log1p(-_uniform(wide, generator))).log()).argmax(-1)
         return F.one_hot(chosen, field.shape[-1]).to(field.dtype)
 
@@ -443,10 +445,10 @@ NORMAL_LIMIT = 2.0**24  # mean of Poisson units above which float32 has no room 
 
 
 def _draw_poisson(t: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Beyond ``NORMAL_LIMIT`` by the normal limit; infinite where exp(t) is."""
+    """Draw Poisson variables, beyond ``NORMAL_LIMIT`` from the normal limit; infinite where exp(t) is."""
     rate = t.exp()
     many = rate > NORMAL_LIMIT
-    if t.device.type == "cpu" and not bool(many.any()):  # elsewhere the answer is not awaited
+    if t.device.type == "cpu" and not bool(many.any()):  # avoid waiting for a GPU
         return torch.poisson(rate, generator=generator)
     few = torch.poisson(rate.clamp_max(NORMAL_LIMIT), generator=generator)
     return torch.where(many, (rate * (1 + _normal(t, generator) / rate.sqrt())).round(), few)
@@ -524,12 +526,12 @@ VISIBLE = ("normal", "ising", "binary")
 
 
 class EffectiveRBM(PatternEnergy):
-    r"""A restricted Boltzmann machine without its hidden units::
+    r"""A restricted Boltzmann machine with the hidden units summed out::
 
         exp(-E(v)) = a(v) exp(b.v) int q(h) exp(sum_m h_m.(W v)_m) dh
         E(v) = -log a(v) - b.v - sum_m K((W v)_m),     K(t) = log E_q[exp(t.h)]
 
-    up to a constant in ``log a``, per token v. The law q of a hidden unit makes the memory:
+    up to a constant in ``log a``, per token v. The distribution q of a hidden unit determines the memory:
 
     ============================  =====================  ======================================
     ``hidden``                    K(t)                   memory
@@ -545,30 +547,30 @@ class EffectiveRBM(PatternEnergy):
     ``SphericalSite()``           its ``log_partition``  vector units on a sphere
     ============================  =====================  ======================================
 
-    Gradient ``v - b - W^T K'(W v)`` for normal visible units, ``-b - W^T K'(W v)`` for others: the mean
-    of the hidden units is their activation. For exponential and Laplace units the integral diverges
-    where a field leaves the domain: there E is minus infinity and its gradient NaN, which a solver
+    The gradient is ``v - b - W^T K'(W v)`` for normal visible units and ``-b - W^T K'(W v)`` for others, so
+    the mean of the hidden units is their activation. For exponential and Laplace units the integral diverges
+    if a field is outside the domain: there E is minus infinity and its gradient NaN, which a solver
     rejects.
 
     Shapes: ``z`` (B, ..., d), the visible units; ``x`` is ignored; ``mask`` (B, N).
 
     Args:
-        weights: W, (units, d) of scalar hidden units or (units, components, d) of vector ones,
-            floating; copied.
-        hidden: a name of the table, a site such as ``solvers.SphericalSite()``,
-            or another ``Lagrangian``, which is K then.
+        weights: W, (units, d) for scalar hidden units or (units, components, d) for vector units,
+            floating-point; copied.
+        hidden: a name of the table, a site such as ``solvers.SphericalSite()``, or a ``Lagrangian``,
+            used as K.
         visible: ``"normal"`` (``-log a = |v|^2 / 2``), ``"ising"`` (entries +1 and -1) or ``"binary"``
-            (0 and 1), where log a is constant; None: constant, and no samples.
+            (0 and 1), for which log a is constant; None for constant log a without sampling.
         bias: b, (d,), or None for 0; copied, learnable like the weights.
-        learnable: make weights and bias parameters; else buffers.
+        learnable: whether weights and bias are parameters instead of buffers.
 
     Attributes:
-        patterns: the weights as (units components, d).
-        prior: of the hidden units, a ``Lagrangian``.
+        patterns: weights as (units components, d).
+        prior: ``Lagrangian`` of the hidden units.
 
     Source: Hinton (2002), https://doi.org/10.1162/089976602760128018, for the machine; Barra et al.
-    (2012), https://doi.org/10.1016/j.neunet.2012.06.003, for Hopfield networks as such; Mehta et al.
-    (2019), https://arxiv.org/abs/1803.08823, section 16, for cumulants.
+    (2012), https://doi.org/10.1016/j.neunet.2012.06.003, for the equivalence to Hopfield networks; Mehta
+    et al. (2019), https://arxiv.org/abs/1803.08823, section 16, for cumulants.
     """
 
     def __init__(
@@ -591,7 +593,7 @@ class EffectiveRBM(PatternEnergy):
         self.prior = _prior(hidden, self.components, tuple(weights.shape))
         self.visible = None if visible is None else require_choice("visible", visible, VISIBLE)
         self.concave = self.visible != "normal"  # K is convex
-        # A site that does not take such units says so now.
+        # A site that does not support these units raises an error now.
         self.prior.token_value(self.patterns.new_zeros(1, 1, self.components))
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
@@ -601,59 +603,59 @@ class EffectiveRBM(PatternEnergy):
         return -self.prior.activation(self._fields(y)).flatten(-2).to(y.dtype)
 
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The hidden units given the visible ones (..., d): (..., units), or (..., units, components).
+        """Draw hidden units (..., units) or (..., units, components), given visible ones (..., d).
 
-        TypeError if their law has no ``sample(field, generator)``.
+        TypeError if their prior does not define ``sample(field, generator)``.
         """
         source = self.prior.site if isinstance(self.prior, SiteLagrangian) else self.prior
         sample = getattr(source, "sample", None)
         if sample is None:
             name = type(source).__name__
-            raise TypeError(f"hidden must have sample(field, generator), {name} has not")
+            raise TypeError(f"hidden must define sample(field, generator), {name} does not")
         fields = (v @ self.patterns.mT).unflatten(-1, (-1, self.components)).detach()
         h = sample(fields, generator)
         return h.squeeze(-1) if self.components == 1 else h
 
     def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The visible units (..., d), given the hidden ones as :meth:`sample_hidden` makes them.
+        """Draw visible units (..., d), given hidden ones in the shape of :meth:`sample_hidden`.
 
         ValueError if ``visible`` is None.
         """
         if self.visible is None:
-            raise ValueError(f"visible must be one of {VISIBLE} for samples, got None")
+            raise ValueError(f"visible must be one of {VISIBLE} to draw samples, got None")
         h = h if self.components == 1 else h.flatten(-2)
         field = (h @ self.patterns).detach()
         field = field if self.bias is None else field + self.bias.detach()
         return PRIORS[self.visible].sample(field, generator)
 
     def gibbs(self, v: Tensor, sweeps: int, generator: torch.Generator | None = None) -> Tensor:
-        """Block Gibbs sampling: ``sweeps`` times all hidden units, then all visible ones.
+        """Run block Gibbs sampling, which alternates all hidden and all visible units.
 
         Args:
-            v: (..., d), dtype of the weights: starts of independent chains; entries as ``visible`` has them.
-            sweeps: >= 1.
-            generator: on the device of ``v``; None: PyTorch's own.
+            v: (..., d) with the dtype of the weights, initial states of independent chains.
+            sweeps: number of sweeps, >= 1.
+            generator: random generator on the device of ``v``; None for PyTorch's default.
 
         Returns:
             (..., d), distributed as ``exp(-E)`` after enough sweeps.
 
         Raises:
-            TypeError, ValueError: v has another dtype, shape or entries; as for the samples.
+            TypeError, ValueError: if v has another dtype, shape or entries, or units cannot be drawn.
         """
         require_instance("v", v, Tensor, f"a tensor (..., {self.dim})")
         if v.dtype != self.patterns.dtype:
-            raise TypeError(f"v must be of the dtype of the weights, got {v.dtype}")
+            raise TypeError(f"v must have the dtype {self.patterns.dtype}, got {v.dtype}")
         if v.shape[-1:] != (self.dim,):
             raise ValueError(f"v must have the shape (..., {self.dim}), got {tuple(v.shape)}")
         low = {"ising": -1, "binary": 0}.get(self.visible or "")
         if low is not None and not bool(((v == low) | (v == 1)).all()):
-            raise ValueError(f"v must have the entries {low} and 1 only ({self.visible} units)")
+            raise ValueError(f"v must contain only {low} and 1 for {self.visible} units")
         for _ in range(require_count("sweeps", sweeps)):
             v = self.sample_visible(self.sample_hidden(v, generator), generator)
         return v
 
     def _fields(self, y: Tensor) -> Tensor:
-        """(..., rows) -> (..., units, components), in float32 or wider."""
+        """Reshape (..., rows) to (..., units, components), in float32 or wider."""
         return y.unflatten(-1, (-1, self.components)).to(accumulation_dtype(y.dtype))
 
     def extra_repr(self) -> str:

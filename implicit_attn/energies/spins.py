@@ -1,4 +1,4 @@
-"""Coupled vector spins: couplings, interaction, mean-field free energy; bare attention of couplings alone."""
+"""Coupled vector spins: couplings, interaction, mean-field free energy, and bare attention."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from solvers.spins.inputs import no_variance
 
 
 class Couplings(nn.Module):
-    """Couplings ``J`` (N, N, d, d) between N sites with d components; no site couples to itself.
+    """Couplings ``J`` (N, N, d, d) between N sites with d components, without self-couplings.
 
-    ``J_ii = 0``; with ``symmetric_sites`` ``J_ij^{ab} = J_ji^{ba}``, so that ``J`` as a matrix
-    (Nd, Nd) is symmetric. The only parameters are the free entries (``torch.nn.utils.parametrize``), so
-    optimisers and weight decay see each once. They are drawn from ``N(0, scale^2 / (N d^2))``, which
-    gives the matrix a spectral norm of about ``2 scale / sqrt d``.
+    ``J_ii = 0``; with ``symmetric_sites``, ``J_ij^{ab} = J_ji^{ba}``, so the matrix (Nd, Nd) is symmetric.
+    The only parameters are the free entries (``torch.nn.utils.parametrize``), so optimisers and weight
+    decay treat each once. They are drawn from ``N(0, scale^2 / (N d^2))``, which gives the matrix a
+    spectral norm of about ``2 scale / sqrt d``.
 
     ``weight`` is J itself. It can be read, set (``couplings.weight = J``) and cached
     (``torch.nn.utils.parametrize.cached()``); a solve computes it once.
 
     Args:
-        sites: N.
-        dim: d.
-        symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
-        scale: of the initial entries, > 0.
+        sites: number of sites N.
+        dim: number of components d.
+        symmetric_sites: whether to tie ``J_ij`` to the transpose of ``J_ji``.
+        scale: scale > 0 of the initial entries.
         bound: bound on the spectral norm of the matrix, or None. A larger ``J`` is scaled down to
-            it, at the cost of a spectral norm a solve.
+            it, which costs one spectral norm per solve.
 
     Raises:
-        TypeError, ValueError: for arguments out of range; on setting ``weight`` to a tensor of
+        TypeError, ValueError: if an argument is out of range, or ``weight`` is set to a tensor of
             another shape or without the symmetries.
 
     Source: Opper and Winther (2001), https://doi.org/10.1103/PhysRevE.64.056131, for the model; Bal,
@@ -88,10 +88,7 @@ class Couplings(nn.Module):
 
     @property
     def free(self) -> nn.Parameter:
-        """The entries that the symmetries leave free, the only parameter.
-
-        (K, d, d), for K = N(N-1)/2 or N(N-1) pairs.
-        """
+        """The only parameter, the free entries (K, d, d) of K = N(N-1)/2 or N(N-1) pairs."""
         return self.parametrizations["weight"].original  # type: ignore[index,union-attr,return-value]
 
     @property
@@ -101,16 +98,16 @@ class Couplings(nn.Module):
         return self.weight.transpose(1, 2).reshape(size, size)
 
     def forward(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The field ``sum_j J_ij z_j`` at every site, (B, N, d), one matrix product.
+        """Return the field ``sum_j J_ij z_j`` at every site, (B, N, d).
 
-        Masked sites act on no other site, and their own field is 0.
+        Masked sites do not act on others, and their own field is 0.
         """
         self.check(z, mask)
         field = (hide(z, mask).flatten(1) @ self.matrix.mT).view(z.shape)
         return hide(field, mask)
 
     def check(self, z: Tensor, mask: Tensor | None = None) -> None:
-        """``z`` must be (B, N, d) of this N and d, and ``mask`` (B, N) bool, or errors that say so."""
+        """Raise an error unless ``z`` is (B, N, d) with this N and d, and ``mask`` (B, N) bool."""
         check_tokens(z, mask, "Couplings", dim=self.dim, tokens=True)
         if z.shape[1] != self.sites:
             raise ValueError(
@@ -118,7 +115,7 @@ class Couplings(nn.Module):
             )
 
     def site_norms(self) -> Tensor:
-        """Frobenius norm of every block ``J_ij``, (N, N): how strongly two sites are coupled."""
+        """Return the Frobenius norm of every block ``J_ij``, (N, N), the strength of the coupling."""
         return torch.linalg.matrix_norm(self.weight)
 
     def extra_repr(self) -> str:
@@ -152,7 +149,7 @@ class _FreeEntries(nn.Module):
     def right_inverse(self, weight: Tensor) -> Tensor:
         n, d = self.sites, self.dim
         check_tensor("weight", weight, "N N d d", N=n, d=d)
-        if not weight.is_meta:  # which has no values
+        if not weight.is_meta:  # a meta tensor has no values
             self._check_symmetries(weight.detach())
         return weight[self.rows, self.columns]
 
@@ -167,7 +164,7 @@ class _FreeEntries(nn.Module):
 
 
 class _BoundedMatrix(SpectralBound):
-    """The bound for ``J`` (N, N, d, d), on the spectral norm of its matrix (Nd, Nd)."""
+    """Bound on the spectral norm of the matrix (Nd, Nd) of ``J`` (N, N, d, d)."""
 
     def __init__(self, bound: float, symmetric: bool) -> None:
         super().__init__(bound)
@@ -179,17 +176,17 @@ class _BoundedMatrix(SpectralBound):
 
 
 def zero_sum(couplings: Tensor) -> Tensor:
-    """Couplings in the zero-sum gauge, both directions averaged, (N, N, d, d).
+    """Return couplings (N, N, d, d) in the zero-sum gauge, averaged over both directions.
 
-    Within each block ``J^ = J - mean_a J - mean_b J + mean_ab J``, then ``(J^_ij + J^_ji^T) / 2``. What
-    is dropped depends on one of the two colours alone and only moves fields, so models that differ in
-    it are the same. Blocks ``J_ii`` are set to 0.
+    Each block becomes ``J^ = J - mean_a J - mean_b J + mean_ab J``, then ``(J^_ij + J^_ji^T) / 2``. The
+    removed part depends on only one of the two colours, which is equivalent to a field. Blocks ``J_ii``
+    are set to 0.
 
     Args:
-        couplings: J (N, N, d, d), floating.
+        couplings: J (N, N, d, d), floating-point.
 
     Raises:
-        TypeError, ValueError: no finite floating tensor of this shape.
+        TypeError, ValueError: if couplings is not a finite floating-point tensor of this shape.
 
     Source: Ekeberg et al. (2013), https://arxiv.org/abs/1211.1281.
     """
@@ -202,16 +199,16 @@ def zero_sum(couplings: Tensor) -> Tensor:
 
 
 def binary_size(couplings: Tensor) -> float:
-    """The power of two next to the largest entry, 1 if all are 0: dividing by it rounds nothing.
+    """Return a power of two close to the largest entry, or 1 if all are 0; dividing by it is exact.
 
-    Squares of couplings far from 1 leave the range of float32, those of ``J / binary_size(J)`` do not.
+    Squares of ``J / binary_size(J)`` do not overflow or underflow in float32.
     """
     largest = float(couplings.detach().abs().amax())
     return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
 
 
 class SpinInteraction(Energy):
-    """``E = -1/2 sum_ij z_i^T J_ij z_j``. Gradient ``-J z``, Hessian ``-J``.
+    """``E = -1/2 sum_ij z_i^T J_ij z_j`` with gradient ``-J z`` and Hessian ``-J``.
 
     In an ``ActivationStep`` it gives the naive mean-field update ``h <- h - eta (h - x - J m(h))``,
     whose monitored energy is :class:`VectorSpin`::
@@ -221,7 +218,7 @@ class SpinInteraction(Energy):
     Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N).
 
     Args:
-        couplings: with ``symmetric_sites``; shared, not copied.
+        couplings: couplings with ``symmetric_sites``; not copied.
     """
 
     def __init__(self, couplings: Couplings) -> None:
@@ -241,12 +238,12 @@ class VectorSpin(Energy):
         E(h) = sum_i [ h_i.m_i - log Z(h_i) - x_i.m_i ] - 1/2 sum_ij m_i^T J_ij m_j
         dE/dh = (dm/dh) (h - x - J m)
 
-    The fixed points of the naive mean field ``h = x + J m(h)`` are its stationary points.
+    Its stationary points include the fixed points of the naive mean field ``h = x + J m(h)``.
 
-    There are two layers for it, both with the state h; ``energy.mean(h)`` is the magnetisation.
-    ``DEQ(energy)`` follows the gradient. Its Jacobian is symmetric, but it is slow where sites
-    saturate, since ``dm/dh`` vanishes there, and h is not unique where m does not depend on it (a
-    shift of all components of a Potts site).
+    Two layers with the state h solve it; ``energy.mean(h)`` is the magnetisation.
+    ``DEQ(energy)`` follows the gradient. Its Jacobian is symmetric, but it is slow for saturated sites,
+    where ``dm/dh`` vanishes, and h is not unique if m does not depend on a direction (a shift of all
+    components of a Potts site).
     ``DEQ(ActivationStep(energy.interaction, energy.lagrangian))`` iterates
     ``h <- h - eta (h - x - J m)`` and monitors the same energy; saturation does not slow it down.
 
@@ -273,11 +270,11 @@ class VectorSpin(Energy):
 
     @property
     def interaction(self) -> SpinInteraction:
-        """The interaction, an energy of the means m, with the same couplings."""
+        """Interaction energy of the means m, with the same couplings."""
         return SpinInteraction(self.couplings)
 
     def mean(self, h: Tensor) -> Tensor:
-        """``m(h)``, (B, N, d): the magnetisation of every site."""
+        """Return the magnetisation ``m(h)`` of every site, (B, N, d)."""
         return self.lagrangian.activation(h)
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
@@ -294,30 +291,30 @@ class VectorSpin(Energy):
 
 @runtime_checkable
 class SiteDistribution(Protocol):
-    """The distribution of a vector spin in a field h (B, N, d) with a cavity variance V (B, N, d, d).
+    """Protocol of distributions of a vector spin in a field h (B, N, d) with cavity variance V (B, N, d, d).
 
-    Every ``solvers.Site`` is one.
+    Every ``solvers.Site`` satisfies it.
     """
 
     def log_partition(self, field: Tensor, variance: Tensor, /) -> Tensor:
-        """``log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S)``, (B, N)."""
+        """Return ``log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S)``, (B, N)."""
         ...
 
     def mean(self, field: Tensor, variance: Tensor, /) -> Tensor:
-        """``d log Z / dh``, (B, N, d)."""
+        """Return ``d log Z / dh``, (B, N, d)."""
         ...
 
     def covariance(self, field: Tensor, variance: Tensor, /) -> Tensor:
-        """``d2 log Z / dh2``, (B, N, d, d)."""
+        """Return ``d2 log Z / dh2``, (B, N, d, d)."""
         ...
 
 
 class SiteLagrangian(Lagrangian, nn.Module):
-    """``Lag(h) = log Z(h, 0)``: a :class:`SiteDistribution` as a Lagrangian, for the naive mean field.
+    """Lagrangian ``log Z(h, 0)`` of a :class:`SiteDistribution`, for the naive mean field.
 
     Args:
         site: an object with ``log_partition``, ``mean`` and ``covariance``, such as a
-            ``solvers.Site``. One that is an ``nn.Module`` is registered with its parameters.
+            ``solvers.Site``. An ``nn.Module`` is registered with its parameters.
     """
 
     def __init__(self, site: SiteDistribution) -> None:
@@ -335,7 +332,7 @@ class SiteLagrangian(Lagrangian, nn.Module):
 
 
 def check_site(name: str, site: Any, expected: str = "") -> Any:
-    """``site`` must be a :class:`SiteDistribution`, or what else is ``expected``."""
+    """Check that ``site`` is a :class:`SiteDistribution`; ``expected`` lists alternatives."""
     if isinstance(site, type) or not isinstance(site, SiteDistribution):
         wanted = f"{expected}have log_partition, mean and covariance"
         raise TypeError(f"{name} must {wanted}, got {site!r}")
@@ -343,7 +340,7 @@ def check_site(name: str, site: Any, expected: str = "") -> Any:
 
 
 def check_symmetric(couplings: Any) -> Couplings:
-    """``couplings`` must be ``Couplings`` with ``symmetric_sites``; others have no energy."""
+    """Check that ``couplings`` are ``Couplings`` with ``symmetric_sites``; others have no energy."""
     couplings = require_instance("couplings", couplings, Couplings, "Couplings")
     if not couplings.symmetric_sites:
         raise ValueError("couplings must have symmetric_sites=True to have an energy, got False")
@@ -351,15 +348,15 @@ def check_symmetric(couplings: Any) -> Couplings:
 
 
 class ConditionalMixture(NamedTuple):
-    r"""``p(z_i | rest) = rho(z_i) sum_j exp(z_i.h_ij) / sum_j Z(h_ij)``, all sites at once.
+    r"""Conditional distributions ``p(z_i | rest) = rho(z_i) sum_j exp(z_i.h_ij) / sum_j Z(h_ij)``.
 
-    Neighbour j proposes the law ``rho(z) exp(z.h_ij) / Z(h_ij)`` and is believed with the weight
-    ``w_ij = softmax_j log Z(h_ij)``. Neither depends on ``z_i``. Densities are with respect to rho.
+    They are mixtures over neighbours j, with components ``rho(z) exp(z.h_ij) / Z(h_ij)`` and weights
+    ``w_ij = softmax_j log Z(h_ij)`` that do not depend on ``z_i``. Densities are with respect to rho.
 
     Attributes:
         site: rho, with ``log_partition``, ``mean`` and, for :meth:`sample`, ``sample``.
         fields: ``h_ij`` (B, N, N, D).
-        log_weights: ``log w_ij`` (B, N, N), minus infinity for pairs that do not speak.
+        log_weights: ``log w_ij`` (B, N, N), minus infinity for excluded pairs.
         log_total: ``lse_j log Z(h_ij)`` (B, N).
     """
 
@@ -370,7 +367,7 @@ class ConditionalMixture(NamedTuple):
 
     @classmethod
     def of(cls, site: Any, fields: Tensor, speaks: Tensor) -> ConditionalMixture:
-        """From the fields and which pairs (B or 1, N, N) bool speak; every site hears at least one."""
+        """Make the mixture from fields and allowed pairs (B or 1, N, N) bool, at least one per site."""
         flat = fields.flatten(1, 2)
         values = site.log_partition(flat, no_variance(flat)).view(fields.shape[:-1])
         values = values.masked_fill(~speaks, -torch.inf)
@@ -379,22 +376,22 @@ class ConditionalMixture(NamedTuple):
 
     @property
     def weights(self) -> Tensor:
-        """``w_ij`` (B, N, N), rows that sum to 1."""
+        """Return the weights ``w_ij`` (B, N, N), whose rows sum to 1."""
         return self.log_weights.exp()
 
     def means(self) -> Tensor:
-        """``mu(h_ij)``, the mean of each neighbour's law, (B, N, N, D)."""
+        """Return the mean ``mu(h_ij)`` of each component, (B, N, N, D)."""
         flat = self.fields.flatten(1, 2)
         return self.site.mean(flat, no_variance(flat)).view(self.fields.shape)
 
     def mean(self) -> Tensor:
-        """``sum_j w_ij mu(h_ij)``, (B, N, D): the best guess of every token from the others."""
+        """Return the conditional mean ``sum_j w_ij mu(h_ij)`` of every token, (B, N, D)."""
         return (self.weights.unsqueeze(-2) @ self.means()).squeeze(-2)
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the others that made this mixture.
+        """Return ``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the tokens of this mixture.
 
-        A token that was masked has the law rho here; ``BareAttention.log_prob`` gives 0 there.
+        A masked token has the distribution rho here; ``BareAttention.log_prob`` returns 0 there.
         """
         expected = (*self.fields.shape[:2], self.fields.shape[3])
         if tuple(z.shape) != expected:
@@ -404,12 +401,12 @@ class ConditionalMixture(NamedTuple):
         return scores.masked_fill(closed, -torch.inf).logsumexp(-1) - self.log_total
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """A draw of every token given the others, independently, (B, N, D): first j, then its law.
+        """Draw every token independently given the others, (B, N, D): first j, then its component.
 
-        NotImplementedError if the site cannot draw.
+        NotImplementedError if the site does not define ``sample``.
         """
         if not hasattr(self.site, "sample"):
-            raise NotImplementedError(f"{type(self.site).__name__} has no method sample")
+            raise NotImplementedError(f"{type(self.site).__name__} does not define sample")
         with torch.no_grad():
             chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
             fields = self.fields.flatten(0, 1)[
@@ -422,46 +419,45 @@ RULES = ("exact", "source", "hebb")
 
 
 class BareAttention(Energy):
-    r"""Attention whose only parameters are couplings ``J`` between positions::
+    r"""Attention energy whose only parameters are couplings ``J`` between positions::
 
         e_i(z) = -1/lam lse_{j != i}(lam z_i^T J_ij z_j),   E(z) = sum_i e_i
         -de_i/dz_i = sum_j alpha_ij J_ij z_j,   alpha_ij = softmax_{j != i}(lam z_i^T J_ij z_j)
 
-    ``-de_i/dz_i`` is what attention computes, with ``J_ij z_j`` as keys and as values; a
-    ``BareAttentionStep`` iterates it. It is not the gradient of E, which has the further term
-    ``-sum_k alpha_ki J_ki^T z_k``, of the same size.
+    ``-de_i/dz_i`` is attention with ``J_ij z_j`` as keys and values; ``BareAttentionStep`` iterates it. It
+    is not the gradient of E, which has the additional term ``-sum_k alpha_ki J_ki^T z_k`` of the same size.
 
-    With a single-site law rho, ``e_i`` becomes a normalised conditional law, a mixture::
+    With a single-site distribution rho, ``e_i`` defines a normalised conditional distribution, a mixture::
 
         p(z_i | rest) = rho(z_i) sum_j exp(lam z_i^T J_ij z_j) / sum_j Z_rho(lam J_ij z_j)
         -log p(z_i | rest) = lam e_i + lse_{j != i} log Z_rho(lam J_ij z_j)
 
-    (:meth:`conditionals`, :meth:`log_prob`). These laws do not come from one joint distribution.
-    ``E`` alone, without the second term, has no minimum in J. For small lam all neighbours weigh
-    the same and E is a pair model with the couplings ``J / (N - 1)``; for large lam only the best
-    neighbour speaks. It learns by products of pairs of tokens, and then fills in tokens::
+    (:meth:`conditionals`, :meth:`log_prob`). These conditionals do not belong to one joint distribution.
+    ``E`` alone, without the second term, has no minimum in J. For small lam all neighbours have equal
+    weights and E is a pair model with couplings ``J / (N - 1)``; for large lam only the neighbour with the
+    largest score counts. To learn from products of pairs of tokens and to predict tokens::
 
         energy = BareAttention(16, 8, site=solvers.TorusSite())
         energy.assign_gradient(energy.local_gradient(tokens))  # for any optimiser of its parameters
         energy.conditionals(tokens).mean()  # each token from all others
 
     Args:
-        sites: N.
-        dim: d, the size of the blocks ``J_ij``.
-        lam: inverse temperature, finite, > 0.
-        features: fixed ``F`` (d, D): tokens have D components and the couplings ``F^T J_ij F``; None:
-            the tokens have d themselves.
+        sites: number of sites N.
+        dim: size d of the blocks ``J_ij``.
+        lam: inverse temperature, finite and > 0.
+        features: fixed ``F`` (d, D), with which tokens have D components and the couplings are
+            ``F^T J_ij F``; None for tokens with d components.
         site: rho, such as ``solvers.SphericalSite()`` or ``solvers.TorusSite()`` on D components; only
-            the conditional laws and the rule "exact" need it.
-        symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
-        scale: of the initial entries, as for ``Couplings``.
+            the conditional distributions and the rule "exact" need it.
+        symmetric_sites: whether to tie ``J_ij`` to the transpose of ``J_ji``.
+        scale: scale of the initial entries; see ``Couplings``.
 
-    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool: masked tokens are no neighbours and
-    have no energy. A token without neighbours has the energy 0 and the law rho.
+    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool: masked tokens are not neighbours and
+    have no energy. A token without neighbours has energy 0 and the distribution rho.
 
     Source: D'Amico and Negri (2024), "Self-attention as an attractor network: transient memories
-    without backpropagation", https://arxiv.org/abs/2409.16112, for e_i and the step. The normaliser is
-    that of the mixture; the paper's loss is E.
+    without backpropagation", https://arxiv.org/abs/2409.16112, for e_i, the step and E as a loss. The
+    normaliser is that of the mixture.
     """
 
     features: Tensor | None
@@ -489,7 +485,7 @@ class BareAttention(Energy):
 
     @property
     def width(self) -> int:
-        """D, the components of a token."""
+        """Number D of components of a token."""
         return self.couplings.dim if self.features is None else self.features.shape[1]
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
@@ -503,27 +499,27 @@ class BareAttention(Energy):
         return sum_samples(self._energies(pairs, mask)), hide(gradient.to(z.dtype), mask)
 
     def token_energies(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``e_i`` (B, N), 0 at masked tokens, in float32 or wider."""
+        """Return ``e_i`` (B, N), 0 at masked tokens, in float32 or wider."""
         return self._energies(self._pairs(z, mask), mask)
 
     def attention(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``alpha_ij`` (B, N, N), in float32 or wider; rows of masked or lonely tokens are 0."""
+        """Return ``alpha_ij`` (B, N, N), in float32 or wider; 0 for masked or isolated tokens."""
         pairs = self._pairs(z, mask)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
         return pairs.scores.softmax(-1).masked_fill(own, 0.0)
 
     def pull(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``-de_i/dz_i = sum_j alpha_ij J_ij z_j`` (B, N, D), like ``z``; 0 without neighbours."""
+        """Return ``-de_i/dz_i = sum_j alpha_ij J_ij z_j`` (B, N, D); 0 without neighbours."""
         pairs = self._pairs(z, mask)
         mixed = self._lift(_mix(pairs.scores.softmax(-1), pairs.keys))
         return hide(mixed.to(z.dtype), mask)
 
     def conditionals(self, z: Tensor, *, mask: Tensor | None = None) -> ConditionalMixture:
-        """``p(z_i | rest)`` of all tokens: means, densities, draws. ValueError without a ``site``."""
+        """Return the distributions ``p(z_i | rest)`` of all tokens. ValueError without a ``site``."""
         return self._mixture(self._pairs(z, mask))
 
     def log_prob(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``log p(z_i | rest)`` (B, N), with respect to rho; 0 at masked tokens. It needs a ``site``."""
+        """Return ``log p(z_i | rest)`` (B, N) with respect to rho, 0 at masked tokens; needs a ``site``."""
         pairs = self._pairs(z, mask)
         return hide(pairs.scores.logsumexp(-1) - self._mixture(pairs).log_total, mask)
 
@@ -531,25 +527,25 @@ class BareAttention(Energy):
     def local_gradient(
         self, z: Tensor, rule: str = "exact", *, mask: Tensor | None = None
     ) -> Tensor:
-        r"""The gradient of a loss by J, from products of the two tokens of a pair; no graph is recorded.
+        r"""Return the gradient of a loss with respect to J from local products, without autograd.
 
-        With ``F z`` for z where there are features, averaged over the samples::
+        Averaged over the samples, and with ``F z`` instead of z if there are features::
 
             "exact"   -lam (alpha_ij z_i - w_ij mu(lam J_ij z_j)) z_j^T     of -sum_i log p(z_i | rest)
             "source"  -alpha_ij z_i z_j^T                                   of E
             "hebb"    -z_i z_j^T / (N - 1)                                  of E for lam -> 0
 
-        "exact" is data minus model, contrastive divergence with its exact answer. The other two
-        losses are unbounded below: bound the couplings. At J = 0 all three are
-        Hebb's rule (for laws rho of mean 0, and up to the factor lam).
+        "exact" is data minus model, the exact version of contrastive divergence. The other two
+        losses are unbounded below, so the couplings must be bounded. At J = 0 all three are
+        Hebb's rule (if rho has mean 0, and up to the factor lam).
 
-        ``z`` (B, N, D), at least one sample; -> (N, N, d, d), zero blocks for i = j; as if J had no
-        symmetries, see :meth:`assign_gradient`. "exact" needs a ``site``.
+        ``z`` is (B, N, D) with at least one sample. The result is (N, N, d, d) with zero blocks for i = j,
+        ignoring symmetries of J; see :meth:`assign_gradient`. "exact" needs a ``site``.
         """
         require_choice("rule", rule, RULES)
         check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
         if len(z) == 0:
-            raise ValueError("z must hold at least one sample to average over, got none")
+            raise ValueError("z must contain at least one sample to average over, got none")
         pairs = self._pairs(z, mask)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
         if rule == "hebb":
@@ -568,7 +564,7 @@ class BareAttention(Energy):
     def assign_gradient(self, gradient: Tensor) -> None:
         """Set ``grad`` of the free entries of J from a gradient (N, N, d, d) of :meth:`local_gradient`.
 
-        With ``symmetric_sites`` an entry gets the sum of the two that it stands for.
+        With ``symmetric_sites`` each free entry receives the sum of its two gradients.
         """
         free, n, d = self.couplings.free, self.couplings.sites, self.couplings.dim
         check_tensor("gradient", gradient, "N N d d", dtype=free.dtype, N=n, d=d)
@@ -599,15 +595,15 @@ class BareAttention(Energy):
 
     def _mixture(self, pairs: _Pairs) -> ConditionalMixture:
         if self.site is None:
-            raise ValueError("site must be given for conditional laws, got None")
+            raise ValueError("site must be a site distribution for conditional laws, got None")
         return ConditionalMixture.of(self.site, self.lam * self._lift(pairs.keys), pairs.speaks)
 
     def _embed(self, z: Tensor) -> Tensor:
-        """``F z``: (..., D) -> (..., d)."""
+        """Return ``F z``, (..., D) -> (..., d)."""
         return z if self.features is None else z @ self.features.to(z.dtype).mT
 
     def _lift(self, y: Tensor) -> Tensor:
-        """``F^T y``: (..., d) -> (..., D)."""
+        """Return ``F^T y``, (..., d) -> (..., D)."""
         return y if self.features is None else y @ self.features.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -615,13 +611,15 @@ class BareAttention(Energy):
 
 
 class _Pairs(NamedTuple):
-    """What all the quantities of a state share, in float32 or wider."""
+    """Intermediate tensors of a state, in float32 or wider."""
 
     couplings: Tensor  # J (N, N, d, d)
     query: Tensor  # z or F z, (B, N, d)
-    keys: Tensor  # J_ij z_j, (B, N, N, d), which are the values too
-    speaks: Tensor  # (B or 1, N, N) bool; a token without neighbours hears itself, through J_ii = 0
-    scores: Tensor  # lam z_i.J_ij z_j, minus infinity for pairs that do not speak
+    keys: Tensor  # J_ij z_j, (B, N, N, d), keys and values
+    speaks: (
+        Tensor  # (B or 1, N, N) bool; a token without neighbours attends to itself with J_ii = 0
+    )
+    scores: Tensor  # lam z_i.J_ij z_j, minus infinity for excluded pairs
 
 
 def _speaks(sites: int, device: torch.device, mask: Tensor | None) -> Tensor:
@@ -631,5 +629,5 @@ def _speaks(sites: int, device: torch.device, mask: Tensor | None) -> Tensor:
 
 
 def _mix(alpha: Tensor, keys: Tensor) -> Tensor:
-    """``sum_j alpha_ij y_ij``, (B, N, d)."""
+    """Return ``sum_j alpha_ij y_ij``, (B, N, d)."""
     return (alpha.unsqueeze(-2) @ keys).squeeze(-2)

@@ -1,4 +1,4 @@
-"""Tensors of samples and tokens: checks, sums, masks; their features: norm, projection, feature maps."""
+"""Checks, sums and masks of tensors of tokens, and their features: norm, projection, feature maps."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ Pair = tuple[Tensor, Tensor]  # such as a value and its gradient
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are taken: float32 for half precision, else ``dtype`` itself."""
+    """Return the dtype of sums: float32 for half precision, else ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def sum_samples(values: Tensor) -> Tensor:
-    """(B, ...) -> (B,), accumulated and returned in float32 or wider."""
+    """Sum (B, ...) to (B,), accumulated and returned in float32 or wider."""
     if values.dim() == 1:
         return values.to(accumulation_dtype(values.dtype))
     return values.flatten(1).sum(1, dtype=accumulation_dtype(values.dtype))
 
 
 def sum_squares(values: Tensor) -> Tensor:
-    """Squared norm of each sample, (B,), accumulated and returned in float32 or wider."""
+    """Return the squared norm of each sample, (B,), accumulated in float32 or wider."""
     return sum_samples(values.to(accumulation_dtype(values.dtype)).square())
 
 
 def hide(values: Tensor, mask: Tensor | None) -> Tensor:
-    """``values`` (B, N, ...) with zeros where ``mask`` (B, N) is False, NaN replaced too."""
+    """Return ``values`` (B, N, ...) with zeros where ``mask`` (B, N) is False, replacing NaN, too."""
     if mask is None:
         return values
     return values.masked_fill(~mask.reshape(*mask.shape, *[1] * (values.dim() - 2)), 0.0)
 
 
 def check_values(energy: Any, batch: int, name: str) -> None:
-    """``energy`` must be a tensor (B,): one number per sample."""
+    """Check that ``energy`` is a tensor (B,) with one number per sample."""
     if not isinstance(energy, Tensor):
         raise TypeError(f"{name} must return a tensor of shape (B,), got {type(energy).__name__}")
     if tuple(energy.shape) != (batch,):
         got = f"shape {tuple(energy.shape)}" if energy.dim() else "a scalar"
         raise ValueError(
-            f"{name} must return one number per sample, shape (B,) = ({batch},), got {got}: sum over "
-            "every dimension but the first"
+            f"{name} must return one number per sample, shape (B,) = ({batch},), got {got}; sum over "
+            "all dimensions except the first"
         )
 
 
@@ -63,32 +63,32 @@ def check_tensor(
     finite: bool = True,
     **sizes: int,
 ) -> Tensor:
-    """``value`` must be a floating tensor of the shape ``"N N d d"``, equal letters for equal sizes > 0.
+    """Check for a floating-point tensor of a shape such as ``"N N d d"`` (equal letters, equal sizes).
 
     Args:
-        dtype: of the tensor; None: any floating one.
-        finite: whether NaN and infinity are refused.
-        sizes: of some of the letters; others take any.
+        dtype: required dtype; None for any floating-point dtype.
+        finite: whether to reject NaN and infinity.
+        sizes: required sizes of some letters.
     """
     letters = shape.split()
     text = f"({', '.join(letters)}{',' * (len(letters) == 1)})"
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a floating tensor {text}, got {got}")
+        raise TypeError(f"{name} must be a floating-point tensor {text}, got {got}")
     if dtype is not None and value.dtype != dtype:
-        raise TypeError(f"{name} must be of {dtype}, got {value.dtype}")
+        raise TypeError(f"{name} must have dtype {dtype}, got {value.dtype}")
     known, given = dict(sizes), tuple(value.shape)
     fits = len(given) == len(letters) and 0 not in given
     if not fits or any(known.setdefault(n, s) != s for n, s in zip(letters, given, strict=True)):
         text += "".join(f", {letter} = {size}" for letter, size in sizes.items())
         raise ValueError(f"{name} must have the shape {text}, got {given}")
     if finite and not value.is_meta and not bool(value.detach().isfinite().all()):
-        raise ValueError(f"{name} must be finite, got NaN or infinity in it")
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
     return value
 
 
 def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) -> None:
-    """``mask`` must be bool (B, N) for a state (B, N, ...) with ``features`` dimensions after N."""
+    """Check for a bool mask (B, N) of a state (B, N, ...) with ``features`` dimensions after N."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -96,7 +96,7 @@ def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) 
         raise TypeError(f"{name}: mask must be a bool tensor (B, N), got {kind}")
     if z.dim() < 2 + features:
         raise ValueError(
-            f"{name}: mask needs a state with tokens (B, N, ...), got z of shape {tuple(z.shape)}"
+            f"{name}: mask needs a state z of shape (B, N, ...), got shape {tuple(z.shape)}"
         )
     if mask.shape != z.shape[:2]:
         raise ValueError(
@@ -116,15 +116,15 @@ def check_tokens(
     tokens: bool = False,
     features: int = 1,
 ) -> None:
-    """``z`` must be a floating tensor (B, ..., dim), or (B, N, dim) where ``tokens``.
+    """Check for a floating-point state (B, ..., dim), or (B, N, dim) with ``tokens``, and its mask.
 
-    ``mask`` as :func:`check_mask` wants it.
+    See :func:`check_mask`.
     """
     shape = "(B, N, d)" if tokens else "(B, ...)" if dim is None else "(B, ..., d)"
     if not isinstance(z, Tensor):
         raise TypeError(f"{name}: z must be a tensor {shape}, got {type(z).__name__}")
     if not z.is_floating_point():
-        raise TypeError(f"{name}: z must be of a floating dtype, got {z.dtype}")
+        raise TypeError(f"{name}: z must have a floating-point dtype, got {z.dtype}")
     least = 1 if dim is None else 2
     if (tokens and z.dim() != 3) or z.dim() < least:
         raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
@@ -134,11 +134,11 @@ def check_tokens(
 
 
 def check_input(x: Any, z: Tensor, name: str) -> Tensor:
-    """``x`` must be a tensor of the shape and device of ``z``."""
+    """Check that ``x`` is a tensor with the shape and device of ``z``."""
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: x must be a tensor like z, {tuple(z.shape)}, got {type(x).__name__}; "
-            "where x is a dict or a tuple, choose its part with .select(key)"
+            f"{name}: x must be a tensor of shape {tuple(z.shape)}, got {type(x).__name__}; "
+            "if x is a dict or a tuple, select its entry with .select(key)"
         )
     if x.shape != z.shape:
         raise ValueError(
@@ -150,7 +150,7 @@ def check_input(x: Any, z: Tensor, name: str) -> Tensor:
 
 
 def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
-    """``x`` must have the device and, but under autocast, the dtype of the weight that multiplies it."""
+    """Check that ``x`` has the device and, without autocast, the dtype of the weight."""
     if x.device != weight.device:
         raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -163,13 +163,13 @@ def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
 def visible_input(
     x: Any, weight: Tensor, mask: Tensor | None, name: str, *, tokens: bool = False
 ) -> Tensor:
-    """``x`` (B, ..., k), or (B, N, k) where ``tokens``, for a weight (rows, k); zero at masked tokens."""
+    """Check ``x`` (B, ..., k), or (B, N, k) with ``tokens``, and set masked tokens to zero."""
     width = weight.shape[1]
     shape = f"(B, {'N' if tokens else '...'}, {width})"
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: x must hold tokens {shape}, got {type(x).__name__}; where x is a dict or a tuple, "
-            "choose its part with .select(key)"
+            f"{name}: x must be a tensor {shape}, got {type(x).__name__}; if x is a dict or a tuple, "
+            "select its entry with .select(key)"
         )
     if x.dim() < 2 or (tokens and x.dim() != 3) or x.shape[-1] != width:
         raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(x.shape)}")
@@ -180,16 +180,16 @@ def visible_input(
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """RMS norm without gain: ``y_hat = y / r``, ``r = sqrt(mean(y^2) + epsilon)`` over the last dimension.
+    """RMS norm without gain, ``y_hat = y / r``, ``r = sqrt(mean(y^2) + epsilon)`` over the last dimension.
 
     Its Jacobian ``(I - y_hat y_hat^T / p) / r`` for width p is symmetric. With an epsilon near zero an
-    energy of ``y_hat`` has kinks where a projection vanishes, and its minima lie at the kinks; for
+    energy of ``y_hat`` has kinks where a projection vanishes, and its minima lie at the kinks. For
     equilibrium layers choose an epsilon of order 1.
 
     Args:
-        epsilon: finite, > 0.
+        epsilon: finite number > 0.
 
-    Source: Zhang and Sennrich (2019), https://arxiv.org/abs/1910.07467, there with a gain.
+    Source: Zhang and Sennrich (2019), https://arxiv.org/abs/1910.07467, with a gain.
     """
 
     epsilon: float = 1.0
@@ -198,18 +198,18 @@ class RMSNorm:
         require_positive("epsilon", self.epsilon)
 
     def normalise(self, y: Tensor) -> Pair:
-        """``y`` (..., p) -> ``y_hat`` (..., p) and ``r`` (..., 1), in the dtype of ``y``."""
+        """Return ``y_hat`` (..., p) and ``r`` (..., 1) of ``y`` (..., p), in the dtype of ``y``."""
         radius = self.mean_square(y).sqrt().to(y.dtype)
         return y / radius, radius
 
     def mean_square(self, y: Tensor) -> Tensor:
-        """``r^2 = mean(y^2) + epsilon``, (..., 1), in float32 or wider."""
+        """Return ``r^2 = mean(y^2) + epsilon``, (..., 1), in float32 or wider."""
         wide = y.to(accumulation_dtype(y.dtype))
         return wide.square().mean(-1, keepdim=True) + self.epsilon
 
     @staticmethod
     def jacobian_product(unit: Tensor, radius: Tensor, g: Tensor) -> Tensor:
-        """Jacobian times ``g``, ``(g - y_hat mean(g y_hat)) / r``; ``unit`` is y_hat, ``radius`` r."""
+        """Return the Jacobian times ``g``, ``(g - y_hat mean(g y_hat)) / r``, with y_hat and r given."""
         along = (g * unit).mean(-1, keepdim=True)
         return torch.addcmul(g, unit, along, value=-1.0) / radius
 
@@ -222,34 +222,34 @@ def check_norm(norm: Any) -> RMSNorm | None:
 
 
 class SpectralBound(nn.Module):
-    """Parametrisation ``W -> W min(1, bound / sigma)``, ``sigma`` the largest singular value.
+    """Parametrisation ``W -> W min(1, bound / sigma)`` with the largest singular value ``sigma``.
 
-    It is differentiable and the same in training and evaluation. On CUDA devices an upper bound stands
-    for sigma, :func:`implicit_attn.spectral.gram_bound`. Each read of the weight computes sigma anew; a
+    It is differentiable and the same in training and evaluation. On CUDA devices sigma is replaced by the
+    upper bound :func:`implicit_attn.spectral.gram_bound`. Each read of the weight recomputes sigma; a
     solve, like ``torch.nn.utils.parametrize.cached()``, reads it once.
-    ``bound``: finite, > 0.
+    ``bound`` is a finite number > 0.
     """
 
-    symmetric = False  # the matrix equals its transpose
+    symmetric = False  # whether the matrix equals its transpose
 
     def __init__(self, bound: float) -> None:
         super().__init__()
         self.bound = require_positive("bound", bound)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight as the matrix that is bounded."""
+        """Return the weight as the matrix to bound."""
         return weight
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * (self.bound / self.norm_or_bound(weight)).to(weight.dtype)
 
     def norm_or_bound(self, weight: Tensor) -> Tensor:
-        """``max(sigma, bound)``, smooth at a zero weight, in float32 or wider."""
+        """Return ``max(sigma, bound)``, smooth at a zero weight, in float32 or wider."""
         wide = self.matrix(weight.to(accumulation_dtype(weight.dtype)))
         return spectral_norm(wide, self.bound, symmetric=self.symmetric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """An assigned weight is stored as it is; the bound applies where it is read."""
+        """Return an assigned weight unchanged; the bound applies when it is read."""
         return weight
 
     def extra_repr(self) -> str:
@@ -259,8 +259,8 @@ class SpectralBound(nn.Module):
 class Projection(nn.Module):
     """A weight (rows, dim) that maps states ``z`` (..., dim) to ``z W^T`` and gradients back.
 
-    Entries are drawn from N(0, 1/dim), so a state with entries of order 1 has such projections.
-    ``bound``: on the largest singular value, or None.
+    Entries are drawn from N(0, 1/dim), so projections of a state with entries of order 1 are of order 1.
+    ``bound`` limits the largest singular value, or is None.
     """
 
     weight: Tensor
@@ -278,7 +278,7 @@ class Projection(nn.Module):
 
 
 def split_heads(y: Tensor, heads: int | None) -> Tensor:
-    """(B, N, heads p) -> (B, heads, N, p), contiguous; unchanged for None."""
+    """Convert (B, N, heads p) to contiguous (B, heads, N, p); unchanged for None."""
     if heads is None:
         return y
     batch, tokens, rows = y.shape
@@ -286,7 +286,7 @@ def split_heads(y: Tensor, heads: int | None) -> Tensor:
 
 
 def merge_heads(y: Tensor) -> Tensor:
-    """(B, H, N, p) -> (B, N, H p)."""
+    """Convert (B, H, N, p) to (B, N, H p)."""
     batch, heads, tokens, width = y.shape
     return y.transpose(1, 2).reshape(batch, tokens, heads * width)
 
@@ -294,9 +294,9 @@ def merge_heads(y: Tensor) -> Tensor:
 def project(
     z: Tensor, weight: Tensor, added: Tensor | None, heads: int | None, mask: Tensor | None
 ) -> Tensor:
-    """``z W^T + added``, (B, H, N, p), or (B, ..., rows) without heads.
+    """Return ``z W^T + added``, (B, H, N, p), or (B, ..., rows) without heads.
 
-    ``z`` is zero at masked tokens. ``added`` is a bias (rows,), of which masked tokens get nothing, or
+    ``z`` is zero at masked tokens. ``added`` is a bias (rows,), which is not added to masked tokens, or
     like the result, or None.
     """
     if added is None or added.dim() == 1:
@@ -304,17 +304,17 @@ def project(
         return split_heads(y if added is None else hide(y, mask), heads)
     if heads is not None:
         return split_heads(F.linear(z, weight), heads) + added
-    # The sum is left to the product of matrices, which saves a pass over the features.
+    # The matrix product also adds, which saves a pass over the features.
     overlaps = torch.addmm(added.flatten(0, -2), z.flatten(0, -2), weight.mT)
     return overlaps.view(added.shape)
 
 
 class Features(NamedTuple):
-    """Features ``norm(z W^T + constant)``, and the way of gradients back through them.
+    """Features ``norm(z W^T + constant)`` and their backward pass.
 
     Attributes:
-        unit: after the norm, (B, H, N, p), or (B, ..., rows) without heads.
-        radius: of the norm, (..., 1); None where there is no norm.
+        unit: features after the norm, (B, H, N, p), or (B, ..., rows) without heads.
+        radius: radius of the norm, (..., 1), or None without a norm.
         weight: W (rows, d).
         heads: H, or None.
     """
@@ -330,31 +330,31 @@ class Features(NamedTuple):
         return cls(unit, radius, weight, heads)
 
     def pull_back(self, gradient: Tensor, *, straight: bool = False) -> Tensor:
-        """A gradient by the features as one by the state; ``straight``: without the norm's derivative."""
+        """Pull a gradient of the features back to the state, if ``straight`` ignoring the norm."""
         if self.radius is not None and not straight:
             gradient = RMSNorm.jacobian_product(self.unit, self.radius, gradient)
         return (gradient if self.heads is None else merge_heads(gradient)) @ self.weight
 
 
 def like_state(gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
-    """A gradient in the dtype of the state, zero at masked tokens."""
+    """Return a gradient in the dtype of the state, zero at masked tokens."""
     return hide(gradient, mask).to(z.dtype)
 
 
 class Mapped(NamedTuple):
-    """A feature map ``phi(y)`` and its slope ``phi'(y)``, each like y; None stands for a slope of 1."""
+    """A feature map ``phi(y)`` and its slope ``phi'(y)``, each like y, or None for a slope of 1."""
 
     value: Tensor
     slope: Tensor | None
 
     def push(self, v: Tensor) -> Tensor:
-        """``phi'(y) v``, also the pullback of a cotangent."""
+        """Return ``phi'(y) v``, which is also the pullback of a cotangent."""
         return v if self.slope is None else self.slope * v
 
 
 def _elu(y: Tensor) -> Mapped:
     slope = y.clamp_max(0.0).exp()
-    # max(y, 0) + exp(min(y, 0)): elu(y) + 1 would round to 0 where y is far below 0.
+    # max(y, 0) + exp(min(y, 0)) does not round to 0 for very negative y, unlike elu(y) + 1.
     return Mapped(F.relu(y) + slope, slope)
 
 
@@ -374,11 +374,11 @@ def _silu(y: Tensor) -> Mapped:
 
 
 def normal_density(y: Tensor) -> Tensor:
-    """Density of N(0, 1)."""
+    """Return the density of N(0, 1)."""
     return torch.exp(-0.5 * y.square()) / math.sqrt(2.0 * math.pi)
 
 
-# Entry by entry. "elu" is elu(y) + 1, which is exp(y) for y < 0; "gelu" is the exact one.
+# Elementwise functions. "elu" is elu(y) + 1, which is exp(y) for y < 0; "gelu" is the exact one.
 FEATURE_MAPS: dict[str, Callable[[Tensor], Mapped]] = {
     "identity": lambda y: Mapped(y, None),
     "relu": lambda y: Mapped(F.relu(y), (y > 0).to(y.dtype)),

@@ -1,4 +1,4 @@
-"""Kernels: tensors in, tensors out. No modules live here and no energies are imported."""
+"""Kernels: functions of tensors, without modules or energies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share about their arguments: transforms, pairs, masks, precision."""
+"""Common handling of the attention kernels' arguments: transforms, pairs, masks, precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPES = "(N, M), (B, N, M) or (B, H, N, M), M = N in self-attention"
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``explain`` returns: a backend's name, such as "reference", and why, in words."""
+    """Result of ``explain``: the name of a backend, such as "reference", and the reason."""
 
     backend: str
     reason: str
@@ -37,20 +37,20 @@ class Choice:
 
 
 def transformed() -> bool:
-    """Whether a transform of ``torch.func`` (vmap, grad, jvp) is under way."""
+    """Return whether a transform of ``torch.func`` (vmap, grad, jvp) is active."""
     return not torch.compiler.is_compiling() and modes.in_transform()
 
 
 def differentiated() -> bool:
-    """Whether ``torch.func`` differentiates: custom operators do not know that, but they know ``vmap``."""
+    """Return whether ``torch.func`` differentiates, which custom operators do not support."""
     if not transformed():
         return False
     return any(each.key() in _DIFFERENTIATING for each in _FUNCTORCH.get_interpreter_stack())
 
 
 def mapped_size() -> int:
-    """How many times as many samples there are as ``vmap`` shows, the product of its levels."""
-    if not transformed():  # a compiler would stumble over what follows
+    """Return the product of the batch sizes of all levels of ``vmap``."""
+    if not transformed():  # a compiler cannot trace the following
         return 1
     return math.prod(
         _FUNCTORCH.CVmapInterpreterPtr(each).batchSize()
@@ -60,34 +60,34 @@ def mapped_size() -> int:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether ``tensor`` carries a tangent of forward-mode differentiation."""
+    """Return whether ``tensor`` has a forward-mode tangent."""
     if getattr(forward_ad, "_current_level", -1) < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
-    """NotImplementedError, naming ``product`` in its place, where ``tensor`` asks for forward mode."""
+    """Raise NotImplementedError if ``tensor`` has a tangent; the message recommends ``product``."""
     if differentiated():
         raise NotImplementedError(
-            f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
-            'torch.autograd, or backend="reference"'
+            f'torch.func.grad, vjp and jvp are not implemented for backend="{backend}"; use '
+            'torch.autograd or backend="reference"'
         )
     if has_tangent(tensor):
         raise NotImplementedError(
-            f'forward-mode differentiation is not implemented by backend="{backend}"; use reverse '
-            f'mode, {product} for the product with the Hessian, or backend="reference"'
+            f'forward-mode differentiation is not implemented for backend="{backend}"; use reverse '
+            f'mode, {product} for Hessian-vector products, or backend="reference"'
         )
 
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
-    """The dense formula where only it can be differentiated as the caller does; else None."""
+    """Return the dense formula if no other backend supports the active differentiation, else None."""
     if modes.exporting():
-        return Choice("reference", "inside torch.export, whose programs hold stock operators alone")
+        return Choice("reference", "inside torch.export, which supports standard operators only")
     if any(has_tangent(tensor) for tensor in tensors):
-        return Choice("reference", "only the dense formula knows forward-mode differentiation")
+        return Choice("reference", "only the dense formula supports forward-mode differentiation")
     if differentiated():
-        return Choice("reference", "inside torch.func.grad, which takes the dense formula apart")
+        return Choice("reference", "inside torch.func.grad, which differentiates the dense formula")
     return None
 
 
@@ -98,15 +98,15 @@ class Pairs(NamedTuple):
     """Pairs of queries and keys, each part (B or 1, H or 1, N, M).
 
     Attributes:
-        allowed: bool, True where query i may attend to key j; None: everywhere.
-        bias: floating, added to the scores ``beta q_i.k_j``; None: nothing is.
+        allowed: bool, True if query i may attend to key j; None for all.
+        bias: floating-point, added to the scores ``beta q_i.k_j``; None for zero.
     """
 
     allowed: Tensor | None = None
     bias: Tensor | None = None
 
     def intersect(self, allowed: Tensor | None) -> Pairs:
-        """With only those pairs that are in ``allowed`` (broadcastable, bool), too."""
+        """Restrict the pairs to those in ``allowed`` (broadcastable, bool)."""
         if allowed is None:
             return self
         both = allowed if self.allowed is None else self.allowed & allowed
@@ -116,14 +116,14 @@ class Pairs(NamedTuple):
 def check_pairs(
     pairs: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int], name: str = "bias"
 ) -> Pairs | None:
-    """``pairs`` (bool) and ``bias`` (floating) of two to four dimensions as four each, or None.
+    """Return ``pairs`` (bool) and ``bias`` (floating-point) with four dimensions each, or None.
 
     Args:
         shape: (B, H, N, M), to which they must broadcast.
-        name: of the bias.
+        name: name of the bias in errors.
 
     Raises:
-        TypeError, ValueError: for another dtype or shape, naming the argument.
+        TypeError, ValueError: if a dtype or shape is invalid.
     """
     if pairs is None and bias is None:
         return None
@@ -132,16 +132,16 @@ def check_pairs(
         raise TypeError(f"pairs must be a bool tensor {_SHAPES}, got {got}")
     if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"{name} must be a floating tensor {_SHAPES}, got {got}")
+        raise TypeError(f"{name} must be a floating-point tensor {_SHAPES}, got {got}")
     given = (("pairs", pairs), (name, bias))
     return Pairs(*(None if t is None else _four_dimensional(n, t, shape) for n, t in given))
 
 
 def _four_dimensional(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """A tensor (N, M), (B, N, M) or (B, H, N, M) with four dimensions; sizes of 1 are broadcast.
+    """Reshape (N, M), (B, N, M) or (B, H, N, M) to four dimensions; sizes of 1 are broadcast.
 
     Raises:
-        ValueError: where it does not broadcast to ``shape`` or its last two sizes differ from it.
+        ValueError: if it does not broadcast to ``shape`` or its last two sizes differ from it.
     """
     wide = tensor
     if tensor.dim() == 2:
@@ -161,9 +161,9 @@ def _four_dimensional(name: str, tensor: Tensor, shape: tuple[int, int, int, int
 def token_pairs(
     mask: Tensor | None, causal: bool, tokens: int, device: torch.device, own: bool = True
 ) -> Tensor | None:
-    """(B or 1, 1, N, N) bool: pairs of unmasked tokens; None: all.
+    """Return the pairs of unmasked tokens, (B or 1, 1, N, N) bool, or None for all.
 
-    With ``j <= i`` where ``causal``, without ``j = i`` but for ``own``.
+    ``causal`` restricts them to ``j <= i``; ``own=False`` excludes ``j = i``.
     """
     pairs = None if mask is None else mask[:, None, :, None] & mask[:, None, None, :]
     if own and not causal:
@@ -177,30 +177,30 @@ def token_pairs(
 
 
 def rescaled(x: Tensor, root: Tensor) -> Tensor:
-    """``root x`` in float32 or wider: rounded to half precision it would give other scores."""
+    """Return ``root x`` in float32 or wider, because rounding it would change the scores."""
     return x.to(wide_dtype(x)) * root
 
 
 def within_exponent(limit: float | None) -> bool:
-    """Whether ``exp`` needs no row maximum, given a bound on the absolute scores."""
+    """Return whether a bound on the absolute scores makes row maxima unnecessary."""
     return limit is not None and limit <= LARGEST_EXPONENT
 
 
 def wide_dtype(z: Tensor) -> torch.dtype:
-    """float32 for half precision, else the dtype of ``z``."""
+    """Return float32 for half precision, else the dtype of ``z``."""
     return torch.promote_types(z.dtype, torch.float32)
 
 
 def zero_masked(z: Tensor, mask: Tensor | None) -> Tensor:
-    """``z`` (B, H, N, p) with zeros at the masked tokens, whatever they held."""
+    """Return ``z`` (B, H, N, p) with zeros at masked tokens, replacing NaN, too."""
     return z if mask is None else z.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def exact_if_alone(lse: Tensor, own: Tensor, mask: Tensor | None) -> Tensor:
-    """``lse`` (B, H, N), and in samples with a single counted token its own scores, (B, H, N) too.
+    """Return ``lse`` (B, H, N), replaced by the score ``own`` in samples with a single unmasked token.
 
-    ``log exp S`` has the rounding of 1, not that of S: noise in the energy of a small state. Two
-    tokens or more have an ``lse`` of about log 2 at least, where scores are small.
+    ``log exp S`` has the rounding error of 1 instead of S, which is noise in the energy of a small state.
+    With two or more tokens ``lse`` is at least about log 2 for small scores.
     """
     if mask is not None:
         return torch.where((mask.sum(1) <= 1)[:, None, None], own, lse)
@@ -210,9 +210,9 @@ def exact_if_alone(lse: Tensor, own: Tensor, mask: Tensor | None) -> Tensor:
 def without_autocast(
     function: Callable[Concatenate[Tensor, Options], Result],
 ) -> Callable[Concatenate[Tensor, Options], Result]:
-    """``function`` with autocast off on the device of its first argument.
+    """Decorate ``function`` to disable autocast on the device of its first argument.
 
-    Autocast would round the scores of float32 tokens to half precision, and the lse with them.
+    Autocast would round the scores of float32 tokens, and the lse, to half precision.
     """
 
     @wraps(function)

@@ -1,7 +1,7 @@
-"""The attention kernels that everything else calls, and which backend computes each.
+"""Public attention kernels, and the choice of their backends.
 
-Bi-softmax and attention to keys that stay go the same way: the arguments are checked, ``beta`` becomes a
-number, ``explain`` or its kin chooses, and the backend computes.
+Bi-softmax and attention to frozen keys check the arguments, convert ``beta`` to a number, choose a backend by
+``explain`` or ``explain_frozen_keys``, and call it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ BACKENDS = {
     "bi-softmax": ("auto", "reference", "blocks", "cpp", "triton"),
     "frozen keys": ("auto", "reference", "flash"),
 }
-# Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
-# matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
+# Beyond this number of tokens no N x N matrix is stored. Below, the dense formula is faster if all its
+# matrices fit into the cache, up to this number of pairs, measured on a CPU with widths 16 to 64.
 DENSE_TOKENS = 256
 DENSE_PAIRS = 2**18
-# Fewer pairs of a query and a frozen key in a head are left to the dense formula, measured on a CPU.
+# With fewer pairs of a query and a frozen key in a head the dense formula is used, measured on a CPU.
 FLASH_PAIRS = 2**14
 
 
@@ -54,44 +54,44 @@ def bisoftmax(
     bias: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the bi-softmax energy, and the log-sum-exp of each row.
+    """Return the gradient of the bi-softmax energy and the log-sum-exp of each row.
 
     With ``S = beta Z Z^T``, ``L_i = log sum_j m_ij exp(S_ij)`` and ``P_ij = m_ij exp(S_ij - L_i)`` the
     gradient of ``E(Z) = beta^-1 sum_i L_i`` is ``(P + P^T) Z``, for any mask ``m`` (Hu, Zou, Xu,
     "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7); the energy is
     ``lse.sum(dim=(1, 2)) / beta``. Masked tokens neither attend nor are attended to
-    (``m_ij = mask_i mask_j``). ``causal`` keeps ``j <= i``: the energy is then causal, its gradient is
-    not, because the column term carries later tokens into earlier ones. ``pairs`` and ``bias`` restrict
-    m further and make the scores ``S = beta Z Z^T + bias``; a row without any key has ``L_i = 0`` and
-    ``P_i = 0``. They need not be symmetric.
+    (``m_ij = mask_i mask_j``). ``causal`` restricts m to ``j <= i``: the energy is then causal, but its
+    gradient is not, because the column term carries later tokens into earlier ones. ``pairs`` restrict m
+    further, and with ``bias`` the scores are ``S = beta Z Z^T + bias``; neither need be symmetric. A row
+    without any key has ``L_i = 0`` and ``P_i = 0``.
 
-    Both results can be differentiated: twice by "blocks", "cpp" and "triton", in memory O(N);
-    any number of times, and in forward mode, by "reference".
+    Both results are twice differentiable with "blocks", "cpp" and "triton", in O(N) memory. "reference"
+    supports any number of derivatives and forward mode.
 
     Args:
-        z: (B, H, N, p) projected tokens, floating.
-        beta: inverse temperature, > 0; a tensor, of one element or of one a head, (H, 1, 1), may be
-            differentiated by.
-        mask: (B, N) bool, False at masked tokens; None: none is masked.
-        causal: restrict row i to columns ``j <= i``.
-        limit: the caller's bound on every ``|S_ij|``, such as ``beta p`` for RMS-normalised rows; up
-            to 60 it saves the search for each row's maximum.
-        pairs: bool (N, N), (B, N, N) or (B, H, N, N), True where row i may attend to column j.
-        bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
-            ``limit`` is then not used. Pairs and biases are taken by "reference" alone.
-        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), "cpp" (the
+        z: (B, H, N, p) projected tokens, floating-point.
+        beta: inverse temperature > 0, a number or a differentiable tensor with one element or one per
+            head, (H, 1, 1).
+        mask: (B, N) bool, False at masked tokens; None for no mask.
+        causal: whether to restrict row i to columns ``j <= i``.
+        limit: bound on every ``|S_ij|``, such as ``beta p`` for RMS-normalised rows; bounds up to 60
+            make row maxima unnecessary.
+        pairs: bool (N, N), (B, N, N) or (B, H, N, N), True if row i may attend to column j.
+        bias: differentiable floating-point tensor of such a shape, finite at allowed pairs. It disables
+            ``limit``. Only "reference" supports pairs and biases.
+        backend: "reference" (dense), "blocks" (strips of standard operators, O(N) memory), "cpp" (the
             native engine's kernel, for CPUs with AVX2 or AVX-512), "triton" (GPU kernels), or
-            "auto": see ``explain``.
+            "auto"; see ``explain``.
 
     Returns:
-        gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider; both zero
+        gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider; both are zero
         at masked tokens, whose content is never used.
 
     Raises:
-        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
-        NotImplementedError: forward-mode differentiation by another backend than "reference".
-        ImportError: "triton" where Triton is not installed.
-        RuntimeError: "cpp" on another kind of processor, or where the package was installed without a
+        TypeError, ValueError: if a dtype, shape, ``beta`` or ``backend`` is invalid.
+        NotImplementedError: for forward-mode differentiation with a backend other than "reference".
+        ImportError: for "triton" without Triton.
+        RuntimeError: for "cpp" on an unsupported processor or if the package was installed without a
             compiler.
     """
     given = _checked(z, beta, mask, pairs, bias, backend)
@@ -117,22 +117,22 @@ def bisoftmax_hvp(
     bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Hessian of the bi-softmax energy times ``v``.
+    """Return the Hessian of the bi-softmax energy times ``v``.
 
     With ``T = beta (V Z^T + Z V^T)``, ``r_i = sum_j P_ij T_ij`` and ``W = P * (T - r)`` it is
     ``(P + P^T) V + (W + W^T) Z``.
 
     Args:
         z: (B, H, N, p), as in ``bisoftmax``.
-        v: like ``z``.
-        beta, mask, causal, limit, pairs, bias, backend: as in ``bisoftmax``.
-        lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
+        v: tensor like ``z``.
+        beta, mask, causal, limit, pairs, bias, backend: see ``bisoftmax``.
+        lse: lse that ``bisoftmax`` returned for the same arguments, to avoid recomputing it.
 
     Returns:
-        (B, H, N, p) like ``z``; zero at masked tokens.
+        (B, H, N, p) like ``z``, zero at masked tokens.
 
     Raises:
-        TypeError, ValueError: as ``bisoftmax``; if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
+        TypeError, ValueError: see ``bisoftmax``; also if ``v`` is not like ``z`` or ``lse`` not (B, H, N).
     """
     given = _checked(z, beta, mask, pairs, bias, backend)
     _check_vector(z, v, lse)
@@ -159,34 +159,34 @@ def frozen_key_attention(
     backend: str = "auto",
     need_lse: bool = True,
 ) -> tuple[Tensor, Any]:
-    """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the unmasked keys.
+    """Return ``sum_j P_ij k_j`` and ``L_i`` for ``P_ij = exp(beta q_i.k_j - L_i)`` over unmasked keys.
 
-    With a ``bias`` it is ``P_ij = exp(beta q_i.k_j + bias_ij - L_i)``.
+    With a ``bias``, ``P_ij = exp(beta q_i.k_j + bias_ij - L_i)``.
 
     Args:
-        query: (B, H, N, p), floating.
+        query: (B, H, N, p), floating-point.
         key: (B, H, M, p), of the same dtype.
-        beta: inverse temperature, > 0; a tensor, of one element or of one a head, (H, 1, 1), may be
-            differentiated by.
-        mask: (B, M) bool, False at masked keys; None: none is masked. Where all are masked both
+        beta: inverse temperature > 0, a number or a differentiable tensor with one element or one per
+            head, (H, 1, 1).
+        mask: (B, M) bool, False at masked keys; None for no mask. If all keys are masked, both
             results are zero.
-        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where query i may attend to key j. A query
-            without any key has zeros.
-        bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
-            On a CPU pairs and biases are taken by "reference" alone.
-        causal: query i attends to keys ``j <= i`` only; on a CPU taken by "reference" alone.
+        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True if query i may attend to key j. The results of
+            a query without any key are zero.
+        bias: differentiable floating-point tensor of such a shape, finite at allowed pairs. On a CPU only
+            "reference" supports pairs and biases.
+        causal: whether query i attends only to keys ``j <= i``; on a CPU only with "reference".
         backend: "reference" (dense), "flash" (torch's attention: no N x M matrix for the mean and its
-            first derivatives), or "auto": see ``explain_frozen_keys``. On CUDA devices "flash" is not
-            run on a card yet.
-        need_lse: compute L, which torch's attention does not return on CUDA devices.
+            first derivatives), or "auto"; see ``explain_frozen_keys``. "flash" on CUDA devices has not
+            been run on a GPU yet.
+        need_lse: whether to compute L, which torch's attention does not return on CUDA devices.
 
     Returns:
         (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider, or None without
         ``need_lse``; differentiable any number of times.
 
     Raises:
-        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
-        NotImplementedError: forward-mode differentiation by "flash".
+        TypeError, ValueError: if a dtype, shape, ``beta`` or ``backend`` is invalid.
+        NotImplementedError: for forward-mode differentiation with "flash".
     """
     given = _checked_queries(query, key, beta, mask, pairs, bias, causal, backend)
     x, number, factor = _at_number(query, beta, 1.0)
@@ -219,12 +219,12 @@ def explain(
     bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Choice:
-    """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
+    """Return the backend of ``bisoftmax`` and ``bisoftmax_hvp`` for these arguments, and the reason.
 
-    It raises the errors of ``bisoftmax``. Nothing is computed; ``causal`` and ``limit`` decide nothing.
+    It raises the errors of ``bisoftmax`` without computing anything. ``causal`` and ``limit`` have no effect.
 
-    "auto" takes Triton on a GPU where it can, and the native engine's kernel on a CPU. What neither
-    takes is computed by the dense formula for small problems and by strips beyond.
+    "auto" chooses Triton on a GPU and the native engine's kernel on a CPU if they support the input,
+    otherwise the dense formula for small problems and strips for larger ones.
     """
     given = _checked(z, beta, mask, pairs, bias, backend)
     return _explain_bisoftmax(z, mask, given, backend)
@@ -241,30 +241,29 @@ def explain_frozen_keys(
     causal: bool = False,
     backend: str = "auto",
 ) -> Choice:
-    """Which backend ``frozen_key_attention`` takes for these arguments, and why.
+    """Return the backend of ``frozen_key_attention`` for these arguments, and the reason.
 
-    It raises the same errors; nothing is computed.
+    It raises the same errors without computing anything.
     """
     given = _checked_queries(query, key, beta, mask, pairs, bias, causal, backend)
     return _explain_frozen_keys(query, key, given, causal, backend)
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
-    """``backend`` itself where ``kernel`` ("bi-softmax", "frozen keys") has it."""
+    """Return ``backend`` if ``kernel`` ("bi-softmax", "frozen keys") supports it."""
     return require_choice("backend", backend, BACKENDS[kernel])
 
 
 def _at_number(
     x: Tensor, beta: float | Tensor, power: float
 ) -> tuple[Tensor, float, Tensor | None]:
-    """``x``, ``beta`` as a number, None; or ``beta^power x``, 1, ``beta^power``, to differentiate by ``beta``
-    or where heads have their own.
+    """Return ``x``, ``beta`` as a number, None; or ``beta^power x``, 1, ``beta^power`` for tensors.
 
-    The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
-    ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
+    The backends only accept numbers. Because ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, the results
+    follow from those of Y at beta = 1, and autograd differentiates with respect to ``beta``.
     """
     if isinstance(beta, Tensor):
-        # Of heads, even of one: their energies, unlike a number, must not wait for the device.
+        # A tensor per head, even for one head, avoids waiting for the device to read a number.
         by_head, recorded = beta.dim() == 3, torch.is_grad_enabled() and beta.requires_grad
         if by_head or recorded or _traced(beta):
             factor = (beta if by_head else beta.reshape(())) ** power
@@ -282,7 +281,7 @@ def _explain_bisoftmax(z: Tensor, mask: Tensor | None, pairs: Pairs | None, back
     if pairs is not None:
         return _for_pairs(backend)
     if torch.compiler.is_compiling():
-        # A compiler cannot trace the checks of the kernels: the operators make them.
+        # A compiler cannot trace the checks of the kernels, so the operators make them.
         either = backend == "auto" and (z.is_cuda or native.lacks(z) is None)
         if either or backend in ("cpp", "triton"):
             return Choice(backend, "compiled")
@@ -300,17 +299,17 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
         return dense
     if z.is_cuda:
         name, missing = "Triton", ops.triton_lacks(z, mask)
-        taken = Choice("triton", "a CUDA tensor that the kernels take")
+        taken = Choice("triton", "the Triton kernels support this tensor")
     else:
         name, missing = "C++ kernel", native.unavailable(z)
-        taken = Choice("cpp", "the native engine takes this tensor")
+        taken = Choice("cpp", "the native engine supports this tensor")
     if missing is None:
         return taken
     count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
     size = f"{matrices} matrices of {count} x {count} pairs (no {name}: {missing})"
     if count <= DENSE_TOKENS and matrices * count**2 <= DENSE_PAIRS:
         return Choice("reference", f"{size}: the dense formula has the least overhead")
-    return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
+    return Choice("blocks", f"{size}: blocks of rows fit into the cache and need no N x N matrix")
 
 
 def _explain_frozen_keys(
@@ -322,34 +321,34 @@ def _explain_frozen_keys(
     if backend == "flash" and not cuda and query.device.type != "cpu":
         raise ValueError(f'backend="flash" needs tensors on a CPU or CUDA, got {query.device}')
     if query.numel() == 0 or key.numel() == 0:
-        return Choice("reference", "empty: stock attention takes at least a query and a key")
+        return Choice("reference", "empty: scaled_dot_product_attention needs a query and a key")
     if backend != "auto":
         return Choice(backend, "asked for")
     if not cuda and query.device.type != "cpu":
-        return Choice("reference", "the stock operators used here are those of CPUs and CUDA")
+        return Choice("reference", "the fused operators support CPU and CUDA only")
     dense = dense_for_transforms(query, key)
     if dense is not None:
         return dense
     if transformed():
-        return Choice("reference", "inside torch.func.vmap, which takes the dense formula apart")
+        return Choice("reference", "inside torch.func.vmap, which maps over the dense formula")
     if torch.compiler.is_compiling():
-        return Choice("reference", "a compiler takes the dense formula apart")
+        return Choice("reference", "a compiler fuses the dense formula")
     count = query.shape[2] * key.shape[2]
     if cuda:
-        return Choice("flash", f"{count} pairs: one fused call holds no N x M matrix")
+        return Choice("flash", f"{count} pairs: one fused call needs no N x M matrix")
     if count < FLASH_PAIRS:
         return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
-    return Choice("flash", f"{count} pairs: stock attention holds no N x M matrix")
+    return Choice("flash", f"{count} pairs: scaled_dot_product_attention needs no N x M matrix")
 
 
 def _for_pairs(backend: str, what: str = "pairs and bias") -> Choice:
-    """The dense formula, which alone takes pairs, biases and a causal order."""
+    """Choose the dense formula, the only one that supports pairs, biases and a causal order."""
     if backend not in ("auto", "reference"):
         raise ValueError(f'{what} need backend="auto" or "reference", got {backend!r}')
-    return Choice("reference", "only the dense formula takes pairs, biases and a causal order")
+    return Choice("reference", "only the dense formula supports pairs, biases and a causal order")
 
 
-# --- checks at the door, which raise errors that say what came ------------------------------------
+# --- argument checks ------------------------------------------------------------------------------
 
 
 def _checked(
@@ -360,9 +359,9 @@ def _checked(
     bias: Tensor | None,
     backend: str,
 ) -> Pairs | None:
-    """The pairs; ``z`` (B, H, N, p) is floating, ``beta`` > 0, ``mask`` (B, N) bool."""
+    """Check ``z`` (B, H, N, p), ``beta`` > 0 and ``mask`` (B, N), and return the pairs."""
     if not z.is_floating_point():
-        raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
+        raise TypeError(f"z must have a floating-point dtype, got {z.dtype}")
     if z.dim() != 4:
         raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
     _check_beta(beta, z.shape[1])
@@ -382,10 +381,10 @@ def _checked_queries(
     causal: bool,
     backend: str,
 ) -> Pairs | None:
-    """The pairs; ``query`` (B, H, N, p) and ``key`` (B, H, M, p) are floating, ``mask`` (B, M) bool."""
+    """Check ``query`` (B, H, N, p), ``key`` (B, H, M, p) and ``mask`` (B, M), and return the pairs."""
     if not query.is_floating_point() or key.dtype != query.dtype:
         raise TypeError(
-            f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
+            f"query and key must have one floating-point dtype, got {query.dtype} and {key.dtype}"
         )
     matrices = query.dim() == key.dim() == 4
     if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
@@ -397,7 +396,7 @@ def _checked_queries(
     _check_mask(mask, key, "(B, M)")
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
+            f"causal=True needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
         )
     check_backend(backend, "frozen keys")
     batch, heads, queries, _ = query.shape
@@ -405,15 +404,15 @@ def _checked_queries(
 
 
 def _check_beta(beta: float | Tensor, heads: int) -> None:
-    """An inverse temperature > 0, one, or one a head, (H, 1, 1)."""
+    """Check one inverse temperature > 0, or one per head, (H, 1, 1)."""
     if isinstance(beta, Tensor):
         fits = beta.numel() == 1 or tuple(beta.shape) == (heads, 1, 1)
         if not fits or not beta.is_floating_point():
             raise ValueError(
-                f"beta must be a number or a floating tensor (H, 1, 1) = ({heads}, 1, 1) or of one "
-                f"element, got {beta.dtype} {tuple(beta.shape)}"
+                f"beta must be a number or a floating-point tensor with one element or of shape "
+                f"(H, 1, 1) = ({heads}, 1, 1), got {beta.dtype} {tuple(beta.shape)}"
             )
-        # Its values are looked at only where that waits for no device.
+        # Its values are read only if this does not wait for a device.
         if beta.device.type != "cpu" or _traced(beta) or not heads:
             return
         beta = float(beta.detach().min())
@@ -424,26 +423,26 @@ def _check_beta(beta: float | Tensor, heads: int) -> None:
 
 
 def _traced(tensor: Tensor) -> bool:
-    """Whether a transform or a compiler stands between us and the number in ``tensor``."""
+    """Return whether a transform or a compiler hides the value of ``tensor``."""
     return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
 
 
 def _check_mask(mask: Tensor | None, tokens: Tensor, axes: str) -> None:
-    """Bool, one for each of the ``tokens`` (B, H, N, p) of a sample."""
+    """Check that the mask is bool with one entry per token of ``tokens`` (B, H, N, p)."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
+        raise TypeError(f"mask must have dtype bool, got {mask.dtype}")
     expected = (tokens.shape[0], tokens.shape[2])
     if tuple(mask.shape) != expected:
         raise ValueError(f"mask must have the shape {axes} = {expected}, got {tuple(mask.shape)}")
 
 
 def _check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
-    """``v`` like ``z``, and ``lse`` (B, H, N) where given."""
+    """Check that ``v`` is like ``z``, and the optional ``lse`` (B, H, N)."""
     if v.shape != z.shape or v.dtype != z.dtype or v.device != z.device:
         raise ValueError(
-            f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
+            f"v must have the properties of z, {tuple(z.shape)} {z.dtype} on {z.device}, "
             f"got {tuple(v.shape)} {v.dtype} on {v.device}"
         )
     if lse is not None and (lse.shape != z.shape[:3] or lse.device != z.device):

@@ -1,7 +1,7 @@
-"""Attention to keys that stay, on CUDA devices: one call of torch's fused attention, no matrix of pairs.
+"""Attention to frozen keys on CUDA devices by one call of torch's fused attention, without an N x M matrix.
 
-The keys stand for the values as well. The mean of the keys is the gradient of the log-sum-exp, so the
-backward pass of the fused call is the product with its Hessian.
+The keys are also the values. The mean of the keys is the gradient of the log-sum-exp, so the backward pass of
+the fused call is the product with its Hessian.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from implicit_attn.kernels import reference, strips
 from implicit_attn.kernels.arguments import Pairs, token_pairs, wide_dtype, without_autocast
 
-# Scores that are held at a time where the log-sum-exp is asked for, which torch does not return.
+# Number of scores in memory at a time for the log-sum-exp, which torch does not return.
 SCORES = 2**24
 
 
@@ -29,9 +29,9 @@ def attend(
     causal: bool,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``sum_j P_ij k_j`` in the dtype of the queries, and L or None; arguments as in ``dispatch``."""
+    """Return ``sum_j P_ij k_j`` in the dtype of the queries, and L or None; see ``dispatch``."""
     allowed, bias = (pairs or Pairs()).intersect(None if mask is None else mask[:, None, None])
-    if causal and not (allowed is None and bias is None):  # torch takes either a mask or the flag
+    if causal and not (allowed is None and bias is None):  # torch accepts either a mask or the flag
         order = token_pairs(None, True, query.shape[2], query.device)
         allowed, causal = Pairs(allowed).intersect(order).allowed, False
     attends = None
@@ -47,7 +47,7 @@ def attend(
 
 
 def _added(query: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """The argument ``attn_mask`` of torch's attention."""
+    """Return the argument ``attn_mask`` of torch's attention."""
     if bias is None:
         return allowed
     bias = bias.to(query.dtype)
@@ -68,7 +68,7 @@ def _stock(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal
 
 
 class _Mean(torch.autograd.Function):
-    """Torch's attention, whose backward pass can be differentiated again, then by the dense formula."""
+    """Torch's attention with a differentiable backward pass, which then uses the dense formula."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ def _log_sum_exp(
     beta: float,
     causal: bool,
 ) -> Tensor:
-    """(B, H, N), float32 or wider, by strips of rows, none of which holds more than ``SCORES`` scores."""
+    """Return L (B, H, N), float32 or wider, computed in strips of at most ``SCORES`` scores."""
     batch, heads, queries, _ = query.shape
     rows = max(1, SCORES // max(1, batch * heads * key.shape[2]))
     arguments = (query, key, allowed, bias, beta, causal)

@@ -1,4 +1,4 @@
-"""Attention in dense tensor operations: the definition that the other backends must match.
+"""Attention in dense tensor operations, the reference for the other backends.
 
 *Softmax attention* of queries among keys: weights, free energy and its gradients. With scores
 ``S = beta Q K^T + bias``, for the elastic form ``beta (Q K^T - |k_j|^2 / 2) + bias``, rows
@@ -34,25 +34,24 @@ from implicit_attn.kernels.arguments import (
 def softmax_over_pairs(
     scores: Tensor, pairs: Pairs | None, bounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Softmax and log-sum-exp of each row of ``scores + bias`` over the allowed pairs.
+    """Return softmax and log-sum-exp of each row of ``scores + bias`` over the allowed pairs.
 
-    What stands at pairs that are not allowed is never used, NaN included. A row without any key has
-    weights and log-sum-exp 0.
+    Scores of excluded pairs are never used, even NaN. A row without any key has weights and log-sum-exp 0.
 
     Args:
         scores: (B, H, N, M), float32 or wider.
-        bounded: ``exp`` of the scores stays finite, which saves the search for each row's maximum; not
-            used where there is a bias.
+        bounded: whether ``exp`` of the scores is finite without subtracting row maxima; ignored with a
+            bias.
 
     Returns:
         weights (B, H, N, M), lse (B, H, N), and which rows have a key, (B or 1, H or 1, N) bool, or
-        None where all have one.
+        None if all have one.
     """
     allowed, bias = pairs or Pairs()
     scores = scores if bias is None else scores + bias.to(scores.dtype)
     attends = None if allowed is None else allowed.any(-1)
     if allowed is not None and attends is not None:
-        # A row without keys is a row of zeros, emptied below: no NaN arises.
+        # A row without keys is zero here and removed below, which avoids NaN.
         closed = scores.new_zeros(()).masked_fill(attends, -torch.inf).unsqueeze(-1)
         scores = torch.where(allowed, scores, closed)
     if bounded and bias is None:
@@ -68,14 +67,14 @@ def softmax_over_pairs(
 
 
 class Attended(NamedTuple):
-    """Weights P (B, H, N, M) where they are formed, L (B, H, N), and which queries have a key."""
+    """Weights P (B, H, N, M) or None, L (B, H, N), and which queries have a key."""
 
     weights: Any
     lse: Tensor
     attends: Tensor | None  # (B or 1, H or 1, N) bool; None: all
 
     def only(self, query: Tensor) -> Tensor:
-        """``query`` (B, H, N, p) with zeros where there is no key."""
+        """Return ``query`` (B, H, N, p) with zeros at queries without a key."""
         there = self.attends
         return query if there is None else query.masked_fill(~there.unsqueeze(-1), 0.0)
 
@@ -90,15 +89,14 @@ def attend(
     pairs: Pairs | None = None,
     limit: float | None = None,
 ) -> Attended:
-    """The softmax of the queries among the keys.
+    """Return the softmax of the queries over the keys.
 
     Args:
-        query, key: (B, H, N, p) and (B, H, M, p), floating.
-        beta: a number, or one a head, (H, 1, 1).
-        elastic: the scores are those of distances.
-        pairs: which pairs there are, and their biases; None: all, without.
-        limit: the caller's bound on every ``|S_ij|`` where there is no bias; up to 60 it saves the
-            search for each row's maximum.
+        query, key: (B, H, N, p) and (B, H, M, p), floating-point.
+        beta: a number, or one per head, (H, 1, 1).
+        elastic: whether scores are negative squared distances.
+        pairs: allowed pairs and their biases; None for all pairs without bias.
+        limit: bound on every ``|S_ij|`` without a bias; bounds up to 60 make row maxima unnecessary.
     """
     wide = wide_dtype(query)
     scores = (query.to(wide) @ key.to(wide).mT) * beta
@@ -110,7 +108,7 @@ def attend(
 def query_key_gradients(
     query: Tensor, key: Tensor, attended: Attended, *, elastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``dF/dQ = -P K`` and ``dF/dK = -P^T Q``; elastic ``Q - P K`` and ``diag(1^T P) K - P^T Q``."""
+    """Return ``dF/dQ = -P K`` and ``dF/dK = -P^T Q``; elastic: ``Q - P K``, ``diag(1^T P) K - P^T Q``."""
     weights = attended.weights.to(query.dtype)
     by_query, by_key = -(weights @ key), -(weights.mT @ query)
     if elastic:
@@ -123,7 +121,7 @@ def query_key_gradients(
 def dense(
     query: Tensor, key: Tensor, beta: float, mask: Tensor | None, pairs: Pairs | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``P K`` in the dtype of the queries, and L, over the unmasked keys (B, M)."""
+    """Return ``P K`` in the dtype of the queries, and L, over the unmasked keys (B, M)."""
     if mask is not None:
         pairs = (pairs or Pairs()).intersect(mask[:, None, None])
     weights, lse, _ = attend(query, key, beta, pairs=pairs)
@@ -133,34 +131,34 @@ def dense(
 def covariance_product(
     weights: Tensor, values: Tensor, vector: Tensor, *, mean: Tensor | None = None
 ) -> Tensor:
-    """``C_i w_i = sum_j P_ij (v_j - m_i) ((v_j - m_i).w_i)`` with the mean ``m_i = sum_j P_ij v_j``.
+    """Return ``C_i w_i = sum_j P_ij (v_j - m_i) ((v_j - m_i).w_i)`` with the mean ``m_i = sum_j P_ij v_j``.
 
-    The product of a covariance under attention weights with a vector, which no p x p matrix needs. With
-    the keys for values, ``C w / T`` is the derivative of the attention output
-    ``sum_j softmax_j(q.k_j / T) k_j`` by q along w.
+    It multiplies the covariance under attention weights with a vector, without forming a p x p matrix. With
+    the keys as values, ``C w / T`` is the derivative of the attention output
+    ``sum_j softmax_j(q.k_j / T) k_j`` with respect to q along w.
 
     Args:
-        weights: P (B, H, N, M), floating, whose rows sum to 1.
+        weights: P (B, H, N, M), floating-point, whose rows sum to 1.
         values: v, (B, H, M, r).
         vector: w, (B, H, N, r).
-        mean: the means m (B, H, N, r) where they are known; None: they are computed, which is more
-            precise where the values have a large common offset.
+        mean: means m (B, H, N, r) if known; None to compute them, which is more accurate for values
+            with a large common offset.
 
     Returns:
         (B, H, N, r) in the dtype of ``vector``, computed in the widest dtype of the arguments,
         float32 or wider; differentiable any number of times.
 
     Raises:
-        TypeError, ValueError: for arguments other than the above, naming them.
+        TypeError, ValueError: if an argument is invalid.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
-    https://arxiv.org/abs/2511.00907, where it is the second-order term of a Newton step.
+    https://arxiv.org/abs/2511.00907, as the second-order term of a Newton step.
     """
     named = {"weights": weights, "values": values, "vector": vector}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor of a floating dtype, got {got}")
+            raise TypeError(f"{name} must be a floating-point tensor, got {got}")
     if weights.dim() != 4:
         raise ValueError(f"weights must have the shape (B, H, N, M), got {tuple(weights.shape)}")
     *lead, queries, keys = weights.shape
@@ -171,7 +169,7 @@ def covariance_product(
             raise ValueError(f"{name} must have the shape {wanted}, got {got}")
     if mean is not None and mean.shape != vector.shape:
         wanted, got = tuple(vector.shape), tuple(mean.shape)
-        raise ValueError(f"mean must be like vector, {wanted}, got {got}")
+        raise ValueError(f"mean must have the shape of vector, {wanted}, got {got}")
     return _covariance_product(values, weights, vector, mean)
 
 
@@ -181,7 +179,7 @@ def _covariance_product(
 ) -> Tensor:
     wide = torch.promote_types(wide_dtype(vector), torch.promote_types(values.dtype, weights.dtype))
     values, weights, moved = (t.to(wide) for t in (values, weights, vector))
-    # The covariance is that of the values without a common offset, whose squares would cancel.
+    # Subtracting a common offset of the values avoids cancellation of its squares.
     origin = values[:, :, :1]
     values = values - origin
     mean = weights @ values if mean is None else mean.to(wide) - origin
@@ -211,7 +209,7 @@ def bisoftmax(
     gradient = torch.matmul(both, z)
     if mask is None:
         return gradient, lse
-    # Both are zero at masked tokens already; no cotangent there, which may be NaN, goes further.
+    # Both are zero at masked tokens; cotangents there, which may be NaN, are discarded.
     return zero_masked(gradient, mask), lse.masked_fill(~mask[:, None], 0.0)
 
 
@@ -226,10 +224,10 @@ def bisoftmax_hvp(
     pairs: Pairs | None = None,
 ) -> Tensor:
     dtype, wide = z.dtype, wide_dtype(z)
-    # The tangents nearly cancel in T - r: half precision would keep little of the difference.
+    # The tangents nearly cancel in T - r, so the difference is computed in float32.
     z = zero_masked(z, mask).to(wide).contiguous()
     v = zero_masked(v, mask).to(wide).contiguous()
-    # A given lse, a constant, has no part in a derivative by z.
+    # A given lse is constant, so it is not used for derivatives with respect to z.
     recorded = torch.is_grad_enabled() and z.requires_grad
     if pairs is not None or lse is None or recorded or transformed() or has_tangent(z):
         weights, _ = _row_softmax(z, beta, mask, causal, pairs)
@@ -245,10 +243,10 @@ def bisoftmax_hvp(
 
 
 def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """(B or 1, 1, N, N) bool, True where ``m_ij = 0``; the diagonal stays open.
+    """Return (B or 1, 1, N, N) bool, True where ``m_ij = 0``, except on the diagonal.
 
-    A masked token is a zero row that attends to itself alone: its log-sum-exp is 0 and its part of
-    the gradient is 0, so no row is ever empty and nothing needs repair afterwards.
+    A masked token is a zero row that attends only to itself: its log-sum-exp and its part of the gradient
+    are 0, so no row is empty.
     """
     if mask is None and not causal:
         return None
@@ -262,7 +260,7 @@ def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
 
 
 def _scores(z: Tensor, beta: float, blocked: Tensor | None) -> Tensor:
-    """``S = beta Z Z^T``, minus infinity where blocked; float32 for half precision."""
+    """Return ``S = beta Z Z^T``, minus infinity where blocked; float32 for half precision."""
     z = z.to(wide_dtype(z))
     batch, heads, tokens, width = z.shape
     rows = z.view(batch * heads, tokens, width)
@@ -274,9 +272,9 @@ def _scores(z: Tensor, beta: float, blocked: Tensor | None) -> Tensor:
 def _row_softmax(
     z: Tensor, beta: float, mask: Tensor | None, causal: bool, pairs: Pairs | None
 ) -> tuple[Tensor, Tensor]:
-    """``P`` (B, H, N, N) in the dtype of ``z``, and ``L`` (B, H, N), over the pairs that all allow.
+    """Return ``P`` (B, H, N, N) in the dtype of ``z``, and ``L`` (B, H, N), over the allowed pairs.
 
-    With ``pairs`` rows without any key are zero, those of masked tokens with them.
+    With ``pairs``, rows without any key and rows of masked tokens are zero.
     """
     if pairs is not None:
         pairs = pairs.intersect(token_pairs(mask, causal, z.shape[2], z.device))
@@ -284,13 +282,13 @@ def _row_softmax(
         return weights.to(z.dtype), lse
     scores = _scores(z, beta, _blocked(z, mask, causal))
     log_weights = scores.log_softmax(-1)
-    # L_i = S_ii - log P_ii: the diagonal is never blocked, so both are finite.
+    # L_i = S_ii - log P_ii is finite, because the diagonal is never blocked.
     lse = scores.diagonal(dim1=-2, dim2=-1) - log_weights.diagonal(dim1=-2, dim2=-1)
     return log_weights.exp().to(z.dtype), lse
 
 
 def _symmetric_softmax(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``P + P^T`` and ``L`` for bounded scores and a symmetric mask.
+    """Return ``P + P^T`` and ``L`` for bounded scores and a symmetric mask.
 
     With ``e = exp(S)``, symmetric, and ``l_i = sum_j e_ij``: ``(P + P^T)_ij`` is
     ``e_ij (1 / l_i + 1 / l_j)``.
@@ -299,8 +297,8 @@ def _symmetric_softmax(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Ten
     some_alone = mask is not None or z.shape[2] == 1
     own = scores.diagonal(dim1=-2, dim2=-1).clone() if some_alone else None
     exponentials = scores.exp()
-    del scores  # one matrix less while the others are made
-    totals = exponentials.sum(-2)  # columns and rows sum to the same
+    del scores  # free one matrix before allocating the others
+    totals = exponentials.sum(-2)  # row and column sums are equal
     shares = totals.reciprocal()
     both = exponentials * (shares.unsqueeze(-1) + shares.unsqueeze(-2))
     lse = totals.log()

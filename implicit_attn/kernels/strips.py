@@ -1,26 +1,26 @@
-"""Attention without an N x N matrix, from stock operators: strips of rows in buffers of fixed size.
+"""Attention without an N x N matrix, from standard operators on strips of rows in buffers of fixed size.
 
-Half precision is computed in float32. Bi-softmax, on any device, goes two ways; for its formulas see
-``dispatch``, for autograd and autocast ``ops``.
+Half precision is computed in float32. Bi-softmax, on any device, uses one of two algorithms; see ``dispatch``
+for its formulas and ``ops`` for autograd and autocast.
 
-*Symmetric*, where scores are bounded: with ``e = exp(S)``, symmetric, ``l_i = sum_j e_ij`` and ``u = 1 / l``
-the gradient's matrix is ``(P + P^T)_ij = e_ij (u_i + u_j)``. A strip holds some rows of ``e`` and the columns
-from its first row on; it gives row sums and column sums, and products with either side. In units of N^2 p
-multiply-adds the gradient takes 2 (0.5 for the sums, 1.5 for the products) and the Hessian-vector product
-5 (1.5 and 3.5). A strip that is a whole matrix is kept from the first pass to the second. No row maximum
-is taken: the scores' bound leaves ``exp`` within the dtype (``S_ii >= 0``, so no row sum is below 1).
+*Symmetric*, for bounded scores: with symmetric ``e = exp(S)``, ``l_i = sum_j e_ij`` and ``u = 1 / l``
+the gradient's matrix is ``(P + P^T)_ij = e_ij (u_i + u_j)``. A strip contains some rows of ``e`` and the
+columns from its first row on; it yields row sums, column sums, and products with either side. In units of
+N^2 p multiply-adds the gradient costs 2 (0.5 for the sums, 1.5 for the products) and the Hessian-vector
+product 5 (1.5 and 3.5). A strip that is a whole matrix is reused in the second pass. Row maxima are not
+needed: the bound keeps ``exp`` in range (``S_ii >= 0``, so row sums are at least 1).
 
-*Rows*, for any scores and masks, in one sweep: a strip holds all columns of some rows (up to its last
-row where causal), so its row maxima and row sums are final, and what it gives to its rows and to its
-columns is added at once: ``P Z`` in the strip's rows plus ``P^T Z_rows`` everywhere. The gradient takes 3
-and the Hessian-vector product 7, half of it where causal.
+*Rows*, for any scores and masks, in one pass: a strip contains all columns of some rows (up to its last
+row if causal), so its row maxima and row sums are final, and its contributions to its rows and columns are
+added directly: ``P Z`` in the strip's rows plus ``P^T Z_rows`` everywhere. The gradient costs 3 and the
+Hessian-vector product 7, or half as much if causal.
 
-Attention to frozen keys (``flash``, on the CPU): where the keys do not depend on the queries one stock
-attention with the keys for values gives value and gradient. Their derivatives, with them the Hessian-vector
-product, come by strips: the stock backward pass always differentiates by the keys too, which that product
-does not need. Only derivatives of derivatives hold an N x M matrix.
+Attention to frozen keys (``flash``, on the CPU): if the keys do not depend on the queries, one call of
+torch's attention with the keys as values gives value and gradient. Strips compute their derivatives,
+including the Hessian-vector product, because torch's backward pass always differentiates the keys, too.
+Only derivatives of derivatives store an N x M matrix.
 
-Tensors inside are (G, N, p), G = B H heads, float32 or float64, with zero rows at masked tokens;
+Internal tensors are (G, N, p), G = B H heads, float32 or float64, with zero rows at masked tokens;
 ``unmasked`` (G, N, 1) is ``wide_mask``.
 """
 
@@ -46,12 +46,12 @@ from implicit_attn.kernels.arguments import (
     zero_masked,
 )
 
-# Elements of a strip for all its heads: 1 MiB of float32, which stays in cache. Whole matrices are
-# small, so that more of them at once save operator calls.
+# Elements of a strip for all its heads: 1 MiB of float32, which fits into the cache. Whole matrices are
+# small, so processing several at once saves operator calls.
 STRIP, WHOLE_STRIP = 2**18, 2**20
-WHOLE = 256  # tokens up to which a strip is a whole matrix
-ROWS = 128  # rows of a strip beyond that, at most
-# Elements of the largest buffer that is kept; a larger one is allocated for each call.
+WHOLE = 256  # largest number of tokens for which a strip is a whole matrix
+ROWS = 128  # largest number of rows of a strip for more tokens
+# Elements of the largest buffer that is reused; larger ones are allocated for each call.
 KEPT = 2**20
 
 _OF_THIS_THREAD = threading.local()
@@ -61,10 +61,10 @@ _stock = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def recomputed(function: Callable[..., Any], count: int, rows: int, *arguments: Any) -> list[Any]:
-    """``function(strip, *arguments)`` for strips of so many rows, one at least.
+    """Return ``function(strip, *arguments)`` for strips of so many rows, at least one.
 
-    Where there are several each is computed again for derivatives, so that only one of them is held at a
-    time. The transforms of ``torch.func``, forward mode and compilers hold all of them.
+    Several strips are recomputed for derivatives, so only one of them is in memory at a time. With
+    ``torch.func`` transforms, forward mode and compilers all of them are.
     """
     strips = [slice(first, first + rows) for first in range(0, max(count, 1), max(rows, 1))]
     tensors = [each for each in arguments if isinstance(each, Tensor)]
@@ -76,12 +76,12 @@ def recomputed(function: Callable[..., Any], count: int, rows: int, *arguments: 
 
 
 def strip_rows(tokens: int) -> int:
-    """Rows of a strip, so that all strips are about equal."""
+    """Return the number of rows that makes all strips about equal."""
     return tokens if tokens <= WHOLE else -(-tokens // -(-tokens // ROWS))
 
 
 def strip_heads(keys: Tensor, rows: int) -> int:
-    """Heads that share a strip of so many rows; on the CPU a head for each core, at least."""
+    """Return the number of heads that share a strip, on the CPU at least one per core."""
     batch, tokens, _ = keys.shape
     heads = (WHOLE_STRIP if rows >= tokens else STRIP) // (rows * tokens)
     if keys.device.type == "cpu":
@@ -91,7 +91,7 @@ def strip_heads(keys: Tensor, rows: int) -> int:
 
 
 def row_strips(keys: Tensor, queries: int) -> Iterator[tuple[slice, slice]]:
-    """Strips of whole rows of matrices (G, queries, M): the heads that share one, and its rows."""
+    """Yield strips of whole rows of matrices (G, queries, M): their heads and rows."""
     rows = strip_rows(queries)
     group = strip_heads(keys, rows)
     for head in range(0, keys.shape[0], group):
@@ -100,20 +100,20 @@ def row_strips(keys: Tensor, queries: int) -> Iterator[tuple[slice, slice]]:
 
 
 def buffer(like: Tensor, number: int, size: int) -> Tensor:
-    """Flat, uninitialised memory for ``size`` elements with the dtype and device of ``like``.
+    """Return flat uninitialised memory for ``size`` elements with the dtype and device of ``like``.
 
-    A fresh allocation is paid for page by page when it is first written, which for small problems
-    takes longer than the arithmetic. So each thread keeps the CPU buffers up to ``KEPT`` elements, one
-    for each ``number`` and dtype: a buffer is good until the same one is asked for again.
+    The page faults of a new allocation take longer than the arithmetic of small problems. Each thread
+    therefore keeps CPU buffers of up to ``KEPT`` elements, one per ``number`` and dtype; a buffer is valid
+    until the same one is requested again.
     """
     if type(like) is not Tensor or like.device.type != "cpu" or size > KEPT:
         return like.new_empty(size)
     kept, name = vars(_OF_THIS_THREAD), f"{number} {like.dtype}"
     found = kept.get(name)
     if found is None or found.numel() < size:
-        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             found = torch.empty(size, dtype=like.dtype, device="cpu")
-        if type(found) is Tensor:  # what a mode such as FakeTensorMode made is good only inside it
+        if type(found) is Tensor:  # do not keep tensors of modes such as FakeTensorMode
             kept[name] = found
     return found
 
@@ -124,12 +124,12 @@ def release() -> None:
 
 
 def wide_rows(z: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, H, N, p) as (B H, N, p), contiguous, float32 or wider, zero at masked tokens."""
+    """Convert (B, H, N, p) to contiguous (B H, N, p), float32 or wider, zero at masked tokens."""
     return zero_masked(z, mask).to(wide_dtype(z)).contiguous().flatten(0, 1)
 
 
 def wide_mask(z: Tensor, mask: Tensor | None) -> Tensor | None:
-    """A mask (B, N) as (B H, N, 1), float32 or wider: 0 at masked tokens and 1 elsewhere."""
+    """Convert a mask (B, N) to (B H, N, 1), float32 or wider, 0 at masked tokens and 1 elsewhere."""
     if mask is None:
         return None
     batch, heads, tokens, _ = z.shape
@@ -140,7 +140,7 @@ def wide_mask(z: Tensor, mask: Tensor | None) -> Tensor | None:
 def symmetric_strips(
     z: Tensor, beta: float, buffers: int
 ) -> Iterator[tuple[slice, list[SymmetricStrip]]]:
-    """Groups of heads, each with all strips of its matrices ``beta Z Z^T``, in the same buffers."""
+    """Yield groups of heads with all strips of their matrices ``beta Z Z^T``, in the same buffers."""
     batch, tokens, _ = z.shape
     rows = strip_rows(tokens)
     heads = strip_heads(z, rows)
@@ -154,8 +154,8 @@ def symmetric_strips(
 class SymmetricStrip:
     """Rows ``first .. end`` of symmetric matrices, and the columns from ``first`` on.
 
-    The tiles right of the diagonal one stand for their transposes too, so the strips of a matrix
-    are about half of it. What a strip computes lies in a buffer until that is taken again.
+    The tiles right of the diagonal one also represent their transposes, so the strips of a matrix
+    are about half of it. The results of a strip are valid until their buffer is reused.
     """
 
     def __init__(self, z: Tensor, beta: float, first: int, end: int, buffers: list[Tensor]) -> None:
@@ -165,22 +165,22 @@ class SymmetricStrip:
         self._shape = (z.shape[0], end - first, z.shape[1] - first)
 
     def buffer(self, number: int) -> Tensor:
-        """A buffer in the shape of the strip, (heads, rows, columns)."""
+        """Return a buffer with the shape of the strip, (heads, rows, columns)."""
         return self._buffers[number][: math.prod(self._shape)].view(self._shape)
 
     def scores(self) -> Tensor:
-        """``S = beta Z Z^T``, in buffer 0."""
+        """Return ``S = beta Z Z^T`` in buffer 0."""
         out, rows, columns = self.buffer(0), self.z[:, self._rows], self.z[:, self._columns]
         return torch.baddbmm(out, rows, columns.mT, beta=0.0, alpha=self._beta, out=out)
 
     def tangents(self, v: Tensor) -> Tensor:
-        """``beta (V Z^T + Z V^T)``, in buffer 1."""
+        """Return ``beta (V Z^T + Z V^T)`` in buffer 1."""
         out, z, rows, columns = self.buffer(1), self.z, self._rows, self._columns
         torch.baddbmm(out, v[:, rows], z[:, columns].mT, beta=0.0, alpha=self._beta, out=out)
         return out.baddbmm_(z[:, rows], v[:, columns].mT, alpha=self._beta)
 
     def pair_sums(self, values: Tensor, number: int) -> Tensor:
-        """``a_i + a_j`` for values a (heads, N)."""
+        """Return ``a_i + a_j`` for values a (heads, N)."""
         rows, columns = values[:, self._rows, None], values[:, None, self._columns]
         return torch.add(rows, columns, out=self.buffer(number))
 
@@ -212,7 +212,7 @@ class SymmetricStrip:
 def bisoftmax_forward(
     z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32 or wider."""
+    """Return gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32 or wider."""
     tokens, unmasked = wide_rows(z, mask), wide_mask(z, mask)
     if _bounded(tokens, beta, causal, limit):
         gradient, lse = _symmetric_gradient(tokens, beta, unmasked)
@@ -235,9 +235,9 @@ def bisoftmax_hvp(
     lse: Tensor | None = None,
     lse_cotangent: Tensor | None = None,
 ) -> Tensor:
-    """Hessian times ``v``, and the pullback of a cotangent a (B, H, N) of the lse.
+    """Return the Hessian times ``v`` plus the pullback of a cotangent a (B, H, N) of the lse.
 
-    ``H V + beta (diag(a) P + P^T diag(a)) Z``, (B, H, N, p) in the dtype of ``z``.
+    It is ``H V + beta (diag(a) P + P^T diag(a)) Z``, (B, H, N, p) in the dtype of ``z``.
     """
     tokens, vectors, unmasked = wide_rows(z, mask), wide_rows(v, mask), wide_mask(z, mask)
     flat = [_wide_numbers(each, tokens, mask) for each in (lse, lse_cotangent)]
@@ -257,7 +257,7 @@ def hvp_pullback(
     causal: bool,
     lse_cotangent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pullback of ``direction`` through ``bisoftmax_hvp``: to z, v (B, H, N, p), a (B, H, N)."""
+    """Return the pullback of ``direction`` through ``bisoftmax_hvp`` to z, v (B, H, N, p), a (B, H, N)."""
     tokens, vectors, along = (wide_rows(t, mask) for t in (z, v, direction))
     unmasked, a = wide_mask(z, mask), _wide_numbers(lse_cotangent, tokens, mask)
     by_z, by_v, by_a = _row_pullback(tokens, vectors, along, beta, unmasked, causal, a)
@@ -268,7 +268,7 @@ def hvp_pullback(
 
 
 def _wide_numbers(a: Tensor | None, like: Tensor, mask: Tensor | None) -> Tensor | None:
-    """A number for each row, (B, H, N), as (B H, N); zero at masked tokens, whatever was there."""
+    """Convert numbers per row (B, H, N) to (B H, N), zero at masked tokens."""
     if a is None:
         return None
     a = a if mask is None else a.masked_fill(~mask[:, None], 0.0)
@@ -276,10 +276,10 @@ def _wide_numbers(a: Tensor | None, like: Tensor, mask: Tensor | None) -> Tensor
 
 
 def _bounded(tokens: Tensor, beta: float, causal: bool, limit: float | None) -> bool:
-    """Whether ``exp`` of every score, and sums of them, stay within float32.
+    """Return whether ``exp`` of every score and their sums are finite in float32.
 
-    Where the caller gives no bound, Cauchy-Schwarz does: ``|S_ij| <= beta max |z_i|^2``. On other
-    devices than the CPU asking for it would wait for the device.
+    Without a bound from the caller the Cauchy-Schwarz inequality gives one, ``|S_ij| <= beta max |z_i|^2``,
+    on the CPU only, because reading it would wait for another device.
     """
     if causal:
         return False
@@ -353,7 +353,7 @@ def _symmetric_product(
 
 
 def _reciprocals(total: Tensor, unmasked: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``u = 1 / l`` and ``L = log l``; zero at masked tokens."""
+    """Return ``u = 1 / l`` and ``L = log l``, zero at masked tokens."""
     if unmasked is None:
         return total.reciprocal(), total.log()
     masked = unmasked.squeeze(-1) == 0
@@ -407,19 +407,19 @@ def _row_pullback(
     causal: bool,
     cotangent: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by z, v (G, N, p) and a (G, N) of the scalar that a Hessian-vector product pulls back.
+    """Return the pullback of a Hessian-vector product to z, v (G, N, p) and a (G, N).
 
     For a direction c the pullback of ``H V + J_L^T a`` (``J_L`` the Jacobian of the lse, a its cotangent)
-    is the gradient by (z, v, a) of the scalar ``c.(H V) + a.(J_L c)``. With ``T^v = beta (V Z^T + Z V^T)``,
+    is the gradient of the scalar ``c.(H V) + a.(J_L c)`` in (z, v, a). With ``T^v = beta (V Z^T + Z V^T)``,
     ``r^v = rowsum(P * T^v)``, and the same for c, that scalar is the sum over i of
 
         ``sum_j P_ij Q_ij - r^v_i r^c_i / beta + a_i r^c_i``
         with ``Q_ij = T^v_ij T^c_ij / beta + v_i.c_j + c_i.v_j``
 
-    and its derivatives, from which those by z, v and a follow by the product rule, are
+    and its derivatives, from which those in z, v and a follow by the product rule, are
 
-        by S: ``P * (F - rowsum(P * F))``,   ``F = Q + (a - r^v / beta) T^c - (r^c / beta) T^v``
-        by ``T^v``: ``P * (T^c - r^c) / beta``,   by ``T^c``: ``P * ((T^v - r^v) / beta + a)``.
+        in S: ``P * (F - rowsum(P * F))``,   ``F = Q + (a - r^v / beta) T^c - (r^c / beta) T^v``
+        in ``T^v``: ``P * (T^c - r^c) / beta``,   in ``T^c``: ``P * ((T^v - r^v) / beta + a)``.
     """
     by_z, by_v, by_a = torch.zeros_like(z), torch.zeros_like(v), torch.empty_like(z[:, :, 0])
     for heads, rows, columns, weights, _ in _softmax_strips(z, beta, unmasked, causal):
@@ -447,7 +447,7 @@ def _row_pullback(
 def _softmax_strips(
     z: Tensor, beta: float, unmasked: Tensor | None, causal: bool, lse: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor]]:
-    """Heads, rows and columns of each strip, its ``P`` and its ``L``, found unless ``lse`` has it."""
+    """Yield heads, rows, columns, ``P`` and ``L`` of each strip, with ``L`` from ``lse`` if given."""
     for heads, rows in row_strips(z, z.shape[1]):
         columns = slice(0, rows.stop if causal else z.shape[1])
         left, right = z[heads, rows], z[heads, columns]
@@ -477,7 +477,7 @@ def _add_both_sides(
 def _blocked(
     z: Tensor, unmasked: Tensor | None, causal: bool, rows: slice, columns: slice
 ) -> Tensor | None:
-    """(G or 1, rows, columns) bool, True where ``m_ij = 0``; the diagonal stays open."""
+    """Return (G or 1, rows, columns) bool, True where ``m_ij = 0``, except on the diagonal."""
     if unmasked is None and not causal:
         return None
     row = torch.arange(rows.start, rows.stop, device=z.device).unsqueeze(-1)
@@ -490,7 +490,7 @@ def _blocked(
 
 
 def _both_sides(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Tensor:
-    """``left_i.right_j + right_i.left_j`` of a strip."""
+    """Return ``left_i.right_j + right_i.left_j`` of a strip."""
     product = torch.bmm(left[:, rows], right[:, columns].mT)
     return product.baddbmm_(right[:, rows], left[:, columns].mT)
 
@@ -499,7 +499,7 @@ def _both_sides(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Ten
 
 
 def flash(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """By stock attention, which takes at least a query and a key, on the CPU."""
+    """Compute frozen-key attention by torch's attention on the CPU, for at least one query and key."""
     mean, lse = _Queries.apply(query, (key,), beta, mask)  # type: ignore[misc]
     if not (torch.is_grad_enabled() and key.requires_grad):
         return mean, lse
@@ -509,15 +509,15 @@ def flash(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
-    """With stride 1 along the width: the stock operator takes that for granted and asks no one."""
+    """Return the tensor with stride 1 along the width, which torch's operator requires unchecked."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Queries(torch.autograd.Function):
-    """Stock attention with the keys for values, and its log-sum-exp; differentiable by the queries.
+    """Torch's attention with the keys as values, and its log-sum-exp; differentiable in the queries.
 
-    The keys' derivative is a node of its own, ``_Keys``: a product with the Hessian, which asks for
-    the queries' alone, then does not compute it.
+    A separate node, ``_Keys``, computes the derivative of the keys, so a Hessian-vector product, which
+    needs only that of the queries, skips it.
     """
 
     @staticmethod
@@ -544,7 +544,7 @@ class _Queries(torch.autograd.Function):
 
 
 class _Keys(torch.autograd.Function):
-    """Zeros with the derivative by the keys of what ``_Queries`` returned."""
+    """Zeros whose gradient is that of the result of ``_Queries`` with respect to the keys."""
 
     @staticmethod
     def forward(
@@ -574,10 +574,10 @@ def _pull_back(
     mask: Tensor | None,
     by_key: bool,
 ) -> Tensor:
-    """Pullback of cotangents g of the mean and a of the lse: to the queries, or to the keys.
+    """Return the pullback of cotangents g of the mean and a of the lse to the queries or the keys.
 
-    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, or ``beta dS^T Q + P^T G``. Where it
-    will be differentiated again it comes from the graph of the dense formula, else by strips.
+    With ``dS = P * (G K^T - g_i.mean_i + a_i)`` it is ``beta dS K`` or ``beta dS^T Q + P^T G``. It uses the
+    graph of the dense formula if it is differentiated again, and strips otherwise.
     """
     if torch.is_grad_enabled():
         pairs = zip(reference.dense(query, key, beta, mask), cotangents, strict=True)

@@ -1,4 +1,4 @@
-"""Attention as steps of an optimiser: forms of causal attention, and queries that descend their energy."""
+"""Attention as optimiser steps: forms of causal attention, and queries that descend their energy."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from implicit_attn.updates.update import QueryDescent
 from solvers.core.checks import require_choice, require_count, require_flag
 from solvers.core.modes import without_autocast
 
-TAU = 0.01  # at the start of training
+TAU = 0.01  # initial value of tau
 
 
 class AttentionForm(nn.Module):
-    """The residual branch u of an attention layer ``z + u(z)``: heads side by side, then ``W_O``.
+    """Base class of the residual branch u of an attention layer ``z + u(z)``: heads, then ``W_O``.
 
-    A subclass defines ``attend`` on the heads' features. No projection has a bias.
+    A subclass defines ``attend`` on the heads' features. Projections have no bias.
 
     Args:
         dim: features d of a token.
-        heads: H, a divisor of d; each has the width p = d / H.
-        causal: token i attends to ``j <= i``, else to all.
-        values: there is a ``W_V``.
+        heads: number of heads H, a divisor of d; each has the width p = d / H.
+        causal: whether token i attends only to ``j <= i``.
+        values: whether there is a ``W_V``.
 
-    Shapes: tokens ``z`` (B, N, d) -> (B, N, d); ``memory`` (B, N, d), what keys and values are made
-    of, None: z; ``mask`` (B, N) bool, False at masked tokens, whose output is 0 and to which no other
+    Shapes: tokens ``z`` (B, N, d) -> (B, N, d); ``memory`` (B, N, d), the source of keys and values, or
+    None for z; ``mask`` (B, N) bool, False at masked tokens, whose output is 0 and to which no other
     token attends.
     """
 
@@ -67,19 +67,19 @@ class AttentionForm(nn.Module):
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-        """What enters ``W_O``, (B, H, N, p), for queries and keys (B, H, N, p) and the memory."""
+        """Return the input of ``W_O``, (B, H, N, p), for queries and keys (B, H, N, p) and the memory."""
 
     def values(self, memory: Tensor) -> Tensor:
-        """``W_V h``, (B, H, N, p)."""
+        """Return ``W_V h``, (B, H, N, p)."""
         assert self.value is not None
         return self.split(self.value(memory))
 
     def split(self, tokens: Tensor) -> Tensor:
-        """(B, N, H p) -> (B, H, N, p)."""
+        """Convert (B, N, H p) to (B, H, N, p)."""
         return tokens.unflatten(-1, (self.heads, self.width)).transpose(1, 2)
 
     def allowed(self, count: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """Pairs that attend, bool, (N, N) or (B, 1, N, N); each token at least to itself. None: all."""
+        """Return the allowed pairs, bool (N, N) or (B, 1, N, N), including self-pairs; None for all."""
         pairs = None
         if self.causal:
             pairs = torch.ones(count, count, dtype=torch.bool, device=device).tril()
@@ -90,12 +90,12 @@ class AttentionForm(nn.Module):
         return seen if pairs is None else seen & pairs
 
     def weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Softmax of scores (B, H, N, N) over the pairs that attend."""
+        """Return the softmax of scores (B, H, N, N) over the allowed pairs."""
         pairs = self.allowed(scores.shape[-1], mask, scores.device)
         return (scores if pairs is None else scores.masked_fill(~pairs, -torch.inf)).softmax(-1)
 
     def by_head(self, layer: nn.Linear) -> Tensor:
-        """The rows of a projection's weight for each head, (H, p, d)."""
+        """Return the rows of a projection's weight for each head, (H, p, d)."""
         return layer.weight.unflatten(0, (self.heads, self.width))
 
     def extra_repr(self) -> str:
@@ -105,14 +105,14 @@ class AttentionForm(nn.Module):
 class CausalAttention(AttentionForm):
     """Softmax attention, ``W_O sum_j P_ij v_j`` with ``P = softmax(q.k / sqrt(p))``.
 
-    With ``W_V = W_K`` and ``W_O,h = W_Q,h^T / H`` it is minus the gradient of each token's free energy
-    ``-(T/H) sum_h log sum_j exp(q_h.k_hj / T)`` at ``T = sqrt(p)``, the keys held.
+    With ``W_V = W_K`` and ``W_O,h = W_Q,h^T / H`` it is the negative gradient of each token's free energy
+    ``-(T/H) sum_h log sum_j exp(q_h.k_hj / T)`` at ``T = sqrt(p)`` for fixed keys.
 
     Args:
-        dim, heads, causal: as for ``AttentionForm``.
-        fused: use torch's fused attention, which has no second derivatives in reverse mode: those need
-            ``fused=False``, the dense formula, which is what the other forms begin with. Forward-mode
-            derivatives and the transforms of ``torch.func`` take the dense formula by themselves.
+        dim, heads, causal: see ``AttentionForm``.
+        fused: whether to use torch's fused attention, which has no second derivatives in reverse mode;
+            ``fused=False`` uses the dense formula of the other forms. Forward-mode derivatives and the
+            transforms of ``torch.func`` always use the dense formula.
 
     Source: Vaswani et al. (2017), https://arxiv.org/abs/1706.03762; as a gradient step Ren, Ouyang,
     Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907, theorem 3.
@@ -136,7 +136,7 @@ class NewtonAttention(AttentionForm):
     r"""The Newton direction of ``F_h = -T_h log sum_j exp(-|q_h - k_hj|^2 / (2 T_h))`` in each head.
 
     With elastic weights ``P = softmax_j(-|q - k_j|^2 / (2T))``, the mean ``m`` of the keys and their
-    covariance C under P, ``w = q - m`` is the gradient of a head's energy by its query and
+    covariance C under P, ``w = q - m`` is the gradient of a head's energy with respect to its query and
     ``A = I - C/T`` its Hessian. The branch is ``sum_h W_O,h W_V,h M_h y_h`` with
     ``M_h = W_Q,h^T (W_Q,h W_Q,h^T)^-1`` and ::
 
@@ -144,22 +144,21 @@ class NewtonAttention(AttentionForm):
         order=m:     y = sum_(r<=m) (tau C)^r w
 
     With ``W_V = W_Q``, ``W_O,h = -(eta/H) M_h`` and, for an order, ``tau = 1/T`` this is the step
-    ``-(eta/H) sum_h (Hessian of F_h)^+ gradient of F_h``, or that with the series for the inverse. The
-    series converges where ``|C/T| < 1``, that is where the energy is locally convex, with an error of
-    at most ``|C/T|^(m+1) / (1 - |C/T|) |w|``; elsewhere the exact step goes to a saddle.
+    ``-(eta/H) sum_h (Hessian of F_h)^+ gradient of F_h``, with the series in place of the inverse for an
+    order. The series converges if ``|C/T| < 1``, that is, if the energy is locally convex, with an error of
+    at most ``|C/T|^(m+1) / (1 - |C/T|) |w|``; otherwise the exact step leads to a saddle.
 
     Args:
-        dim, heads, causal: as for ``AttentionForm``.
-        order: m, terms of the series after the first, each costs about half an attention in dense
-            operations; None: exact, which forms a p x p matrix for every query.
-        values: False leaves ``W_V M_h`` out: ``sum_h W_O,h y_h``. The functions that can be learned
-            are the same.
+        dim, heads, causal: see ``AttentionForm``.
+        order: number m of terms after the first; each costs about half an attention in dense
+            operations. None for the exact inverse, which forms a p x p matrix for every query.
+        values: False omits ``W_V M_h``: ``sum_h W_O,h y_h``, which can represent the same functions.
 
-    T_h > 0 is learned from ``sqrt(2p)``, tau_h of any sign from 0.01; none with ``order`` None or 0.
+    T_h > 0 is learned from ``sqrt(2p)``, tau_h of any sign from 0.01 (not with ``order`` None or 0).
 
     Raises:
-        torch.linalg.LinAlgError: in ``forward`` with values, where the rows of a head's ``W_Q`` are
-            linearly dependent, and with ``order=None`` where ``I - C/T`` is singular.
+        torch.linalg.LinAlgError: in ``forward`` with values, if the rows of a head's ``W_Q`` are
+            linearly dependent; with ``order=None`` also if ``I - C/T`` is singular.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907: MHA2nd (exact), MHA2nd1st (order 1), MHA2nd1st-noV. The sign is
@@ -184,7 +183,7 @@ class NewtonAttention(AttentionForm):
         wide = accumulation_dtype(query.dtype)
         with without_autocast(query.device.type):
             query, key = query.to(wide), key.to(wide)
-            # All below depends on differences of features alone; a common offset would cost digits.
+            # Only differences of features matter; removing a common offset preserves digits.
             query, key = query - key[:, :, :1], key - key[:, :, :1]
             temperature = cast(Tensor, self.temperature()).to(wide).view(-1, 1, 1)
             scores = query @ key.mT - 0.5 * key.square().sum(-1).unsqueeze(-2)
@@ -200,7 +199,7 @@ class NewtonAttention(AttentionForm):
             return direction if self.value is None else direction @ self._return_map(wide)
 
     def _return_map(self, dtype: torch.dtype) -> Tensor:
-        """``(W_V,h M_h)^T``, (H, p, p): features of queries to values."""
+        """Return ``(W_V,h M_h)^T``, (H, p, p), which maps query features to values."""
         assert self.value is not None
         query, value = (self.by_head(layer).to(dtype) for layer in (self.query, self.value))
         return torch.linalg.solve(query @ query.mT, query @ value.mT)
@@ -212,7 +211,7 @@ class NewtonAttention(AttentionForm):
 def sum_series(
     weights: Tensor, values: Tensor, mean: Tensor, start: Tensor, tau: Tensor | None, order: int
 ) -> Tensor:
-    """``sum_(r <= order) (tau C)^r start`` with the covariance C of the values; tau (H,), None: 0."""
+    """Return ``sum_(r <= order) (tau C)^r start`` with the covariance C of the values; tau (H,) or None."""
     total = term = start
     if tau is not None:
         for _ in range(order):
@@ -224,9 +223,9 @@ def sum_series(
 
 
 def covariances(weights: Tensor, values: Tensor) -> Tensor:
-    """``C_i = sum_j P_ij v_j v_j^T - m_i m_i^T`` of every query, (B, H, N, p, p)."""
+    """Return ``C_i = sum_j P_ij v_j v_j^T - m_i m_i^T`` of every query, (B, H, N, p, p)."""
     width = values.shape[-1]
-    values = values - values[..., :1, :]  # a common offset does not count, but its squares cancel
+    values = values - values[..., :1, :]  # remove a common offset, whose squares would cancel
     mean = weights @ values
     squares = (values.unsqueeze(-1) * values.unsqueeze(-2)).flatten(-2)
     outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
@@ -241,14 +240,14 @@ class LightNewtonAttention(AttentionForm):
 
         y = sum_(r<=order) (tau_h C_h)^r m_h
 
-    It comes from the inner free energy, whose Hessian ``-C/T`` is negative, so that Newton's own step
-    would climb; ``I - tau C`` preconditions a descent as long as ``tau C < I``. With ``tau = 0`` it is
-    softmax attention.
+    It is derived from the inner free energy, whose Hessian ``-C/T`` is negative, so Newton's step would
+    ascend; ``I - tau C`` preconditions a descent as long as ``tau C < I``. With ``tau = 0`` it is softmax
+    attention.
 
     Args:
-        dim, heads, causal: as for ``AttentionForm``.
-        order: terms of the series after the first, each costs about half an attention in dense
-            operations.
+        dim, heads, causal: see ``AttentionForm``.
+        order: number of terms of the series after the first; each costs about half an attention in
+            dense operations.
 
     tau_h of any sign is learned from 0.01.
 
@@ -284,22 +283,22 @@ ATTENTION_FORMS: dict[str, Callable[..., AttentionForm]] = {
 
 
 def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> AttentionForm:
-    """An attention form of ``ATTENTION_FORMS``: tokens (B, N, d) -> (B, N, d), the residual branch.
+    """Build an attention form of ``ATTENTION_FORMS``, a residual branch (B, N, d) -> (B, N, d).
 
     Args:
         name: "softmax", "newton", "newton-taylor", "newton-taylor-no-value" or
             "light-newton-taylor".
-        dim, heads: features d of a token, attention heads.
-        options: further arguments of that form, but for those that its name says: an exact form has no
+        dim, heads: features d of a token, number of attention heads.
+        options: further arguments of the form, except those fixed by its name: an exact form has no
             ``order``, "newton-taylor-no-value" no ``values``.
 
     Raises:
-        ValueError: for an unknown name, or an option against it.
-        TypeError: for an option that the form does not have.
+        ValueError: if the name is unknown or contradicts an option.
+        TypeError: if the form does not have an option.
     """
     make = ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)]
     for option, value in getattr(make, "keywords", {}).items():
-        # The order of a series may be any number.
+        # A series accepts any order.
         given = options.get(option, value)
         if given is not value and (isinstance(value, bool) or None in (value, given)):
             expected = "a number" if given is None else repr(value)
@@ -308,11 +307,11 @@ def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> Att
 
 
 class QueryTrajectory(NamedTuple):
-    """Where the queries went.
+    """Trajectory of the queries.
 
     Attributes:
-        queries: (steps + 1, B, heads, N, p), from ``W_q x`` on.
-        energies: (steps + 1, B, heads, N), the energy of each query there.
+        queries: (steps + 1, B, heads, N, p), starting with ``W_q x``.
+        energies: (steps + 1, B, heads, N), energy of each query.
     """
 
     queries: Tensor
@@ -326,34 +325,33 @@ class EnergyAttention(nn.Module):
         repeat: q <- q - eta dE/dq
         y = W_o concatenate_h(q_h), or W_o concatenate_h(V_h q_h)
 
-    One step with ``eta = 1`` is softmax attention with the keys for values. More steps lower the
-    energy further, for ``eta <= 1`` without ever raising it, and draw the queries towards its minima,
-    which lie in the hull of the keys. ``steps=None`` goes on to a fixed point and differentiates it
-    implicitly. Self-attention has ``c = x``.
+    One step with ``eta = 1`` is softmax attention with the keys as values. With ``eta <= 1`` no step
+    increases the energy, and the queries move towards its minima, which lie in the convex hull of the keys.
+    ``steps=None`` solves for a fixed point with implicit gradients. Self-attention has ``c = x``.
 
     Shapes: ``x`` (B, N, dim), ``context`` (B, M, context_dim) -> (B, N, dim).
 
     Args:
         dim: features of x.
-        context_dim: features of the context in cross-attention; None: self-attention.
-        heads: their number.
-        head_dim: features p of a head; None: ``dim / heads``.
-        beta: inverse temperature, > 0, or one for each head; None: ``1 / sqrt(p)``.
-        steps: how many; None: until the queries rest, by a :class:`implicit_attn.DEQ`. Where they rest
-            depends on the keys alone, the first queries only choose among the minima: the gradient by
-            ``W_q``, and by x in cross-attention, is 0.
-        step_size: eta, > 0.
-        values: None, or "after": a learned matrix ``V_h`` (p, p) for each head, the identity at first.
+        context_dim: features of the context in cross-attention; None for self-attention.
+        heads: number of heads.
+        head_dim: features p of a head; None for ``dim / heads``.
+        beta: inverse temperature > 0, or one per head; None for ``1 / sqrt(p)``.
+        steps: number of steps; None to solve for a fixed point with a :class:`implicit_attn.DEQ`. The
+            fixed points depend only on the keys; the initial queries select a minimum, so the gradient of
+            ``W_q``, and of x in cross-attention, is 0.
+        step_size: eta > 0.
+        values: None, or "after" for a learned matrix ``V_h`` (p, p) per head, initially the identity.
             One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``;
-            several heads cannot undo their keys, and learn V instead.
-        causal: in self-attention token i attends to ``j <= i`` only.
-        options: of the ``DEQ`` where ``steps`` is None, such as ``tolerance`` or ``solver``: by default
-            L-BFGS with ``max_steps=200``. Where there are several minima it may end in another than
+            several heads cannot invert their keys and learn V instead.
+        causal: whether token i attends only to ``j <= i`` in self-attention.
+        options: options of the ``DEQ`` if ``steps`` is None, such as ``tolerance`` or ``solver``; by default
+            L-BFGS with ``max_steps=200``. If there are several minima it may converge to another one than
             ``solvers.Forward()``, which repeats the step.
 
     Attributes:
         descent: the :class:`implicit_attn.updates.QueryDescent`.
-        equilibrium: the ``DEQ``, or None; its ``last`` says how each sample's solve ended.
+        equilibrium: the ``DEQ``, or None; its ``last`` reports each sample's solve.
 
     Example:
         >>> import torch
@@ -403,7 +401,7 @@ class EnergyAttention(nn.Module):
         made = torch.eye(width).repeat(heads, 1, 1)
         self.values = None if values is None else nn.Parameter(made)
         if steps is not None and options:
-            raise TypeError(f"unknown arguments {sorted(options)}; those of DEQ need steps=None")
+            raise TypeError(f"unknown arguments {sorted(options)}; options of DEQ need steps=None")
         self.equilibrium = None
         if steps is None:
             settings: dict[str, Any] = {"max_steps": 200} | options
@@ -416,19 +414,18 @@ class EnergyAttention(nn.Module):
         mask: Tensor | None = None,
         return_trajectory: bool = False,
     ) -> Tensor | QueryTrajectory:
-        """The tokens after attention, or with ``return_trajectory`` the way of their queries.
+        """Return the tokens after attention, or with ``return_trajectory`` the trajectory of queries.
 
         Args:
             x: (B, N, dim).
             context: (B, M, context_dim) in cross-attention, else None.
-            mask: bool (B, M), False at masked keys, which influence nothing; in self-attention, where
-                M is N, the attention of such tokens is 0, only a residual is left of them. Or pairs
-                (B, N, M) or (B, heads, N, M), True where query i may attend to key j, or floating,
-                then added to the scores, minus infinity at pairs that are excluded, as in torch's
-                ``scaled_dot_product_attention``. Plus infinity and NaN are refused on a CPU only:
-                elsewhere the answer would have to be awaited. A query without any key shrinks: its
-                output is 0 after a unit step.
-            return_trajectory: needs a number of ``steps``.
+            mask: bool (B, M), False at masked keys, which have no influence; in self-attention (M = N)
+                the output of masked tokens is 0. Or pairs (B, N, M) or (B, heads, N, M): bool, True if
+                query i may attend to key j, or floating-point and added to the scores, with -inf at
+                excluded pairs, as in torch's ``scaled_dot_product_attention``. Inf and NaN are detected
+                on a CPU only, because the check would wait for a GPU. A query without any key shrinks:
+                its output is 0 after a unit step.
+            return_trajectory: whether to return the trajectory, which needs an integer ``steps``.
 
         Returns:
             (B, N, dim), or a :class:`QueryTrajectory`.
@@ -436,12 +433,12 @@ class EnergyAttention(nn.Module):
         queries, given, tokens = self._queries_and_keys(x, context, mask)
         if require_flag("return_trajectory", return_trajectory):
             if self.steps is None:
-                raise ValueError("return_trajectory needs a number of steps, got steps=None")
+                raise ValueError("return_trajectory=True needs an integer steps, got steps=None")
             states, energies = self.descent.trajectory(queries, given, self.steps)
             return QueryTrajectory(self._by_head(states), energies)
         if self.equilibrium is not None:
             found = self.equilibrium(given, tokens, z0=queries)
-            # A gradient of 0, not of None, which data parallel training takes for an error.
+            # Data-parallel training needs a gradient of 0 instead of None.
             queries = found + (queries - queries)
         else:
             prepared = self.descent.prepare(given)
@@ -455,15 +452,15 @@ class EnergyAttention(nn.Module):
     def _queries_and_keys(
         self, x: Tensor, context: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
-        """The first queries, what they move among, and the mask of the tokens of self-attention."""
+        """Return the initial queries, the keys, and the mask of the tokens in self-attention."""
         visible_input(x, self.query.weight, None, "EnergyAttention", tokens=True)
         if (context is None) != (self.context_dim is None):
-            wanted = "None in self-attention" if context is not None else "given with a context_dim"
+            wanted = "None in self-attention" if context is not None else "given with context_dim"
             raise ValueError(f"context must be {wanted}, got {type(context).__name__}")
         source = x if context is None else context
         visible_input(source, self.key.weight, None, "EnergyAttention, context", tokens=True)
         if len(source) != len(x):
-            raise ValueError(f"context must have {len(x)} samples like x, got {len(source)}")
+            raise ValueError(f"context must have the batch size of x, {len(x)}, got {len(source)}")
         seen, pairs, bias = _read_mask(mask, x.shape[0], self.heads, x.shape[1], source.shape[1])
         if self.causal:
             order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
@@ -475,7 +472,7 @@ class EnergyAttention(nn.Module):
         return queries, AttentionInput(None, pairs, bias, keys, seen), tokens
 
     def _by_head(self, queries: Tensor) -> Tensor:
-        """(..., N, heads p) -> (..., heads, N, p)."""
+        """Convert (..., N, heads p) to (..., heads, N, p)."""
         return queries.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def extra_repr(self) -> str:
@@ -488,12 +485,12 @@ class EnergyAttention(nn.Module):
 def _read_mask(
     mask: Any, batch: int, heads: int, queries: int, keys: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The keys that are not masked, the pairs that are allowed, and the bias of their scores."""
+    """Return the unmasked keys, the allowed pairs, and the bias of their scores."""
     if mask is None:
         return None, None, None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be bool, or floating for pairs, got {got}")
+        raise TypeError(f"mask must be a bool or floating-point tensor, got {got}")
     pairs = queries, keys
     shapes = [(batch, keys), (batch, *pairs), *((batch, n, *pairs) for n in {1, heads})]
     if tuple(mask.shape) not in shapes:
@@ -502,12 +499,12 @@ def _read_mask(
             f"{tuple(mask.shape)}"
         )
     if mask.dim() == 2 and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool where it is one of keys (B, M), got {mask.dtype}")
+        raise TypeError(f"mask of shape (B, M) must have dtype bool, got {mask.dtype}")
     if mask.dim() == 2:
         return mask, None, None
     if mask.dtype == torch.bool:
         return None, mask, None
     if mask.device.type == "cpu" and not bool((mask < torch.inf).all()):
-        raise ValueError("mask must hold finite numbers or minus infinity, got infinity or NaN")
+        raise ValueError("mask must be finite or -inf, got inf or NaN")
     allowed = ~mask.isneginf()
     return None, allowed, mask.masked_fill(~allowed, 0.0)

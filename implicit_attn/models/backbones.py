@@ -1,7 +1,7 @@
-"""Backbones, tokens to tokens: layers that are repeated, and equilibria one after the other.
+"""Backbones, maps of tokens to tokens: repeated layers and stacks of equilibrium layers.
 
-The base of those that repeat, and of them the transformer, CRATE, the Energy Transformer and Hyper-SET; then
-the equilibria of Hyper-SET's energy, of equilibrium blocks and of spins.
+The repeated layers are the transformer, CRATE, the Energy Transformer and Hyper-SET; the equilibria are those
+of Hyper-SET's energy, of equilibrium blocks and of spins.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ BEYOND = ("extrapolate", "hold")
 
 
 class RecurrentLayer(nn.Module):
-    """Base of a layer that is applied repeatedly and is told the number of the iteration."""
+    """Base class of a layer that is applied repeatedly and depends on the number of the iteration."""
 
     def context(self, x0: Tensor, times: Tensor) -> Any:
-        """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""
+        """Return the context of all iterations, computed once from the input (B, N, d) and times (T,)."""
         return None
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
-        """The state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0."""
+        """Return the state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0."""
         raise NotImplementedError(f"{type(self).__name__} must define advance")
 
 
 class RecurrentBackbone(nn.Module):
-    """``layers`` one after the other, each ``iterations`` times.
+    """A sequence of ``layers``, each applied ``iterations`` times.
 
     Args:
         dim: features d of a token.
         layers: modules with ``context`` and ``advance`` (see ``RecurrentLayer``).
-        iterations: T of each layer in training; a call may ask for any other number.
-        beyond: what a layer is told after time T: "extrapolate" the true time, "hold" T.
+        iterations: number T of iterations of each layer in training; a call may use any other number.
+        beyond: time that a layer receives after T: "extrapolate" for the true time, "hold" for T.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
-    their input and influence no other token.
+    their input and do not influence other tokens.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class RecurrentBackbone(nn.Module):
         mask: Tensor | None = None,
         z0: Tensor | None = None,
     ) -> Tensor:
-        """The tokens after ``iterations`` of each layer, by default as many as in training.
+        """Return the tokens after ``iterations`` of each layer, by default as many as in training.
 
-        ``z0`` is the state before the first one; None: the input.
+        ``z0`` is the initial state; None for the input.
         """
         return self._run(x, iterations, mask, None, z0)
 
     def states(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The input and the state after each iteration: (1 + layers * iterations, B, N, d)."""
+        """Return the input and the state after each iteration, (1 + layers * iterations, B, N, d)."""
         states = [x]
         self._run(x, iterations, mask, states)
         return torch.stack(states)
 
     def schedule(self, iterations: int) -> list[tuple[int, int]]:
-        """Pairs (layer, its iteration from 0) in the order in which they are made."""
+        """Return pairs (layer, iteration from 0) in the order of execution."""
         return [(layer, k) for layer in range(len(self.layers)) for k in range(iterations)]
 
     def _run(
@@ -120,12 +120,12 @@ class RecurrentBackbone(nn.Module):
 
 
 def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
-    """``z`` (B, N, d) with the masked tokens of ``x``."""
+    """Return ``z`` (B, N, d) with masked tokens replaced by those of ``x``."""
     return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
 
 
 class HeadsLayer(RecurrentLayer):
-    """Base of the layers: multi-head attention, the norm before it, and that of the second part."""
+    """Base class of layers with multi-head attention, its norm, and the norm of the second part."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -133,14 +133,14 @@ class HeadsLayer(RecurrentLayer):
         self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
 
     def split(self, tokens: Tensor) -> Tensor:
-        """(B, N, k heads p) -> (B, k heads, N, p)."""
+        """Convert (B, N, k heads p) to (B, k heads, N, p)."""
         return tokens.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """``softmax(p^-1/2 Q K^T) V`` of each head, from (B, heads, N, p) to (B, N, heads p)."""
+        """Return ``softmax(p^-1/2 Q K^T) V`` of each head, (B, heads, N, p) -> (B, N, heads p)."""
         pairs = None
         if mask is not None:
-            # A token may attend to itself even where it is masked: no row of the softmax is empty.
+            # Masked tokens attend to themselves, so that no row of the softmax is empty.
             itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
             pairs = mask[:, None, None, :] | itself
         scale = self.width**-0.5
@@ -149,7 +149,7 @@ class HeadsLayer(RecurrentLayer):
 
 
 class TransformerLayer(HeadsLayer):
-    """``X + MHSA(LN(X))``, then ``X + W_2 relu(W_1 LN(X))``; only the LayerNorms have biases."""
+    """Pre-norm layer ``X + MHSA(LN(X))``, then ``X + W_2 relu(W_1 LN(X))``, with biases in LN only."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__(dim, heads)
@@ -170,9 +170,9 @@ class SharedTransformer(RecurrentBackbone):
     """A pre-norm transformer whose layer is repeated: a Universal Transformer without halting.
 
     Args:
-        dim, heads: features d of a token, attention heads, a divisor of d.
-        hidden: hidden units of the feed-forward part; None: 4 d.
-        layers: their number.
+        dim, heads: features d of a token, number of attention heads, a divisor of d.
+        hidden: number of hidden units of the feed-forward part; None for 4 d.
+        layers: number of layers.
         recurrence: iterations and beyond of ``RecurrentBackbone``.
 
     Source: Dehghani et al., "Universal Transformers" (https://arxiv.org/abs/1807.03819); the baseline
@@ -215,13 +215,13 @@ class CRATELayer(HeadsLayer):
 
 
 class CRATE(RecurrentBackbone):
-    """CRATE with shared layers: subspace attention compresses, an ISTA step sparsifies.
+    """CRATE with shared layers: subspace attention compresses, and an ISTA step sparsifies.
 
     Args:
-        dim, heads: features d of a token, attention heads, a divisor of d.
-        step_size: of the ISTA step, eta.
-        sparsity: weight of its l1 penalty, lambda.
-        layers: their number.
+        dim, heads: features d of a token, number of attention heads, a divisor of d.
+        step_size: step size eta of the ISTA step.
+        sparsity: weight lambda of its l1 penalty.
+        layers: number of layers.
         recurrence: iterations and beyond of ``RecurrentBackbone``.
 
     Source: Yu et al., "White-Box Transformers via Sparse Rate Reduction" (NeurIPS 2023,
@@ -250,8 +250,8 @@ class EnergyTransformerLayer(RecurrentLayer):
         E(g) = -beta^-1 sum_h sum_i log sum_j exp(beta q_hi.k_hj) - 1/2 sum_i sum_m relu(xi_m.g_i)^2
 
     and ``q = W_Q g, k = W_K g``. The Jacobian of the norm, which is the Hessian of a convex
-    Lagrangian, is left out; small steps descend E nevertheless. The gradient is in closed form and
-    includes the derivatives by queries and by keys. ``attention`` are options of ``SoftmaxAttention``.
+    Lagrangian, is omitted; small steps still descend E. The closed-form gradient includes the
+    derivatives with respect to queries and keys. ``attention`` are options of ``SoftmaxAttention``.
     """
 
     def __init__(
@@ -271,11 +271,11 @@ class EnergyTransformerLayer(RecurrentLayer):
         self.gain, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(dim))
 
     def activation(self, z: Tensor) -> Tensor:
-        """``g(z)``, (B, N, d)."""
+        """Return ``g(z)``, (B, N, d)."""
         return torch.addcmul(self.shift, self.gain, F.layer_norm(z, z.shape[-1:]))
 
     def energy(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``E(g(z))`` of each sample, (B,)."""
+        """Return ``E(g(z))`` of each sample, (B,)."""
         g = self.activation(hide(z, mask))
         return self.attention(g, mask=mask) + self.feedforward(g, mask=mask)
 
@@ -287,21 +287,21 @@ class EnergyTransformerLayer(RecurrentLayer):
 
 
 class EnergyTransformer(RecurrentBackbone):
-    """The Energy Transformer: attention and a Hopfield network as one energy, descended.
+    """The Energy Transformer, which descends one energy of attention and a Hopfield network.
 
     Args:
-        dim, heads: features d of a token, attention heads.
-        memories: of the Hopfield network, rows of xi; None: 4 d.
-        layers: their number.
-        iterations: as for ``RecurrentBackbone``.
-        options: of the layers:
-            step_size: of the descent, eta; 0.1 is the paper's for images.
-            bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
-            memory_bias: a bias of each memory, ``relu(xi_m.g + c_m)``, zero at first.
-            beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.
-            learned_beta: train one for each head.
-            exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
-                sums over all tokens.
+        dim, heads: features d of a token, number of attention heads.
+        memories: number of memories of the Hopfield network, rows of xi; None for 4 d.
+        layers: number of layers.
+        iterations: iterations of ``RecurrentBackbone``.
+        options: options of the layers:
+            step_size: step size eta of the descent; the paper uses 0.1 for images.
+            bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, initially zero.
+            memory_bias: bias of each memory, ``relu(xi_m.g + c_m)``, initially zero.
+            beta: inverse temperature, or one per head; None for ``1 / sqrt(p)`` with head width p.
+            learned_beta: whether to train one inverse temperature per head.
+            exclude_self: whether no token attends to itself, as in the paper (sum over ``B != C``); its
+                published code sums over all tokens.
 
     Source: Hoover et al., "Energy Transformer" (NeurIPS 2023, https://arxiv.org/abs/2302.07253),
     equations 1 to 6.
@@ -324,7 +324,7 @@ class EnergyTransformer(RecurrentBackbone):
         super().__init__(dim, made, iterations)
 
 
-OFFICIAL = {"gains", "step_network", "descent"}  # what only the official code's layer has
+OFFICIAL = {"gains", "step_network", "descent"}  # options of the official code's layer only
 
 
 @dataclass(frozen=True)
@@ -333,9 +333,9 @@ class Trajectory:
 
     Attributes:
         states: (1 + T, B, N, d).
-        attention_energy, feedforward_energy: (1 + T, B), of the layer that makes the next step (of
-            the last one for the last state).
-        features: (1 + T, B, heads, N, p), the normalised projections ``RMSNorm(W_h^T x)``.
+        attention_energy, feedforward_energy: (1 + T, B), energies of the layer that makes the next step,
+            or of the last layer for the last state.
+        features: (1 + T, B, heads, N, p), normalised projections ``RMSNorm(W_h^T x)``.
     """
 
     states: Tensor
@@ -345,19 +345,18 @@ class Trajectory:
 
 
 class HyperSET(RecurrentBackbone):
-    """Hyper-SET as published: one shared layer (or a few), unrolled.
+    """Hyper-SET as published, with one or a few shared layers that are unrolled.
 
     Args:
-        dim, heads: features d of a token, attention heads.
-        memories: columns M of D (the paper: d for images, 4 d for Sudoku); None: d.
-        layers: number of layers with weights and step sizes of their own.
-        share_steps: all layers take their step sizes from one network, as in the official code.
-        iterations: of each layer.
-        beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
-            of the time, so that later times than in training mean something; low-rank differences
-            stay at their last.
-        step_size: "conditioned-state" (the paper's choice for classification), "conditioned-input"
-            (for Sudoku and masked images), "learned" or "fixed".
+        dim, heads: features d of a token, number of attention heads.
+        memories: number M of columns of D (in the paper d for images, 4 d for Sudoku); None for d.
+        layers: number of layers with separate weights and step sizes.
+        share_steps: whether all layers share one step-size network, as in the official code.
+        iterations: iterations of each layer.
+        beyond: see ``RecurrentBackbone``. Time-dependent step sizes are smooth functions of time, so they
+            extrapolate to later times than in training; low-rank differences stay at their last.
+        step_size: "conditioned-state" (in the paper for classification), "conditioned-input" (for Sudoku
+            and masked images), "learned" or "fixed".
         options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
             feedforward, head_dim, epsilon, lora_rank, lora_scale, beta; or of
             ``OfficialHyperSETLayer``: gains, step_network, descent.
@@ -395,7 +394,7 @@ class HyperSET(RecurrentBackbone):
     def trajectory(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Trajectory:
-        """States, energies and subspace features along the iterations from ``x`` (B, N, d)."""
+        """Return states, energies and subspace features of the iterations from ``x`` (B, N, d)."""
         count = self.iterations if iterations is None else iterations
         states = self.states(x, iterations=count, mask=mask)
         plan = self.schedule(count)
@@ -407,17 +406,17 @@ class HyperSET(RecurrentBackbone):
 
 
 class HyperSETEquilibrium(nn.Module):
-    """The minimiser of ``HyperSETEnergy`` for the input tokens, found by a ``DEQ`` layer.
+    """The minimiser of ``HyperSETEnergy`` for the input tokens, computed by a ``DEQ`` layer.
 
     Args:
-        dim, heads, memories: as for ``HyperSET``.
-        iterations: evaluations per sample, an upper bound that a call may change.
-        layer: further arguments for ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
+        dim, heads, memories: see ``HyperSET``.
+        iterations: maximum number of evaluations per sample, which a call may change.
+        layer: further options of ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
         options: further arguments of ``HyperSETEnergy``: attention, feedforward, head_dim, norm,
             bound, weight, maximum, context.
 
     Shapes: tokens (B, N, d) -> (B, N, d), the equilibrium for that input. The attribute ``layer`` is
-    the ``DEQ``; ``layer.last`` tells how the latest solve went.
+    the ``DEQ``; ``layer.last`` reports the latest solve.
     """
 
     @hint_names
@@ -440,25 +439,25 @@ class HyperSETEquilibrium(nn.Module):
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The equilibrium, or the best state found in ``iterations`` evaluations per sample."""
+        """Return the equilibrium, or the best state within ``iterations`` evaluations per sample."""
         limit = {} if iterations is None else {"max_steps": iterations}
         return self.layer(x, mask, **limit)
 
 
 class EquilibriumTransformer(nn.Module):
-    """Equilibrium blocks one after the other, each ``x -> x + O z*(x)`` with weights of its own.
+    """A stack of equilibrium blocks ``x -> x + O z*(x)`` with separate weights.
 
     Args:
-        dim, heads: features d of a token, attention heads.
-        hidden: hidden units M of a block; None: ``2 d``.
+        dim, heads: features d of a token, number of attention heads.
+        hidden: number of hidden units M of a block; None for ``2 d``.
         layers: number of blocks.
-        iterations: evaluations per sample and block, an upper bound that a call may change.
+        iterations: maximum number of evaluations per sample and block, which a call may change.
         layer: further options of the blocks' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
         options: further arguments of :class:`implicit_attn.EquilibriumBlock`: attention ("self" or
             None), activation, state_dim, causal, curvature, dropout.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
-    their input and influence no other token. How the latest solves went is in ``blocks[k].last``.
+    their input and do not influence other tokens. ``blocks[k].last`` reports the latest solves.
 
     Example:
         >>> EquilibriumTransformer(64, 4, layers=2)(torch.randn(3, 16, 64)).shape
@@ -492,7 +491,7 @@ class EquilibriumTransformer(nn.Module):
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The tokens behind the last block, each solved in at most ``iterations`` evaluations."""
+        """Return the tokens after the last block, each solved in at most ``iterations`` evaluations."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         padding = None if mask is None else ~mask
         limit = {} if iterations is None else {"max_steps": iterations}
@@ -505,16 +504,16 @@ class EquilibriumTransformer(nn.Module):
 
 
 class SpinTransformer(nn.Module):
-    """Spin modules one after the other, each the steady state ``m*`` of a ``KineticAttention``.
+    """A stack of spin modules, each the steady state ``m*`` of a ``KineticAttention``.
 
-    In the source nothing stands between two modules: ``x -> m*(x)``, and the next module puts the means
-    on its spheres again. Then no part of the model but the attention weights mixes features. With
-    ``residual`` a module is ``x -> x + O m*(x)``, with output weights O (d, d) that mix the heads.
+    In the source a module is ``x -> m*(x)``, and the next module normalises the means to its spheres again,
+    so only the attention weights mix features. With ``residual`` a module is ``x -> x + O m*(x)``, with
+    output weights O (d, d) that mix the heads.
 
     Args:
-        dim, heads: features d of a token, attention heads, at most d / 2.
-        layers: number of modules, each with weights of its own.
-        iterations: evaluations per sample and module, an upper bound that a call may change.
+        dim, heads: features d of a token, number of attention heads, at most d / 2.
+        layers: number of modules with separate weights.
+        iterations: maximum number of evaluations per sample and module, which a call may change.
         residual: whether the modules add to their input.
         layer: further options of the modules' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...);
             a ``max_steps`` among them is ``iterations``.
@@ -522,7 +521,7 @@ class SpinTransformer(nn.Module):
             scale, self_coupling, causal.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
-    their input and influence no other token. How the latest solves went is in ``steady[k].last``.
+    their input and do not influence other tokens. ``steady[k].last`` reports the latest solves.
 
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
 
@@ -557,7 +556,7 @@ class SpinTransformer(nn.Module):
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The tokens behind the last module, each solved in at most ``iterations`` evaluations."""
+        """Return the tokens after the last module, each solved in at most ``iterations`` evaluations."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         limit = {} if iterations is None else {"max_steps": iterations}
         z = x

@@ -1,4 +1,4 @@
-"""Boards: groups that are learned, a solver that repeats one update, Sudoku around any backbone."""
+"""Boards: learning groups of cells, a solver that repeats one update, and Sudoku with any backbone."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from solvers.core.checks import (
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.methods.steps import Forward
 
-RATE, BATCH, L2 = 0.1, 128, 1e-4  # of :func:`learn_groups`
+RATE, BATCH, L2 = 0.1, 128, 1e-4  # training options of :func:`learn_groups`
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques
-# Pairs of unrelated cells, at most, that are expected to differ in all boards by chance.
+# Largest expected number of unrelated pairs of cells that differ in all boards by chance.
 CHANCE_PAIRS = 0.01
 # Smallest gap between strong and weak couplings, as a share of the weakest strong one.
 SMALLEST_GAP = 1 / 3
@@ -40,30 +40,30 @@ SMALLEST_GAP = 1 / 3
 def learn_groups(
     boards: Tensor, colours: int, *, steps: int = 100, seed: int = 0
 ) -> list[list[int]]:
-    """The groups of cells that constrain each other, from complete boards alone.
+    """Learn the groups of cells that constrain each other from complete boards only.
 
-    One head of factored attention is fitted to predict each cell from all others (by
-    pseudo-likelihood). The strengths of its couplings fall into two sets: they are parted at their
-    widest gap. The stronger pairs are the edges of a graph, and its maximal cliques are the groups.
-    For Sudoku these are the 27 rows, columns and boxes.
+    One head of factored attention is fitted to predict each cell from all others by pseudo-likelihood. The
+    widest gap separates its couplings into strong and weak ones. The strong pairs are the edges of a
+    graph, and its maximal cliques are the groups. For Sudoku these are the 27 rows, columns and boxes.
 
-    With few boards two unrelated cells may differ in every board by chance: less than 0.01 such pairs are
-    expected from ``log(50 N (N - 1)) / log(q / (q - 1))`` boards on, 108 for Sudoku. Fewer are refused.
-    What was learned is checked: the gap is clear, and a group has each colour at most once in a board.
+    With few boards two unrelated cells may differ in every board by chance. From
+    ``log(50 N (N - 1)) / log(q / (q - 1))`` boards on, 108 for Sudoku, fewer than 0.01 such pairs are
+    expected; fewer boards raise an error. The function also checks that the gap is clear and that a group
+    has each colour at most once in a board.
 
     Args:
         boards: (M, N) integers, colours in 0 .. q - 1.
-        colours: q.
-        steps: of Adam.
-        seed: of the batches.
+        colours: number of colours q.
+        steps: number of Adam steps.
+        seed: seed of the batches.
 
     Returns:
-        Groups of at least two cells each, sorted.
+        Sorted groups of at least two cells each.
 
     Raises:
-        ValueError: boards of another dtype or shape, with other colours, or too few; a gap
-            of less than a third of the strength above it, a graph of more than 10,000 groups, or a
-            group with a colour twice in a board.
+        ValueError: if the boards have another dtype, shape or colours or are too few, if the gap is
+            less than a third of the strength above it, if the graph has more than 10,000 groups, or if a
+            group repeats a colour in a board.
 
     Source: Rende, Gerace, Laio, Goldt, "Mapping of attention mechanisms to a generalized Potts model"
     (2024), https://arxiv.org/abs/2304.07235, for the head.
@@ -71,16 +71,16 @@ def learn_groups(
     high = require_count("colours", colours, low=2) - 1
     if require_integers("boards", boards, (None,), high=high).shape[1] < 3:
         raise ValueError(f"boards must be (M, N) with N >= 3, got {tuple(boards.shape)}")
-    per_board = -math.log1p(-1 / colours)  # what a board tells of a pair: -log P(colours differ)
+    per_board = -math.log1p(-1 / colours)  # -log P(two colours differ by chance)
     least = math.ceil(math.log(math.comb(boards.shape[1], 2) / CHANCE_PAIRS) / per_board)
     if len(boards) < least:
         raise ValueError(
-            f"boards must be at least {least} to learn groups of {boards.shape[1]} cells and {colours} "
-            f"colours, got {len(boards)}: in fewer, free cells differ everywhere by chance"
+            f"boards must contain at least {least} boards to learn groups from {boards.shape[1]} cells and "
+            f"{colours} colours, got {len(boards)}: with fewer, unrelated cells differ by chance"
         )
-    with torch.random.fork_rng(devices=[]):  # a single head starts at zero; nothing is random
+    with torch.random.fork_rng(devices=[]):  # a single head starts at zero without randomness
         model = FactoredAttention(boards.shape[1], colours, rows="softmax")
-    model.field.requires_grad_(False)  # no colour is special in any cell
+    model.field.requires_grad_(False)  # all colours are equivalent in every cell
     fit_pseudolikelihood(
         model, boards, L2, "adam", steps=require_count("steps", steps), rate=RATE, batch=BATCH,
         schedule="constant", seed=seed,
@@ -88,29 +88,29 @@ def learn_groups(
     pairs, gap = strong_pairs(model.couplings().detach())
     if not gap >= SMALLEST_GAP:
         raise ValueError(
-            f"boards must show which cells belong together: the widest gap of the {steps} steps' couplings "
-            f"is {gap:.2f} of the strength above it, below {SMALLEST_GAP:.2f}; give more boards or steps"
+            f"boards must separate related from unrelated cells: after {steps} steps the widest relative gap "
+            f"of the couplings is {gap:.2f}, expected >= {SMALLEST_GAP:.2f}; pass more boards or steps"
         )
     found = maximal_cliques(pairs)
     for group in found:
         shared = boards[:, group].sort(1).values.diff(dim=1) == 0
         if bool(shared.any()):
             raise ValueError(
-                f"boards must have each colour at most once in a group, got it twice in the cells {group} "
-                "of the learned graph; give more boards or steps"
+                f"boards must have each colour at most once in a group, got a repeated one in cells {group} "
+                "of the learned graph; pass more boards or steps"
             )
     return found
 
 
 def strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
-    """The pairs above the widest gap between the sorted strengths of couplings.
+    """Return the pairs above the widest gap between the sorted strengths of couplings.
 
     Args:
-        couplings: J (N, N, q, q), floating, N >= 3; both directions are averaged.
+        couplings: J (N, N, q, q), floating-point, N >= 3; both directions are averaged.
 
     Returns:
-        (N, N) bool, symmetric, with a diagonal of False; and the gap, as a share of the strength above
-        it: 1 where the other couplings are zero, 0 where all are alike.
+        (N, N) bool, symmetric with a False diagonal; and the gap relative to the strength above it: 1 if
+        the other couplings are zero, 0 if all are equal.
     """
     check_tensor("couplings", couplings, "N N d d")
     strengths = torch.linalg.matrix_norm(zero_sum(couplings / binary_size(couplings)))
@@ -124,7 +124,7 @@ def strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
 
 
 def maximal_cliques(pairs: Tensor) -> list[list[int]]:
-    """All maximal cliques of two nodes or more, sorted, by the algorithm of Bron and Kerbosch.
+    """Return all maximal cliques of at least two nodes, sorted, by the Bron-Kerbosch algorithm.
 
     Args:
         pairs: (N, N) bool, symmetric; the diagonal has no effect.
@@ -147,7 +147,7 @@ def maximal_cliques(pairs: Tensor) -> list[list[int]]:
             if len(found) > MOST_GROUPS:
                 raise ValueError(f"pairs must have at most {MOST_GROUPS} maximal cliques, got more")
             return
-        # Neighbours of the pivot are reached through others: they need no branch of their own.
+        # Neighbours of the pivot are reached through other branches.
         pivot = max(candidates | excluded, key=lambda node: len(candidates & near[node]))
         for node in sorted(candidates - near[pivot]):
             extend([*clique, node], candidates & near[node], excluded & near[node])
@@ -158,11 +158,11 @@ def maximal_cliques(pairs: Tensor) -> list[list[int]]:
     return sorted(found)
 
 
-MARKS = 3  # for each cell and colour: it is given; another colour is given; no colour is given
+MARKS = 3  # marks of a cell and colour: given; another colour is given; no colour is given
 
 
 class BoardUpdate(Update):
-    r"""One exchange between the cells of a board and its groups, the same for all cells and colours.
+    r"""One message-passing step between the cells of a board and its groups, with shared weights.
 
     The state has features ``h_ia`` in (-1, 1) for every cell i and colour a. With the members G of a
     group, the groups G(i) of a cell, q colours, n = |G| and the embedded marks ``e_ia = V x_ia + b``::
@@ -172,22 +172,22 @@ class BoardUpdate(Update):
         y_ia = O relu(A h_ia + e_ia + c_i + sum_{G in G(i)} g_Ga)        two vectors, r and s
         h_ia <- h_ia + sigmoid(s_ia) (tanh(r_ia) - h_ia)
 
-    No weight knows a cell, a group or a colour. The map therefore commutes with every permutation of
-    the colours and with every permutation of the cells that maps groups to groups.
+    No weight depends on a cell, a group or a colour. The map is therefore equivariant to permutations of
+    the colours and to permutations of the cells that map groups to groups.
 
     Args:
         groups: cells of each group, integers in 0 .. cells - 1.
-        cells: N.
-        colours: q.
-        features: m of a cell and colour.
-        width: hidden units M.
+        cells: number of cells N.
+        colours: number of colours q.
+        features: number of features m of a cell and colour.
+        width: number of hidden units M.
 
-    Shapes: state (B, N, q, m); input x, the marks (B, N, q, 3), or what :meth:`prepare` made of it,
+    Shapes: state (B, N, q, m); input x, the marks (B, N, q, 3), or the result of :meth:`prepare`,
     (B, N, q, M). The initial state is zero.
 
     Raises:
-        TypeError, ValueError: no group, a cell that is not there or twice in a group, or a number that
-            is below 1; the width must not be 3, the number of marks.
+        TypeError, ValueError: if there is no group, a cell does not exist or is repeated in a group, or a
+            number is below 1; the width must not be 3, the number of marks.
 
     Source: message passing between variables and constraints with shared weights, as in Selsam et al.,
     "Learning a SAT solver from single-bit supervision" (2019), https://arxiv.org/abs/1802.03685, and
@@ -208,7 +208,7 @@ class BoardUpdate(Update):
         self.cells, self.colours = require_count("cells", cells), require_count("colours", colours)
         self.features = require_count("features", features)
         self.width = require_count("width", width)
-        if width == MARKS:  # by the last dimension :meth:`forward` tells marks from embedded ones
+        if width == MARKS:  # :meth:`forward` distinguishes embedded marks by it
             raise ValueError(f"width must not be {MARKS}, the number of marks, got {width}")
         # Not in the state dict: the groups are arguments, as the sizes are.
         self.register_buffer("members", _incidence(groups, self.cells), persistent=False)
@@ -220,30 +220,30 @@ class BoardUpdate(Update):
         self.output = nn.Linear(width, 2 * features)
 
     def prepare(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The embedded marks e (B, N, q, M)."""
+        """Return the embedded marks e (B, N, q, M)."""
         return self.embedding(x)
 
     # ``training.compile_step`` compiles ``advance`` of modules that have ``context`` and ``advance``.
     context = prepare
 
     def initial(self, x: Tensor) -> Tensor:
-        """Zeros (B, N, q, m)."""
+        """Return zeros (B, N, q, m)."""
         return x.new_zeros(*x.shape[:-1], self.features)
 
     def start(self, x: Tensor, prepared: Tensor) -> Tensor:
-        """Zeros like the embedded marks, in whose dtype autocast computes."""
+        """Return zeros in the dtype of the embedded marks, which is that of autocast."""
         return self.initial(prepared)
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        """The state (B, N, q, m) after one exchange; there is no mask: the marks say what is given."""
+        """Return the state (B, N, q, m) after one step; the marks replace a mask."""
         if x is None:
             raise ValueError("x must be the marks (B, N, q, 3), got None")
         if mask is not None:
-            raise ValueError("mask must be None: the marks say which cells are given")
+            raise ValueError("mask must be None: the marks contain the given cells")
         return self.advance(z, self.prepare(x) if x.shape[-1] == MARKS else x)
 
     def advance(self, z: Tensor, prepared: Tensor) -> Tensor:
-        """One exchange, like ``forward``, from the embedded marks (B, N, q, M)."""
+        """Return the state after one step from the embedded marks (B, N, q, M)."""
         batch = z.shape[0]
         cells = self.to_cell(z.sum(2) * self.colours**-0.5)
         scaled = self.members * self.members.sum(1, keepdim=True).rsqrt()
@@ -261,37 +261,37 @@ class BoardUpdate(Update):
 
 
 def _incidence(groups: Sequence[Sequence[int]], cells: int) -> Tensor:
-    """(groups, cells), 1 where a cell is in a group."""
+    """Return (groups, cells), 1 if a cell is in a group."""
     if len(groups) == 0:
-        raise ValueError("groups must hold at least one group, got none")
+        raise ValueError("groups must contain at least one group, got none")
     incidence = torch.zeros(len(groups), cells)
     for row, group in zip(incidence, groups, strict=True):
         if isinstance(group, (int, str)):
-            raise TypeError(f"groups must hold sequences of cells, got {group!r}")
+            raise TypeError(f"groups must contain sequences of cells, got {group!r}")
         members = [require_count("a cell of groups", cell, low=0) for cell in group]
         if len(members) == 0 or max(members) >= cells or len(set(members)) < len(members):
             raise ValueError(
-                f"groups must hold different cells in 0 .. {cells - 1} each, got {list(group)}"
+                f"groups must contain distinct cells in 0 .. {cells - 1}, got {list(group)}"
             )
         row[members] = 1
     return incidence
 
 
 STOPS = ("consistent", "converged")
-DRAWN = 4  # boards that ``print`` draws
+DRAWN = 4  # number of boards that ``print`` draws
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class BoardSolution(Solution):
-    """Boards filled in by :meth:`BoardSolver.solve`: a ``solvers.Solution`` whose value are logits.
+    """Result of :meth:`BoardSolver.solve`, a ``solvers.Solution`` with logits as its value.
 
-    ``print`` draws the boards, and says of each whether it is consistent.
+    ``print`` draws the boards and states whether each is consistent.
 
     Attributes:
-        value: logits (B, N, q); in given and guessed cells -infinity but for that colour.
-        digits: the likeliest colours 1 .. q, the givens as they are, int64, shaped like the puzzles.
-        consistent: (B,) bool, no group of the board has a colour twice.
-        guesses: (B,) int64, made for the board.
+        value: logits (B, N, q), -inf for the other colours of given and guessed cells.
+        digits: most probable colours 1 .. q and the givens, int64, shaped like the puzzles.
+        consistent: (B,) bool, whether no group of the board repeats a colour.
+        guesses: (B,) int64, number of guesses for the board.
     """
 
     digits: Tensor
@@ -303,7 +303,7 @@ class BoardSolution(Solution):
         columns = self.statuses, self.consistent.tolist(), self.evaluations.tolist()
         parts = []
         for board, status, consistent, count in list(zip(boards, *columns, strict=True))[:DRAWN]:
-            said = "consistent" if consistent else "NOT CONSISTENT: a digit is twice in a group"
+            said = "consistent" if consistent else "NOT CONSISTENT: a group repeats a digit"
             parts.append(f"{_drawn(board)}\n{status}, {said}, {count} evaluations")
         if len(boards) > DRAWN:
             parts.append(f"... and {len(boards) - DRAWN} more boards")
@@ -311,7 +311,7 @@ class BoardSolution(Solution):
 
 
 def _drawn(board: list[int]) -> str:
-    """The cells of a board in lines, with the usual separators of Sudoku where the side is a square."""
+    """Format the cells of a board in lines, with Sudoku's separators if the side is a square number."""
     side = math.isqrt(len(board))
     if side**2 != len(board):
         return " ".join(map(str, board))
@@ -327,23 +327,23 @@ def _drawn(board: list[int]) -> str:
 
 
 class BoardSolver(nn.Module):
-    """Fills in boards by repeating a :class:`BoardUpdate`; logits of the colours of every cell.
+    """A model that solves boards by repeating a :class:`BoardUpdate`.
 
-    In training the last ``window`` iterations have gradients and logits of their own. With random
-    numbers of iterations (``Recipe(iterations=(window, iterations))``) the model cannot know which one is
-    the last, so that what is found must stay.
+    In training only the last ``window`` iterations have gradients, and each of them has logits. With random
+    numbers of iterations (``Recipe(iterations=(window, iterations))``) the model cannot know which iteration
+    is the last, so it learns to keep correct answers.
 
     Args:
-        groups: cells of each group, as :func:`learn_groups` finds them.
+        groups: cells of each group, such as the result of :func:`learn_groups`.
         cells, colours, features, width: N, q, and sizes of :class:`BoardUpdate`.
-        iterations: of the update in training, at most; a call may ask for any other number.
-        window: iterations with gradients; None: all.
-        layer: options of the ``DEQ`` for :meth:`solve`. By default plain iteration, for which the map is
-            trained, to a relative residual of 1e-3 in at most eight times the iterations.
+        iterations: maximum number of iterations in training; a call may use any other number.
+        window: number of iterations with gradients; None for all.
+        layer: options of the ``DEQ`` for :meth:`solve`. The default is plain iteration, for which the map
+            is trained, to a relative residual of 1e-3 with at most eight times the iterations.
 
     Shapes: puzzles (B, N) of integers in 0 .. q, 0 = unknown -> logits (B, N, q) of the colours
-    1 .. q, where a cell is given -infinity but for its own. In training (window, B, N, q), after each of
-    the last iterations.
+    1 .. q, -inf for the other colours of given cells. In training (window, B, N, q), after each of the
+    last iterations.
     """
 
     def __init__(
@@ -377,10 +377,10 @@ class BoardSolver(nn.Module):
     def forward(
         self, puzzles: Tensor, iterations: int | None = None, state: Tensor | None = None
     ) -> Any:
-        """Logits after ``iterations`` of the update; in training after each of the last ``window``.
+        """Return logits after ``iterations`` of the update, in training after each of the last ``window``.
 
-        With a ``state`` (C, N, q, m), C <= B, the last C boards go on from it, the others begin at zero,
-        and the answer is a pair: the logits, and the states (B, N, q, m) at the end without gradient.
+        With a ``state`` (C, N, q, m), C <= B, the last C boards continue from it and the others start at
+        zero, and the result is a pair of the logits and the detached final states (B, N, q, m).
         """
         count = self.iterations if iterations is None else require_count("iterations", iterations)
         window = self.window if self.training else 0
@@ -400,7 +400,7 @@ class BoardSolver(nn.Module):
         return logits if state is None else (logits, z.detach())
 
     def trajectory(self, puzzles: Tensor, iterations: int) -> Iterator[Tensor]:
-        """Logits (B, N, q) after each of so many iterations, one after the other."""
+        """Yield logits (B, N, q) after each iteration."""
         prepared, state = self._begin(puzzles)
         for _ in range(require_count("iterations", iterations)):
             state = self.update.advance(state, prepared)
@@ -419,31 +419,31 @@ class BoardSolver(nn.Module):
 
         Args:
             puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string with
-                a sign for each cell, "." or "0" = unknown, in one line or several, in which white space
-                and ``|``, ``-``, ``+`` count for nothing; or a list of such strings.
-            stop: "consistent" ends each board by plain iteration as soon as no group has a colour twice,
-                without gradients. Where the groups are all the rules, a consistent board solves the
-                puzzle. "converged" goes on until the state no longer changes, by ``layer.solve``. A board
-                that has converged may be wrong, and a right one may go on changing a little.
-            guesses: how many, at most, for a board that is not consistent. Guess k is a copy of the
-                puzzle in which the cell with the k-th largest entropy of its logits has its likeliest
-                colour. The copy is solved in the same way, and its answer is taken if it is consistent.
-            on_failure: what to do about boards that are not consistent, and with "converged" about those
-                that do not converge: "warn", "raise" or "ignore"; None: as the layer does.
-            options: of :meth:`DEQ.solve`; with "consistent" ``max_steps`` alone.
+                one character per cell, "." or "0" = unknown, in which white space and ``|``, ``-``, ``+``
+                are ignored; or a list of such strings.
+            stop: "consistent" iterates without gradients until no group of a board repeats a colour. If
+                the groups are all rules, a consistent board solves the puzzle. "converged" solves for a
+                fixed point with ``layer.solve``. A converged board may be wrong, and the state of a
+                correct board may still change a little.
+            guesses: maximum number of guesses for a board that is not consistent. Guess k is a copy of the
+                puzzle in which the cell with the k-th largest entropy of its logits has its most probable
+                colour. The copy is solved in the same way, and its answer is used if it is consistent.
+            on_failure: "warn", "raise" or "ignore" boards that are not consistent or, with "converged", do
+                not converge; None for the layer's option.
+            options: options of :meth:`DEQ.solve`; with "consistent" only ``max_steps``.
 
         Returns:
-            :class:`BoardSolution`, CONVERGED where the board, or the guess that was taken, has met
-            ``stop``; residuals are those of the last states, for "consistent" at the cost of an
-            evaluation more. Evaluations count those of all guesses. ``print`` draws the boards.
+            A :class:`BoardSolution`, CONVERGED if the board, or the accepted guess, satisfies ``stop``.
+            Residuals are those of the last states, which costs one more evaluation with "consistent".
+            Evaluations include those of all guesses. ``print`` draws the boards.
 
         Raises:
-            solvers.SolveError: with ``on_failure="raise"``; its ``solution`` has all boards.
+            solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.
         """
         boards, shape = self._read(puzzles)
         require_choice("stop", stop, STOPS)
         if require_count("guesses", guesses, low=0) > 0 and stop != "consistent":
-            raise ValueError(f"guesses need stop='consistent', got {stop!r}")
+            raise ValueError(f"guesses > 0 needs stop='consistent', got {stop!r}")
         policy = self.layer.on_failure if on_failure is None else on_failure
         check_on_failure(policy)
         if stop == "converged":
@@ -454,7 +454,7 @@ class BoardSolver(nn.Module):
         wrong = int((~found.consistent).sum())
         if wrong and policy != "ignore":
             message = (
-                f"{wrong} of {len(boards)} boards are not consistent: a group has a colour twice. "
+                f"{wrong} of {len(boards)} boards are not consistent: a group repeats a colour. "
                 'Allow guesses (guesses=8 with stop="consistent") or raise max_steps'
             )
             warn_or_raise(SolveError(message, found), policy, "inconsistent boards", self)
@@ -463,7 +463,7 @@ class BoardSolver(nn.Module):
     def _guess(
         self, found: BoardSolution, boards: Tensor, guesses: int, options: dict[str, Any]
     ) -> None:
-        """Guess for boards that are not consistent; consistent answers are written into ``found``."""
+        """Guess for boards that are not consistent, and write consistent answers into ``found``."""
         first = found.value
         entropy = torch.special.entr(first.softmax(-1)).sum(-1).masked_fill(boards > 0, -1.0)
         order, favourites = entropy.argsort(1, descending=True), first.argmax(-1) + 1
@@ -483,11 +483,11 @@ class BoardSolver(nn.Module):
                 setattr(found, name, old.index_put((unsolved[agree],), new[agree]))
 
     def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
-        """Boards (B, N), without guesses."""
+        """Solve boards (B, N) without guesses."""
         if stop == "converged":
             found = self.layer.solve(self.marks(boards), **options)
         elif unknown := sorted(options.keys() - {"max_steps"}):
-            raise TypeError(f'{unknown} need stop="converged"; "consistent" takes max_steps alone')
+            raise TypeError(f'{unknown} need stop="converged"; "consistent" accepts only max_steps')
         else:
             found = self._solve_consistent(boards, **options)
         logits = self._clamped(self.classify(found.value), boards)
@@ -501,7 +501,7 @@ class BoardSolver(nn.Module):
         most = self.layer.max_steps if max_steps is None else require_count("max_steps", max_steps)
         prepared, state = self._begin(puzzles)
         last, embedded = state.clone(), prepared
-        unsolved = torch.arange(len(puzzles)).to(puzzles.device)  # numbers of the boards
+        unsolved = torch.arange(len(puzzles)).to(puzzles.device)  # indices of the boards
         steps = torch.full_like(unsolved, most)
         status = torch.full_like(unsolved, int(Status.MAX_STEPS))
         for step in range(1, most + 1):
@@ -519,14 +519,14 @@ class BoardSolver(nn.Module):
         return Solution(last, status, relative, moved, steps, steps + 1)
 
     def _digits(self, logits: Tensor, puzzles: Tensor) -> tuple[Tensor, Tensor]:
-        """Givens, and the likeliest colours of other cells, (B, N); whether each board is consistent."""
+        """Return givens and most probable colours, (B, N), and whether each board is consistent."""
         digits = torch.where(puzzles > 0, puzzles.long(), logits.argmax(-1) + 1)
         members = self.update.members
         counts = members @ nn.functional.one_hot(digits, self.update.colours + 1).to(members.dtype)
         return digits, (counts <= 1).flatten(1).all(1)
 
     def _read(self, puzzles: Tensor | str | Sequence[str]) -> tuple[Tensor, tuple[int, ...]]:
-        """Boards (B, N) and the shape in which they came."""
+        """Return boards (B, N) and their original shape."""
         cells = self.update.cells
         texts = [puzzles] if isinstance(puzzles, str) else puzzles
         if isinstance(texts, (list, tuple)) and all(isinstance(each, str) for each in texts):
@@ -535,8 +535,8 @@ class BoardSolver(nn.Module):
                 signs = re.sub(r"[\s|+-]", "", text)
                 if len(signs) != cells or not set(signs) <= set(".0123456789"):
                     raise ValueError(
-                        f"puzzles must be strings of {cells} digits or dots, besides white space and "
-                        f"the separators | - +; got {len(signs)} signs in {text!r}"
+                        f"puzzles must be strings of {cells} digits or dots (white space and | - + are "
+                        f"ignored), got {len(signs)} characters in {text!r}"
                     )
                 numbers.append([int(sign) for sign in signs.replace(".", "0")])
             boards = torch.tensor(numbers, device=self.head.weight.device).view(-1, cells)
@@ -546,11 +546,11 @@ class BoardSolver(nn.Module):
         side = math.isqrt(cells)
         line = shape[-1:] == (cells,) and len(shape) < 3
         square = shape[-2:] == (side, side) and side**2 == cells and len(shape) < 4
-        # What is neither is refused by ``marks``.
+        # ``marks`` rejects other inputs.
         return (boards.reshape(-1, cells) if line or square else boards), shape
 
     def marks(self, puzzles: Tensor) -> Tensor:
-        """Of each cell and colour, one-hot (B, N, q, 3): given, another is given, nothing is given."""
+        """Return one-hot marks (B, N, q, 3): given, another colour is given, no colour is given."""
         cells, colours = self.update.cells, self.update.colours
         require_integers("puzzles", puzzles, (cells,), high=colours)
         given = puzzles.unsqueeze(2) == torch.arange(1, colours + 1, device=puzzles.device)
@@ -559,17 +559,17 @@ class BoardSolver(nn.Module):
         return marks.to(self.head.weight.dtype)
 
     def classify(self, state: Tensor) -> Tensor:
-        """A state (B, N, q, m) -> logits (B, N, q)."""
+        """Convert a state (B, N, q, m) to logits (B, N, q)."""
         return self.head(state).squeeze(-1)
 
     def _clamped(self, logits: Tensor, puzzles: Tensor) -> Tensor:
-        """Logits with -infinity for all colours of a given cell but its own: no loss has seen these cells."""
+        """Set the logits of other colours of given cells, on which the loss is not trained, to -inf."""
         colours = torch.arange(1, self.update.colours + 1, device=puzzles.device)
         other = (puzzles > 0).unsqueeze(2) & (puzzles.unsqueeze(2) != colours)
         return logits.masked_fill(other, -math.inf)
 
     def _begin(self, puzzles: Tensor) -> tuple[Tensor, Tensor]:
-        """The embedded marks and the state before the first iteration."""
+        """Return the embedded marks and the initial state."""
         prepared = self.update.prepare(self.marks(puzzles))
         return prepared, self.update.initial(prepared)
 
@@ -581,18 +581,17 @@ FINAL_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rm
 
 
 class SudokuModel(nn.Module):
-    """The 81 cells of a Sudoku as tokens of a backbone; logits of the nine digits in every cell.
+    """A Sudoku model with the 81 cells as tokens of a backbone.
 
     A token is the embedding of the digit, or of "unknown", plus a position.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
         dropout: dropout rate of the tokens in training.
-        start: initial positions: "random", as published, draws each; "units" adds a random vector
-            of the row, one of the column and one of the box, so that cells which constrain each
-            other begin with similar positions.
-        positions: "learned", or "sincos", the constants of ``grid_positions``.
-        final_norm: before the readout, "layer" or, as in the official code, "rms".
+        start: initial positions: "random" as published; "units" adds random vectors of the row, the
+            column and the box, so that cells that constrain each other start with similar positions.
+        positions: "learned", or "sincos" for the constants of ``grid_positions``.
+        final_norm: norm before the readout, "layer" or, as in the official code, "rms".
 
     Shapes: puzzles (B, 81) of integers, 0 = unknown, rows of the board one after another ->
     logits (B, 81, 9) of the digits 1 .. 9.
@@ -619,7 +618,7 @@ class SudokuModel(nn.Module):
             places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
             self.position = nn.Parameter(SCALE * places)
         elif start != "random":
-            raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
+            raise ValueError(f"start must be 'random' when positions='sincos', got {start!r}")
         else:
             self.register_buffer("position", grid_positions(SIDE, dim), persistent=False)
         self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
@@ -627,12 +626,12 @@ class SudokuModel(nn.Module):
         self.norm, self.head = FINAL_NORMS[final_norm](dim), nn.Linear(dim, SIDE, bias=False)
 
     def tokens(self, puzzles: Tensor) -> Tensor:
-        """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""
+        """Convert puzzles (B, 81) to the backbone's input, (B, 81, d)."""
         require_integers("puzzles", puzzles, (CELLS,), high=SIDE)
         return self.dropout(self.digits(puzzles) + self.position)
 
     def classify(self, z: Tensor) -> Tensor:
-        """A state (B, 81, d) -> logits (B, 81, 9)."""
+        """Convert a state (B, 81, d) to logits (B, 81, 9)."""
         return self.head(self.norm(z))
 
     def forward(self, puzzles: Tensor, iterations: int | None = None) -> Tensor:
@@ -640,7 +639,7 @@ class SudokuModel(nn.Module):
 
 
 def _units(dim: int) -> Tensor:
-    """(81, dim): vectors of rows, columns and boxes summed to variance 1 per cell."""
+    """Draw (81, dim), sums of vectors of rows, columns and boxes with variance 1 per cell."""
     rows, columns, boxes = torch.tensor(PLACES).T
     vectors = torch.randn(3, SIDE, dim) / 3**0.5
     return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]

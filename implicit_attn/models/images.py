@@ -1,4 +1,4 @@
-"""Models of images around any backbone: classifiers, hidden patches filled in, codes of patches."""
+"""Image models with any backbone: classifiers, masked patches, and codes of patches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STEMS = ("patch", "conv")
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim): ``nn.Linear`` of a patch's pixels.
+    """Embed images (B, C, S, S) as tokens (B, (S / patch)^2, dim) by ``nn.Linear`` of a patch's pixels.
 
-    With ``pixel_norm`` a LayerNorm over the pixels of each patch comes first.
+    With ``pixel_norm`` a LayerNorm over the pixels of each patch precedes it.
     """
 
     def __init__(self, channels: int, patch: int, dim: int, pixel_norm: bool = False) -> None:
@@ -31,10 +31,10 @@ class PatchEmbedding(nn.Module):
 
 
 class ConvolutionalStem(nn.Module):
-    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim).
+    """Embed images (B, C, S, S) as tokens (B, (S / patch)^2, dim) by convolutions.
 
-    A 3x3 convolution, a learned offset per pixel, GELU, and a convolution whose stride is the patch. The
-    offset comes before the nonlinearity, so that a token depends on where in the image its pixels are.
+    It applies a 3x3 convolution, a learned offset per pixel, GELU, and a convolution with stride ``patch``.
+    Because the offset precedes the nonlinearity, a token depends on the position of its pixels.
     """
 
     def __init__(self, channels: int, image_size: int, patch: int, dim: int) -> None:
@@ -49,7 +49,7 @@ class ConvolutionalStem(nn.Module):
 
 
 def token_width(backbone: object) -> int:
-    """The features d of a backbone's tokens, its attribute ``dim``."""
+    """Return the number of features d of a backbone's tokens, its attribute ``dim``."""
     dim = getattr(backbone, "dim", None)
     if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
         raise TypeError(
@@ -60,25 +60,25 @@ def token_width(backbone: object) -> int:
 
 
 def count_patches(image_size: int, patch: int) -> int:
-    """Patches of a square image."""
+    """Return the number of patches of a square image."""
     if require_count("image_size", image_size) % require_count("patch", patch):
         raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
     return (image_size // patch) ** 2
 
 
 def check_images(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """``images`` as they are, if they have the shape (B, *shape); else ValueError."""
+    """Return ``images`` if they have the shape (B, *shape), else raise ValueError."""
     if images.dim() != 4 or tuple(images.shape[1:]) != shape:
         expected = ", ".join(map(str, shape))
-        raise ValueError(f"images must have shape (B, {expected}), got {tuple(images.shape)}")
+        raise ValueError(f"images must have the shape (B, {expected}), got {tuple(images.shape)}")
     return images
 
 
 class TokenClassifier(nn.Module):
-    """Base of the image classifiers, which differ in how tokens are made and what acts on them.
+    """Base class of image classifiers.
 
-    A subclass sets ``class_token`` (a vector (d,) or None), ``norm`` and ``head``, in the order in
-    which their initial values are to be drawn.
+    A subclass sets ``class_token`` (a vector (d,) or None), ``norm`` and ``head``, in the order of drawing
+    their initial values.
     """
 
     class_token: nn.Parameter | None
@@ -92,13 +92,13 @@ class TokenClassifier(nn.Module):
         self.readout = readout
 
     def with_class_token(self, x: Tensor) -> Tensor:
-        """The class token, where there is one, in front of the tokens (B, N, d)."""
+        """Prepend the class token, if there is one, to the tokens (B, N, d)."""
         if self.class_token is None:
             return x
         return torch.cat([self.class_token.expand(x.shape[0], 1, -1).to(x.dtype), x], dim=1)
 
     def classify(self, z: Tensor) -> Tensor:
-        """States of the tokens (B, N, d) -> logits (B, classes)."""
+        """Convert states of the tokens (B, N, d) to logits (B, classes)."""
         if self.readout == "class":
             return self.head(self.norm(z[:, 0]))
         z = self.norm(z)
@@ -110,7 +110,7 @@ READOUTS = ("class", "mean", "tokens")
 
 
 def sinusoidal_positions(count: int, dim: int) -> Tensor:
-    """Sines in even and cosines in odd channels, (count, dim); periods 2 pi to 2 pi 10^4
+    """Return sines in even and cosines in odd channels, (count, dim), with periods 2 pi to 2 pi 10^4
     (Vaswani et al., https://arxiv.org/abs/1706.03762, section 3.5)."""
     if dim % 2:
         raise ValueError(f"dim must be even for sinusoidal positions, got {dim}")
@@ -120,21 +120,20 @@ def sinusoidal_positions(count: int, dim: int) -> Tensor:
 
 
 def grid_positions(side: int, dim: int) -> Tensor:
-    """Sines and cosines of the column, then of the row, of each cell: (side^2, dim), float32.
+    """Return sines and cosines of the column, then of the row, of each cell, (side^2, dim), float32.
 
     With ``f_k = 10^4^(-4 k / dim)``, k from 0 to dim/4 - 1, a cell in row r and column c has
-    ``(sin c f, cos c f, sin r f, cos r f)``, a quarter of the channels each; the rows of the grid come
-    one after another.
+    ``(sin c f, cos c f, sin r f, cos r f)``, a quarter of the channels each, in row-major order.
 
     Raises:
-        ValueError: ``dim`` is not a multiple of 4.
+        ValueError: if ``dim`` is not a multiple of 4.
 
     Source: He et al., "Masked Autoencoders" (https://arxiv.org/abs/2111.06377), as in the official code
     of Hyper-SET (https://arxiv.org/abs/2502.11646).
     """
     side, dim = require_count("side", side), require_count("dim", dim)
     if dim % 4:
-        raise ValueError(f"dim must be a multiple of 4 for positions of a grid, got {dim}")
+        raise ValueError(f"dim must be a multiple of 4 for 2-D sinusoidal positions, got {dim}")
     frequencies = LONGEST_PERIOD ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
     angles = torch.arange(side, dtype=torch.float64).unsqueeze(-1) * frequencies
     line = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (side, dim / 2)
@@ -143,20 +142,20 @@ def grid_positions(side: int, dim: int) -> Tensor:
 
 
 class ImageClassifier(TokenClassifier):
-    """Patch tokens of an image through a backbone, then a linear readout.
+    """Image classifier with a patch embedding, a backbone and a linear readout.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens, *, iterations)``.
         image_size: height = width of an image, a multiple of ``patch``.
-        channels, classes: image channels, number of classes.
+        channels, classes: number of image channels and of classes.
         patch: height = width of a patch in pixels. ("Patch 8" of the Hyper-SET paper on CIFAR-10
-            must be 8 patches a side, of 4 pixels: its number of parameters fits only that.)
+            must mean 8 patches of 4 pixels per side, according to its number of parameters.)
         positions: "sinusoidal" (added, constant), or "learned" (initially N(0, 0.02^2)).
-        readout: "class" reads a class token, "mean" the mean of all tokens, "tokens" all of them.
-        stem: "patch" embeds linearly, "conv" through a 3x3 convolution.
-        embedding_norm: LayerNorm after the embedding.
-        pixel_norm: LayerNorm of a patch's pixels before the embedding, as in Hyper-SET's official
-            code; for the stem "patch".
+        readout: "class" for a class token, "mean" for the mean of all tokens, "tokens" for all tokens.
+        stem: "patch" for a linear embedding, "conv" for one with a 3x3 convolution.
+        embedding_norm: whether a LayerNorm follows the embedding.
+        pixel_norm: whether a LayerNorm of a patch's pixels precedes the embedding, as in Hyper-SET's
+            official code; for the stem "patch" only.
 
     Shapes: images (B, C, S, S) -> logits (B, classes). The class token comes first.
 
@@ -200,10 +199,10 @@ class ImageClassifier(TokenClassifier):
         self.head = nn.Linear(width, require_count("classes", classes))
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Images -> the backbone's input, (B, N, d)."""
+        """Convert images to the backbone's input, (B, N, d)."""
         patches = self.embed(check_images(images, self.image_shape))
         x = self.with_class_token(self.embedding_norm(patches))
-        # A buffer, which loaders that convert parameters alone leave in its dtype.
+        # Loaders that convert only parameters leave this buffer in its dtype.
         return x + self.position.to(self.norm.weight.dtype)
 
     def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
@@ -211,23 +210,22 @@ class ImageClassifier(TokenClassifier):
 
 
 class MaskedImageModel(nn.Module):
-    r"""Predicts the pixels of hidden patches from the visible ones ::
+    r"""Model that predicts the pixels of masked patches from the visible ones ::
 
         x_i = W p_i + w + position_i   of a visible patch with pixels p_i
-        x_i = mask token + position_i  of a hidden one
+        x_i = mask token + position_i  of a masked patch
         predicted pixels of patch i = V LN(backbone(x)_i) + v
 
-    No norm stands before the backbone, where it would take the brightness from a patch. Hidden patches
-    are told by their pixels, which are NaN. A patch with a single NaN is hidden as a whole. Nothing of
-    a hidden patch but its place reaches the backbone.
+    No norm precedes the backbone, because it would remove the brightness of a patch. A patch with a NaN
+    pixel is masked, and only its position reaches the backbone.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``; Hyper-SET's
-            paper takes ``step_size="conditioned-input"`` here.
+            paper uses ``step_size="conditioned-input"`` here.
         image_size: height = width S of an image, a multiple of ``patch``.
-        channels: C.
+        channels: number of channels C.
         patch: height = width of a patch in pixels.
-        positions: "learned" (added; N(0, 0.5^2) at the start) or "sinusoidal" (``grid_positions``).
+        positions: "learned" (added, initially N(0, 0.5^2)) or "sinusoidal" (``grid_positions``).
 
     Shapes: images (B, C, S, S) -> images (B, C, S, S), every patch predicted; :meth:`fill` keeps the
     visible pixels.
@@ -236,14 +234,14 @@ class MaskedImageModel(nn.Module):
         >>> from implicit_attn.models import HyperSET
         >>> model = MaskedImageModel(HyperSET(64, 4, 64), 8, 1, patch=2)
         >>> images = torch.rand(3, 1, 8, 8)
-        >>> images[:, :, :2, :2] = float("nan")  # the first patch is hidden
+        >>> images[:, :, :2, :2] = float("nan")  # mask the first patch
         >>> model.fill(images).isnan().any().item()
         False
 
     Source: the masked image modelling of Hu, Zou, Xu, "Hyper-SET"
-    (https://arxiv.org/abs/2502.11646), with the pixels of patches in place of the codes of a
-    pretrained quantiser; Xie et al., "SimMIM" (https://arxiv.org/abs/2111.09886), for pixels
-    predicted by a linear readout.
+    (https://arxiv.org/abs/2502.11646), with pixels of patches instead of codes of a pretrained
+    quantiser; Xie et al., "SimMIM" (https://arxiv.org/abs/2111.09886), for predicting pixels by a
+    linear readout.
     """
 
     def __init__(
@@ -270,21 +268,21 @@ class MaskedImageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, channels * patch**2)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Images with NaN in hidden patches -> the backbone's input, (B, N, d)."""
+        """Convert images with NaN in masked patches to the backbone's input, (B, N, d)."""
         hidden = hidden_patches(check_images(images, self.image_shape), self.patch).unsqueeze(-1)
-        # NaN times zero is NaN: hidden pixels are replaced before any product, infinite ones are not.
+        # NaN times zero is NaN, so masked pixels are replaced before any product.
         x = self.embed(images.masked_fill(images.isnan(), 0.0))
         return torch.where(hidden, self.mask_token.to(x.dtype), x) + self.position
 
     def pixels(self, z: Tensor) -> Tensor:
-        """States (B, N, d) -> predicted images (B, C, S, S)."""
+        """Convert states (B, N, d) to predicted images (B, C, S, S)."""
         return join_patches(self.head(self.norm(z)), self.patch)
 
     def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
         return self.pixels(self.backbone(self.tokens(images), iterations=iterations))
 
     def fill(self, images: Tensor, iterations: int | None = None) -> Tensor:
-        """The images, with the predicted pixels in place of those that are NaN."""
+        """Return the images with NaN replaced by the predicted pixels."""
         return torch.where(images.isnan(), self(images, iterations).to(images.dtype), images)
 
     def extra_repr(self) -> str:
@@ -292,16 +290,15 @@ class MaskedImageModel(nn.Module):
 
 
 class MaskedCodes(nn.Module):
-    """The codes of a square grid of patches as tokens of a backbone; logits of the codes everywhere.
+    """Model that predicts masked codes of a square grid of patches.
 
-    A quantiser makes one of so many codes of each patch. A token is the embedding of the code, or of
-    "masked", plus the position in the grid (``grid_positions``). An RMS norm and a linear readout give
-    the logits.
+    A quantiser assigns a code to each patch. A token is the embedding of the code, or of "masked", plus the
+    position in the grid (``grid_positions``). An RMS norm and a linear readout compute the logits.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``.
-        codes: number of codes; the integer ``codes`` itself stands for "masked".
-        side: of the grid, N = side^2 tokens.
+        codes: number of codes; the integer ``codes`` itself means "masked".
+        side: side of the grid, with N = side^2 tokens.
 
     Shapes: integers (B, N) or (B, side, side) from 0 to ``codes`` -> logits (B, N, codes).
 
@@ -322,14 +319,14 @@ class MaskedCodes(nn.Module):
         self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, codes)
 
     def tokens(self, codes: Tensor) -> Tensor:
-        """Codes -> the backbone's input, (B, N, d)."""
+        """Convert codes to the backbone's input, (B, N, d)."""
         grid = (self.side, self.side)
         shape = grid if codes.dim() == 3 else (self.side**2,)
         require_integers("codes", codes, shape, high=self.codes)
         return self.embed(codes.flatten(1)) + self.position
 
     def classify(self, z: Tensor) -> Tensor:
-        """States of the tokens (B, N, d) -> logits (B, N, codes)."""
+        """Convert states of the tokens (B, N, d) to logits (B, N, codes)."""
         return self.head(self.norm(z))
 
     def forward(self, codes: Tensor, iterations: int | None = None) -> Tensor:

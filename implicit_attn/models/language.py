@@ -1,4 +1,4 @@
-"""Causal language models: unrolled, as one block at its fixed point, and text from them."""
+"""Causal language models, unrolled or as one block at its fixed point, and text generation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from solvers.core.checks import (
     require_number,
 )
 
-SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2
+SCALE = 0.02  # standard deviation of initial weights, as in GPT-2
 INITIAL = ("gpt2", "torch")
 
 
 class AttentionBranch(nn.Module):
-    """``u(z) = dropout(attention(LN(z)))``; keys and values of ``LN(memory)`` where that is given."""
+    """``u(z) = dropout(attention(LN(z)))``, with keys and values from ``LN(memory)`` if given."""
 
     def __init__(self, dim: int, attention: AttentionForm, dropout: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class AttentionBranch(nn.Module):
 
 
 class FeedForwardBranch(nn.Module):
-    """``u(z) = dropout(W_b gelu(W_a LN(z) + b_a) + b_b)``, each token by itself."""
+    """``u(z) = dropout(W_b gelu(W_a LN(z) + b_a) + b_b)`` of each token."""
 
     def __init__(self, dim: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class FeedForwardBranch(nn.Module):
 
 
 def draw_weights(model: nn.Module, branches: Sequence[nn.Module]) -> None:
-    """Weights from N(0, 0.02^2), biases 0, the last of K branches divided by ``sqrt(K)``.
+    """Draw weights from N(0, 0.02^2), with zero biases and branch outputs divided by ``sqrt(K)``.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019).
     """
@@ -72,22 +72,22 @@ def draw_weights(model: nn.Module, branches: Sequence[nn.Module]) -> None:
 
 
 class SymbolModel(nn.Module):
-    """What the language models share: symbols to tokens, and states to logits of the next symbol.
+    """Base class of language models, which embeds symbols and computes logits of the next symbol.
 
-    A token is the embedding of a symbol plus a learned position; the logits are a linear map of the
-    LayerNorm of the last state, with weights of its own.
+    A token is the embedding of a symbol plus a learned position. The logits are a linear map of the
+    LayerNorm of the last state, with untied weights.
 
     Args:
         vocabulary: number of symbols V.
         dim: features d of a token.
-        length: the most symbols that the model sees at once, n.
-        dropout: share of values that are set to 0 in training.
+        length: context length n.
+        dropout: dropout probability in training.
 
-    Shapes: symbols (B, N), integers in 0 .. V - 1, N <= n -> logits (B, N, V); those at place i are of
-    symbol i + 1 and depend on symbols 0 .. i alone.
+    Shapes: symbols (B, N), integers in 0 .. V - 1, N <= n -> logits (B, N, V); those at position i
+    predict symbol i + 1 and depend only on symbols 0 .. i.
 
     Attributes:
-        alphabet: the symbols in their order, of a model of characters that was loaded; else None.
+        alphabet: the characters in order, for a loaded model of characters; else None.
     """
 
     alphabet: str | None = None
@@ -102,65 +102,65 @@ class SymbolModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, symbols: Tensor, iterations: int | None = None) -> Tensor:
-        """Logits of each next symbol; ``iterations`` None: as many as in training."""
+        """Return logits of each next symbol; ``iterations=None`` uses as many as in training."""
         return self.head(self.norm(self.mix(self.tokens(symbols), iterations)))
 
     def tokens(self, symbols: Tensor) -> Tensor:
-        """The tokens of symbols, (B, N, d)."""
+        """Return the tokens of symbols, (B, N, d)."""
         require_integers("symbols", symbols, (None,), high=self.vocabulary - 1)
         if not 1 <= symbols.shape[1] <= self.length:
             raise ValueError(
-                f"symbols must be 1 to {self.length} in a row, got {symbols.shape[1]} of them"
+                f"symbols must have a length of 1 to {self.length}, got {symbols.shape[1]}"
             )
         return self.dropout(self.embedding(symbols.long()) + self.position[: symbols.shape[1]])
 
     @hint_names
     def generate(self, prompt: str, count: int, **options: Any) -> str:
-        """``prompt`` continued by ``count`` characters; options as of :func:`generate`.
+        """Continue ``prompt`` by ``count`` characters; options are those of :func:`generate`.
 
         Raises:
-            ValueError: the model has no ``alphabet``, or the prompt is empty or not written in it.
+            ValueError: if the model has no ``alphabet``, or the prompt is empty or uses other characters.
         """
         if self.alphabet is None:
             raise ValueError(
-                "generate needs the model's alphabet, got none: set model.alphabet, or use "
-                "implicit_attn.models.generate with numbers of symbols"
+                "alphabet must be set to generate text, got None: set model.alphabet, or call "
+                "implicit_attn.models.generate with symbol indices"
             )
         if not prompt:
-            raise ValueError("prompt must hold a character at least, got none")
+            raise ValueError("prompt must contain at least one character, got none")
         ids = encode(prompt, self.alphabet)[None].to(self.position.device)
         return decode(generate(self, ids, count, **options)[0], self.alphabet)
 
     @abstractmethod
     def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
-        """The last states of tokens, (B, N, d) -> (B, N, d)."""
+        """Return the last states of tokens, (B, N, d) -> (B, N, d)."""
 
 
 class LanguageModel(SymbolModel):
-    """A decoder of pre-norm blocks, attention then feed-forward, each sublayer a ``DescentStep``.
+    """A decoder of pre-norm blocks, attention then feed-forward, with a ``DescentStep`` per sublayer.
 
-    ``z <- z + u(z)`` in turn for ``u = attention(LN(z))`` and ``u = W_b gelu(W_a LN(z))``; with momentum
-    a second stream runs through all of them.
+    Sublayers alternate between ``u = attention(LN(z))`` and ``u = W_b gelu(W_a LN(z))`` in ``z <- z + u(z)``;
+    with momentum a second stream passes through all of them.
 
     Args:
-        vocabulary, dim, length, dropout: as for ``SymbolModel``.
-        heads: attention heads, a divisor of d.
+        vocabulary, dim, length, dropout: see ``SymbolModel``.
+        heads: number of attention heads, a divisor of d.
         layers: number of blocks.
-        attention: the form of attention, a key of ``ATTENTION_FORMS``.
-        descent: the step of every sublayer: "plain", "gain", "momentum" or "nesterov".
-        lookahead: of "nesterov", see ``DescentStep``.
-        hidden: hidden units of the feed-forward part; None: 4 d.
-        iterations: passes through all blocks with the same weights; more than one make a looped
+        attention: form of attention, a key of ``ATTENTION_FORMS``.
+        descent: step of every sublayer: "plain", "gain", "momentum" or "nesterov".
+        lookahead: lookahead of "nesterov", see ``DescentStep``.
+        hidden: number of hidden units of the feed-forward part; None for 4 d.
+        iterations: number of passes through all blocks with shared weights; more than one gives a looped
             transformer.
-        initial: how weights are drawn: "gpt2", all from N(0, 0.02^2), or "torch", embeddings from
-            N(0, 1/d) and layers as torch draws them, which trains faster at small widths.
+        initial: initial weights: "gpt2" for N(0, 0.02^2), or "torch" for embeddings from N(0, 1/d) and
+            torch's default layers, which trains faster at small widths.
         form: further arguments of the attention form.
 
     Shapes: symbols (B, N) -> logits (B, N, V), causal.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
-    https://arxiv.org/abs/2511.00907; for what it leaves open the customs of GPT-2, but embedding and
-    head untied, as its sizes require.
+    https://arxiv.org/abs/2511.00907; unspecified details follow GPT-2, except that embedding and head
+    are untied, as its sizes require.
     """
 
     @hint_names
@@ -209,17 +209,18 @@ class LanguageModel(SymbolModel):
 
 
 class EquilibriumLanguageModel(SymbolModel):
-    r"""A language model of one :class:`implicit_attn.DEQTransformer`, one shared block at its fixed point.
+    r"""A language model with one :class:`implicit_attn.DEQTransformer`, a shared block at its fixed point.
 
-    It has the parameters of a ``LanguageModel`` of one layer. With numbers of ``iterations`` the logits
-    depend on no later symbol, bit by bit.
+    It has the parameters of a ``LanguageModel`` with one layer. With integer ``iterations`` the logits do not
+    depend on later symbols, bit by bit.
 
     Args:
-        vocabulary, dim, length: as for ``SymbolModel``.
-        heads: attention heads.
-        hidden: hidden units of the feed-forward part; None: 4 d.
-        iterations, gradient, layer: of the ``DEQTransformer``. Drawn numbers make the end a fixed point.
-        dropout: share of token values that are set to 0 in training.
+        vocabulary, dim, length: see ``SymbolModel``.
+        heads: number of attention heads.
+        hidden: number of hidden units of the feed-forward part; None for 4 d.
+        iterations, gradient, layer: options of the ``DEQTransformer``. Training with random numbers of
+            iterations makes the final state a fixed point.
+        dropout: dropout probability of tokens in training.
 
     Attributes:
         last: status, residual and evaluations of each sample in the latest call, a ``solvers.Solution``
@@ -246,7 +247,7 @@ class EquilibriumLanguageModel(SymbolModel):
         self.block = DEQTransformer(
             dim, heads, hidden, causal=True, iterations=iterations, gradient=gradient, layer=layer
         )
-        # Tokens are normalised: what counts is how fast embeddings turn, and how large the block is.
+        # Tokens are normalised, so the relative size of embeddings and block sets their learning rates.
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
 
     @property
@@ -272,21 +273,22 @@ def generate(
     generator: torch.Generator | None = None,
     iterations: int | None = None,
 ) -> Tensor:
-    """Continue each row of ``prompt`` by ``count`` symbols, ``P(c) = softmax(logits / temperature)``.
+    """Continue each row of ``prompt`` by ``count`` symbols with ``P(c) = softmax(logits / temperature)``.
 
-    The model sees the last ``model.length`` symbols. It is used in evaluation mode and left as it was.
+    The model receives the last ``model.length`` symbols. It is used in evaluation mode, and its mode is
+    restored afterwards.
 
     Args:
-        model: with ``length`` and ``forward(symbols (B, N)) -> logits (B, N, V)``.
+        model: module with ``length`` and ``forward(symbols (B, N)) -> logits (B, N, V)``.
         prompt: (B, N) integers, N >= 1.
-        count: symbols to add.
-        temperature: >= 0; 0 takes the likeliest symbol.
-        most: draw among the so many likeliest symbols only; None: among all.
-        generator: of the draws, a CPU generator; None: torch's own.
-        iterations: of a model that takes them.
+        count: number of symbols to add.
+        temperature: temperature >= 0; 0 selects the most probable symbol.
+        most: number of most probable symbols to draw from (top-k); None for all.
+        generator: CPU random generator; None for torch's default.
+        iterations: iterations of a model that supports them.
 
     Returns:
-        (B, N + count), the prompt first.
+        (B, N + count), including the prompt.
     """
     require_count("count", count, low=0)
     require_nonnegative("temperature", temperature)
@@ -314,12 +316,12 @@ def generate(
 def _draw(
     logits: Tensor, temperature: float, most: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One symbol of each row of ``logits`` (B, V), (B, 1)."""
+    """Draw one symbol (B, 1) for each row of ``logits`` (B, V)."""
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True)
     if most is not None and most < logits.shape[1]:
         kept = logits.topk(most, -1).indices
         logits = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
-    # The likeliest is at 0, so that small temperatures send the others to -inf and not it to inf.
+    # Shifting the maximum to 0 avoids overflow at small temperatures.
     apart = (logits - logits.amax(-1, keepdim=True)).double() / temperature
     return torch.multinomial(apart.softmax(-1), 1, generator=generator)

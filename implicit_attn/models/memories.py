@@ -1,4 +1,4 @@
-"""Associative memories: binary ones, and the fit of a continuous one to data."""
+"""Binary associative memories, and fitting a continuous one to data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from solvers.core.checks import require_count, require_flag, require_nonnegative
 
 __all__ = ["BinaryMemory", "Fit", "fit_patterns"]
 
-STEPS, RATE = 200, 0.01  # of Adam; separable patterns have no largest likelihood, so it must end
+STEPS, RATE = 200, 0.01  # Adam; separable patterns have no maximum likelihood, so steps are limited
 
 
 def hebb(patterns: Tensor) -> Tensor:
-    """``J = X^T X / N`` without its diagonal, (N, N) for patterns X (P, N)."""
+    """Return ``J = X^T X / N`` without its diagonal, (N, N) for patterns X (P, N)."""
     return _without_diagonal(patterns.mT @ patterns / patterns.shape[1])
 
 
 def pseudo_inverse(patterns: Tensor) -> Tensor:
-    """``J = X^+ X``, the projection onto the span of the patterns, without its diagonal, (N, N).
+    """Return ``J = X^+ X``, the projection onto the span of the patterns, without its diagonal, (N, N).
 
-    From N independent patterns on it is the identity: J = 0 then, and no spin ever changes.
+    With N independent patterns the projection is the identity, so J = 0 and no spin ever changes.
 
     Source: Personnaz, Guyon, Dreyfus (1985), https://doi.org/10.1051/jphyslet:01985004608035900.
     """
@@ -37,25 +37,25 @@ def pseudo_inverse(patterns: Tensor) -> Tensor:
     rounding = max(patterns.shape) * torch.finfo(values.dtype).eps
     basis = basis[values > values[0] * rounding]
     couplings = _without_diagonal(basis.mT @ basis)
-    # The diagonal was of order 1; what is left of a row that should be empty would set signs.
+    # The diagonal was of order 1, so rounding of rows that should vanish is set to zero.
     return couplings.masked_fill(couplings.abs() <= 4 * rounding, 0.0).to(patterns.dtype)
 
 
 def pseudo_likelihood(patterns: Tensor, steps: int = STEPS, rate: float = RATE) -> Tensor:
-    """Symmetric J, zero on the diagonal, that raises the pseudo-likelihood of the patterns::
+    """Return a symmetric J with zero diagonal that increases the pseudo-likelihood of the patterns::
 
         sum_mu sum_i log sigma(2 x_i^mu (J x^mu)_i)
 
-    ``steps`` steps of Adam from J = 0, of size ``rate``. The first one follows Hebb's rule, the
-    gradient at J = 0. Where a J exists that keeps every pattern, the likelihood has no maximum, and
-    the number of steps decides about the size of J, to which the signs of its fields are blind.
+    It makes ``steps`` Adam steps of size ``rate`` from J = 0, where the gradient is Hebb's rule. If a J
+    exists that stores every pattern, the likelihood has no maximum, and the number of steps determines the
+    size of J, which does not change the signs of its fields.
 
     Source: Besag (1975), https://doi.org/10.2307/2987782; D'Amico and Negri (2024),
     https://arxiv.org/abs/2409.16112, for memories.
     """
     couplings = nn.Parameter(torch.zeros_like(patterns[0]).diag())
     optimizer = torch.optim.Adam([couplings], rate, maximize=True)
-    with torch.no_grad():  # the gradient is a product of matrices
+    with torch.no_grad():  # the gradient is computed in closed form
         for _ in range(steps):
             doubt = torch.sigmoid(-2 * patterns * (patterns @ couplings)) * patterns
             slope = doubt.mT @ patterns
@@ -75,13 +75,13 @@ PAIR_RULES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-NOISE = 16  # roundings of a sum, within which two energies count as equal
+NOISE = 16  # rounding errors of a sum within which two energies are equal
 
 
 class BinaryMemory(nn.Module):
-    r"""Stores P patterns of N spins +1 and -1, and retrieves them from damaged copies.
+    r"""Binary associative memory that retrieves P patterns of N spins from corrupted copies.
 
-    Pair rules have couplings J, symmetric with an empty diagonal::
+    Pair rules have symmetric couplings J with zero diagonal::
 
         E(s) = -1/2 sum_ij J_ij s_i s_j,     s_i <- sign(sum_j J_ij s_j)
 
@@ -89,23 +89,23 @@ class BinaryMemory(nn.Module):
 
         E(s) = -sum_mu F(y_mu),              s_i <- the sign with the lower energy
 
-    Both updates choose the sign of one spin that has the lower energy, given all others; where both
-    have the same, the spin stays. A sweep that updates one spin after another never raises the energy.
+    Both updates choose the sign of one spin with the lower energy, given all others; if both energies are
+    equal, the spin does not change. A sequential sweep never increases the energy.
 
     Args:
-        patterns: (P, N) floating, entries +1 and -1; copied. Half precision stores them, and everything
-            is computed in float32.
-        rule: ``"hebb"``, ``J = X^T X / N``, which keeps about 0.138 N random patterns;
-            ``"pseudo-inverse"``, ``J = X^+ X``, the projection onto them, below N;
-            ``"pseudo-likelihood"``, J by 200 ascent steps on ``sum_i log p(s_i | others)``;
-            an integer n >= 2, ``F(y) = max(y, 0)^n``, of the order of N^(n - 1) patterns;
-            ``"exp"``, ``F(y) = exp(y - N)``, of the order of 2^(N / 2).
-        rectified: False: ``F(y) = y^n``, for an integer rule only. An even n then stores the
-            negatives, too.
+        patterns: (P, N) floating-point, entries +1 and -1; copied. Half precision is used for storage only;
+            computations use float32.
+        rule: ``"hebb"``, ``J = X^T X / N``, with a capacity of about 0.138 N random patterns;
+            ``"pseudo-inverse"``, ``J = X^+ X``, the projection onto them, with a capacity below N;
+            ``"pseudo-likelihood"``, J from 200 ascent steps on ``sum_i log p(s_i | others)``;
+            an integer n >= 2, ``F(y) = max(y, 0)^n``, with a capacity of order N^(n - 1);
+            ``"exp"``, ``F(y) = exp(y - N)``, with a capacity of order 2^(N / 2).
+        rectified: False for ``F(y) = y^n``, for an integer rule only. An even n then also stores the
+            negatives.
 
     Attributes:
         patterns: (P, N).
-        couplings: (N, N) of pair rules, in float32 or wider, else None.
+        couplings: (N, N) for pair rules, in float32 or wider, else None.
 
     Example:
         >>> patterns = (
@@ -139,13 +139,13 @@ class BinaryMemory(nn.Module):
 
     @property
     def sites(self) -> int:
-        """N, the number of spins."""
+        """Number of spins N."""
         return self.patterns.shape[1]
 
     def energy(self, s: Tensor) -> Tensor:
-        """``E(s)``, (B,), for spins (B, N); float32 or wider, float64 of dense rules.
+        """Return ``E(s)``, (B,), for spins (B, N), in float32 or wider, for dense rules in float64.
 
-        The values of these leave float32: ``300^20`` is above it, ``exp(-110)`` below.
+        Their values exceed the range of float32, for example ``300^20`` and ``exp(-110)``.
         """
         self._check(s)
         if self.couplings is not None:
@@ -158,14 +158,14 @@ class BinaryMemory(nn.Module):
         return -self._power(y).sum(-1)
 
     def retrieve(self, s: Tensor, sweeps: int = 20) -> Tensor:
-        """The states after at most ``sweeps`` updates of every spin, one after another.
+        """Return the states after at most ``sweeps`` sequential updates of every spin.
 
         Args:
             s: (B, N), +1 and -1.
-            sweeps: >= 1. On a CPU a sample ends with its first sweep that changes nothing.
+            sweeps: maximum number of sweeps, >= 1. On a CPU a sample ends after a sweep without changes.
 
         Returns:
-            (B, N), of the dtype of the patterns; :meth:`is_fixed_point` tells which of them have arrived.
+            (B, N) in the dtype of the patterns; :meth:`is_fixed_point` tests for convergence.
         """
         self._check(s)
         require_count("sweeps", sweeps)
@@ -173,7 +173,7 @@ class BinaryMemory(nn.Module):
         found, rows = moving.clone(), torch.arange(len(s), device=s.device)
         for _ in range(sweeps):
             found[rows] = after = self._sweep(moving)
-            if s.device.type == "cpu":  # elsewhere the answer would have to be awaited
+            if s.device.type == "cpu":  # avoid waiting for a GPU
                 changed = (after != moving).any(-1)
                 rows, after = rows[changed], after[changed]
                 if len(rows) == 0:
@@ -182,7 +182,7 @@ class BinaryMemory(nn.Module):
         return found.to(dtype)
 
     def is_fixed_point(self, s: Tensor) -> Tensor:
-        """Whether no spin would change, (B,) bool, for spins (B, N)."""
+        """Return whether no spin would change, (B,) bool, for spins (B, N)."""
         self._check(s)
         s = s.to(accumulation_dtype(s.dtype))
         couplings, noise = self._pairs()
@@ -195,7 +195,7 @@ class BinaryMemory(nn.Module):
         return stays
 
     def _wide(self) -> Tensor:
-        """The patterns in the dtype that everything is computed in."""
+        """Return the patterns in the dtype of computations."""
         return self.patterns.to(accumulation_dtype(self.patterns.dtype))
 
     def _wide_couplings(self) -> Tensor:
@@ -217,7 +217,7 @@ class BinaryMemory(nn.Module):
         return s
 
     def _pairs(self) -> tuple[Tensor | None, Tensor]:
-        """The couplings, and the size of a field that counts as zero."""
+        """Return the couplings, and the largest size of a field that counts as zero."""
         if self.couplings is None:
             return None, self.patterns.new_zeros(())
         couplings = self._wide_couplings()
@@ -225,7 +225,7 @@ class BinaryMemory(nn.Module):
         return couplings, NOISE * torch.finfo(largest.dtype).eps * largest
 
     def _dense_sign(self, rest: Tensor, column: Tensor, old: Tensor) -> Tensor:
-        """New signs (B,) of the spin with the entries ``column`` (P,), ``rest`` (B, P) without it."""
+        """Return new signs (B,) of a spin with entries ``column`` (P,) and overlaps ``rest`` (B, P)."""
         if self.rule == "exp":  # exp(rest + 1) - exp(rest - 1) is a multiple of exp(rest)
             weight = rest.softmax(-1)
         else:
@@ -245,19 +245,19 @@ class BinaryMemory(nn.Module):
         if s.shape[1] != self.sites:
             raise ValueError(f"s must have {self.sites} spins, got shape {tuple(s.shape)}")
         if s.dtype != self.patterns.dtype:
-            raise TypeError(f"s must be of dtype {self.patterns.dtype}, got {s.dtype}")
+            raise TypeError(f"s must have dtype {self.patterns.dtype}, got {s.dtype}")
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}, rule={self.rule!r}"
 
 
 def _sign(field: Tensor, noise: Tensor, old: Tensor) -> Tensor:
-    """The sign of the field, ``old`` where the field is zero to rounding."""
+    """Return the sign of the field, or ``old`` where the field is zero up to rounding."""
     return torch.where(field.abs() <= noise, old, field.sign())
 
 
 def check_rule(rule: object) -> str | int:
-    """A pair rule, ``"exp"``, or an integer >= 2."""
+    """Check for a pair rule, ``"exp"``, or an integer >= 2."""
     if isinstance(rule, int) and not isinstance(rule, bool) and rule >= 2:
         return rule
     if isinstance(rule, str) and rule in (*PAIR_RULES, "exp"):
@@ -266,26 +266,26 @@ def check_rule(rule: object) -> str | int:
 
 
 def check_spins(name: str, spins: object, shape: str, *, empty: bool = False) -> None:
-    """``spins`` must be a floating matrix of +1 and -1, with at least one row unless ``empty``."""
+    """Check for a floating-point matrix of +1 and -1, with at least one row unless ``empty``."""
     if not isinstance(spins, Tensor) or not spins.is_floating_point():
         kind = getattr(spins, "dtype", type(spins).__name__)
-        raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
+        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {kind}")
     if spins.dim() != 2 or spins.shape[1] == 0 or (len(spins) == 0 and not empty):
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(spins.shape)}")
     if not bool((spins.abs() == 1).all()):
-        raise ValueError(f"{name} must have the entries +1 and -1 only")
+        raise ValueError(f"{name} must contain only +1 and -1")
 
 
-_root: Any = brentq  # whose annotations allow for a second result
+_root: Any = brentq  # its annotations include a second result
 
 
 class Fit(NamedTuple):
-    """What :func:`fit_patterns` found.
+    """Result of :func:`fit_patterns`.
 
     Attributes:
-        memory: with the fitted patterns, in the dtype of the data.
-        log_likelihood: the mean of ``log p`` over the data before each step; never falls.
-        converged: whether the last step raised it by less than the tolerance.
+        memory: memory with the fitted patterns, in the dtype of the data.
+        log_likelihood: mean of ``log p`` over the data before each step, which never decreases.
+        converged: whether the last step increased it by less than the tolerance.
     """
 
     memory: Hopfield
@@ -304,31 +304,31 @@ def fit_patterns(
     tolerance: float = 1e-10,
     generator: torch.Generator | None = None,
 ) -> Fit:
-    r"""Maximum likelihood of the patterns of ``Hopfield(patterns, beta)`` as a density.
+    r"""Fit the patterns of ``Hopfield(patterns, beta)`` as a density by maximum likelihood.
 
-    Expectation maximisation. With the attention ``p_mu(z) = softmax_mu(beta x_mu.z)`` and its averages
-    over the data ``s_mu = <p_mu(z) z>``, a step solves ``w_mu x_mu = s_mu`` for all patterns at once,
-    ``w = softmax_mu(beta |x_mu|^2 / 2)`` being theirs. Every third step starts from a point ahead, on
-    the line through the last two, where the likelihood is higher there. No step lowers it.
+    The method is expectation maximisation. With the attention ``p_mu(z) = softmax_mu(beta x_mu.z)`` and its
+    averages over the data ``s_mu = <p_mu(z) z>``, a step solves ``w_mu x_mu = s_mu`` for all patterns with
+    their weights ``w = softmax_mu(beta |x_mu|^2 / 2)``. Every third step starts from an extrapolation of the
+    last two, if the likelihood is higher there. No step decreases the likelihood.
 
-    The weights of the Gaussians belong to the norms of their centres and the origin is a special
-    point: data of very unequal norm want to be scaled or shifted before.
+    The weights of the Gaussians depend on the norms of their centres, so the origin is a special point:
+    scale or shift data with very unequal norms.
 
     Args:
-        data: (n, d) floating.
+        data: (n, d) floating-point.
         count: number of patterns M <= n.
-        beta: inverse temperature, > 0; the Gaussians have the variance 1 / beta.
-        start: (M, d) first patterns; None: M different rows of the data, drawn by ``generator``.
-        steps: at most so many.
-        tolerance: stop where a step raises the mean log-likelihood by less.
-        generator: None: PyTorch's own.
+        beta: inverse temperature > 0; the Gaussians have variance 1 / beta.
+        start: (M, d) initial patterns; None for M different rows of the data, drawn by ``generator``.
+        steps: maximum number of steps.
+        tolerance: increase of the mean log-likelihood below which the fit stops.
+        generator: random generator; None for PyTorch's default.
 
     Returns:
-        :class:`Fit`; the likelihood has local maxima, of which it finds one. Rows of ``start`` that are
-        equal stay equal: such a start converges to a saddle.
+        A :class:`Fit` at a local maximum of the likelihood. Equal rows of ``start`` remain equal, so
+        such a start converges to a saddle.
 
     Raises:
-        TypeError, ValueError: for other shapes, dtypes or numbers, or data that are not finite.
+        TypeError, ValueError: if a shape, dtype or number is invalid, or data are not finite.
 
     Example:
         >>> memory = Hopfield(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), beta=4.0)
@@ -338,7 +338,7 @@ def fit_patterns(
         True
 
     Source: Dempster, Laird, Rubin (1977), https://doi.org/10.1111/j.2517-6161.1977.tb01600.x; Varadhan
-    and Roland (2008), https://doi.org/10.1111/j.1467-9469.2007.00585.x, for the jumps.
+    and Roland (2008), https://doi.org/10.1111/j.1467-9469.2007.00585.x, for the extrapolation.
     """
     check_tensor("data", data, "n d")
     if require_count("count", count) > len(data):
@@ -352,9 +352,9 @@ def fit_patterns(
         device = "cpu" if generator is None else generator.device
         order = torch.randperm(len(data), generator=generator, device=device)[:count]
         start = data[order.to(data.device)]
-    wide = data.detach().double()  # differences of 1e-10 decide when to stop
+    wide = data.detach().double()  # the stopping rule compares differences of 1e-10
     patterns, values, converged = start.detach().to(wide), list[float](), False
-    behind: list[Tensor] = []  # the patterns of the last steps
+    behind: list[Tensor] = []  # patterns of the last steps
     while len(values) < steps and not converged:
         after, value = _step(wide, patterns, beta)
         if len(behind) == 2:
@@ -372,7 +372,7 @@ def fit_patterns(
 
 
 def _step(data: Tensor, patterns: Tensor, beta: float) -> tuple[Tensor, float]:
-    """The patterns after one step, and the mean log-likelihood before it."""
+    """Return the patterns after one step, and the mean log-likelihood before it."""
     logits = beta * data @ patterns.mT
     value = logits.logsumexp(1).mean() - 0.5 * beta * data.square().sum(1).mean()
     value = value - Hopfield(patterns, beta=beta).log_partition()
@@ -380,11 +380,11 @@ def _step(data: Tensor, patterns: Tensor, beta: float) -> tuple[Tensor, float]:
 
 
 def _maximise(shares: Tensor, beta: float) -> Tensor:
-    """The patterns with ``w_mu x_mu = s_mu``, ``w = softmax_mu(beta |x_mu|^2 / 2)``, for ``s`` (M, d).
+    """Return patterns with ``w_mu x_mu = s_mu``, ``w = softmax_mu(beta |x_mu|^2 / 2)``, for ``s`` (M, d).
 
-    They maximise ``beta sum_mu s_mu.x_mu - lse_mu(beta |x_mu|^2 / 2)``, which is concave. As
+    They maximise the concave function ``beta sum_mu s_mu.x_mu - lse_mu(beta |x_mu|^2 / 2)``. Because
     ``log w - c / w^2 = level`` with ``c = beta |s|^2 / 2`` and one level for all patterns, each w is a
-    Lambert function of the level, and one number remains to be found: that for which w sums to 1.
+    Lambert function of the level, and the only unknown is the level for which w sums to 1.
     """
     strength = (beta * shares.square().sum(1)).clamp_min(torch.finfo(torch.float64).tiny)  # 2 c
     double = strength.cpu().numpy()
@@ -405,7 +405,7 @@ def _maximise(shares: Tensor, beta: float) -> Tensor:
 
 
 def _jump(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-    """Extrapolation of three patterns of which each is the step of the one before (SQUAREM, S3)."""
+    """Extrapolate three successive iterates (SQUAREM, S3)."""
     change = second - first
     bend = third - second - change
     length = -change.norm() / bend.norm().clamp_min(1e-300)

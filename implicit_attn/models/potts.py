@@ -26,15 +26,15 @@ from solvers.core.checks import (
 
 
 class ConditionalModel(nn.Module, ABC):
-    """Logits of the colour of every site given the colours of the other sites.
+    """Base class of models for the colour of every site given the colours of the other sites.
 
-    ``p(s_i = a | rest) = softmax_a(x_i^a + f_i^a(s))``, where ``f_i`` must not depend on ``s_i``: then
-    the logits of all sites come from one evaluation. A subclass gives f as :meth:`interaction` and a
+    ``p(s_i = a | rest) = softmax_a(x_i^a + f_i^a(s))``, where ``f_i`` must not depend on ``s_i``, so that
+    one evaluation gives the logits of all sites. A subclass defines f as :meth:`interaction` and a
     measure of its size as :meth:`penalty`.
 
     Args:
-        sites: N, >= 2.
-        colours: d, >= 2.
+        sites: number of sites N >= 2.
+        colours: number of colours d >= 2.
     """
 
     def __init__(self, sites: int, colours: int) -> None:
@@ -45,17 +45,17 @@ class ConditionalModel(nn.Module, ABC):
 
     @abstractmethod
     def interaction(self, states: Tensor) -> Tensor:
-        """What the other sites add to the logits, (B, N, d), of one-hot states (B, N, d)."""
+        """Return the contribution of other sites to the logits, (B, N, d), for states (B, N, d)."""
 
     @abstractmethod
     def penalty(self) -> Tensor:
-        """A sum of squares, a scalar, which a fit multiplies by ``l2``; fields are not in it."""
+        """Return a scalar sum of squares without the fields, which a fit multiplies by ``l2``."""
 
     def logits(self, s: Tensor) -> Tensor:
-        """Logits (B, N, d) of every site given the others.
+        """Return logits (B, N, d) of every site given the others.
 
         Args:
-            s: colours (B, N) in 0 .. d - 1, integers; or one-hot states, also mean ones, (B, N, d).
+            s: colours (B, N), integers in 0 .. d - 1; or one-hot or mean states (B, N, d).
         """
         return self.field + self.interaction(self.one_hot(s))
 
@@ -63,26 +63,26 @@ class ConditionalModel(nn.Module, ABC):
         return self.logits(s)
 
     def pseudo_likelihood(self, s: Tensor) -> Tensor:
-        r"""The negative log pseudo-likelihood of a site, in nats, a scalar.
+        r"""Return the scalar negative log pseudo-likelihood per site, in nats.
 
-        ``- 1/(B N) sum_mu sum_i log p(s_i^mu | rest)``: the mean over samples and sites. Predicting one
-        masked site, drawn at random, is an unbiased estimate of it.
+        It is ``- 1/(B N) sum_mu sum_i log p(s_i^mu | rest)``, the mean over samples and sites. The loss of
+        one random masked site is an unbiased estimate of it.
         """
         states = self.one_hot(s)
         logits = self.field + self.interaction(states)
         return -(states * torch.log_softmax(logits, -1)).sum(-1).mean()
 
     def check_states(self, s: Tensor) -> Tensor:
-        """``s`` as it is, if it is what :meth:`logits` takes; else ValueError."""
+        """Return ``s`` if it is valid for :meth:`logits`, else raise ValueError."""
         n, d = self.sites, self.colours
         if isinstance(s, Tensor) and s.shape[:1] == (0,):
-            raise ValueError("s must hold at least one sample, got none")
+            raise ValueError("s must contain at least one sample, got none")
         if isinstance(s, Tensor) and s.is_floating_point():
             return check_tensor("s", s, "B N d", finite=False, N=n, d=d)
         return require_integers("s", s, (n,), high=d - 1)
 
     def one_hot(self, s: Tensor) -> Tensor:
-        """Colours (B, N) as one-hot states (B, N, d) of the model's dtype; states are only checked."""
+        """Convert colours (B, N) to one-hot states (B, N, d) of the model's dtype; states are checked."""
         if self.check_states(s).is_floating_point():
             return s.to(self.field.dtype)
         states = self.field.new_zeros(*s.shape, self.colours)
@@ -96,15 +96,15 @@ class PottsModel(ConditionalModel):
 
         p(s_i = a | rest) = softmax_a(x_i^a + sum_{j != i} J_ij^{a s_j})
 
-    so the negative log pseudo-likelihood is convex, and its minimum finds the couplings of a Potts
-    model from enough samples. Adding to ``J_ij`` what depends on one of the two colours alone only
-    moves fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins``.
+    so the negative log pseudo-likelihood is convex, and its minimum recovers the couplings of a Potts
+    model from enough samples. Terms of ``J_ij`` that depend on only one of the two colours are equivalent
+    to fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins``.
 
-    All parameters start at 0, the independent and uniform sites; ``J_ij^{ab} = J_ji^{ba}`` always.
+    All parameters are initially 0, which means independent uniform sites. ``J_ij^{ab} = J_ji^{ba}`` always.
 
     Args:
-        sites: N.
-        colours: d.
+        sites: number of sites N.
+        colours: number of colours d.
 
     Attributes:
         couplings: :class:`Couplings`; ``couplings.weight`` is J (N, N, d, d).
@@ -121,15 +121,15 @@ class PottsModel(ConditionalModel):
         nn.init.zeros_(self.couplings.free)
 
     def interaction(self, states: Tensor) -> Tensor:
-        """``sum_j J_ij^{a s_j}``, (B, N, d)."""
+        """Return ``sum_j J_ij^{a s_j}``, (B, N, d)."""
         return self.couplings(states)
 
     def penalty(self) -> Tensor:
-        """``sum_ij |J_ij|^2 / 2``: every pair counts once."""
+        """Return ``sum_ij |J_ij|^2 / 2``, in which every pair counts once."""
         return self.couplings.free.square().sum()
 
     def energy(self, s: Tensor) -> Tensor:
-        """``-log P(s)`` up to the log partition function, (B,)."""
+        """Return ``-log P(s)`` up to the log partition function, (B,)."""
         states = self.one_hot(s)
         return -((self.field + 0.5 * self.couplings(states)) * states).sum((1, 2))
 
@@ -141,40 +141,38 @@ ROWS = ("sink", "softmax", "linear")
 
 
 class FactoredAttention(ConditionalModel):
-    r"""Self-attention whose weights depend on positions alone and whose values on colours alone.
+    r"""Self-attention whose weights depend only on positions and whose values depend only on colours.
 
     With weights ``A^h`` (N, N), zero on the diagonal, and values ``V^h`` (d, d) of head h::
 
         logits_i = x_i + sum_h sum_j A^h_ij V^h S_j,    that is    J_ij = sum_h A^h_ij V^h
 
-    a Potts model of rank H: J rearranged as a matrix (N^2, d^2) has the heads as its terms. From scores
-    ``a^h_ij`` the weights are
+    This is a Potts model of rank H: J rearranged as a matrix (N^2, d^2) is a sum over the heads. The weights
+    depend on scores ``a^h_ij``:
 
     * ``rows="softmax"``: ``A^h_ij = softmax_{j != i}(a^h_ij)``. Every row sums to 1, so
-      ``sum_j J_ij`` is the same matrix for all sites, with any number of heads: couplings of both signs
-      and graphs of unequal degrees are out of reach.
-    * ``rows="sink"``: one more key, of score 0 and value 0, so that rows sum to at most 1.
-    * ``rows="linear"``: ``A^h_ij = a^h_ij``, without any constraint.
+      ``sum_j J_ij`` is the same matrix for all sites, with any number of heads. This excludes couplings
+      of both signs and graphs with unequal degrees.
+    * ``rows="sink"``: an additional key with score 0 and value 0, so that rows sum to at most 1.
+    * ``rows="linear"``: ``A^h_ij = a^h_ij``, without constraints.
 
-    ``power=2`` squares the mixed values, which makes terms of three sites::
+    ``power=2`` squares the mixed values, which adds terms of three sites::
 
         logits_i = x_i + sum_h W^h (sum_j A^h_ij V^h S_j)^2
                  = x_i + sum_h sum_jk A^h_ij A^h_ik W^h (V^h S_j * V^h S_k)
 
-    The terms with j = k act between pairs. These are conditionals of every site, learned each for
-    itself; as in attention J is not tied, ``zero_sum`` of ``implicit_attn.energies.spins``
-    averages both directions.
+    The terms with j = k couple pairs. The conditionals of the sites are learned independently, so J is not
+    symmetric; ``zero_sum`` of ``implicit_attn.energies.spins`` averages both directions.
 
-    Where no colour is special at any site, as with the digits of Sudoku, freeze the fields
-    (``model.field.requires_grad_(False)``): from few samples they only learn chance, and the couplings
-    suffer from it.
+    If all colours are equivalent at every site, as for the digits of Sudoku, freeze the fields
+    (``model.field.requires_grad_(False)``). Otherwise they overfit to few samples and impair the couplings.
 
-    The last factor (V, or W with ``power=2``) starts at 0: all sites start independent.
+    The last factor (V, or W with ``power=2``) is initially 0, so all sites are independent.
 
     Args:
-        sites: N.
-        colours: d.
-        heads: H.
+        sites: number of sites N.
+        colours: number of colours d.
+        heads: number of heads H.
         rows: "sink", "softmax" or "linear".
         power: 1, or 2 for terms of three sites.
 
@@ -208,12 +206,12 @@ class FactoredAttention(ConditionalModel):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Scores of one head are 0 and of several N(0, 1), or N(0, 1/N^2) of linear rows.
+        """Set the scores of one head to 0, and draw those of several from N(0, 1), or N(0, 1/N^2) if linear.
 
-        Zero scores are even rows: a single head starts from no opinion on which sites matter, and finds
-        the graph from fewer samples than from random scores. Several heads must differ.
+        A single head with uniform rows recovers the graph from fewer samples than with random scores.
+        Several heads must differ.
         """
-        # Linear scores are the weights themselves: about as large as those of a softmax.
+        # Linear scores are the weights themselves, so they get the size of softmax weights.
         many = 0.0 if self.heads == 1 else 1.0
         nn.init.normal_(self.scores, std=1.0 / self.sites if self.rows == "linear" else many)
         nn.init.zeros_(self.field)
@@ -225,18 +223,18 @@ class FactoredAttention(ConditionalModel):
 
     @classmethod
     def from_couplings(cls, couplings: Tensor, heads: int) -> FactoredAttention:
-        """The linear heads that are nearest to given couplings in the Frobenius norm.
+        """Return the best approximation of couplings by linear heads in the Frobenius norm.
 
-        The error that is left is the tail ``sqrt(sum_{k > H} sigma_k^2)`` of the singular values of
-        the couplings rearranged as (N^2, d^2); no H heads have a smaller one.
+        The error is the tail ``sqrt(sum_{k > H} sigma_k^2)`` of the singular values of the couplings
+        rearranged as (N^2, d^2), the smallest possible for H heads.
 
         Args:
-            couplings: J (N, N, d, d), floating, with ``J_ii = 0``.
-            heads: H <= min(N^2, d^2).
+            couplings: J (N, N, d, d), floating-point, with ``J_ii = 0``.
+            heads: number of heads H <= min(N^2, d^2).
         """
         check_tensor("couplings", couplings, "N N d d")
         if bool((couplings.diagonal() != 0).any()):
-            raise ValueError("couplings must have zero blocks J_ii, got others")
+            raise ValueError("couplings must have zero blocks J_ii, got nonzero blocks")
         n, d = couplings.shape[0], couplings.shape[2]
         if require_count("heads", heads) > min(n * n, d * d):
             raise ValueError(f"heads must be <= {min(n * n, d * d)}, got {heads}")
@@ -251,7 +249,7 @@ class FactoredAttention(ConditionalModel):
         return model
 
     def attention(self) -> Tensor:
-        """The weights A (H, N, N), zero on the diagonal."""
+        """Return the weights A (H, N, N), zero on the diagonal."""
         own = torch.eye(self.sites, dtype=torch.bool, device=self.scores.device)
         if self.rows == "linear":
             return self.scores.masked_fill(own, 0.0)
@@ -262,16 +260,16 @@ class FactoredAttention(ConditionalModel):
         return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
 
     def couplings(self) -> Tensor:
-        """``J_ij = sum_h A^h_ij V^h``, (N, N, d, d), not tied; of ``power`` 2 see :meth:`triples`."""
+        """Return ``J_ij = sum_h A^h_ij V^h``, (N, N, d, d), which is not symmetric, for ``power=1``."""
         if self.power != 1:
             raise ValueError("power must be 1 for pair couplings, got 2")
         return torch.einsum("hij,hab->ijab", self.attention(), self.values)
 
     def interaction(self, states: Tensor) -> Tensor:
-        """The sum over the heads, (B, N, d)."""
+        """Return the sum over the heads, (B, N, d)."""
         n, d = self.sites, self.colours
         if self.output is None and self.heads * (n + d) > n * d:
-            # Many heads: one product with J costs N^2 d^2 a sample, the heads H N d (N + d).
+            # For many heads one product with J, N^2 d^2 per sample, is cheaper than H N d (N + d).
             matrix = self.couplings().transpose(1, 2).reshape(n * d, n * d)
             return (states.flatten(1) @ matrix.mT).view(states.shape)
         values = torch.einsum("bjc,hac->bhja", states, self.values)
@@ -281,7 +279,7 @@ class FactoredAttention(ConditionalModel):
         return torch.einsum("bhir,har->bia", mixed.square(), self.output)
 
     def penalty(self) -> Tensor:
-        """``sum_ij |J_ij|^2 / 2`` of the couplings; with ``power=2`` ``sum |V|^2 + |W|^2``."""
+        """Return ``sum_ij |J_ij|^2 / 2`` of the couplings, or ``sum |V|^2 + |W|^2`` with ``power=2``."""
         if self.output is not None:
             return self.values.square().sum() + self.output.square().sum()
         weights, values = self.attention().flatten(1), self.values.flatten(1)
@@ -304,15 +302,15 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class PseudoLikelihoodFit:
-    """How a fit went.
+    """Report on a fit.
 
     Attributes:
         status: "converged" (L-BFGS: the gradient met the tolerance), "max_steps", "stalled" (L-BFGS: no
-            step along the search direction lowered the loss) or "nonfinite" (a loss or gradient is not
-            finite: the parameters are as they were before).
-        losses: the objective at each evaluation: with "lbfgs" of all data, trial steps of the line
-            search among them; with "adam" of each batch before its step.
-        steps: made.
+            step along the search direction decreased the loss) or "nonfinite" (a loss or gradient is not
+            finite: the parameters are restored).
+        losses: objective at each evaluation: with "lbfgs" on all data, including trial steps of the line
+            search; with "adam" on each batch before its step.
+        steps: number of steps.
         gradient: largest entry of the objective's gradient at the end, relative to that at the start;
             NaN with "adam", which does not measure it.
     """
@@ -346,27 +344,27 @@ def fit_pseudolikelihood(
 ) -> PseudoLikelihoodFit:
     """Minimise ``model.pseudo_likelihood(data) + l2 model.penalty()`` over the model's parameters.
 
-    L-BFGS uses all data at every evaluation and finds the minimum of a :class:`PottsModel`, whose loss
-    is convex. Adam uses batches and suits models with a product of parameters.
+    L-BFGS uses all data at every evaluation and minimises the convex loss of a :class:`PottsModel`. Adam
+    uses batches and suits models with a product of parameters.
 
     Args:
-        model: changed in place.
-        data: (M, N) colours, integers, or one-hot states (M, N, d).
-        l2: weight of the penalty, >= 0; the loss is per site.
+        model: model to fit, which is changed in place.
+        data: (M, N) integer colours, or one-hot states (M, N, d).
+        l2: weight >= 0 of the penalty; the loss is per site.
         solver: "lbfgs" or "adam".
-        steps: at most; None: 40 of L-BFGS or 500 of Adam.
-        rate: Adam's, the largest of the schedule; None: 0.05.
-        schedule: of Adam's rate, "one-cycle" or "constant"; None: "one-cycle".
-        batch: samples a step of Adam, drawn without repetition within an epoch; None: 2000.
-        tolerance: L-BFGS ends where the largest entry of the gradient is so small, relative to the
-            start; None: 1e-5.
+        steps: maximum number of steps; None for 40 of L-BFGS or 500 of Adam.
+        rate: maximum learning rate of Adam; None for 0.05.
+        schedule: schedule of Adam's rate, "one-cycle" or "constant"; None for "one-cycle".
+        batch: batch size of Adam, drawn without replacement within an epoch; None for 2000.
+        tolerance: tolerance of L-BFGS for the largest entry of the gradient, relative to the start; None
+            for 1e-5.
         augment: ``augment(batch, generator) -> batch``, applied to each batch of Adam.
-        seed: of Adam's batches and of ``augment``; L-BFGS draws nothing.
-        watch: called as ``watch(step, loss)`` after each step of Adam, or evaluation of L-BFGS.
+        seed: seed of Adam's batches and of ``augment``.
+        watch: function ``watch(step, loss)``, called after each step of Adam or evaluation of L-BFGS.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or belongs to the other solver; no parameter of the
-            model requires a gradient; a sample of the data has another shape or colour.
+        TypeError, ValueError: if an argument is invalid or belongs to the other solver, no parameter of
+            the model requires a gradient, or a sample of the data has another shape or colour.
 
     Source: Besag (1975), https://doi.org/10.2307/2987782.
     """
@@ -384,7 +382,7 @@ def fit_pseudolikelihood(
     for name, value in (of_adam if lbfgs else {"tolerance": tolerance}).items():
         if value is not None:
             other = "adam" if lbfgs else "lbfgs"
-            raise ValueError(f"{name} needs solver={other!r}, got {value!r} with the other solver")
+            raise ValueError(f"{name}={value!r} needs solver={other!r}, got solver={solver!r}")
     limit = require_count("steps", (40 if lbfgs else 500) if steps is None else steps)
     if lbfgs:
         small = require_positive("tolerance", 1e-5 if tolerance is None else tolerance)
@@ -392,7 +390,7 @@ def fit_pseudolikelihood(
     require_callable("augment", augment, optional=True)
     size = min(require_count("batch", 2000 if batch is None else batch), len(data))
     require_choice("schedule", "one-cycle" if schedule is None else schedule, SCHEDULES)
-    # Adam divides the rate by 1 - beta_1 = 0.1 at first: a larger one leaves the range of the dtype.
+    # Adam initially divides the rate by 1 - beta_1 = 0.1, which may overflow for larger rates.
     most, rate = torch.finfo(model.field.dtype).max / 100, 0.05 if rate is None else rate
     largest = float(require_number("rate", rate, low=0.0, high=most, closed=False))
     optimizer = torch.optim.Adam(parameters, lr=largest)
@@ -425,7 +423,7 @@ def _objective(model: ConditionalModel, states: Tensor, l2: float) -> Tensor:
 def _batches(
     model: ConditionalModel, data: Tensor, size: int, augment: Augment | None, seed: int
 ) -> Iterator[Tensor]:
-    """One-hot batches of the data, each sample once an epoch, in an order of their own generator."""
+    """Yield one-hot batches of the data, each sample once per epoch, in the order of a generator."""
     generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
     while True:
         while len(order) < size:
@@ -442,7 +440,7 @@ def _run_lbfgs(
     losses, kept = list[float](), copy.deepcopy(model.state_dict())
 
     def measure() -> tuple[Tensor, float]:
-        """The objective, and the largest entry of its gradient."""
+        """Return the objective and the largest entry of its gradient."""
         model.zero_grad()
         loss = _objective(model, states, l2)
         loss.backward()
@@ -455,7 +453,7 @@ def _run_lbfgs(
         watch(len(losses), losses[-1])
         if math.isfinite(losses[-1]) and math.isfinite(largest):
             return loss
-        # An infinite loss makes the line search step back; NaN would spread through it.
+        # An infinite loss makes the line search step back, while NaN would propagate.
         model.zero_grad()
         return torch.full_like(loss, math.inf)
 
@@ -468,7 +466,7 @@ def _run_lbfgs(
         optimizer.step(closure)  # type: ignore[arg-type]
         _, end = measure()
     except (RuntimeError, ArithmeticError, IndexError):
-        # The line search compares and divides what it finds; numbers out of range break it.
+        # The line search fails for values out of range.
         if all(map(math.isfinite, losses)):
             raise
         end = math.nan

@@ -1,4 +1,4 @@
-"""Backbones by name; models from a specification, a dict that JSON can hold, or a checkpoint."""
+"""Build backbones by name, and models from a JSON-compatible specification or a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from implicit_attn.models.restoration import ImageRestorer
 from implicit_attn.models.spins import SpinClassifier
 from solvers.core.checks import require_choice
 
-MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file
-LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
+MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # limits of a specification that is read from a file
+LEAST_ENTRY = 50  # minimum number of bytes of a tensor in the header of a file
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Model:
 
     Attributes:
         make: the class.
-        role: "backbone", tokens (B, N, d) -> (B, N, d); "around" a backbone; or "whole".
-        solves: whether it solves equilibria, and so takes options of a ``DEQ`` as ``layer``.
-        width: the reason why a backbone has no ``width``, where it has none.
+        role: "backbone" for maps of tokens (B, N, d) -> (B, N, d), "around" a backbone, or "whole".
+        solves: whether it contains a ``DEQ``, so that ``layer`` may contain its options.
+        width: reason why a backbone has no ``width``, or None.
     """
 
     make: Callable[..., nn.Module]
@@ -57,8 +57,8 @@ MODELS: dict[str, Model] = {
     "transformer": Model(SharedTransformer, "backbone"),
     "deq-transformer": Model(DEQTransformer, "backbone"),
     "energy-transformer": Model(EnergyTransformer, "backbone"),
-    "crate": Model(CRATE, "backbone", width="whose dictionary is d x d"),
-    "spin-transformer": Model(SpinTransformer, "backbone", True, "which has no hidden units"),
+    "crate": Model(CRATE, "backbone", width="its dictionary is d x d"),
+    "spin-transformer": Model(SpinTransformer, "backbone", True, "it has no hidden units"),
     "image-classifier": Model(ImageClassifier, "around"),
     "masked-images": Model(MaskedImageModel, "around"),
     "sudoku": Model(SudokuModel, "around"),
@@ -75,43 +75,43 @@ BACKBONES = {name: row for name, row in MODELS.items() if row.role == "backbone"
 def build_backbone(
     name: str, dim: int, heads: int, width: int | None = None, **options: Any
 ) -> Any:
-    """A backbone of ``BACKBONES``: tokens (B, N, d) -> (B, N, d).
+    """Build a backbone of ``BACKBONES``, a map of tokens (B, N, d) -> (B, N, d).
 
     Args:
-        name: a key of ``BACKBONES``, "hyperset" for example.
-        dim, heads: features d of a token, attention heads.
-        width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
-            units of the equilibrium blocks (None: 2 d) and of the transformer (None: 4 d); CRATE
-            and the spin transformer have none.
-        options: further arguments of that backbone, ``iterations`` for example.
+        name: a key of ``BACKBONES``, for example "hyperset".
+        dim, heads: features d of a token, number of attention heads.
+        width: number of memories of Hyper-SET (None for d) and of the Energy Transformer (None for 4 d), or
+            of hidden units of the equilibrium blocks (None for 2 d) and of the transformer (None for 4 d);
+            CRATE and the spin transformer have no width.
+        options: further arguments of that backbone, for example ``iterations``.
 
     Raises:
-        ValueError: for an unknown name, or a width for a backbone that has none.
-        TypeError: for an option that the backbone does not have.
+        ValueError: if the name is unknown, or a width is passed to a backbone without one.
+        TypeError: if the backbone does not have an option.
     """
     row = BACKBONES[require_choice("name", name, BACKBONES)]
     if width is None:
         return row.make(dim, heads, **options)
     if row.width is not None:
-        raise ValueError(f"width must be None for {name!r}, {row.width}, got {width}")
+        raise ValueError(f"width must be None for {name!r} ({row.width}), got {width}")
     return row.make(dim, heads, width, **options)
 
 
 def build_model(
     specification: Mapping[str, Any], *, layer: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """A model from a specification, with new random weights.
+    """Build a model from a specification, with new random weights.
 
     Args:
-        specification: ``kind``, a key of ``MODELS`` that is no backbone; the arguments of that model
-            (``image_size``, ``channels``, ...); and where it is built around a ``backbone``, the
-            arguments of :func:`build_backbone` as a dict.
-        layer: how equilibria are solved for, options of ``DEQ``; for models and backbones that solve
-            some. It is no part of the specification because it changes no weight.
+        specification: dict with ``kind``, a key of ``MODELS`` that is not a backbone; the arguments of
+            that model (``image_size``, ``channels``, ...); and, if it has a ``backbone``, the arguments
+            of :func:`build_backbone` as a dict.
+        layer: options of ``DEQ`` for models and backbones that contain one. They are not part of the
+            specification because they do not change weights.
 
     Raises:
-        ValueError: ``kind`` or ``backbone`` is missing or unknown, or ``layer`` is given where nothing
-            is solved. Errors of the model and the backbone pass through.
+        ValueError: if ``kind`` or ``backbone`` is missing or unknown, or ``layer`` is passed to a model
+            without a DEQ layer. Errors of the model and the backbone propagate.
     """
     settings = dict(specification)
     kind = require_choice("kind", settings.pop("kind", None), sorted(MODELS.keys() - BACKBONES))
@@ -129,35 +129,35 @@ def _layer_option(name: str, layer: Mapping[str, Any] | None) -> dict[str, Any]:
     if layer is None:
         return {}
     if not MODELS[name].solves:
-        raise ValueError(f"layer must be None for {name!r}, which solves nothing, got {layer}")
+        raise ValueError(f"layer must be None for {name!r}, which has no solver, got {layer}")
     return {"layer": dict(layer)}
 
 
 def load_model(
     path: str | Path, *, layer: Mapping[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The trained model of a checkpoint, in evaluation mode, and the checkpoint's ``progress``.
+    """Return the trained model of a checkpoint, in evaluation mode, and the checkpoint's ``progress``.
 
-    The checkpoint's settings must hold the specification from which the model was built, under
-    ``progress["settings"]["model"]``. Torch's random state stays as it is.
+    ``progress["settings"]["model"]`` must be the specification from which the model was built. Torch's
+    random state does not change.
 
     Args:
-        path: written by ``save_checkpoint``.
-        layer: as for :func:`build_model`.
+        path: file written by ``save_checkpoint``.
+        layer: options of ``DEQ``; see :func:`build_model`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no checkpoint, it holds no specification, or the weights do not fit it.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if it is not a checkpoint, has no specification, or the weights do not match it.
     """
     settings = read_progress(path).get("settings", {})
     specification = settings.get("model") if isinstance(settings, Mapping) else settings
     if not isinstance(specification, Mapping):
         raise ValueError(
-            f"{path} does not say how its model is built: settings['model'] must be the dict that "
-            f"build_model took, got {specification!r}"
+            f"{path} has no model specification: settings['model'] must be the dict passed to "
+            f"build_model, got {specification!r}"
         )
     _check_specification(specification, Path(path))
-    with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
+    with torch.random.fork_rng(devices=[]):  # random weights are replaced below
         model = build_model(specification, layer=layer)
         progress = load_checkpoint(path, model)
     if isinstance(model, SymbolModel) and (alphabet := settings.get("alphabet")) is not None:
@@ -171,7 +171,7 @@ def load_model(
 
 
 def _check_specification(specification: Mapping[str, Any], path: Path) -> None:
-    """Refuse, before any memory is taken, what names no model or one that the file cannot hold."""
+    """Raise ValueError, before allocating memory, for an invalid or too large specification."""
     held = path.stat().st_size
     with damaged(path, "a specification of a model that can be built"):
         backbone = specification.get("backbone")
@@ -180,11 +180,11 @@ def _check_specification(specification: Mapping[str, Any], path: Path) -> None:
             most = layers if name == "layers" else LARGEST_NUMBER
             if isinstance(value, int) and abs(value) > most:
                 raise ValueError(f"{path}: {name} is {value}, expected at most {most}")
-        with torch.device("meta"):  # shapes without memory
+        with torch.device("meta"):  # computes shapes without allocating memory
             parameters = list(build_model(specification).parameters())
     number = sum(each.numel() for each in parameters)
-    if number > held:  # each is at least a byte
+    if number > held:  # a parameter has at least one byte
         raise ValueError(
-            f"{path}: its specification is of a model of {number} parameters, which do not fit into "
-            f"the {held} bytes of the file"
+            f"{path}: the specified model has {number} parameters, which do not fit into the {held} "
+            "bytes of the file"
         )

@@ -1,4 +1,4 @@
-"""Models that restore images by one trained energy and a data term for each task."""
+"""Models that restore images with one trained energy and a data term for each task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NETWORKS = ("convolution", "transformer")
 
 
 class ConvolutionalNetwork(nn.Module):
-    """Images (B, C, S, S) -> (B, C, S, S), S a multiple of 4, over two coarser resolutions."""
+    """Convolutional network (B, C, S, S) -> (B, C, S, S) with two coarser resolutions, S a multiple of 4."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ConvolutionalNetwork(nn.Module):
 
 
 class PatchTransformer(nn.Module):
-    """Images (B, C, S, S) -> (B, C, S, S): a transformer encoder on patches, added to the image."""
+    """Transformer encoder on patches, (B, C, S, S) -> (B, C, S, S), with a residual connection."""
 
     def __init__(
         self, image_size: int, channels: int, dim: int, patch: int, layers: int, heads: int
@@ -62,21 +62,21 @@ class PatchTransformer(nn.Module):
 
 
 class Restorer(nn.Module):
-    """Restores what is partly known: one trained energy, and data terms that are exchanged from task to task.
+    """Model that restores partial observations with one trained energy and a data term for each task.
 
     The layer returns ``z* = argmin_z  c/2 |sqrt(w) (A z - y)|^2 + R(z)``. The observation y, its weights
     ``w = 1 / s^2`` and the operator A belong to the task; the energy R and the factor c are learned. After
-    training with ``A = I``, :meth:`solve` takes any differentiable operator without new training.
+    training with ``A = I``, :meth:`solve` accepts any differentiable operator without further training.
 
     Args:
-        prior: R, an energy of the state z (B, ...).
-        mean: (...), the state from which a solve begins where nothing is known, such as the mean of the
-            training set; a buffer.
-        factor: c at first, > 0.
+        prior: energy R of the state z (B, ...).
+        mean: (...), initial state at missing observations, such as the mean of the training set; a
+            buffer.
+        factor: initial c > 0.
         layer: options of the :class:`DEQ`, such as ``tolerance``.
 
     Source: Venkatakrishnan, Bouman, Wohlberg (GlobalSIP 2013),
-    https://doi.org/10.1109/GlobalSIP.2013.6737048; trained through its fixed point as in Gilton, Ongie,
+    https://doi.org/10.1109/GlobalSIP.2013.6737048; for training through the fixed point, Gilton, Ongie,
     Willett, "Deep Equilibrium Architectures for Inverse Problems in Imaging" (2021),
     https://arxiv.org/abs/2102.07944.
     """
@@ -95,7 +95,7 @@ class Restorer(nn.Module):
         self.register_buffer("mean", mean.detach().clone())
         options: dict[str, Any] = {"tolerance": 3e-3, "max_steps": 200}
         energy = DataTerm().weighted(factor) + prior
-        # The latest operator and its layer, which is no part of the module.
+        # The latest operator and its layer, which is not a submodule.
         self._task: tuple[Any, DEQ] | None = None
         self.layer = DEQ(energy, **options | dict(layer or {}))
 
@@ -106,13 +106,13 @@ class Restorer(nn.Module):
 
     @property
     def data(self) -> Weighted:
-        """The data term with its learned factor c."""
+        """Data term with its learned factor c."""
         update: Any = self.layer.update
         return update.energy.terms[0]
 
     @property
     def prior(self) -> Any:
-        """The energy R."""
+        """Energy R."""
         update: Any = self.layer.update
         terms = list(update.energy.terms)[1:]
         return terms[0] if len(terms) == 1 else Sum(terms)
@@ -126,16 +126,16 @@ class Restorer(nn.Module):
         start: Tensor | None = None,
         **options: Any,
     ) -> solvers.Solution:
-        """The :class:`solvers.Solution`, whose ``value`` (B, ...) is what was restored.
+        """Return the :class:`solvers.Solution`, whose ``value`` (B, ...) is the restored state.
 
         Args:
-            y: the observations (B, ...), shaped like the operator's result.
-            weight: ``1 / s^2`` of each number of y, for noise of deviation s, and 0 where nothing was seen;
-                None: ones.
-            operator: A, from states to observations; None: the identity.
-            start: initial states; None: y where its weight is positive, ``mean`` elsewhere, and ``mean``
-                everywhere if there is an operator.
-            options: of :meth:`DEQ.solve`.
+            y: observations (B, ...), shaped like the operator's result.
+            weight: ``1 / s^2`` of each entry of y for noise of standard deviation s, and 0 at missing
+                entries; None for ones.
+            operator: A, from states to observations; None for the identity.
+            start: initial states; None for y where its weight is positive and ``mean`` elsewhere, or
+                ``mean`` everywhere with an operator.
+            options: options of :meth:`DEQ.solve`.
         """
         weight = torch.ones_like(y) if weight is None else weight
         layer = self.layer
@@ -150,19 +150,19 @@ class Restorer(nn.Module):
         return layer.solve({"y": y, "weight": weight}, z0=start, **options)
 
     def forward(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The states restored from y with these weights, with implicit gradients."""
+        """Return the states restored from y with these weights, with implicit gradients."""
         return self.solve(y, weight).value
 
 
 class ImageRestorer(Restorer):
-    """Restores square images by the energy of a network, ``R(z) = 1/2 |z - N(z)|^2``.
+    """Restorer of square images with the energy of a network, ``R(z) = 1/2 |z - N(z)|^2``.
 
     Args:
-        image_size, channels: of images (B, channels, image_size, image_size).
-        network: N, "convolution" (whose channels are multiples of ``width``, and which needs an image size
-            that 4 divides) or "transformer" (on patches, ``width`` features a token).
-        width: of the network.
-        patch, layers, heads: of the transformer.
+        image_size, channels: sizes of images (B, channels, image_size, image_size).
+        network: network N, "convolution" (channels are multiples of ``width``; the image size must be a
+            multiple of 4) or "transformer" (on patches, with ``width`` features per token).
+        width: width of the network.
+        patch, layers, heads: sizes of the transformer.
         layer: options of the :class:`DEQ`.
 
     Source: Hurault, Leclaire, Papadakis (ICLR 2022), https://arxiv.org/abs/2110.03220; see also
@@ -188,11 +188,11 @@ class ImageRestorer(Restorer):
         if require_choice("network", network, NETWORKS) == "transformer":
             made: nn.Module = PatchTransformer(size, channels, width, patch, layers, heads)
         elif size % 4:
-            raise ValueError(f"image_size must be a multiple of 4 for a convolution, got {size}")
+            raise ValueError(f"image_size must be a multiple of 4 for convolutions, got {size}")
         else:
             made = ConvolutionalNetwork(channels, require_count("width", width))
         super().__init__(NetworkEnergy(made), torch.zeros(channels, size, size), layer=layer)
 
     def denoise(self, y: Tensor) -> Tensor:
-        """One gradient step on the network's energy, which the first stage of training trains."""
+        """Return one gradient step on the network's energy, the output of the first training stage."""
         return self.prior.denoise(y)

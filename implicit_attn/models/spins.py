@@ -1,4 +1,4 @@
-"""A classifier of images made of coupled vector spins."""
+"""An image classifier of coupled vector spins."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ IMAGE_SIZE, SITES = 28, 4  # pixels and sites along a side of the image
 
 
 class SpinStem(nn.Module):
-    """Images (B, C, 28, 28) -> fields of 4 x 4 sites (B, 16, dim), by four convolutions.
+    """Embed images (B, C, 28, 28) as fields of 4 x 4 sites (B, 16, dim) by four convolutions.
 
-    Max pooling commutes with normalisation and ReLU where the gain is positive. Done before them,
-    it leaves them a quarter of the values.
+    Max pooling commutes with normalisation and ReLU for a positive gain. Pooling before them reduces their
+    cost by a factor of four.
     """
 
     def __init__(self, channels: int, dim: int, widths: tuple[int, int, int]) -> None:
@@ -45,23 +45,23 @@ class SpinStem(nn.Module):
 
 
 class SpinClassifier(TokenClassifier):
-    r"""Mean-field response of 16 sites and a class-token site to an image, and a linear readout.
+    r"""Image classifier from the mean-field response of 16 sites and a class-token site.
 
     The sites respond to each other and to their fields x by mean-field attention ::
 
         z_i = sum_j J_ij z_j - f(z_i) + x_i
 
-    with learned couplings J, symmetric and without self-coupling. Their spectral norm is bounded, so
-    that training keeps to couplings for which the solver converges. Site 0 is the class token. Its
-    field is learned and the same for all images: only J carries information on the image to it.
+    with learned couplings J, symmetric and without self-coupling. Their spectral norm is bounded, so that
+    the solver converges throughout training. Site 0 is the class token, with a learned field that is the
+    same for all images: it receives information on the image only through J.
 
     Args:
-        channels, classes: image channels, number of classes.
-        dim: components d of a site.
-        hidden: hidden units of the correction network f.
-        widths: channels of the stem's first three convolutions.
+        channels, classes: number of image channels and of classes.
+        dim: number of components d of a site.
+        hidden: number of hidden units of the correction network f.
+        widths: numbers of channels of the stem's first three convolutions.
         bound: bound on the spectral norm of J, or None.
-        layer: further arguments for :class:`DEQ`.
+        layer: further options of :class:`DEQ`.
 
     Shapes: images (B, C, 28, 28) -> logits (B, classes).
 
@@ -98,13 +98,13 @@ class SpinClassifier(TokenClassifier):
 
     @property
     def attention(self) -> MeanFieldAttention:
-        """The update of the layer."""
+        """Update of the layer."""
         update = self.layer.update
         assert isinstance(update, MeanFieldAttention)  # made in __init__
         return update
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Images -> the fields x of the sites, (B, 17, d), the class token first."""
+        """Convert images to the fields x of the sites, (B, 17, d), starting with the class token."""
         return self.with_class_token(
             self.stem(check_images(images, self.image_shape)) + self.position
         )

@@ -38,28 +38,28 @@ LAYERS = ("no layer", "your own energy", "encoder layer")
 class Demo:
     """Three things that equilibrium layers can do (two minutes on one core).
 
-    1. One energy, many tasks: a layer learns to remove noise from handwritten digits. Then its data term is
-    exchanged, and it fills in missing pixels, doubles the resolution and deblurs, without new training.
+    1. One energy, many tasks: a layer learns to remove noise from handwritten digits. With another data term
+    it also fills in missing pixels, doubles the resolution and deblurs, without further training.
     2. Sudoku: a learned update, without built-in rules, solves more boards the longer it iterates.
-    3. Your own energy: a layer defined by ten lines learns to read digits. It is compared with no layer and
-    with an encoder layer, all trained for the same number of steps.
+    3. Your own energy: a layer defined by ten lines learns to classify digits. It is compared with no layer
+    and with an encoder layer, all trained for the same number of steps.
 
-    The pictures and tables go to runs/demo; those of an earlier run are replaced.
+    The pictures and tables are written to runs/demo and replace those of an earlier run.
     """
 
     epochs: int = 15
-    """training passes of the first part"""
+    """training epochs of the first part"""
     steps: int = 400
     """training steps of the third part"""
     boards: int = 100
-    """Sudoku boards to solve"""
+    """number of Sudoku boards to solve"""
     seed: int = 0
-    """of the weights and the noise"""
+    """random seed of the weights and the noise"""
     out: Path = Path("runs/demo")
     """folder of the results"""
 
     def run(self) -> None:
-        torch.set_num_threads(1)  # these models are so small that a second thread would mostly wait
+        torch.set_num_threads(1)  # these models are too small for a second thread
         with mistakes():
             make_folder(self.out)
             digits = load("digits")
@@ -79,12 +79,12 @@ def heading(number: int, text: str) -> None:
 
 
 def progress(items: Any, title: str) -> Any:
-    """A progress bar around ``items``, shown on a terminal."""
+    """Show a progress bar around ``items`` on a terminal."""
     return require("tqdm", extra="training").tqdm(items, title, disable=None)
 
 
 def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> Path:
-    """Train an energy to remove noise; solve six tasks with it; write a table and a picture."""
+    """Train an energy to remove noise, solve six tasks with it, and write a table and a picture."""
     heading(
         1, "One energy, many tasks: an energy trained to remove noise also solves five other tasks."
     )
@@ -116,7 +116,7 @@ def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> P
 
 @torch.no_grad()
 def solve_boards(folder: Path, number: int) -> Path:
-    """Solve generated Sudoku boards by the shipped update; write a table and a picture."""
+    """Solve generated Sudoku boards with the shipped update, and write a table and a picture."""
     heading(2, "Sudoku: a learned update solves more boards the longer it iterates.")
     data = load_sudoku(1, number, source="generated", seed=17)
     puzzles, solutions = data.test_puzzles, data.test_solutions
@@ -159,8 +159,8 @@ def solve_boards(folder: Path, number: int) -> Path:
 class OwnEnergy(nn.Module):
     """``1/2 |z|^2 - 1/2 |relu(0.7 W z + U x)|^2 - sum log sum exp((0.7 Q z + q x) k)``, as in the README.
 
-    The input x is inside the hidden units and the attention. The keys k are made of x and have length 1,
-    and W and Q have spectral norm 1, so the energy is convex in z, up to the accuracy of the estimated norms.
+    The hidden units and the attention depend on the input x. The keys k are functions of x with length 1, and
+    W and Q have spectral norm 1, so the energy is convex in z, up to the accuracy of the estimated norms.
     """
 
     def __init__(self, dim: int) -> None:
@@ -175,7 +175,7 @@ class OwnEnergy(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Images (B, 1, 8, 8) to logits (B, 10): 16 tokens with positions, one layer, the mean of all logits."""
+    """Classifier of images (B, 1, 8, 8) with 16 tokens, one layer and the mean of all logits (B, 10)."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class Classifier(nn.Module):
 
 
 def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> Path:
-    """Train three classifiers for equally many steps; write a table and a picture."""
-    heading(3, "Your own energy: the ten-line layer of the README learns to read digits.")
+    """Train three classifiers for the same number of steps, and write a table and a picture."""
+    heading(3, "Your own energy: the ten-line layer of the README learns to classify digits.")
     table: Table = []
     for name in LAYERS:
         torch.manual_seed(seed)

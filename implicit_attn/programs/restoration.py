@@ -1,4 +1,4 @@
-"""Restoring images by one energy: tasks, a prior of memories and its training, the best linear answers."""
+"""Image restoration with one energy: tasks, a prior with memories, its training, and linear estimates."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HIDDEN = (0.68, 0.81, 0.93)  # colour of a pixel that was not observed
 
 
 class Memories(Energy):
-    """``R(z) = -1/beta log sum_k exp(beta (b_k - |S (z - m_k)|^2 / 2))``: memories m_k, a metric S.
+    """``R(z) = -1/beta log sum_k exp(beta (b_k - |S (z - m_k)|^2 / 2))`` with memories m_k and a metric S.
 
-    The energy of a modern Hopfield network whose patterns have biases and whose space has a learned metric.
+    It is the energy of a modern Hopfield network with biases of the patterns and a learned metric.
     """
 
     def __init__(self, memories: Tensor) -> None:
@@ -41,7 +41,7 @@ class Memories(Energy):
 
 @dataclass(frozen=True)
 class Task:
-    """y = A x + noise of deviation ``sigma``, with 0 in the place of what ``keep`` hides."""
+    """Observations y = A x + noise of standard deviation ``sigma``, with missing entries set to 0."""
 
     name: str
     sigma: float
@@ -49,7 +49,7 @@ class Task:
     operator: Callable[[Tensor], Tensor] | None = None
 
     def observe(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Observations and weights, both like ``A images``."""
+        """Return observations and weights, both like ``A images``."""
         seen = images if self.operator is None else self.operator(images)
         keep = torch.ones_like(seen)
         if self.missing == "quarter":
@@ -65,26 +65,26 @@ class Task:
         return y, keep / self.sigma**2
 
     def start(self, y: Tensor, weight: Tensor, mean: Tensor) -> Tensor:
-        """A first image: what was seen, the mean image elsewhere."""
+        """Return an initial image: observed pixels, and the mean image elsewhere."""
         if y.shape[1:] != mean.shape:
             return F.interpolate(y, mean.shape[1:], mode="bilinear")
         return torch.where(weight > 0, y, mean)
 
 
 def blur(images: Tensor, deviation: float) -> Tensor:
-    """Images (B, 1, S, S) under a Gaussian kernel of 5 x 5 pixels."""
+    """Blur images (B, 1, S, S) with a Gaussian kernel of 5 x 5 pixels."""
     line = torch.exp(-(torch.arange(5.0) - 2).square() / (2 * deviation**2))
     kernel = torch.outer(line, line) / line.sum() ** 2
     return F.conv2d(images, kernel.to(images).expand(1, 1, 5, 5), padding=2)
 
 
 def halve(images: Tensor) -> Tensor:
-    """Means of 2 x 2 pixels."""
+    """Return means of 2 x 2 pixels."""
     return F.avg_pool2d(images, 2)
 
 
 def tasks_of(size: int) -> list[Task]:
-    """The six tasks on images of 8 x 8 or of more pixels."""
+    """Return the six tasks on images of 8 x 8 or more pixels."""
     noise, deviation = (0.3, 0.8) if size == 8 else (0.5, 1.5)
     half = size // 2
     return [
@@ -98,7 +98,7 @@ def tasks_of(size: int) -> list[Task]:
 
 
 def title_of(task: Task, size: int, error: float | str, linear: float | str) -> str:
-    """The title of a panel: the task, whether training knew it, mean squared errors."""
+    """Return the title of a panel: the task, whether it was in training, and mean squared errors."""
     known = task.operator is None and task.missing in ((0.0,) if size == 8 else (0.0, 0.5, 0.75))
     numbers = (f"{each:.4f}" if isinstance(each, float) else each for each in (error, linear))
     return "{}{}\nmean squared error {}, best linear answer {}".format(
@@ -108,7 +108,7 @@ def title_of(task: Task, size: int, error: float | str, linear: float | str) -> 
 
 @torch.no_grad()
 def best_linear(task: Task, y: Tensor, weight: Tensor, images: Tensor) -> Tensor:
-    """``mean + C A^T (A C A^T + s^2 I)^-1 (y - A mean)`` of the pixels seen, C the images' covariance."""
+    """Return ``mean + C A^T (A C A^T + s^2 I)^-1 (y - A mean)`` of observed pixels, C the covariance."""
     flat = images.flatten(1).double()
     mean, covariance, shape = flat.mean(0), torch.cov(flat.T), images.shape[1:]
     basis = torch.eye(flat.shape[1], dtype=torch.float64).view(-1, *shape)
@@ -131,7 +131,7 @@ def descend(
     clip: float = 1.0,
     title: str = "training",
 ) -> None:
-    """Adam with a rate that falls linearly to a hundredth, and a progress bar."""
+    """Minimise a loss by Adam with a rate that decreases linearly to a hundredth."""
     optimiser = torch.optim.Adam(model.parameters(), rate)
     bar = require("tqdm", extra="training").tqdm
     for step in bar(range(steps), title, mininterval=1.0, disable=None):
@@ -145,7 +145,7 @@ def descend(
 def noisy(
     clean: Tensor, sigma: tuple[float, float], generator: torch.Generator, missing: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Training images under noise of many deviations; where ``missing``, half of them with hidden pixels."""
+    """Add noise of random standard deviations and, if ``missing``, mask pixels of half of the images."""
     shape = (len(clean), 1, 1, 1)
     s = sigma[0] + (sigma[1] - sigma[0]) * torch.rand(shape, generator=generator)
     keep = torch.ones_like(clean)
@@ -158,7 +158,7 @@ def noisy(
 
 
 def train_digits(images: Tensor, epochs: int, seed: int) -> Restorer:
-    """A restorer of 8 x 8 digits, which sees noise alone: 256 memories and a metric, 20,739 weights."""
+    """Train a restorer of 8 x 8 digits on noise only: 256 memories and a metric, 20,739 weights."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(images), generator=generator)[:256]
@@ -178,14 +178,14 @@ def train_digits(images: Tensor, epochs: int, seed: int) -> Restorer:
 def restore(
     model: Restorer, task: Task, y: Tensor, weight: Tensor, rtol: float = 1e-3
 ) -> solvers.Solution:
-    """The images (B, C, S, S) by the trained energy with the data term of the task."""
+    """Restore images (B, C, S, S) with the trained energy and the data term of the task."""
     start = task.start(y, weight, model.mean)
     options: Any = {"start": start, "max_steps": 400, "tolerance": rtol, "on_failure": "ignore"}
     return model.solve(y, weight, task.operator, **options)
 
 
 def draw(panels: dict[str, dict[str, Tensor]], titles: dict[str, str]) -> Any:
-    """A panel for each task: what was seen, what the energy made of it, and the true images."""
+    """Draw a panel for each task with observed, restored and true images."""
     figure = new_figure((11, 6.8), "One trained energy, six tasks")
     for axes, (name, rows) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
         size = rows["true"].shape[2:]

@@ -1,4 +1,4 @@
-"""Updates ``z <- f(z, x)``: what a layer iterates to its fixed point."""
+"""Updates ``z <- f(z, x)``, the maps whose fixed points are the outputs of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyper-SET: the layer that it repeats, its step sizes, low-rank differences; what its official code adds."""
+"""Hyper-SET: its layer, step sizes, low-rank differences, and the additions of its official code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Step = float | Tensor
 
 
 class StepSize(nn.Module):
-    """A positive step size: a number, or a learned one for each channel, ``log(1 + exp(raw))``, (d,)."""
+    """A positive step size, a number or learned for each channel, ``log(1 + exp(raw))``, (d,)."""
 
     def __init__(self, initial: float, channels: int | None = None) -> None:
         super().__init__()
@@ -59,19 +59,19 @@ class StepSize(nn.Module):
 
 
 class StepSizes(nn.Module):
-    """Two step sizes for each iteration: of the attention step and of the feed-forward step."""
+    """Step sizes of the attention step and of the feed-forward step for each iteration."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, times: Tensor) -> Any:
-        """The context of ``forward``, computed once from the input (B, N, d) and the times (T,)."""
+        """Return the context of ``forward``, computed once from the input (B, N, d) and times (T,)."""
 
     @abstractmethod
     def forward(self, z: Tensor, context: Any, index: int) -> tuple[Step, Step]:
-        """Step sizes for the state ``z`` (B, N, d) at ``times[index]``: numbers, (d,) or (B, N, d)."""
+        """Return step sizes for the state ``z`` (B, N, d) at ``times[index]``: numbers, (d,) or (B, N, d)."""
 
 
 class PlainStepSizes(StepSizes):
-    """The same two positive step sizes at all times, each a ``StepSize`` of these arguments."""
+    """Two positive step sizes that do not depend on time, each a ``StepSize``."""
 
     def __init__(self, initial: float, channels: int | None = None) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ class ConditionedStepSizes(StepSizes):
     """``(alpha_t, gamma_t) = last(gelu(outer(embed(t) + inner(c))))``, one number per token and channel.
 
     The condition c is the state ``x_t`` or the input ``x0``; ``embed`` is a function of ``sinusoids(t)``.
-    The network "paper" is the one that the paper draws, its RMS norm without gain; the norms of the others
-    have trained gains, where the official code has them:
+    The network "paper" is that of the paper, with an RMS norm without gain; the norms of the others have
+    trained gains, as in the official code:
 
     ================  ======================================  ==============  ============  ============
     network           embed, of the sinusoids of t            inner           outer         official for
@@ -104,15 +104,15 @@ class ConditionedStepSizes(StepSizes):
     ``sinusoids``     none: ``time_dim`` is ``dim``           none            RMS norm      masked images
     ================  ======================================  ==============  ============  ============
 
-    ``last`` is linear, with zero weights and the bias ``initial`` before training. With ``initial`` 0, as
+    ``last`` is linear, initially with zero weights and the bias ``initial``. With ``initial=0``, as
     published, the untrained layer is the identity, and its projections have no gradient until the step
-    sizes have changed. The official code starts ``embed`` with weights 0 as well, so that no gradient ever
-    reaches them; here it starts at random. The step sizes may take either sign. Since ``embed`` is smooth,
-    any t can be evaluated, also beyond the trained ones.
+    sizes change. The official code also initialises ``embed`` with zero weights, which then never receive a
+    gradient; here the weights are random. The step sizes may have either sign. Because ``embed`` is smooth,
+    it can be evaluated at any t, including times beyond training.
 
     Args:
-        dim: d.
-        source: of the condition, "state" or "input".
+        dim: features d of a token.
+        source: source of the condition, "state" or "input".
         time_dim: number of sinusoids, even, >= 4.
         initial: initial value of both step sizes.
         network: one of the names above.
@@ -150,7 +150,7 @@ class ConditionedStepSizes(StepSizes):
         else:
             self.embedding = nn.Sequential(nn.Linear(time_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.last = nn.Linear(dim, 2 * dim)
-        # after last: optimisers store their state by the order of the parameters
+        # Created after last, because optimisers store their state in the order of the parameters.
         self.inner: nn.Module = nn.RMSNorm(dim) if normed else nn.Identity()
         if network == "paper":
             self.inner = nn.RMSNorm(dim, eps=TINY_NORM, elementwise_affine=False)
@@ -160,7 +160,7 @@ class ConditionedStepSizes(StepSizes):
         nn.init.constant_(self.last.bias, self.initial)
 
     def prepare(self, x0: Tensor, times: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``embed(times)`` (T, d), and ``inner(x0)`` where the steps are conditioned on it."""
+        """Return ``embed(times)`` (T, d), and ``inner(x0)`` if the steps are conditioned on it."""
         waves = sinusoids(times, self.time_dim).to(self.last.weight.dtype)
         return self.embedding(waves), self.inner(x0) if self.source == "input" else None
 
@@ -175,7 +175,7 @@ class ConditionedStepSizes(StepSizes):
 
 
 def sinusoids(times: Tensor, count: int) -> Tensor:
-    """Sines and cosines of ``times`` (T,), periods ``2 pi`` to ``2 pi 10^4``: (T, count), float64."""
+    """Return sines and cosines of ``times`` (T,), periods ``2 pi`` to ``2 pi 10^4``, (T, count), float64."""
     half = _check_time_dim(count) // 2
     exponents = torch.arange(half, dtype=torch.float64, device=times.device) / (half - 1)
     angles = times.double().unsqueeze(-1) * LONGEST_PERIOD**-exponents
@@ -190,9 +190,9 @@ def build_step_sizes(
     time_dim: int = 512,
     network: str = "paper",
 ) -> StepSizes:
-    """The step sizes of a kind of ``STEP_SIZES``; ``initial`` None: 0 if conditioned, else 0.1.
+    """Build step sizes of a kind of ``STEP_SIZES``.
 
-    ``network``: of conditioned ones, a name of ``STEP_NETWORKS``.
+    ``initial=None`` means 0 if conditioned, else 0.1. ``network`` is a name of ``STEP_NETWORKS``.
     """
     require_choice("step_size", kind, STEP_SIZES)
     if kind.startswith("conditioned-"):
@@ -200,9 +200,7 @@ def build_step_sizes(
         options: dict[str, Any] = {"time_dim": time_dim, "initial": start, "network": network}
         return ConditionedStepSizes(dim, source, **options)
     if require_choice("step_network", network, STEP_NETWORKS) != "paper":
-        raise ValueError(
-            f"step_network must be 'paper' where step_size={kind!r} has no network, got {network!r}"
-        )
+        raise ValueError(f"step_network must be 'paper' for step_size={kind!r}, got {network!r}")
     start = 0.1 if initial is None else initial
     return PlainStepSizes(start, channels=dim if kind == "learned" else None)
 
@@ -220,30 +218,30 @@ class HyperSETLayer(nn.Module):
         X_t+1   = X_t+1/2 + gamma_t D relu(RMSNorm(D^T X_t+1/2))
 
     Args:
-        dim, heads, memories, feedforward, head_dim: as for ``HyperSETEnergy``.
+        dim, heads, memories, feedforward, head_dim: see ``HyperSETEnergy``.
         attention: "bisoftmax", "sigmoid", "linear", "softmax" (rows only), or another of ``ATTENTIONS``.
-        epsilon: of the norms, which have no gain. Their derivative is dropped, so that a step follows the
-            gradient of no function; ``HyperSETEnergy`` is the energy for equilibrium layers.
-        step_size: where ``alpha_t, gamma_t`` come from. "conditioned-state", "conditioned-input":
-            per token and channel from a network of time and of ``X_t`` or ``X_0``
-            (``ConditionedStepSizes``); "learned": a positive number per channel; "fixed". Or
-            ``StepSizes`` that layers share: their owner registers them, and ``step_network``,
-            ``initial_step`` and ``time_dim`` are not used.
-        step_network: of conditioned step sizes, as for ``ConditionedStepSizes``.
-        initial_step: initial value of both; None: 0 for the networks, as published, else 0.1.
+        epsilon: epsilon of the norms, which have no gain. Their derivative is omitted, so a step is not the
+            gradient of a function; use ``HyperSETEnergy`` for equilibrium layers.
+        step_size: kind of ``alpha_t, gamma_t``: "conditioned-state" or "conditioned-input" per token and
+            channel, from a network of time and of ``X_t`` or ``X_0`` (``ConditionedStepSizes``);
+            "learned" for a positive number per channel; "fixed"; or ``StepSizes`` that layers share,
+            which the owner registers (``step_network``, ``initial_step`` and ``time_dim`` are then
+            ignored).
+        step_network: network of conditioned step sizes; see ``ConditionedStepSizes``.
+        initial_step: initial value of both; None for 0 with networks, as published, else 0.1.
         time_dim: number of sinusoids of the time.
-        lora_rank: rank of differences ``scale A_t B_t`` of W and D between iterations; 0: none.
-        lora_scale: scale.
-        iterations: number of such differences.
-        beta: inverse temperature of attention; None: ``1 / sqrt(p)``.
+        lora_rank: rank of differences ``scale A_t B_t`` of W and D between iterations; 0 for none.
+        lora_scale: scale of the differences.
+        iterations: number of differences.
+        beta: inverse temperature of attention; None for ``1 / sqrt(p)``.
 
-    What the official code has besides: ``OfficialHyperSETLayer``.
+    ``OfficialHyperSETLayer`` has the additions of the official code.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11 and
     depth-wise LoRA.
     """
 
-    is_plain = True  # a step follows the energies' own directions, and nothing else
+    is_plain = True  # a step depends only on the energies' directions
 
     def __init__(
         self,
@@ -269,7 +267,7 @@ class HyperSETLayer(nn.Module):
         self.attention = build_attention(attention, dim, heads, **options)
         self.feedforward = build_feedforward(feedforward, dim, memories, norm=RMSNorm(epsilon))
         self.step_sizes: StepSizes | None = None
-        self._shared: tuple[StepSizes, ...] = ()  # a tuple's modules are not registered
+        self._shared: tuple[StepSizes, ...] = ()  # modules in a tuple are not registered
         if isinstance(step_size, StepSizes):
             self._shared = (step_size,)
         else:
@@ -284,13 +282,13 @@ class HyperSETLayer(nn.Module):
 
     @property
     def steps(self) -> StepSizes:
-        """The step sizes, the layer's own or shared ones."""
+        """Step sizes of the layer, own or shared."""
         return self._shared[0] if self.step_sizes is None else self.step_sizes
 
     def context(self, x0: Tensor, times: Tensor) -> Any:
-        """What all iterations share: of the input (B, N, d), 0 at masked tokens, and times (T,).
+        """Return the context of all iterations from the input (B, N, d), 0 at masked tokens, and times (T,).
 
-        With it two dicts, empty at first, of what the two steps remember.
+        It includes two initially empty dicts for the memory of the two steps.
         """
         return self.steps.prepare(x0, times), ({}, {})
 
@@ -303,9 +301,9 @@ class HyperSETLayer(nn.Module):
         *,
         deltas: int | None = None,
     ) -> Tensor:
-        """The state (B, N, d) after the iteration at ``times[index]``, index counted from 0.
+        """Return the state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0.
 
-        ``deltas``: the number of the low-rank differences; None: ``index``.
+        ``deltas`` is the index of the low-rank differences; None for ``index``.
         """
         prepared, (first, second) = context
         alpha, gamma = self.steps(z, prepared, index)
@@ -321,13 +319,13 @@ class HyperSETLayer(nn.Module):
         weight: Tensor | None,
         kept: dict[str, Any],
     ) -> Tensor:
-        """The direction whose negative a step takes, like ``z``; 0 at masked tokens."""
+        """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
         return energy.straight_gradient(z, mask=mask, weight=weight)
 
     def forward(
         self, z: Tensor, x0: Tensor, t: int | float, *, mask: Tensor | None = None
     ) -> Tensor:
-        """The state (B, N, d) after iteration ``t``, counted from 1; ``x0`` (B, N, d) the input."""
+        """Return the state (B, N, d) after iteration ``t`` >= 1; ``x0`` (B, N, d) is the input."""
         if not t >= 1:
             raise ValueError(f"t must be >= 1, got {t!r}")
         context = self.context(hide(x0, mask), torch.tensor([t], device=z.device))
@@ -337,9 +335,9 @@ class HyperSETLayer(nn.Module):
     def observe(
         self, z: Tensor, index: int, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Both energies (B,) and features (B, heads, N, p), with the weights of ``index``.
+        """Return both energies (B,) and features (B, heads, N, p) with the weights of ``index``.
 
-        They are those of the norms without gains, also where the steps have gains.
+        The norms have no gains here, even if those of the steps have.
         """
         coupling, memory = self._weights(index)
         features = self.attention.features(z, mask=mask, weight=coupling)
@@ -348,7 +346,7 @@ class HyperSETLayer(nn.Module):
         return value, self.feedforward.potential(recalled, Given(mask)), features
 
     def _weights(self, index: int) -> tuple[Tensor | None, Tensor | None]:
-        """W and D of an iteration; None: the energy's own."""
+        """Return W and D of an iteration, or None for the energy's own."""
         if self.attention_deltas is None or self.feedforward_deltas is None:
             return None, None
         return (
@@ -360,8 +358,8 @@ class HyperSETLayer(nn.Module):
 class LowRankDeltas(nn.Module):
     """``W_t = W + scale A_t B_t``, ``A_t`` (rows, rank) and ``B_t`` (rank, dim), for each iteration t.
 
-    All entries are drawn from N(0, 0.02^2), so the iterations differ from the start. Iterations
-    beyond the last delta use the last.
+    All entries are drawn from N(0, 0.02^2), so the iterations differ initially. Later iterations use the
+    last difference.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, depth-wise LoRA.
     """
@@ -378,7 +376,7 @@ class LowRankDeltas(nn.Module):
         self.right = nn.Parameter(0.02 * torch.randn(iterations, rank, dim))
 
     def forward(self, weight: Tensor, index: int) -> Tensor:
-        """``W_t`` for the weight W (rows, dim) and t = ``index``, counted from 0."""
+        """Return ``W_t`` for the weight W (rows, dim) and t = ``index``, from 0."""
         index = min(index, len(self.left) - 1)
         return torch.addmm(weight, self.left[index], self.right[index], alpha=self.scale)
 
@@ -393,7 +391,7 @@ DESCENTS = ("plain", "momentum", "rmsprop", "rmsprop-momentum", "adam")
 
 @dataclass(frozen=True)
 class Descent:
-    """The rule by which gradients g_1, g_2, ... of a solve become steps, entry by entry.
+    """Elementwise rule that converts gradients g_1, g_2, ... of a solve to steps.
 
     ======================  =========================================================================
     ``"plain"``             ``g``
@@ -404,14 +402,14 @@ class Descent:
                             decays ``first`` and ``second``, ``m' = m / (1 - first^t)`` likewise v'
     ======================  =========================================================================
 
-    All but ``"plain"`` remember what came before, from zero at the beginning of a solve, so a step is
-    no function of the state alone and has no fixed point to solve for.
+    All rules except ``"plain"`` have a memory, which is zero at the start of a solve. A step is then not a
+    function of the state, so there is no fixed point to solve for.
 
     Args:
         kind: one of ``DESCENTS``.
 
     Source: the experimental options of the official code of Hu, Zou, Xu, "Hyper-SET"
-    (https://arxiv.org/abs/2502.11646), with its numbers; Kingma and Ba, "Adam",
+    (https://arxiv.org/abs/2502.11646), with its constants; Kingma and Ba, "Adam",
     https://arxiv.org/abs/1412.6980.
     """
 
@@ -426,7 +424,7 @@ class Descent:
         require_choice("descent", self.kind, DESCENTS)
 
     def __call__(self, kept: dict[str, Any], gradient: Tensor) -> Tensor:
-        """The step for ``gradient``, like it; ``kept``, empty before the first, remembers the others."""
+        """Return the step for ``gradient``; ``kept`` is the memory, initially empty."""
         if self.kind == "plain":
             return gradient
         t = kept["t"] = kept.get("t", 0) + 1
@@ -446,7 +444,7 @@ class Descent:
         return scaled if self.kind == "rmsprop" else add("b", self.momentum, scaled)
 
     def _root(self, square: Tensor) -> Tensor:
-        # The root of 0 has no derivative, and a masked token's gradient is 0.
+        # The square root has no derivative at 0, the gradient of a masked token.
         least = torch.finfo(square.dtype).tiny
         return square.clamp_min(least).sqrt() + self.epsilon
 
@@ -455,7 +453,7 @@ GAINS = ("none", "shared", "separate")
 
 
 class NormGains(nn.Module):
-    r"""The two directions of Hyper-SET's step with trained gains after the RMS norms ::
+    r"""Directions of Hyper-SET's step with trained gains after the RMS norms ::
 
         attention:     sum_h W_h F(q, k, v),   q, k, v = g_q * u, g_k * u, g_v * u,   u = RMSNorm(W_h^T X)
         feed-forward:  -D phi(g * RMSNorm(D^T X))
@@ -465,15 +463,15 @@ class NormGains(nn.Module):
     with the weights w of a score, and ``phi'(Q) * beta phi(V) (phi(Q)^T phi(K))`` for linear attention
     with the feature map phi. For the ReLU energy the feed-forward phi is relu, and so on.
 
-    A step along such directions descends nothing: the gains of queries, keys and values differ, and the
-    derivative of the norm is dropped. The energies that are monitored are those without gains.
+    Such a step descends no energy: the gains of queries, keys and values differ, and the derivative of the
+    norm is omitted. The monitored energies are those without gains.
 
     Args:
-        kind: "separate": gains of queries, keys and values of their own, as the official models of
-            images have; "shared": one for all three, as those of Sudoku and masked images.
-        width: features p of a head; the gains of all heads are the same.
-        memories: M.
-        epsilon: of the norms; None: the machine epsilon of the dtype, as official.
+        kind: "separate" for different gains of queries, keys and values, as in the official models of
+            images; "shared" for one gain, as in those of Sudoku and masked images.
+        width: features p of a head; all heads share the gains.
+        memories: number of memories M.
+        epsilon: epsilon of the norms; None for the machine epsilon of the dtype, as in the official code.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, its official code.
     """
@@ -496,7 +494,7 @@ class NormGains(nn.Module):
         mask: Tensor | None,
         weight: Tensor | None,
     ) -> Tensor:
-        """The direction whose negative a step takes, like ``z``; 0 at masked tokens."""
+        """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
         weight = energy.weight if weight is None else weight
         raw = split_heads(F.linear(hide(z, mask), weight), energy.heads)
         if isinstance(energy, MemoryEnergy):
@@ -512,13 +510,13 @@ class NormGains(nn.Module):
 def mix(
     energy: HeadsEnergy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """F of the formula above, (B, heads, N, p), for the kind of attention that ``energy`` has."""
+    """Return F of the formula above, (B, heads, N, p), for the attention of ``energy``."""
     beta = energy.beta
-    assert not isinstance(beta, Tensor)  # Hyper-SET trains no temperatures
+    assert not isinstance(beta, Tensor)  # Hyper-SET does not train temperatures
     if isinstance(energy, LinearAttention):
         phi = FEATURE_MAPS[energy.feature_map]
         mapped, keys, values = phi(query), phi(key).value, phi(value).value
-        if mask is not None:  # phi(0) may be another number than 0
+        if mask is not None:  # phi(0) may be nonzero
             keys = keys.masked_fill(~mask[:, None, :, None], 0.0)
         return mapped.push(values @ (mapped.value.mT @ keys) * beta)
     if type(energy) is BiSoftmaxAttention and key is query and value is query:
@@ -526,7 +524,7 @@ def mix(
     scores = beta * (query @ key.mT)
     if isinstance(energy, ScoreAttention):
         return SCORES[energy.score].weight(scores) @ value
-    if mask is not None:  # the least number: finite, so that empty rows are no NaN
+    if mask is not None:  # the lowest finite number avoids NaN in empty rows
         pairs = mask[:, None, :, None] & mask[:, None, None, :]
         scores = scores.masked_fill(~pairs, torch.finfo(scores.dtype).min)
     if isinstance(energy, RowSoftmaxAttention):
@@ -535,16 +533,16 @@ def mix(
 
 
 class OfficialHyperSETLayer(HyperSETLayer):
-    """The layer of Hyper-SET with what the official code has besides the paper.
+    """The layer of Hyper-SET with the additions of the official code.
 
     Args:
-        dim, heads, memories, options: as for ``HyperSETLayer``.
+        dim, heads, memories, options: see ``HyperSETLayer``.
         gains: trained gains after the norms: "separate" for queries, keys and values, "shared" by them,
-            or "none" (``NormGains``). With gains the step follows the gradient of no energy, not even
-            one with fixed norms, and ``epsilon`` may be None, the machine epsilon.
-        descent: what becomes of the directions: "plain", "momentum", "rmsprop",
-            "rmsprop-momentum" or "adam" (``Descent``). But for "plain" a step depends on those before
-            it; ``forward`` takes it as the first.
+            or "none" (``NormGains``). With gains a step is not the gradient of an energy, even with fixed
+            norms, and ``epsilon`` may be None, the machine epsilon.
+        descent: rule that converts directions to steps: "plain", "momentum", "rmsprop",
+            "rmsprop-momentum" or "adam" (``Descent``). Except for "plain" a step depends on previous
+            ones; ``forward`` treats it as the first.
 
     Source: the official code of Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
     """
@@ -569,7 +567,7 @@ class OfficialHyperSETLayer(HyperSETLayer):
 
     @property
     def is_plain(self) -> bool:  # type: ignore[override]
-        """No gains, nothing remembered."""
+        """Whether the layer has no gains and no memory."""
         return self.gains is None and self.descent.kind == "plain"
 
     def direction(
@@ -586,10 +584,10 @@ class OfficialHyperSETLayer(HyperSETLayer):
 
 
 def refuse_memory(layers: Iterable[nn.Module]) -> None:
-    """Raise a ValueError where a layer's step depends on those before it: it has no fixed point."""
+    """Raise ValueError if a layer's step depends on previous ones, so that it has no fixed point."""
     for layer in layers:
         if isinstance(layer, OfficialHyperSETLayer) and layer.descent.kind != "plain":
             raise ValueError(
-                "descent must be 'plain' where a fixed point of the layer's step is wanted, got "
+                "descent must be 'plain' to solve for a fixed point of the layer's step, got "
                 f"{layer.descent.kind!r}"
             )

@@ -1,4 +1,4 @@
-"""Updates of coupled spins: mean fields with learned and input couplings, adaptive TAP, kinetic, saddle."""
+"""Updates of coupled spins: mean fields with learned or input-dependent couplings, TAP, kinetic, saddle."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ from solvers.core.checks import (
 
 
 class NormedMLP(nn.Module):
-    """``W2 gelu(W1 norm(z) + b1) + b2`` of each token, in the place of the Onsager term.
+    """Network ``W2 gelu(W1 norm(z) + b1) + b2`` of each token, which replaces the Onsager term.
 
-    ``norm`` is LayerNorm over the features without gain and offset (W1 and b1 hold them). Its epsilon is
-    of order 1: with a tiny one the map has a kink where all components agree, and no solver converges
-    fast across it. It maps a zero token to zero, so that masked tokens add nothing to a sum over tokens.
+    ``norm`` is LayerNorm over the features without gain and bias (W1 and b1 include them). Its epsilon is
+    of order 1: with a tiny one the map has a kink where all components are equal, and solvers converge
+    slowly across it.
 
     Args:
         dim: features d.
-        hidden: hidden units; None: four times the inputs.
-        epsilon: of the norm, finite, > 0.
-        bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the map is
-            then at most ``1.13 bound^2 / sqrt(epsilon)``.
+        hidden: number of hidden units; None for four times the inputs.
+        epsilon: epsilon of the norm, finite and > 0.
+        bound: bound on the spectral norms of W1 and W2, or None; it limits the Lipschitz constant of the
+            map to ``1.13 bound^2 / sqrt(epsilon)``.
 
     Shapes: (B, N, d) -> (B, N, d).
     """
@@ -89,48 +89,48 @@ class NormedMLP(nn.Module):
 
 
 class CorrectedUpdate(Update):
-    """An update ``f(z, x) = field(z, x) - correction(z)``.
+    """Base class of updates ``f(z, x) = field(z, x) - correction(z)``.
 
-    The correction stands for the Onsager term ``V_i m_i`` of the adaptive TAP equations, which removes
-    a token's own influence from the field that acts on it.
+    The correction replaces the Onsager term ``V_i m_i`` of the adaptive TAP equations, which removes
+    a token's own influence from its field.
 
     Args (of the subclasses):
-        correction: "network" for ``NormedMLP(dim)``, None for none, or a module (B, N, d) -> (B, N, d) that
-            acts on each token separately, such as ``NormedMLP(dim, hidden, bound=0.6)``.
+        correction: "network" for ``NormedMLP(dim)``, None for no correction, or a module (B, N, d) ->
+            (B, N, d) that acts on each token separately, such as ``NormedMLP(dim, hidden, bound=0.6)``.
     """
 
     correction: nn.Module | None
 
     def corrected(self, field: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
-        """``field - correction(z)``, or z at masked tokens; all (B, N, d)."""
+        """Return ``field - correction(z)``, or z at masked tokens; all (B, N, d)."""
         if self.correction is not None:
             visible = hide(z, mask)
             term = self.correction(visible)
             if not isinstance(term, Tensor) or term.shape != z.shape:
                 got = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
                 raise ValueError(
-                    f"correction must return the shape of z, {tuple(z.shape)}, got {got}"
+                    f"correction must return a tensor of shape {tuple(z.shape)}, got {got}"
                 )
             field = field - term
         return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
 
 
 class MeanFieldAttention(CorrectedUpdate):
-    r"""``f(z, x)_i = sum_j J_ij z_j - correction(z_i) + x_i``: mean-field spins with learned couplings.
+    r"""Mean-field spins with learned couplings, ``f(z, x)_i = sum_j J_ij z_j - correction(z_i) + x_i``.
 
-    The couplings J (N, N, d, d) belong to the N positions, so the layer takes exactly N sites. f is a
-    contraction where the Lipschitz constants of the two terms sum to less than 1, which bounds of both can
-    enforce. Initially ``|J|`` is about ``2 / sqrt d``. A correction whose
-    Jacobian is positive semidefinite, like that of the Onsager term, improves convergence.
+    The couplings J (N, N, d, d) belong to the N positions, so the layer needs exactly N sites. f is a
+    contraction if the Lipschitz constants of the two terms sum to less than 1, which bounds on both can
+    enforce. Initially ``|J|`` is about ``2 / sqrt d``. A correction with a positive semidefinite Jacobian,
+    like the Onsager term, improves convergence.
 
     Args:
-        sites: N.
-        dim: d.
-        correction: as for ``CorrectedUpdate``; without one this is the naive mean field, which is linear.
-        symmetric_sites, scale, bound: of the ``Couplings``.
+        sites: number of sites N.
+        dim: features d.
+        correction: see ``CorrectedUpdate``; None gives the naive mean field, which is linear.
+        symmetric_sites, scale, bound: options of the ``Couplings``.
 
-    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked sites act on no
-    other site and keep their state.
+    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked sites do not act on
+    others and keep their state.
 
     Source: Bal, "Deep Implicit Attention" (2021),
     https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
@@ -159,35 +159,35 @@ class MeanFieldAttention(CorrectedUpdate):
 
 
 class AdaptiveTAPAttention(Update):
-    r"""The adaptive TAP equations of N coupled sites, with the layer's input x as external field.
+    r"""Adaptive TAP equations of N coupled sites, with the layer's input x as external field.
 
-    With learned couplings J, and with the mean and the covariance that the site's distribution has
-    under a field h and a cavity variance V::
+    With learned couplings J, and the mean and covariance of the site's distribution in a field h with a
+    cavity variance V::
 
         h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
         Lambda_i = V_i + C_i^-1,   [(Lambda - J)^-1]_ii = C_i
 
-    The state is a :class:`solvers.SpinState`, the pair (m, V), and so is the layer's output::
+    The state and the layer's output are a :class:`solvers.SpinState`, the pair (m, V)::
 
         layer = DEQ(AdaptiveTAPAttention(17, 10), solver=solvers.AdaptiveTAP())
         layer(x).mean  # (B, N, d)
 
-    Unlike in ``MeanFieldAttention`` the Onsager term ``V_i m_i`` is no learned network; it follows from
-    the couplings and the input. The solver keeps ``Lambda - J`` of every sample positive definite; a
-    sample without such a solution ends as ``Status.INDEFINITE``.
+    Unlike in ``MeanFieldAttention``, the couplings and the input determine the Onsager term ``V_i m_i``. The
+    solver keeps ``Lambda - J`` of every sample positive definite; a sample without such a solution ends as
+    ``Status.INDEFINITE``.
 
-    The free energy is an output and a loss, ``-log Z`` of every sample::
+    The free energy ``-log Z`` of each sample can be an output or a loss::
 
         loss = -layer.update.log_partition(layer(x), x).mean()
 
     Args:
-        sites: N.
-        dim: d.
-        site: a ``solvers.Site``; None: ``SphericalSite()``, unit vectors times ``sqrt d``.
-        scale, bound: of the ``Couplings``.
+        sites: number of sites N.
+        dim: features d.
+        site: a ``solvers.Site``; None for ``SphericalSite()``, vectors of length ``sqrt d``.
+        scale, bound: options of the ``Couplings``.
 
     Shapes: ``x`` (B, N, d), None for zero; the state's ``mean`` (B, N, d), ``cavity_variance``
-    (B, N, d, d). ``mask`` (B, N) bool: masked sites act on no other site and keep their state.
+    (B, N, d, d). ``mask`` (B, N) bool: masked sites do not act on others and keep their state.
 
     Source: Opper and Winther (2001), https://doi.org/10.1103/PhysRevE.64.056131, for the equations;
     Bal, "Deep Implicit Attention" (2021),
@@ -209,7 +209,7 @@ class AdaptiveTAPAttention(Update):
         self.site = SphericalSite() if site is None else site
 
     def initial(self, x: Tensor) -> SpinState:
-        """Means 0, and cavity variances for which ``Lambda - J`` is positive definite."""
+        """Return means 0 and cavity variances for which ``Lambda - J`` is positive definite."""
         self.couplings.check(x)
         return starting_state(x, self.couplings.weight, self.site)
 
@@ -218,14 +218,14 @@ class AdaptiveTAPAttention(Update):
     ) -> SpinState:
         if not (isinstance(z, tuple) and len(z) == 2):
             raise TypeError(
-                "the state of AdaptiveTAPAttention is a SpinState (mean, cavity_variance), as its "
-                f"initial(x) returns; got {type(z).__name__}"
+                "z must be a SpinState (mean, cavity_variance), such as AdaptiveTAPAttention.initial(x) "
+                f"returns, got {type(z).__name__}"
             )
         mean, variance = z
         field = self._field(mean, x, mask)
         if variance.shape != (*mean.shape, mean.shape[-1]):
             raise ValueError(
-                f"cavity_variance must have the shape {(*mean.shape, mean.shape[-1])} to go with mean "
+                f"cavity_variance must have the shape {(*mean.shape, mean.shape[-1])} for a mean of shape "
                 f"{tuple(mean.shape)}, got {tuple(variance.shape)}"
             )
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
@@ -233,12 +233,11 @@ class AdaptiveTAPAttention(Update):
     def log_partition(
         self, z: SpinState, x: Tensor | None = None, *, mask: Tensor | None = None
     ) -> Tensor:
-        """``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
+        """Return ``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
 
-        Its gradients by input, couplings and the site's parameters need no adjoint solve, and are right
-        also where z was computed without gradients; ``d log Z / dx`` is ``z.mean``. It is NaN, and adds
-        nothing to gradients, in samples whose z has no positive definite ``chi``, as no fixed point has:
-        the mean over the batch then is NaN, and ``Training`` refuses the step.
+        Its gradients with respect to input, couplings and the site's parameters need no adjoint solve and
+        are correct even if z was computed without gradients; ``d log Z / dx`` is ``z.mean``. It is NaN,
+        without gradients, in samples whose ``chi`` is not positive definite, which are no fixed points.
         """
         field = self._field(z[0], x, mask)
         return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
@@ -265,21 +264,21 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
     ``p = d / heads`` components of the state, without a value projection; the correction mixes the
     components.
 
-    The rows of the softmax sum to 1. With ``strength`` 1, as in the source, ``I - J`` is therefore
-    singular: it maps equal tokens to zero. The default correction does not help, since its norm
+    The rows of the softmax sum to 1. With ``strength=1``, as in the source, ``I - J`` is therefore
+    singular: it maps equal tokens to zero. The default correction does not change this, because its norm
     removes a shift common to all components, so most inputs have no fixed point. For one head, a
     strength below 1 minus the Lipschitz constant of the correction makes f a contraction in the norm
     of the largest token.
 
     Args:
-        dim: d.
-        heads: a divisor of d.
-        correction: as for ``CorrectedUpdate``.
-        strength: > 0.
+        dim: features d.
+        heads: number of heads, a divisor of d.
+        correction: see ``CorrectedUpdate``.
+        strength: strength > 0 of the couplings.
         self_coupling: whether a token attends to itself; False excludes ``J_ii`` from the softmax.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
 
-    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are no keys and keep
+    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are not keys and keep
     their state. A token without any key has the field ``x_i``.
 
     Source: Bal, "Deep Implicit Attention" (2021), the section on softmax attention,
@@ -304,7 +303,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         self.correction = _read_correction(correction, dim)
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
+        """Return ``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
         weight = self.query.weight
         x = visible_input(x, weight, mask, type(self).__name__, tokens=True)
         query, key = F.linear(x, weight) * self.width**-0.5, F.linear(x, self.key.weight)
@@ -312,7 +311,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         return (self.strength * softmax_couplings(query, key, self.heads, pairs)).to(query.dtype)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
-        """x and J, so that a solve computes the couplings once."""
+        """Return x and J, so that a solve computes the couplings once."""
         return x if isinstance(x, Prepared) else Prepared((x, self.couplings(x, mask=mask)))
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
@@ -335,7 +334,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
 
 
 def softmax_couplings(query: Tensor, key: Tensor, heads: int, pairs: Tensor | None) -> Tensor:
-    """``J`` (B, heads, N, N), float32 or wider: the softmax of ``q_i.k_j`` over the pairs that couple."""
+    """Return ``J`` (B, heads, N, N), float32 or wider, the softmax of ``q_i.k_j`` over allowed pairs."""
     scores = split_heads(query, heads) @ split_heads(key, heads).mT
     return softmax_over_pairs(scores.to(accumulation_dtype(scores.dtype)), Pairs(pairs))[0]
 
@@ -344,44 +343,44 @@ CLOSURES = ("gaussian", "naive", "tap", "plefka")
 
 
 class KineticAttention(Update):
-    r"""Means of spins on spheres that all change at once, each in the field of the others.
+    r"""Means of spins on spheres under parallel dynamics, each in the field of the others.
 
-    In each head, of width p, the tokens are put on the sphere of radius ``R = sqrt(p / 2)``. There they
-    are the field of spins of the same length, which couple by attention weights of the input::
+    In each head of width p the tokens are normalised to the sphere of radius ``R = sqrt(p / 2)``. They are
+    the fields of spins of the same length, which are coupled by attention weights of the input::
 
         J_ij = softmax_j(scale q_i.k_j),   theta_i = beta (x_i + sum_j J_ij m_j)
         m_i = theta_i / (1 + sqrt(1 + (|theta_i|^2 + Delta_i) / R^2))
         Delta_i = beta^2 sum_j J_ij^2 (R^2 - |m_j|^2)
 
-    ``Delta_i`` is the noise of the spins around their means; the closure "naive" leaves it out. The
-    state is m, so its fixed point is the steady state of the means of a kinetic spin model. Read as a
-    transformer layer, the field is the residual connection, ``J m`` the attention, and the response to
-    the field a normalisation. There is no value projection: heads mix only through J.
+    ``Delta_i`` is the variance of the field, which the closure "naive" omits. The fixed point m is the steady
+    state of the means of a kinetic spin model. As a transformer layer, the field is the residual
+    connection, ``J m`` the attention, and the response to the field a normalisation. There is no value
+    projection, so heads mix only through J.
 
     The slope of the response is at most 1/2 and the rows of J sum to 1. With "naive" and ``beta < 2`` the
-    map is therefore a contraction, so that its fixed point exists and is unique. It commutes with
-    permutations of the tokens, unless ``causal``.
+    map is therefore a contraction with a unique fixed point. It is equivariant to permutations of the
+    tokens, unless ``causal``.
 
     Args:
-        dim: d.
-        heads: a divisor of d, with ``p = d / heads >= 2``.
-        beta: inverse temperature, > 0.
+        dim: features d.
+        heads: number of heads, a divisor of d with ``p = d / heads >= 2``.
+        beta: inverse temperature > 0.
         closure: "gaussian", "naive", "tap" or "plefka", see ``solvers.kinetic_step``. The last two are
             expansions for weak couplings; "plefka" with beta 2 is worse than "naive", and "tap" costs
             p^3 for each token.
-        scale: factor of the scores, > 0; None: 1, as in the source.
+        scale: factor > 0 of the scores; None for 1, as in the source.
         self_coupling: whether a token couples to itself; False excludes ``J_ii`` from the softmax.
-        causal: a token couples to itself and the tokens before it only.
+        causal: whether a token couples only to itself and previous tokens.
 
-    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are no keys and keep
+    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are not keys and keep
     their state. A token without any key has the field ``beta x_i``.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
 
-    Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/, there with
-    the closure "plefka", and with p - 2 for p in the radius; the Gaussian closure of Mezard and
-    Sakellariou (2011), https://arxiv.org/abs/1103.3433, for spheres in many dimensions.
+    Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/, with the
+    closure "plefka" and p - 2 instead of p in the radius; Mezard and Sakellariou (2011),
+    https://arxiv.org/abs/1103.3433, for the Gaussian closure, here on spheres in many dimensions.
     """
 
     def __init__(
@@ -410,20 +409,20 @@ class KineticAttention(Update):
         self.queries_keys = Projection(dim, 2 * dim)
 
     def on_spheres(self, x: Tensor) -> Tensor:
-        """The tokens (B, N, d) with every head scaled to length R; zero stays zero.
+        """Return the tokens (B, N, d) with every head scaled to length R, except zeros.
 
-        A head whose length is not far above ``eps p`` (2e-6 for p = 16 in float32) gets less, as
-        ``R |x| / sqrt(|x|^2 + (eps p)^2)``: the scale of the tokens counts there, and only there.
+        A head with a length near ``eps p`` (2e-6 for p = 16 in float32) is scaled to
+        ``R |x| / sqrt(|x|^2 + (eps p)^2)``.
         """
         parts = x.view(*x.shape[:-1], self.heads, self.width)
         wide = parts.to(accumulation_dtype(x.dtype))
-        # Below this length a token shrinks to zero smoothly: its direction has no derivative at zero.
+        # Below this length a token shrinks to zero smoothly, because its direction is not differentiable.
         least = torch.finfo(wide.dtype).eps * self.width
         length = (wide.square().sum(-1, keepdim=True) + least**2).sqrt()
         return (wide * (self.radius / length)).to(x.dtype).view(x.shape)
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``J`` (B, heads, N, N), without beta, of tokens ``x`` (B, N, d) on their spheres."""
+        """Return ``J`` (B, heads, N, N), without beta, of tokens ``x`` (B, N, d) on their spheres."""
         x = self._visible(x, mask)
         query, key = F.linear(x, self.queries_keys.weight).chunk(2, dim=-1)
         pairs = token_pairs(mask, self.causal, x.shape[1], x.device, own=self.self_coupling)
@@ -434,12 +433,12 @@ class KineticAttention(Update):
         return visible_input(x, weight, mask, type(self).__name__, tokens=True)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
-        """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
+        """Return the field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
         x = self.on_spheres(self._visible(x, None))
         return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
 
     def initial(self, x: Tensor) -> Tensor:
-        """The means in the field alone, ``J = 0``."""
+        """Return the means without couplings, ``J = 0``."""
         return self.start(x, self.prepare(x))
 
     def start(self, x: Any, prepared: Prepared) -> Tensor:
@@ -477,7 +476,7 @@ KINDS = ("free", "input")
 
 
 class SaddleAttention(nn.Module):
-    r"""Means of N spins of d components, |S_i| = sqrt d, whose fields are the normalised tokens.
+    r"""Means of N spins with d components, |S_i| = sqrt d, whose fields are the normalised tokens.
 
     ``P(S) ~ exp(1/2 sum_ij K_ij S_i.S_j + sum_i h_i.S_i)`` with ``h = beta LayerNorm(x)`` and scalar
     couplings K, either parameters or from the input, with queries and keys of ``n = LayerNorm(x) / sqrt d``::
@@ -486,27 +485,27 @@ class SaddleAttention(nn.Module):
         input:   K = beta (A + A^T) / sqrt(N d),  A = tanh(sqrt d (W_q n)(W_k n)^T),  without its diagonal
 
     The output is ``m = (Lambda - K)^-1 h`` (:func:`solvers.spherical_saddle`, exact for large d). The
-    multipliers Lambda minimise a strictly convex function of N numbers, so this is a module of its own:
-    it needs no ``DEQ``, no damping and no starting point, and takes derivatives of any order::
+    multipliers Lambda minimise a strictly convex function of N numbers, so the module needs no ``DEQ``,
+    damping or starting point, and supports derivatives of any order::
 
         layer = SaddleAttention(17, 64, couplings="input")
         layer(x)  # (B, N, d)
-        layer.solve(x).log_partition  # (B,), the free energy as another output, or as a loss
+        layer.solve(x).log_partition  # (B,), the free energy as another output or as a loss
 
     Args:
-        sites: N, of the free couplings; inputs of any N go with ``couplings="input"``.
-        dim: d.
+        sites: number of sites N of free couplings; ``couplings="input"`` accepts any N.
+        dim: features d.
         couplings: "free" or "input".
-        beta: inverse temperature, > 0.
-        per_site: False: one multiplier for all spins (the spherical model).
-        normalise: False: ``h = beta x``, for fields that are given as they are, and ``n = x / sqrt d``.
-        on_failure: "warn", "raise" or "ignore" about samples that did not converge.
+        beta: inverse temperature > 0.
+        per_site: whether each spin has its own multiplier; False for the spherical model.
+        normalise: whether to normalise x; False for ``h = beta x`` and ``n = x / sqrt d``.
+        on_failure: "warn", "raise" or "ignore" samples that did not converge.
 
-    Shapes: ``x`` (B, N, d) -> (B, N, d). ``mask`` (B, N) bool: masked tokens influence no other, their
-    output is zero, and N in the formula counts the others, so that padding changes nothing.
+    Shapes: ``x`` (B, N, d) -> (B, N, d). ``mask`` (B, N) bool: masked tokens do not influence others, their
+    output is zero, and N in the formula is the number of unmasked tokens, so padding has no effect.
 
     Attributes:
-        last: the :class:`solvers.SaddleSolution` of the latest solve, detached, or None.
+        last: detached :class:`solvers.SaddleSolution` of the latest solve, or None.
 
     Source: M. Bal, afem, https://github.com/mcbal/afem: K is ``2 beta J`` and h is
     ``beta sqrt d`` times the field of that code, m is ``sqrt d`` times its magnetisation.
@@ -542,11 +541,11 @@ class SaddleAttention(nn.Module):
             self.key = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The means (B, N, d)."""
+        """Return the means (B, N, d)."""
         return self.solve(x, mask).mean
 
     def solve(self, x: Tensor, mask: Tensor | None = None) -> SaddleSolution:
-        """The whole solution: means, response, log partition function, status of each sample."""
+        """Return means, response, log partition function and status of each sample."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         if self.kind == "free" and x.shape[1] != self.sites:
             raise ValueError(
@@ -566,7 +565,7 @@ class SaddleAttention(nn.Module):
         return solution
 
     def couplings(self, fields: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``K`` (N, N), or (B, N, N) from the normalised input (B, N, d), N unmasked tokens of a sample."""
+        """Return ``K`` (N, N), or (B, N, N) from the normalised input (B, N, d)."""
         if self.kind == "free":
             rows, columns = self.pairs.unbind(0)
             upper = self.free.new_zeros(self.sites, self.sites).index_put(
@@ -590,27 +589,24 @@ class SaddleAttention(nn.Module):
 
 
 class BareAttentionStep(Update):
-    r"""``f(z)_i = normalise((1 - gamma) sum_j alpha_ij J_ij z_j + gamma z_i)``, all tokens at once.
+    r"""``f(z)_i = normalise((1 - gamma) sum_j alpha_ij J_ij z_j + gamma z_i)`` for all tokens in parallel.
 
-    ``sum_j alpha_ij J_ij z_j = -de_i/dz_i`` descends the token's *own* term of the energy, with
-    all others held; the sum of the terms may rise, so no energy is monitored. ``gamma = 1/2`` is the
-    residual form ``z_i + sum_j alpha_ij J_ij z_j``. Without the normalisation the states shrink to
-    zero or grow without bound.
+    ``sum_j alpha_ij J_ij z_j = -de_i/dz_i`` descends the token's *own* term of the energy with the others
+    fixed; the sum of the terms may increase, so no energy is monitored. ``gamma = 1/2`` is the residual form
+    ``z_i + sum_j alpha_ij J_ij z_j``. Without normalisation the states vanish or diverge.
 
-    As a layer, ``DEQ(BareAttentionStep(energy), solver=solvers.Forward())``: from states far from a fixed
-    point plain iteration runs to an attractor where Anderson's mixing may stall.
+    As a layer, use ``DEQ(BareAttentionStep(energy), solver=solvers.Forward())``: from states far from a fixed
+    point plain iteration reaches an attractor, while Anderson acceleration may stall.
 
     Args:
         energy: a :class:`BareAttention`.
         gamma: share of the old state, in [0, 1).
-        radius: of a token's sphere, finite, > 0; None: no normalisation.
-        circles: the token is cut into this many equal parts, each normalised to
-            ``radius / sqrt(circles)``: 1 for the sphere of the whole token, D / 2 for pixels that are
-            points on circles of their own.
+        radius: radius of a token's sphere, finite and > 0; None for no normalisation.
+        circles: number of equal parts of a token, each normalised to ``radius / sqrt(circles)``: 1 for
+            the sphere of the whole token, D / 2 for pixels as points on separate circles.
 
-    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool. Masked tokens and tokens without
-    neighbours keep their state, whatever its norm, and so do parts that would become 0 and have no
-    direction.
+    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool. Masked tokens, tokens without
+    neighbours and parts that would become 0 keep their state.
 
     Source: D'Amico and Negri (2024), https://arxiv.org/abs/2409.16112.
     """
@@ -627,7 +623,7 @@ class BareAttentionStep(Update):
         self.energy = require_instance("energy", energy, BareAttention, "a BareAttention")
         self.gamma = require_number("gamma", gamma, low=0.0, high=1.0)
         if gamma == 1.0:
-            raise ValueError("gamma must be below 1, got 1.0: nothing would move")
+            raise ValueError("gamma must be < 1, got 1.0")
         self.radius = None if radius is None else require_positive("radius", radius)
         self.circles = require_count("circles", circles)
         if energy.width % circles:
@@ -645,12 +641,12 @@ class BareAttentionStep(Update):
         return torch.where(hears.unsqueeze(-1), moved, z)
 
     def _normalised(self, moved: Tensor, z: Tensor) -> Tensor:
-        """Each part of ``moved`` at its radius; a part of norm 0 is that of ``z``."""
+        """Normalise each part of ``moved`` to its radius; a part with norm 0 is replaced by that of ``z``."""
         assert self.radius is not None
         wide = accumulation_dtype(z.dtype)
         parts = moved.to(wide).unflatten(-1, (self.circles, -1))
-        largest = parts.detach().abs().amax(-1, keepdim=True)  # else squares leave the range
-        lives = largest != 0  # NaN stays NaN
+        largest = parts.detach().abs().amax(-1, keepdim=True)  # squares may overflow otherwise
+        lives = largest != 0  # NaN is preserved
         parts = torch.where(lives, parts / torch.where(lives, largest, 1.0), 1.0)
         scale = self.radius / self.circles**0.5
         unit = parts * (scale * parts.square().sum(-1, keepdim=True).rsqrt())

@@ -1,4 +1,4 @@
-"""A pre-norm transformer block as an update, the input added to the normalised state."""
+"""A pre-norm transformer block as an update, with the input added to the state."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
 
 
 class _Held(NamedTuple):
-    """What is made of the input once a solve; tensors (B, ...) or None.
+    """Prepared input of a solve, tensors (B, ...) or None.
 
     Attributes:
         tokens: x, (B, N, d), zero at masked tokens.
-        key, value: of cross-attention, (B, H, M, p).
-        allowed: bool (B, 1 or H, N, M), True where a query may attend.
-        bias: of the scores, (B, 1 or H, N, M).
+        key, value: keys and values of cross-attention, (B, H, M, p).
+        allowed: bool (B, 1 or H, N, M), True if a query may attend to a key.
+        bias: bias of the scores, (B, 1 or H, N, M).
     """
 
     tokens: Tensor
@@ -49,27 +49,26 @@ class TransformerStep(Update):
         h = n + W_o softmax(q k^T / sqrt(p)) v         q, k, v = W LN(n)
         f(z, x) = h + W_2 act(W_1 LN(h) + b_1) + b_2
 
-    Keys and values are made of the state, with ``cross`` of a memory. The norm keeps the residual stream
-    bounded whatever the weights, so that f, which is continuous, has a fixed point; nothing says that it
-    is the only one or that iteration finds it: that is learned (:class:`implicit_attn.DEQTransformer`).
-    Weights and work of one evaluation are those of ``nn.TransformerEncoderLayer(norm_first=True)``, less
-    the biases of attention.
+    Keys and values are computed from the state, or with ``cross`` from a memory. The norm bounds the residual
+    stream for any weights, so the continuous map f has a fixed point. It need not be unique or attractive;
+    training makes the iteration converge (:class:`implicit_attn.DEQTransformer`). Weights and cost of one
+    evaluation are those of ``nn.TransformerEncoderLayer(norm_first=True)`` without biases of attention.
 
     Args:
         dim: features d.
-        heads: H, a divisor of d, each of the width p = d / H.
-        hidden: hidden units; None: ``4 dim``.
-        activation: of the hidden units, "gelu" or "relu".
-        causal: token i attends to ``j <= i`` alone, and f at i depends on these alone.
-        cross: keys and values are made of a memory.
-        memory_dim: with ``cross``, features of the memory; None: d.
+        heads: number of heads H, a divisor of d, each of width p = d / H.
+        hidden: number of hidden units; None for ``4 dim``.
+        activation: activation of the hidden units, "gelu" or "relu".
+        causal: whether token i attends only to, and f at i depends only on, tokens ``j <= i``.
+        cross: whether keys and values come from a memory.
+        memory_dim: features of the memory with ``cross``; None for d.
 
-    Shapes: ``z`` (B, N, d). ``x`` (B, N, d), or an ``AttentionInput`` with such ``tokens``, which may hold
-    pairs, their biases, and with ``cross`` a memory (B, M, memory_dim) with its mask. ``mask`` (B, N) bool,
-    False at masked tokens, to which no other attends. A query that has no key attends to nothing.
+    Shapes: ``z`` (B, N, d). ``x`` (B, N, d), or an ``AttentionInput`` with such ``tokens`` and optional
+    pairs and biases, and with ``cross`` a memory (B, M, memory_dim) with its mask. ``mask`` (B, N) bool,
+    False at masked tokens, to which no other attends. The attention of a query without any key is zero.
 
-    Source: the block Xiong et al. (2020), https://arxiv.org/abs/2002.04745; as a fixed point, with
-    another place of the norms, Bai, Kolter, Koltun (2019), https://arxiv.org/abs/1909.01377.
+    Source: Xiong et al. (2020), https://arxiv.org/abs/2002.04745, for the block; Bai, Kolter, Koltun (2019),
+    https://arxiv.org/abs/1909.01377, for a fixed point with norms in other positions.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class TransformerStep(Update):
         self.width = head_width(dim, heads, None)
         self.dim, self.heads, self.causal = dim, heads, require_flag("causal", causal)
         if require_flag("cross", cross) and causal:
-            raise ValueError("causal needs self-attention, got causal=True with cross=True")
+            raise ValueError("causal=True needs self-attention, got cross=True")
         if memory_dim is not None and not cross:
             raise ValueError(f"memory_dim needs cross=True, got {memory_dim!r}")
         self.cross = cross
@@ -101,11 +100,11 @@ class TransformerStep(Update):
         self.widen, self.narrow = nn.Linear(dim, self.hidden), nn.Linear(self.hidden, dim)
 
     def initial(self, x: Any) -> Any:
-        """The tokens of the input."""
+        """Return the tokens of the input."""
         return x.tokens if isinstance(x, AttentionInput) else x
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
-        """The pairs that attend, and with ``cross`` keys and values."""
+        """Return the allowed pairs, and with ``cross`` keys and values."""
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
         _, pairs, memory, seen = read_input(x, mask, name, self.source if self.cross else None)
@@ -130,7 +129,7 @@ class TransformerStep(Update):
         return self.at(z, held, mask)
 
     def at(self, z: Tensor, held: _Held, mask: Tensor | None, first: int = 0) -> Tensor:
-        """f at the tokens from ``first`` on, (B, N - first, d); all are read."""
+        """Return f at the tokens from ``first`` on, (B, N - first, d), which may attend to all tokens."""
         n = F.layer_norm(hide(z, mask) + held.tokens, (self.dim,))
         h = n[:, first:] + self._attend(self.attention_norm(n), held, first)
         hidden = ACTIVATIONS[self.activation](self.widen(self.feedforward_norm(h)))
@@ -143,16 +142,16 @@ class TransformerStep(Update):
             key, value = self._split(self.key_value(n), 2)
         allowed, bias, some = held.allowed, held.bias, None
         causal, count = self.causal and allowed is None, n.shape[1]
-        if causal and first:  # torch's flag is for queries and keys of one number
+        if causal and first:  # torch's flag needs as many queries as keys
             causal, allowed = False, n.new_ones(count, count, dtype=torch.bool).tril()
-        if first:  # a row that all queries share stays
+        if first:  # keep a row that all queries share
             allowed, bias = (
                 pairs[..., first:, :] if pairs is not None and pairs.shape[-2] == count else pairs
                 for pairs in (allowed, bias)
             )
         if allowed is not None:
             some = allowed.any(-1, keepdim=True)
-            allowed = allowed | ~some  # a softmax over nothing would be NaN
+            allowed = allowed | ~some  # a softmax over no keys would be NaN
         if dense_for_transforms(query, key, value) is not None:
             scores = (query @ key.mT) * self.width**-0.5
             if causal:
@@ -173,7 +172,7 @@ class TransformerStep(Update):
         return self.output(found.transpose(1, 2).flatten(2))
 
     def _split(self, features: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """(B, N, parts d) -> ``parts`` tensors (B, H, N, p)."""
+        """Split (B, N, parts d) into ``parts`` tensors (B, H, N, p)."""
         return features.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
     def extra_repr(self) -> str:

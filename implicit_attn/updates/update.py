@@ -1,6 +1,6 @@
 """Updates: maps ``z <- f(z, x)`` whose fixed point is a layer's output.
 
-To write one, subclass :class:`Update` in a file of this folder, define ``forward``, and export it.
+To write one, subclass :class:`Update` and define ``forward``.
 """
 
 from __future__ import annotations
@@ -26,67 +26,67 @@ from solvers.core.checks import (
 
 
 class Update(nn.Module):
-    """A map from a state to a state of the same structure; samples must not influence each other.
+    """Base class of maps from a state to a state of the same structure, with independent samples.
 
-    A subclass defines ``forward(self, z, x, *, mask=None)``, which may leave out ``mask``, then it takes
-    none, and ``x``. One that descends an energy also defines ``joint`` and sets ``monitored``.
+    A subclass defines ``forward(self, z, x, *, mask=None)``, in which ``x`` and ``mask`` are optional. One
+    that descends an energy also defines ``joint`` and sets ``monitored``.
 
     Attributes:
-        symmetric: the Jacobian ``df/dz`` is symmetric, so the adjoint system can be solved by CG.
-        monitored: ``joint`` is defined, so a solver may use the energy, for instance in a line search.
+        symmetric: whether the Jacobian ``df/dz`` is symmetric, which allows symmetric adjoint solvers.
+        monitored: whether ``joint`` is defined, so that solvers may use the energy in a line search.
     """
 
     symmetric: bool = False
     monitored: bool = False
 
-    _call = FunctionCall("Update.forward", True, True)  # of a subclass its own
+    _call = FunctionCall("Update.forward", True, True)  # each subclass has its own
 
     def __init_subclass__(cls) -> None:
         cls._call = FunctionCall.of_class(cls)
 
     def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """``forward``, which is given what it takes of ``x`` and ``mask``."""
+        """Return ``forward`` for those of ``x`` and ``mask`` that it accepts."""
         return self._call(super().__call__, z, x, mask)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """One update, like ``z``: the state, (B, N, d) or any pytree of tensors (B, ...).
+        """Return the next state, like ``z``: (B, N, d) or any pytree of tensors (B, ...).
 
         ``x`` is the layer's input, ``mask`` (B, N) bool is False at masked tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
     def initial(self, x: Any) -> Any:
-        """The initial state of a solve, by default the input."""
+        """Return the initial state of a solve, by default the input."""
         return x
 
     def start(self, x: Any, prepared: Any) -> Any:
-        """The initial state where ``prepare`` has found a better one; by default ``initial(x)``."""
+        """Return an initial state that may use the prepared input, by default ``initial(x)``."""
         return self.initial(x)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What ``forward`` is given in place of ``x`` during a solve: a pytree of tensors (B, ...).
+        """Return the object that replaces ``x`` in ``forward`` during a solve, a pytree of tensors (B, ...).
 
-        Called once a solve, for what depends on the input alone; gradients flow through it. An update
-        that overrides it must take both the result and the input itself in ``forward``.
+        It is called once per solve for everything that depends only on the input; gradients flow through
+        it. The ``forward`` of an update that overrides it must accept both the result and the input.
         """
         return x
 
     def joint(
         self, z: Any, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Any | None]:
-        """``(f(z), E(z), dE/dz)`` in one pass: like ``z``, (B,), like ``z`` or None."""
-        raise NotImplementedError(f"{type(self).__name__} descends no energy")
+        """Return ``(f(z), E(z), dE/dz)``: like ``z``, (B,), and like ``z`` or None."""
+        raise NotImplementedError(f"{type(self).__name__} has no energy")
 
 
 class FunctionUpdate(Update):
     """A function ``(z)``, ``(z, x)`` or ``(z, x, mask=...)`` as an update.
 
     Args:
-        function: the map; a module is registered, so that optimizers find its parameters.
-        symmetric: whether its Jacobian by z is symmetric.
+        function: the map; a module is registered with its parameters.
+        symmetric: whether its Jacobian with respect to z is symmetric.
 
-    TypeError if ``function`` does not have such a signature; ValueError, when evaluated, if a mask is
-    given to a function that takes none.
+    TypeError if ``function`` has another signature; ValueError on evaluation if a mask is passed to a
+    function without that parameter.
     """
 
     def __init__(self, function: Callable[..., Any], *, symmetric: bool = False) -> None:
@@ -117,14 +117,14 @@ class EnergyStep(Update):
 
 
 class GradientStep(EnergyStep):
-    r"""``f(z, x) = z - eta dE/dz(z, x)``: fixed points are the stationary points of E.
+    r"""Gradient step ``f(z, x) = z - eta dE/dz(z, x)``, whose fixed points are the stationary points of E.
 
-    They do not depend on eta > 0, which only scales the residual ``|f(z) - z| / |f(z)|`` and the steps
-    of solvers that control no step size. The Jacobian ``I - eta H`` is symmetric.
+    They do not depend on eta > 0, which only scales the residual ``|f(z) - z| / |f(z)|`` and the steps of
+    solvers without step size control. The Jacobian ``I - eta H`` is symmetric.
 
     Args:
         energy: an :class:`Energy`.
-        step_size: eta, > 0.
+        step_size: eta > 0.
 
     Example:
         >>> import torch
@@ -151,20 +151,20 @@ class GradientStep(EnergyStep):
 
 
 class QueryDescent(GradientStep):
-    r"""``q <- q - eta dE/dq``, every query of every head down its own energy among the keys.
+    r"""Gradient step ``q <- q - eta dE/dq`` of every query of every head on its energy among the keys.
 
     ``E(q) = 1/2 |q|^2 - beta^-1 log sum_j exp(beta q.k_j)``. A unit step is softmax attention with the
-    keys for values, and no step with ``eta <= 1`` raises E.
+    keys as values, and no step with ``eta <= 1`` increases E.
 
-    Shapes: ``z`` (B, N, d), the queries, each head a slice of ``p = d / heads`` features. ``x``: the keys
-    (B, M, d), a pair of them and a mask (B, M), or an ``AttentionInput`` with such a memory, which may also
-    hold pairs and their biases. ``mask`` (B, N), of the queries.
+    Shapes: ``z`` (B, N, d) contains the queries, each head a slice of ``p = d / heads`` features. ``x``
+    contains the keys (B, M, d), a pair of them and a mask (B, M), or is an ``AttentionInput`` with such a
+    memory and optional pairs and biases. ``mask`` (B, N) is that of the queries.
 
     Args:
         dim: features d of queries and keys.
-        heads: a divisor of ``dim``.
-        step_size: eta, > 0.
-        beta: inverse temperature, > 0, or one for each head; None: ``1 / sqrt(p)``.
+        heads: number of heads, a divisor of ``dim``.
+        step_size: eta > 0.
+        beta: inverse temperature > 0, or one per head; None for ``1 / sqrt(p)``.
 
     Source: Bal, "Attention as Energy Minimization: Visualizing Energy Landscapes" (2021),
     https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/; the
@@ -179,7 +179,7 @@ class QueryDescent(GradientStep):
         super().__init__(QueryEnergy(dim, heads, beta=beta), step_size)
 
     def trajectory(self, z: Tensor, x: Any, steps: int) -> tuple[Tensor, Tensor]:
-        """States (steps + 1, B, N, d) from ``z`` on, and their energies (steps + 1, B, heads, N)."""
+        """Return states (steps + 1, B, N, d), starting with ``z``, and energies (steps + 1, B, heads, N)."""
         x = self.prepare(x)
         states = [z]
         for _ in range(require_count("steps", steps)):
@@ -190,18 +190,17 @@ class QueryDescent(GradientStep):
 class ActivationStep(EnergyStep):
     r"""``f(z, x) = z - eta (z - x + dE_int/dg)`` at the activation ``g = dLag/dz``.
 
-    It descends the energy that is monitored, which is not ``E_int`` alone::
+    It descends the monitored energy, which contains ``E_int``::
 
         E(z) = sum_i [ z_i.g_i - Lag(z_i) - x_i.g_i ] + E_int(g),   dE/dz = (dg/dz) (z - x + dE_int/dg)
 
-    since ``dg/dz``, the Hessian of the convex Lagrangian, is positive semidefinite. The update itself
-    does not contain ``dg/dz``. For a concave ``E_int`` the unit step never raises E, whatever the
-    weights.
+    because ``dg/dz``, the Hessian of the convex Lagrangian, is positive semidefinite. The update itself
+    does not contain ``dg/dz``. For a concave ``E_int`` the unit step never increases E, for any weights.
 
     Args:
-        energy: ``E_int``, an energy of the activation; it is given the layer's input ``x`` too.
-        lagrangian: whose gradient is the activation, for example ``RMSNormLagrangian()``.
-        step_size: eta, > 0.
+        energy: ``E_int``, an energy of the activation, which also receives the layer's input ``x``.
+        lagrangian: Lagrangian whose gradient is the activation, such as ``RMSNormLagrangian()``.
+        step_size: eta > 0.
 
     Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero.
 
@@ -214,11 +213,11 @@ class ActivationStep(EnergyStep):
         self.lagrangian = require_instance("lagrangian", lagrangian, Lagrangian, "a Lagrangian")
 
     def activation(self, z: Tensor) -> Tensor:
-        """``g(z)``, (B, N, d)."""
+        """Return ``g(z)``, (B, N, d)."""
         return self.lagrangian.activation(z)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """``Prepared((x, what the energy prepared))``; ``x`` where the energy prepares nothing."""
+        """Return ``Prepared`` with x and the energy's prepared input, or ``x`` if there is none."""
         part = super().prepare(x, mask=mask)
         return x if part is x or part is None else Prepared((x, part))
 
@@ -245,7 +244,7 @@ class ActivationStep(EnergyStep):
 
 
 def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
-    """``z - step * gradient`` in the dtype of ``z``; ``step`` a number, (), (d,), or like ``z``."""
+    """Return ``z - step * gradient`` in the dtype of ``z``; ``step`` is a number, (), (d,), or like ``z``."""
     if not isinstance(step, Tensor):
         return torch.sub(z, gradient, alpha=step)
     return torch.addcmul(z, step.to(z.dtype), gradient, value=-1.0)
@@ -256,27 +255,27 @@ LOOKAHEADS = ("literal", "scaled", "queries")
 
 
 class DescentStep(nn.Module):
-    r"""A sublayer as a step of descent, ``u`` its output standing for minus a gradient ::
+    r"""A sublayer as a descent step, with its output ``u`` as the negative gradient ::
 
         plain       z <- z + u(z)
         gain        z <- z + eta u(z)
         momentum    p <- beta p - u(z),                       z <- z - eta p
         nesterov    p <- beta p - u(at),  at = z - beta p,    z <- z - eta p
 
-    The momentum p, like z, goes on to the next sublayer, zero before the first. Each sublayer learns its
-    own beta and eta, 0.9 and 1 at first. With ``beta = 0`` and ``eta = 1`` every method is plain, bit by bit.
+    The momentum p is passed to the next sublayer like z and is zero before the first. Each sublayer learns
+    its own beta and eta, initially 0.9 and 1. With ``beta = 0`` and ``eta = 1`` every method equals plain,
+    bit by bit.
 
     Args:
-        branch: ``u(z, *args)``, like z; of ``lookahead="queries"`` ``u(at, *args, memory=z)``.
+        branch: ``u(z, *args)``, like z; with ``lookahead="queries"``, ``u(at, *args, memory=z)``.
         method: one of ``DESCENTS``.
-        lookahead: where Nesterov's method evaluates: ``"literal"``, the ``at`` above, as published;
-            ``"scaled"``: ``at = z - eta beta p``, the point of Nesterov's method for any eta, to which
-            the other is equal at ``eta = 1`` only; ``"queries"``: u sees both the literal ``at`` and z,
-            for attention that looks from the former at the latter. A branch that treats each token by
-            itself, such as a feed-forward one, is to take ``memory`` and pass it over: it has nothing
-            but the literal ``at``.
+        lookahead: evaluation point of Nesterov's method: ``"literal"`` for ``at`` as above and as
+            published; ``"scaled"`` for ``at = z - eta beta p``, the point of Nesterov's method for any
+            eta, equal to the former only for ``eta = 1``; ``"queries"`` to pass both ``at`` and z, for
+            attention with queries from ``at`` and keys from z. A branch that acts on each token
+            separately, such as a feed-forward one, should ignore ``memory``.
 
-    Shapes: ``z`` and ``p`` any, alike. Under autocast p is as precise as z.
+    Shapes: ``z`` and ``p`` have the same shape. Under autocast p has the dtype of z.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, MomenMHA and NagMHA.
@@ -297,15 +296,14 @@ class DescentStep(nn.Module):
     def forward(
         self, z: Tensor, p: Tensor | None = None, *args: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The state and the momentum after the step; ``p`` None is zero, and stays so without any."""
+        """Return the state and the momentum after the step; ``p=None`` means zero."""
         if self.method == "plain":
             return z + self.branch(z, *args), p
         eta = self.numbers["eta"]
         if self.method == "gain":
             return z + eta * self.branch(z, *args), p
-        # A momentum of zero and not none at all: in the dtype of z, also where autocast gives u a
-        # narrower one, and with a gradient of 0 for beta, where data parallel training takes None for
-        # an error.
+        # An explicit zero momentum has the dtype of z even under autocast, and gives beta a gradient of
+        # 0, because data-parallel training requires every parameter to have a gradient.
         carried = self.numbers["beta"] * (torch.zeros_like(z) if p is None else p)
         at = z
         if self.method == "nesterov" and p is not None:

@@ -1,4 +1,4 @@
-"""The shipped models: what they are, what they reach, how they were trained; and the models themselves."""
+"""Trained models that come with the package, with their measured results and training commands."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Pretrained:
     """A trained model that comes with the package.
 
     Attributes:
-        name: by which :func:`load_pretrained` takes it.
-        title: the model in words.
-        data: what it was trained on.
-        parameters: their number.
-        measured: what it reaches, as ``docs/results.md`` reports it.
-        command: what trained it.
+        name: argument of :func:`load_pretrained`.
+        title: description of the model.
+        data: training data.
+        parameters: number of parameters.
+        measured: measured result, as in ``docs/results.md``.
+        command: training command.
     """
 
     name: str
@@ -40,18 +40,18 @@ class Pretrained:
 
     @property
     def share(self) -> float:
-        """The number at the beginning of ``measured``; a percentage as a share of 1."""
+        """Number at the beginning of ``measured``, a percentage divided by 100."""
         number, unit, *_ = self.measured.split()
         return round(float(number) / (100 if unit == "%" else 1), 6)
 
     @property
     def path(self) -> Path:
-        """The file of the weights."""
+        """File of the weights."""
         return FOLDER / f"{self.name}.safetensors"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the training, as the file holds them; of a language model its alphabet."""
+        """Settings of the training in the file, including the alphabet of a language model."""
         return read_progress(self.path)["settings"]
 
 
@@ -136,16 +136,16 @@ _BY_NAME = {row.name: row for row in _ROWS}
 
 
 def pretrained_models() -> Mapping[str, Pretrained]:
-    """The shipped models by name, read-only: :class:`Pretrained` with title, data, measures, command."""
+    """Return a read-only mapping of names to :class:`Pretrained`, the models in the package."""
     return MappingProxyType(_BY_NAME)
 
 
 def find_pretrained(name: str) -> Pretrained:
-    """The shipped model ``name``.
+    """Return the :class:`Pretrained` with this name.
 
     Raises:
-        TypeError: ``name`` is no text.
-        ValueError: there is none of that name; the message has the nearest ones.
+        TypeError: if ``name`` is not a string.
+        ValueError: if there is no such model; the message suggests similar names.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
@@ -153,56 +153,56 @@ def find_pretrained(name: str) -> Pretrained:
         plain = name.lower().replace("_", "-").removesuffix(".safetensors")
         near = difflib.get_close_matches(plain, _BY_NAME, cutoff=0.5) or list(_BY_NAME)
         raise ValueError(
-            f"name must be that of a shipped model, got {name!r}; nearest: {', '.join(near)}"
+            f"name must be the name of a shipped model, got {name!r}; did you mean {' or '.join(near)}?"
         )
     return _BY_NAME[name]
 
 
 def weights_path(name: str) -> Path:
-    """The file of the shipped weights ``name``, ``"mnist-hyperset"`` for example.
+    """Return the file of the shipped weights ``name``, such as ``"mnist-hyperset"``.
 
     Raises:
-        ValueError: there are none of that name; the message has the nearest ones.
+        ValueError: if there are no such weights; the message suggests similar names.
     """
     return find_pretrained(name).path
 
 
 def weights_file(text: str) -> Path:
-    """A file, or the name of shipped weights where no such file is."""
+    """Return the path of a file, or of shipped weights if there is no such file."""
     path = Path(text)
     return weights_path(text) if text in _BY_NAME and not path.is_file() else path
 
 
 def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.Module:
-    """A trained model that comes with the package, in evaluation mode, in float32 on the CPU.
+    """Load a trained model that comes with the package, in evaluation mode, in float32 on the CPU.
 
-    Torch's random state stays as it is; its default dtype and device are not asked.
+    It does not change torch's random state and ignores torch's default dtype and device.
 
     Args:
-        name: one of :func:`pretrained_models`, ``"mnist-hyperset"`` for example.
-        layer: how an equilibrium is solved for, options of :class:`~implicit_attn.DEQ`; for the
-            models that solve one (``"digits-hyperset-equilibrium"``, ``"mnist-spins"`` and the board
-            solvers). Where they do not say so, tolerance and budget are those of the training.
+        name: one of :func:`pretrained_models`, such as ``"mnist-hyperset"``.
+        layer: options of :class:`~implicit_attn.DEQ`, for models that contain one
+            (``"digits-hyperset-equilibrium"``, ``"mnist-spins"`` and the board solvers). The default
+            tolerance and maximum number of evaluations are those of the training.
 
     Returns:
-        The model. Image classifiers take pixels in [0, 1], (B, 1, 8, 8) for the digits and
-        (B, 1, 28, 28) for MNIST, and return logits (B, 10). Board solvers take puzzles (B, 81), int64,
-        0 = unknown, and return logits (B, 81, 9) of the digits 1 .. 9. The language model takes numbers
-        of characters (B, L), int64, and returns logits (B, L, 81); its characters in their order are
-        ``model.alphabet``, and ``model.generate("It was ", 40)`` continues a text.
+        The model. Image classifiers accept pixels in [0, 1], (B, 1, 8, 8) for the digits and
+        (B, 1, 28, 28) for MNIST, and return logits (B, 10). Board solvers accept puzzles (B, 81), int64,
+        0 = unknown, and return logits (B, 81, 9) of the digits 1 .. 9. The language model accepts indices
+        of characters (B, L), int64, and returns logits (B, L, 81); ``model.alphabet`` contains its
+        characters in order, and ``model.generate("It was ", 40)`` continues a text.
 
     Raises:
-        ValueError: there is no such model, the message has the nearest names; or ``layer`` is given
-            for one that solves nothing.
-        ImportError: safetensors is not installed.
+        ValueError: if there is no such model (the message suggests similar names), or ``layer`` is
+            passed for a model without a DEQ layer.
+        ImportError: if safetensors is not installed.
     """
-    from implicit_attn.models.registry import load_model  # half a second that a list can do without
+    from implicit_attn.models.registry import load_model  # importing it takes half a second
 
     row = find_pretrained(name)
     trained = {key: row.settings[key] for key in ("max_steps",) if key in row.settings}
     if row.settings.get("rtol") is not None:
         trained["tolerance"] = Tolerance(rtol=row.settings["rtol"])
-    # Torch's defaults as the files were written with, whatever the user has set.
+    # Use the defaults with which the files were written.
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

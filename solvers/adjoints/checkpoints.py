@@ -1,4 +1,4 @@
-"""Evaluations of an unrolled solve that are repeated in the backward pass, and what an evaluation reads."""
+"""Recompute the evaluations of an unrolled solve in the backward pass, and record what they read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from solvers.core.purity import version_of
 
 
 def other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
-    """Leaves of the graph of ``output`` that are not among ``inside``, by identity."""
+    """Return the leaves of the graph of ``output`` that are not in ``inside``, by identity."""
     found: list[Tensor] = []
     seen: set[Any] = set()
     stack: list[Any] = [output.grad_fn]
@@ -38,7 +38,7 @@ def other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
 
 
 def sequence_number() -> int:
-    """Number that autograd gives to the next node of this thread."""
+    """Return the sequence number of the next autograd node of this thread."""
     known = getattr(torch.autograd, "_get_sequence_nr", None)
     if known is not None:  # not in every version of torch
         return known()
@@ -50,11 +50,11 @@ def sequence_number() -> int:
 
 
 class Checkpoints:
-    """Evaluations of one solve; a repetition must find everything as it was in the forward pass.
+    """Evaluations of one solve that the backward pass recomputes.
 
-    What ``f`` reads is found at the first evaluation of each batch size; a backward pass repeats one of
-    these. RuntimeError is raised where one of these tensors has been changed in place since, as by
-    autograd for the tensors that it saves, and where ``f`` reads another parameter (one was replaced).
+    The tensors that ``f`` reads are recorded at the first evaluation of each batch size. As for tensors
+    saved by autograd, a RuntimeError is raised if one of them was modified in place before it is read
+    again, or if ``f`` reads a parameter that it did not read before (one was replaced).
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
@@ -64,7 +64,7 @@ class Checkpoints:
         self.batch = -1  # samples of the latest evaluation
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
-        """``function(z)``, recorded."""
+        """Return ``function(z)`` with a graph."""
         weights = CONTEXT.weights
         assert weights is not None
         weights.checkpointed = True
@@ -92,7 +92,7 @@ class Checkpoints:
         return output
 
     def _note(self, reads: _Reads, output: Any) -> None:
-        """Remember what an evaluation read; versions, but of what it changed itself (a counter)."""
+        """Remember what an evaluation read, with versions except for tensors that it changed itself."""
         given = zip(self.read, self.versions, strict=True)
         found = {id(t): (t, version) for t, version in given} | reads.found
         leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
@@ -110,14 +110,14 @@ class Checkpoints:
         for tensor, version in zip(self.read, self.versions, strict=True):
             if version_of(tensor) != version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that f reads was changed in place after "
-                    "the forward pass (by an optimizer's step?), so Unrolled(checkpoint=True) cannot "
-                    "repeat its evaluations: call backward before, or use Unrolled()"
+                    f"a tensor of shape {tuple(tensor.shape)} that f reads was modified in place after "
+                    "the forward pass (by optimizer.step()?), so Unrolled(checkpoint=True) cannot "
+                    "recompute its evaluations: call backward first, or use Unrolled()"
                 )
 
 
 class _Reads(TorchFunctionMode):
-    """Finds the tensors from outside that an evaluation at ``z`` reads, with their versions."""
+    """Record the external tensors that an evaluation at ``z`` reads, with their versions."""
 
     def __init__(self, z: Tensor) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Reads(TorchFunctionMode):
 
 
 class _Repetition(_Reads):
-    """Raises where an evaluation reads what the forward pass did not."""
+    """Raise RuntimeError if an evaluation reads a tensor that the forward pass did not read."""
 
     def __init__(self, record: Checkpoints, z: Tensor) -> None:
         super().__init__(z)
@@ -159,7 +159,7 @@ class _Repetition(_Reads):
         if parameter and tensor not in self.record.known:
             raise RuntimeError(
                 f"f reads a tensor of shape {tuple(tensor.shape)} that it did not read in the forward "
-                "pass (a weight was replaced, or torch.func.functional_call has ended?), so "
-                "Unrolled(checkpoint=True) cannot repeat its evaluations: call backward before, or "
+                "pass (was a weight replaced, or has torch.func.functional_call returned?), so "
+                "Unrolled(checkpoint=True) cannot recompute its evaluations: call backward first, or "
                 "use Unrolled()"
             )

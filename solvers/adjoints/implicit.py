@@ -58,8 +58,8 @@ class AdjointSolve:
         """
         if _functorch.is_batchedtensor(right) or _functorch.is_legacy_batchedtensor(right):
             raise RuntimeError(
-                "a backward pass through a fixed point cannot be batched by vmap (is_grads_batched, "
-                "vectorize=True): use torch.func.jacrev of the function that solves"
+                "a backward pass through a fixed point does not support vmap (is_grads_batched, "
+                "vectorize=True): apply torch.func.jacrev to the function that solves"
             )
         wide = small_dtype(right.dtype)
         size = scaled_norm(right).to(wide)
@@ -290,8 +290,8 @@ class Linearization:
                 leaves, computed = _read_by(output, own, start)
         if not output.requires_grad and (pairs or trained_by(problem.f)):
             raise RuntimeError(
-                "f(z, *args) has no graph although an input or a weight requires a gradient: f runs under "
-                "torch.no_grad(), detaches, or leaves torch (NumPy). Give adjoint=None for no gradients"
+                "f(z, *args) does not require grad although an input or a weight does: f uses "
+                "torch.no_grad(), detach() or NumPy. Pass adjoint=None if you need no gradients"
             )
         if computed:
             leaves = []  # their gradients go through the graph
@@ -438,8 +438,8 @@ class _ImplicitValue(torch.autograd.Function):
             return (None, None, None, u if record.computed else None, *found)
         if record.computed:
             raise RuntimeError(
-                "f reads a tensor that was computed before the solve and requires a gradient: for second "
-                "derivatives pass it in args"
+                "f reads a tensor that was computed before the solve and requires grad: pass it in args for "
+                "second derivatives"
             )
         found = ImplicitGradient.apply(record, ctx.solve, cotangent, value, *sources)
         return (None, None, None, None, *found)
@@ -517,8 +517,8 @@ class _NoThird(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         raise RuntimeError(
-            "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() for "
-            "them. torch.autograd.functional.hvp takes one: use vhp, or torch.func.jacrev twice"
+            "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled(). "
+            "torch.autograd.functional.hvp needs one: use vhp, or torch.func.jacrev twice"
         )
 
 

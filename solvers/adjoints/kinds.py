@@ -1,4 +1,4 @@
-"""The ways to differentiate a fixed point: implicit, unrolled, phantom gradient, one step."""
+"""Adjoints of a fixed point: implicit, unrolled, phantom and one-step gradients."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ class Adjoint(ABC):
 
     @abstractmethod
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
-        """Solve from ``start`` (B, D) by ``run``; the returned value (B, D) carries the gradient.
-
-        So do its ``states``.
-        """
+        """Solve from ``start`` (B, D) with ``run`` and attach the gradient to the value and ``states``."""
 
 
 @dataclass(frozen=True)
@@ -53,26 +50,26 @@ class Implicit(Adjoint):
     r"""Implicit differentiation: exact at a fixed point, with the memory of one evaluation.
 
     With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the gradient of
-    any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this system; a third one
-    raises. Samples that are DIVERGED or NONFINITE have a gradient of zero. A sample whose loss gradient is
-    not finite, or whose ``u`` leaves the dtype, has a gradient of NaN, as elsewhere in torch.
+    any input is ``(df/dinput)^T u``. Second derivatives apply the same rule to this system; third derivatives
+    raise. DIVERGED and NONFINITE samples contribute zero gradient. If the loss gradient of a sample is not
+    finite, or ``u`` overflows, its gradient is NaN.
 
-    A tensor that ``f`` reads from a closure receives its gradient, too. If it was computed before the solve,
-    such as an embedding, pass it in ``args`` for second derivatives.
+    Tensors that ``f`` reads from a closure receive gradients, too. If such a tensor was computed before the
+    solve, such as an embedding, pass it in ``args`` for second derivatives.
 
     Args:
-        solver: a linear solver, its class or its name (``"gmres"``). None: Anderson's method on ``u = g + J^T
-            u`` with a memory of 20, and after 50 products, or half of ``max_steps`` where that is more,
-            MINRES (where J is symmetric) or GMRES for the samples that are left.
-        tolerance: of the linear solve, relative to ``|g|``; None takes the forward
-            solve's ``rtol``, or 1e-6 where that is 0.
-        max_steps: products with ``J^T`` per sample, an upper bound. Samples that turn out to influence each
-            other are solved once more, as one system, with as many.
-        on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
-        states: how gradients flow through the states of ``states_at``, at which the equation does not
-            hold: ``Phantom(...)``, or None for ``OneStep()``.
+        solver: linear solver, its class or its name (``"gmres"``). None: Anderson acceleration of
+            ``u = g + J^T u`` with memory 20; samples unsolved after ``max(50, max_steps / 2)`` products
+            continue with MINRES if J is symmetric and with GMRES otherwise.
+        tolerance: tolerance of the linear solve relative to ``|g|``; None uses the forward
+            solve's ``rtol``, or 1e-6 if that is 0.
+        max_steps: maximum number of products with ``J^T`` per sample. If samples influence each other, they
+            are solved again as one system with the same maximum.
+        on_failure: "warn", "raise" or "ignore" adjoint systems that did not converge.
+        states: adjoint of the intermediate states of ``states_at``, where the fixed-point equation does
+            not hold: ``Phantom(...)``, or None for ``OneStep()``.
 
-    The outcome of the latest backward pass is in ``solution.adjoint.solution``.
+    ``solution.adjoint.solution`` reports the latest backward pass.
 
     Example:
         >>> import torch, solvers
@@ -111,7 +108,7 @@ class Implicit(Adjoint):
             solution = run(problem, start.detach(), verify=False)
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
-            # As the solve has found it to be, where it depends on what f does.
+            # The solve determines the tolerance if it depends on the precision of f.
             goal = problem.goal
             solved = tolerance if goal is None else goal.tolerance
             record = Linearization.at(part, z)
@@ -135,7 +132,7 @@ class Implicit(Adjoint):
         rows: Tensor | None,
         f: object = None,
     ) -> AdjointSolve:
-        """How to solve the adjoint of a solve to ``tolerance``; see :class:`AdjointSolve`."""
+        """Return the :class:`AdjointSolve` of a solve to ``tolerance``."""
         own: Any = self.tolerance
         linear: Any = self.solver  # an instance or None, since __post_init__
         return AdjointSolve(
@@ -152,16 +149,16 @@ class Implicit(Adjoint):
 
 @dataclass(frozen=True)
 class Unrolled(Adjoint):
-    """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
+    """Differentiate through every iteration of the solver, to any order and with respect to ``z0``, too.
 
-    Memory grows with the number of evaluations. Derivatives of any order. Where a sample has no finite
-    first evaluation, that evaluation is repeated without it. One that diverges has the gradient of the
-    steps that it made. If its iterates overflow, it may bring NaN into the gradients of weights that all
-    samples share; with the other adjoints it does not, unless ``compact=False``.
+    Memory grows with the number of evaluations. Samples whose first evaluation is not finite contribute
+    zero gradient. A sample that diverges has the gradient of its steps; if its iterates overflow, it may
+    bring NaN into the gradients of weights that all samples share. The other adjoints avoid this unless
+    ``compact=False``.
 
     Args:
-        checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass, which
-            raises RuntimeError where a tensor that ``f`` reads has been changed or replaced meanwhile.
+        checkpoint: store only the states and recompute ``f`` in the backward pass, which raises
+            RuntimeError if a tensor that ``f`` reads was modified or replaced in between.
     """
 
     checkpoint: bool = False
@@ -178,7 +175,7 @@ class Unrolled(Adjoint):
         def attach(part: Problem, value: Tensor, rows: Tensor | None, state: int | None) -> Tensor:
             if rows is None or keeps_failures_out(value.device):
                 return value
-            # A second, recorded solve of the other samples keeps the NaN out of the graph.
+            # Solving the other samples again keeps the NaN out of the graph.
             if not again:
                 again.append(run(part, start.index_select(0, rows)))
             return again[0].value if state is None else again[0].states[state].value
@@ -196,14 +193,13 @@ class Unrolled(Adjoint):
 
 @dataclass(frozen=True)
 class Phantom(Adjoint):
-    """Gradient of ``steps`` damped iterations from the detached solution: an approximation.
+    """Approximate the gradient by that of ``steps`` damped iterations from the detached solution.
 
-    The value stays the solution. Only its gradient is that of the iterations; it is zero for samples that
-    are DIVERGED or NONFINITE.
+    The value remains the solution. DIVERGED and NONFINITE samples contribute zero gradient.
 
     Args:
-        steps: iterations, >= 1.
-        damping: in (0, 2].
+        steps: number of iterations, >= 1.
+        damping: damping factor of each iteration, in (0, 2].
 
     Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient),
     https://arxiv.org/abs/2111.05177.
@@ -224,7 +220,7 @@ class Phantom(Adjoint):
         return solution
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
-        """``anchor`` (B, D) with the gradient of the iterations from it."""
+        """Return ``anchor`` (B, D) with the gradient of the iterations that start there."""
         z = anchor
         for _ in range(self.steps):
             z = torch.lerp(z, problem.masked_map(z), self.damping)
@@ -234,7 +230,7 @@ class Phantom(Adjoint):
 def _attach(
     adjoint: Phantom | OneStep, problem: Problem, start: Tensor, gone: Tensor, each: Sequence[Any]
 ) -> None:
-    """Let ``adjoint`` give the ``value`` of a solution, or of its states, its gradient."""
+    """Attach the gradient of ``adjoint`` to the ``value`` of a solution or of its states."""
 
     def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
         return adjoint.attach(part, anchor)
@@ -244,7 +240,7 @@ def _attach(
 
 
 class _WithDerivative(torch.autograd.Function):
-    """The value of ``anchor`` with the derivative of ``z``; also where z is not finite."""
+    """Return the value of ``anchor`` with the derivative of ``z``, which need not be finite."""
 
     generate_vmap_rule = True
 
@@ -263,7 +259,7 @@ class _WithDerivative(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OneStep(Adjoint):
-    """Gradient of one evaluation at the solution, ``u = g`` (Jacobian-free backpropagation).
+    """Approximate the gradient by that of one evaluation, ``u = g`` (Jacobian-free backpropagation).
 
     Source: Fung et al., "JFB: Jacobian-Free Backpropagation for Implicit Networks" (2022),
     https://arxiv.org/abs/2103.12803.
@@ -273,12 +269,12 @@ class OneStep(Adjoint):
         return Phantom(steps=1).solve(problem, start, run, tolerance)
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
-        """``anchor`` (B, D) with the gradient of one evaluation."""
+        """Return ``anchor`` (B, D) with the gradient of one evaluation."""
         return Phantom(steps=1).attach(problem, anchor)
 
 
 def read_adjoint(value: Any) -> Adjoint | None:
-    """An :class:`Adjoint` with its defaults where its class or name is given; None stays None."""
+    """Return an :class:`Adjoint` from an instance, a class or a name; None stays None."""
     return require_kind(
         "adjoint", value, Adjoint, (Implicit, Unrolled, Phantom, OneStep), optional=True
     )
@@ -290,12 +286,11 @@ Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
 def differentiated(
     problem: Problem, value: Tensor, start: Tensor, left_out: Tensor, attach: Attach
 ) -> Tensor:
-    """``value`` (B, D) of a solution with the gradient that ``attach(problem, value, rows)`` gives it.
+    """Return ``value`` (B, D) with the gradient of ``attach(problem, value, rows)``.
 
-    A sample that is ``left_out`` has no derivative: zero is what its gradient is set to, and its NaN
-    would reach the gradients of the others through weights that they share. So ``attach`` sees only the
-    other samples: ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to
-    leave any out; then their cotangents are zero.
+    Samples in ``left_out`` contribute zero gradient. Their NaN would reach the gradients of shared weights,
+    so ``attach`` receives only the other samples: ``rows`` (n,), or None for all. With ``compact=False`` no
+    sample can be removed, and the cotangents of ``left_out`` are set to zero instead.
     """
     if not bool(left_out.any()):
         return attach(problem, value, None)
@@ -310,11 +305,11 @@ def differentiated(
 
 
 def without_derivative(value: Tensor, left_out: Tensor) -> Tensor:
-    """``value`` (B, D), constant in the rows ``left_out`` (B,)."""
+    """Return ``value`` (B, D), detached in the rows ``left_out`` (B,)."""
     return torch.where(left_out.unsqueeze(1), value.detach(), value)
 
 
 def lost(solution: Solution) -> Tensor:
-    """Samples (B,) that are nowhere near a fixed point: there is nothing to differentiate."""
+    """Return a mask (B,) of the samples that failed and have no derivative."""
     away = (solution.status == Status.DIVERGED) | (solution.status == Status.NONFINITE)
     return away | ~torch.isfinite(solution.residual)

@@ -1,9 +1,8 @@
 """Fixed points under the transforms of ``torch.func``: ``grad``, ``vjp``, ``jacrev``, ``vmap``.
 
-A solve decides by the numbers that it sees, which tensors inside a transform do not show. So the solve
-is one operation for them: a custom function whose body is given ordinary tensors. Everything that
-``f`` reads is an input of this operation: the state, the arguments and the tensors that ``f`` captured,
-which are found in an evaluation.
+A solve branches on values, which are not available inside a transform. The solve is therefore a custom
+autograd function whose body receives ordinary tensors. Its inputs are all tensors that ``f`` reads: the
+state, the arguments and the tensors that ``f`` captures, which one evaluation detects.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from solvers.core.solution import AdjointReport, Solution, Tolerance, criterion
 def captured_by(
     function: Callable[..., object], tree: Any, known: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Tensors that ``function(*tree)`` reads beside ``known`` and a derivative may be asked of.
+    """Return the tensors other than ``known`` that ``function(*tree)`` reads and that may need gradients.
 
-    The evaluation is an ordinary one, of the first slice of what ``vmap`` maps over.
+    The function is evaluated on ordinary tensors, the first slice along the dimension of ``vmap``.
     """
     reads = _Captures(known)
     plain = pytree.tree_map(lambda t: reads.numbers(t) if isinstance(t, Tensor) else t, tree)
@@ -51,7 +50,7 @@ def captured_by(
 
 
 class _Captures(TorchFunctionMode):
-    """Notes the tensors from outside of an evaluation, and lets it have their numbers."""
+    """Record the external tensors that an evaluation reads, and give it their values."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class _Captures(TorchFunctionMode):
         self.found: dict[int, Tensor] = {}
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """A copy of the ordinary tensor behind those of all transforms, as ``f`` may overwrite it."""
+        """Return a copy of the ordinary tensor below all transforms; ``f`` may overwrite the copy."""
         while _functorch.is_functorch_wrapped_tensor(tensor):
             dim = _functorch.maybe_get_bdim(tensor) if _functorch.is_batchedtensor(tensor) else -1
             tensor = _functorch.get_unwrapped(tensor)
@@ -89,7 +88,7 @@ class _Captures(TorchFunctionMode):
 
 
 class Swapped:
-    """A function that reads other tensors in the place of those it captured."""
+    """A function whose captured tensors are replaced by others."""
 
     def __init__(
         self, function: Callable[..., Any], pairs: dict[int, tuple[Tensor, Tensor]]
@@ -133,7 +132,7 @@ Record = tuple[Linearization, AdjointSolve]
 
 @dataclass(eq=False)
 class Operation:
-    """A solve as a function of a flat list of tensors: the state, arguments, mask, captured ones."""
+    """A solve as a function of a flat list of tensors: state, arguments, mask and captured tensors."""
 
     f: Callable[..., Any]
     energy: Callable[..., Tensor] | None
@@ -146,7 +145,7 @@ class Operation:
     records: list[tuple[Record, list[int]]] = field(default_factory=list)  # see _Attach
 
     def parts(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """``f``, the energy, z0, args and mask that read ``tensors`` instead of what they captured."""
+        """Return ``f``, the energy, z0, args and mask with ``tensors`` in place of the captured ones."""
         number = len(tensors) - len(self.captured)
         own = zip(self.captured, tensors[number:], strict=True)
         pairs = {id(tensor): (tensor, given) for tensor, given in own}
@@ -158,7 +157,7 @@ class Operation:
 
 
 def _each(function: Any, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """The rule of ``vmap``: slice by slice, as weights that differ between slices need it."""
+    """Implement ``vmap`` slice by slice, because weights may differ between slices."""
     slices = []
     for index in range(info.batch_size):
         pairs = zip(inputs, in_dims, strict=True)
@@ -171,7 +170,7 @@ _FIELDS = ("value", "status", "residual", "residual_norm", "steps", "evaluations
 
 
 class _Solve(torch.autograd.Function):
-    """The ``_FIELDS`` of the solution and its states, (B, D) each, without a derivative."""
+    """Compute the ``_FIELDS`` of the solution and its states, (B, D) each, without a derivative."""
 
     @staticmethod
     def forward(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -190,7 +189,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """One solve of all slices where f knows no batch size and they share all else; or one each."""
+        """Solve all slices as one batch if they share everything else and f allows it, or one by one."""
         operation, *tensors = inputs
         dims, number = in_dims[1:], len(tensors) - len(operation.captured)
         shared = all(d is None for d in dims[number:])
@@ -213,10 +212,10 @@ class _Solve(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """The value with its implicit derivative, and the number of the recording behind it.
+    """Return the value with its implicit derivative, and the number of its recording.
 
-    The recording is made now: when a derivative is asked for, the modules that ``f`` reads may hold
-    other weights (``torch.func.functional_call``).
+    The recording is made in the forward pass, because the modules that ``f`` reads may have other weights
+    in the backward pass (``torch.func.functional_call``).
     """
 
     @staticmethod
@@ -228,8 +227,8 @@ class _Attach(torch.autograd.Function):
         inputs, computed = record[0].sources, record[0].computed
         if computed or not all(id(tensor) in places for tensor in inputs):
             raise RuntimeError(
-                "f reads a tensor that requires a gradient by ways that torch.func does not see (in a "
-                "custom autograd function?): pass it in args"
+                "f reads a tensor that requires grad and that torch.func cannot track (inside a custom "
+                "torch.autograd.Function?): pass it in args"
             )
         operation.records.append((record, [places[id(tensor)] for tensor in inputs]))
         return value.clone(), torch.tensor(len(operation.records) - 1)
@@ -252,7 +251,7 @@ class _Attach(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """``u = (I - J^T)^-1 cotangent``, and the gradients of the tensors."""
+    """Compute ``u = (I - J^T)^-1 cotangent`` and the gradients of the tensors."""
 
     @staticmethod
     def forward(
@@ -282,7 +281,7 @@ class _Gradient(torch.autograd.Function):
 def _placed(
     places: list[int], found: Sequence[Tensor | None], like: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What was ``found`` for tensors at their ``places`` among others, for which it is zero."""
+    """Return gradients like ``like``: those of ``found`` at ``places`` and zero elsewhere."""
     results = [torch.zeros_like(tensor) for tensor in like]
     for place, gradient in zip(places, found, strict=True):
         if gradient is not None:
@@ -291,9 +290,9 @@ def _placed(
 
 
 class _Second(torch.autograd.Function):
-    """Gradients of :class:`_Gradient` by the cotangent, the value and the tensors.
+    """Gradients of :class:`_Gradient` with respect to the cotangent, the value and the tensors.
 
-    These follow the cotangents of the tensors in ``inputs``, for a third derivative to be noticed.
+    ``inputs`` also contains the cotangents of the tensors, so that a third derivative is detected.
     """
 
     @staticmethod
@@ -317,7 +316,7 @@ class _Second(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         raise RuntimeError(
             "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() "
-            "outside of torch.func"
+            "outside torch.func"
         )
 
     @staticmethod
@@ -329,11 +328,11 @@ def transformed_solution(
     solve: Callable[..., Solution], adjoint: Adjoint | None, tolerance: Tolerance | None, compact: bool,
     f: Callable[..., Any], energy: Callable[..., Tensor] | None, z0: Any, args: tuple[Any, ...], mask: Any,
 ) -> Solution:  # fmt: skip
-    """One call of ``fixed_point`` whose tensors may be those of a transform.
+    """Return the solution of a call of ``fixed_point`` inside a transform.
 
     Args:
         solve: ``fixed_point`` without a gradient, ``solve(f, z0, args, energy=..., mask=...)``.
-        adjoint, tolerance, compact, f, energy, z0, args, mask: those of the call.
+        adjoint, tolerance, compact, f, energy, z0, args, mask: arguments of the call.
     """
     report, layout = AdjointReport(), Layout.of(z0)
 
@@ -382,7 +381,7 @@ def transformed_solution(
 
 
 def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
-    """Raise where a transform cannot pass: forward mode, a recorded or an unrolled solve."""
+    """Raise for forward mode, and for recorded and unrolled solves inside a transform."""
     if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
         raise NotImplementedError(
             "forward-mode differentiation through a fixed point is not implemented; use reverse mode "
@@ -390,7 +389,7 @@ def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
         )
     if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
         raise RuntimeError(
-            "inside of torch.func's transforms fixed_point needs adjoint=Implicit(), Phantom(), "
-            "OneStep() or None, or Unrolled() without callback, and record=False; got "
+            "inside torch.func transforms fixed_point needs record=False and adjoint=Implicit(), "
+            "Phantom(), OneStep(), None or Unrolled() without a callback, got "
             f"adjoint={adjoint!r}, record={record}"
         )

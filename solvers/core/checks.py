@@ -68,7 +68,7 @@ def require_increasing(name: str, value: Any, *, high: int, what: str) -> tuple[
         raise TypeError(f"{name} must be a sequence of integers, got {value!r}")
     numbers = tuple(require_count(f"{name}[{place}]", each) for place, each in enumerate(value))
     if any(later <= earlier for earlier, later in pairwise(numbers)):
-        raise ValueError(f"{name} must increase, got {list(numbers)}")
+        raise ValueError(f"{name} must be strictly increasing, got {list(numbers)}")
     if numbers and numbers[-1] > high:
         raise ValueError(f"{name} must be at most {what}={high}, got {list(numbers)}")
     return numbers
@@ -148,7 +148,7 @@ def require_integers(
     if not integers or any(s not in (None, size) for s, size in zip(shape, sizes, strict=True)):
         wanted = ", ".join("N" if size is None else str(size) for size in ("B", *shape))
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-        raise ValueError(f"{name} must be integers ({wanted}), got {got}")
+        raise ValueError(f"{name} must be an integer tensor ({wanted}), got {got}")
     hidden = value.device.type != "cpu" or torch.compiler.is_compiling() or in_transform()
     if value.numel() and not hidden:
         least, most = (int(each) for each in value.aminmax())

@@ -57,7 +57,7 @@ class Layout:
         """What a message says where a vector (B,) may have been meant as one problem."""
         if self.shapes != ((),) or batch == 1:
             return ""
-        return f" (z0 is {batch} problems of one unknown; z0[None] is one of {batch})"
+        return f" (z0 is {batch} problems with one unknown; z0[None] is one with {batch})"
 
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
@@ -132,8 +132,8 @@ def check_mask(mask: Any, layout: Layout, batch: int, device: torch.device) -> N
         leaves, spec = pytree.tree_flatten(layout.ordered(mask), is_leaf=_is_none)
         if spec != layout.spec or all(leaf is None for leaf in leaves):
             raise TypeError(
-                "mask must be a bool tensor (B, N), or a pytree structured like z0 of such tensors "
-                f"and None, got {mask!r}"
+                "mask must be a bool tensor (B, N), or a pytree of such tensors and None with the "
+                f"structure of z0, got {mask!r}"
             )
     for leaf in leaves:
         if leaf is None:
@@ -144,11 +144,11 @@ def check_mask(mask: Any, layout: Layout, batch: int, device: torch.device) -> N
     masks = layout._mask_of_leaves(mask)
     shapes = [(batch, *shape) for shape in layout.shapes]
     if all(leaf is None for leaf in masks):
-        raise ValueError(f"mask has {leaves[0].shape[1]} tokens, which no leaf of z0 has: {shapes}")
+        raise ValueError(f"mask has {leaves[0].shape[1]} tokens, but no leaf of z0 does: {shapes}")
     for leaf, shape in zip(masks, layout.shapes, strict=True):
         if leaf is not None and (not shape or shape[0] != leaf.shape[1]):
             raise ValueError(
-                f"mask has {leaf.shape[1]} tokens for a leaf of z0 of shape {(batch, *shape)}"
+                f"mask has {leaf.shape[1]} tokens, but its leaf of z0 has shape {(batch, *shape)}"
             )
 
 
@@ -167,29 +167,29 @@ def _reorder(template: Any, state: Any) -> Any:
 def _check_leaves(leaves: list[Any], name: str, empty: bool) -> None:
     """Raise unless every leaf is a floating tensor, of one non-zero batch size, on one device."""
     if not leaves:
-        raise ValueError(f"{name} must hold at least one tensor, got an empty structure")
+        raise ValueError(f"{name} must contain at least one tensor, got an empty pytree")
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} must be a tensor or a pytree of tensors, got {type(leaf)}")
         if not leaf.is_floating_point():
-            hint = "; use torch.view_as_real on it and in the function" if leaf.is_complex() else ""
-            raise TypeError(f"{name} must be of a floating dtype, got {leaf.dtype}{hint}")
+            hint = "; use torch.view_as_real on it and inside f" if leaf.is_complex() else ""
+            raise TypeError(f"{name} must have a floating-point dtype, got {leaf.dtype}{hint}")
         if leaf.dim() == 0:
             raise ValueError(f"{name} must have a batch dimension (B, ...), got a 0-d tensor")
     first = leaves[0]
     for leaf in leaves:
         if leaf.shape[0] != first.shape[0]:
             sizes = [t.shape[0] for t in leaves]
-            raise ValueError(f"the leaves of {name} must share the batch size, got {sizes}")
+            raise ValueError(f"the leaves of {name} must have one batch size, got {sizes}")
         if leaf.device != first.device:
             devices = sorted({str(t.device) for t in leaves})
             raise ValueError(f"the leaves of {name} must be on one device, got {devices}")
     if empty:
         return
     if first.shape[0] == 0:
-        raise ValueError(f"{name} must hold at least one sample, got batch size 0")
+        raise ValueError(f"{name} must contain at least one sample, got batch size 0")
     if not sum(map(Tensor.numel, leaves)):
-        raise ValueError(f"{name} must hold at least one number per sample, got none")
+        raise ValueError(f"{name} must contain at least one number per sample, got none")
 
 
 def check_args(args: Any, batch: int, device: torch.device, like: str, home: str) -> None:
@@ -212,8 +212,8 @@ def check_batched(
             continue
         if leaf.shape[0] != batch:
             raise ValueError(
-                f"{name} must be batched along dim 0 like {like} ({batch} samples), got shape "
-                f"{tuple(leaf.shape)}; tensors that all samples share belong into {home}"
+                f"{name} must have the batch size of {like}, {batch}, along dim 0, got shape "
+                f"{tuple(leaf.shape)}; close over tensors shared by all samples in {home}"
             )
         if leaf.device != device:
             raise ValueError(f"{name} must be on {device} like {like}, got {leaf.device}")

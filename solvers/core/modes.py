@@ -55,8 +55,8 @@ def refuse_export(instead: str) -> None:
     """Raise RuntimeError, naming what to export ``instead``, while ``torch.export`` records a solve."""
     if exporting():
         raise RuntimeError(
-            "a fixed-point solve decides by numbers when each sample has converged, which no exported "
-            f"program can: export a fixed number of evaluations instead, {instead}"
+            "a fixed-point solve stops depending on its residuals, which torch.export does not support: "
+            f"export a fixed number of evaluations instead, {instead}"
         )
 
 

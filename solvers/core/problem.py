@@ -95,7 +95,7 @@ def gradient_of_energy(
         )
     if all(part is None for part in found):
         raise ValueError(
-            "energy must depend on z through differentiable operations, got one without gradient"
+            "energy must be a differentiable function of z, got a result without a graph"
         )
     return tuple(
         torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
@@ -103,19 +103,19 @@ def gradient_of_energy(
 
 
 class EnergyUpdate(ABC):
-    """A map that descends an energy; one call gives the step, the energy and its gradient.
+    """A map that descends an energy and returns the step, the energy and its gradient in one call.
 
-    Pass an instance as ``f`` to :func:`solvers.fixed_point`; the energy safeguard is then on.
+    Pass an instance as ``f`` to :func:`solvers.fixed_point` to turn the energy safeguard on.
 
     Attributes:
-        symmetric: the Jacobian of the map is symmetric (a gradient step with one step size).
+        symmetric: whether the Jacobian of the map is symmetric (a gradient step with one step size).
     """
 
     symmetric: bool = False
 
     @abstractmethod
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
-        """``(f(z), E(z), dE/dz)``: like z, (B,), like z or None where the gradient is not known."""
+        """Return ``(f(z), E(z), dE/dz)``: like z, (B,), and like z or None if the gradient is unknown."""
 
     def __call__(self, z: Any, *args: Any) -> Any:
         return self.joint(z, *args)[0]
@@ -126,10 +126,10 @@ class Descent(EnergyUpdate):
 
     Args:
         energy: ``energy(z, *args) -> (B,)``.
-        step_size: positive number, on which the stationary points do not depend.
+        step_size: positive number; it does not change the stationary points.
 
     Raises:
-        ValueError: if the energy does not return one number per sample, or does not depend on z.
+        ValueError: if the energy does not return one number per sample or does not depend on z.
     """
 
     symmetric = True
@@ -369,8 +369,8 @@ class Problem:
             output = replace(self, args=ordinary(self.args)).masked_map(point)
             if not output.requires_grad:
                 raise RuntimeError(
-                    "f(z) is not differentiable in z (made of comparisons, or detached?), so its "
-                    "Jacobian is not at hand: use a solver without Jacobian, such as Anderson()"
+                    "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
+                    "has no Jacobian: use a solver that needs none, such as Anderson()"
                 )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 
@@ -399,5 +399,5 @@ def _alike(output: Any, tree: Any) -> bool:
 _AS_IT_IS = nullcontext()
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "
-    "the whole batch, pass that tensor in args=(...), or give compact=False."
+    "the whole batch, pass that tensor in args=(...), or set compact=False."
 )

@@ -32,17 +32,17 @@ def check_output(
     if not (isinstance(output, Tensor) and spec.is_leaf()):
         leaves, spec = pytree.tree_flatten(layout.ordered(output))
     if spec != layout.spec:
-        raise TypeError(f"f must return a state structured like z0, got {spec}")
+        raise TypeError(f"f must return a state with the structure of z0, got {spec}")
     for leaf, shape, dtype in zip(leaves, layout.shapes, layout.dtypes, strict=True):
         expected = (z.shape[0], *shape)
         if not isinstance(leaf, Tensor):
             raise TypeError(f"f must return tensors, got {type(leaf)}")
         if tuple(leaf.shape) != expected:
-            raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
+            raise ValueError(f"f must return the shape of z0, {expected}, got {tuple(leaf.shape)}")
         if leaf.device != z.device:
-            raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
+            raise ValueError(f"f must return the device of z0, {z.device}, got {leaf.device}")
         if leaf.dtype != dtype and (autocast is None or not leaf.is_floating_point()):
-            raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
+            raise TypeError(f"f must return the dtype of z0, {dtype}, got {leaf.dtype}")
     if energy is not None:
         check_energy(energy, z.shape[0])
 
@@ -66,14 +66,14 @@ def check_energy(energy: Any, batch: int) -> None:
     if tuple(energy.shape) != (batch,):
         raise ValueError(
             f"energy must return one number per sample, shape ({batch},), got shape "
-            f"{tuple(energy.shape)}; do not reduce over the batch"
+            f"{tuple(energy.shape)}; do not sum over the batch"
         )
 
 
 _INFERENCE = "Inplace update to inference tensor"  # torch's words
 OVERWRITES = (
-    "f works in place on {}: it must return a new tensor and leave its inputs as they are (use "
-    "z * 0.5 for z.mul_(0.5), ReLU() for ReLU(inplace=True), or z.clone() first)"
+    "f must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
+    "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"
 )
 
 
@@ -141,8 +141,8 @@ def _expanded(tensor: Tensor) -> bool:
 
 
 RANDOM = (
-    "f returns another value when it is evaluated at the same point again (dropout, RReLU, noise?), so "
-    "it has no fixed point: call eval(), or draw the random numbers once, before the solve"
+    "f returns different values at the same point (dropout, RReLU or noise?), so it has no fixed point: "
+    "call eval(), or draw the random numbers once before the solve"
 )
 
 
@@ -186,8 +186,8 @@ def refuse_drawing_modules(modules: Iterable[tuple[str, nn.Module]], name: str) 
     for path, part in modules:
         if part.training and _draws(part):
             raise ValueError(
-                f"{name} holds {part} ({path!r}) in training mode, which changes the map at every "
-                "evaluation; call eval() on it, or drop out the layer's input or output instead"
+                f"{name} contains {part} ({path!r}) in training mode, which changes the map at every "
+                "evaluation; call eval() on it, or apply it to the layer's input or output"
             )
 
 
@@ -226,7 +226,7 @@ class NormWitness:
                 self.known.append((module, {k: b.clone() for k, b in buffers.items()}))
 
     def check(self) -> None:
-        """Raise ValueError where a norm has changed, whose statistics are given back their values."""
+        """Raise ValueError if a norm has changed, and restore its statistics."""
         for module, before in self.known:
             buffers = dict(module.named_buffers(recurse=False))
             if all(torch.equal(buffers[name], copy) for name, copy in before.items()):
@@ -235,6 +235,6 @@ class NormWitness:
                 for name, copy in before.items():
                     buffers[name].copy_(copy)
             raise ValueError(
-                f"f updates the running statistics of {module} at every evaluation: call eval(), or use a "
-                "norm of each sample (LayerNorm, GroupNorm)"
+                f"f updates the running statistics of {module} at every evaluation: call eval(), or "
+                "normalise each sample separately (LayerNorm, GroupNorm)"
             )

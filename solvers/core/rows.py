@@ -33,13 +33,13 @@ def shrinks(status: Tensor, batch: Tensor) -> bool:
 
 @dataclass
 class Progress:
-    """What a callback sees after each evaluation.
+    """Argument of the callback after each evaluation.
 
     Attributes:
-        evaluation: how many evaluations a sample that is still running has had.
-        residual: (B,) relative residual of this evaluation, NaN where the sample has ended.
-        energy: (B,) energy of this evaluation or None, NaN where the sample has ended.
-        running: number of samples still being solved.
+        evaluation: number of evaluations of each sample that is still running.
+        residual: (B,) relative residual of this evaluation, NaN for samples that have ended.
+        energy: (B,) energy of this evaluation, NaN for samples that have ended, or None.
+        running: number of samples that are still running.
     """
 
     evaluation: int

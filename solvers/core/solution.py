@@ -1,4 +1,4 @@
-"""When a sample is solved, what a solve returns, and what is done about samples that did not converge."""
+"""Tolerance, status and result of a solve, and the treatment of samples that did not converge."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _TF32 = 2e-3
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A sample has converged where ``|residual| <= max(atol, rtol * |reference|)`` (Euclidean norms).
+    """Stopping criterion ``|residual| <= max(atol, rtol * |reference|)`` in Euclidean norms.
 
     The reference is ``f(z)`` for a fixed point and the right-hand side for a linear system, so the
-    default is scale-free. A fixed point at zero has no scale: give ``atol`` there.
+    default is independent of scale. Set ``atol`` if the fixed point may be zero.
 
     Args:
-        rtol: relative part, a finite number >= 0.
-        atol: absolute part, a finite number >= 0.
+        rtol: relative tolerance, a finite number >= 0.
+        atol: absolute tolerance, a finite number >= 0.
 
     Raises:
-        TypeError: if one is no number.
-        ValueError: if one is negative, infinite or not a number.
+        TypeError: if one is not a number.
+        ValueError: if one is negative, infinite or NaN.
 
     Example:
         >>> import torch
@@ -54,13 +54,13 @@ class Tolerance:
         require_nonnegative("atol", self.atol)
 
     def threshold(self, reference: Tensor) -> Tensor:
-        """Largest residual norm that counts as converged, (B,), for reference norms (B,)."""
+        """Return the largest residual norm (B,) that counts as converged for reference norms (B,)."""
         limit = reference * self.rtol
         return limit.clamp_min(self.atol) if self.atol else limit
 
 
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
-    """A :class:`Tolerance`, whose ``rtol`` a plain number is; None stays None."""
+    """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Tolerance(rtol=require_nonnegative(name, value))
     expected = "a number (rtol), a solvers.Tolerance"
@@ -160,19 +160,19 @@ class Status(IntEnum):
     """How the solve of one sample ended.
 
     * ``CONVERGED``: the tolerance was met.
-    * ``MAX_STEPS``: the budget of evaluations was spent.
-    * ``STALLED``: the residual (and the energy) fell no further.
-    * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved ever further
-      away at a residual that did not fall: the energy may be unbounded below.
-    * ``NONFINITE``: no finite evaluation was left to go on from.
-    * ``INDEFINITE``: a matrix that must be positive definite is not. :class:`solvers.CG` met a
-      direction of non-positive curvature, or the response of the sites in
-      :func:`solvers.adaptive_tap` lost its positive definiteness.
-    * ``CONTRADICTORY``: hard constraints leave no state to some site of
+    * ``MAX_STEPS``: the maximum number of evaluations was reached.
+    * ``STALLED``: the residual (and the energy) stopped decreasing.
+    * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved away while
+      the residual did not decrease, so the energy may be unbounded below.
+    * ``NONFINITE``: no evaluation was finite.
+    * ``INDEFINITE``: a matrix is not positive definite. :class:`solvers.CG` met a direction of
+      non-positive curvature, or the response of the sites in :func:`solvers.adaptive_tap` lost its
+      positive definiteness.
+    * ``CONTRADICTORY``: hard constraints exclude all states of a site in
       :func:`solvers.belief_propagation`.
     * ``INCONSISTENT``: the tolerance was met during the solve, but not by the returned value when it was
-      evaluated once more with the whole batch.
-    * ``STOPPED``: the rule ``stop`` of the call held at the returned value, which need not meet the
+      evaluated again with the whole batch.
+    * ``STOPPED``: the rule ``stop`` of the call was True at the returned value, which need not meet the
       tolerance.
     """
 
@@ -188,13 +188,13 @@ class Status(IntEnum):
 
 
 class SolveWarning(UserWarning):
-    """Some samples of a solve did not converge (``on_failure="warn"``)."""
+    """Warning that some samples did not converge (``on_failure="warn"``)."""
 
 
 class SolveError(RuntimeError):
-    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has all.
+    """Error that some samples did not converge (``on_failure="raise"``), with the ``solution`` of all.
 
-    It can be pickled (``multiprocessing``); the solution then arrives detached, on the CPU.
+    It can be pickled (``multiprocessing``); the solution is then detached and moved to the CPU.
     """
 
     def __init__(self, message: str, solution: Solution) -> None:
@@ -210,11 +210,10 @@ class Trace:
     """History of a solve, one column per evaluation.
 
     Attributes:
-        residual: (B, T) relative residual at each evaluated point; NaN where the sample had
-            already ended (nothing was evaluated there).
-        energy: (B, T) energy at the same points, or None where no energy was given.
-        accepted: (B, T) bool, True where the evaluated point became the current iterate (a
-            safeguarded solver may reject a trial point), or None where every point is accepted.
+        residual: (B, T) relative residual at each evaluated point; NaN after the sample ended.
+        energy: (B, T) energy at the same points, or None without an energy.
+        accepted: (B, T) bool, True if the evaluated point became the current iterate (a
+            safeguarded solver may reject trial points), or None if every point was accepted.
     """
 
     residual: Tensor
@@ -224,11 +223,11 @@ class Trace:
 
 @dataclass
 class AdjointReport:
-    """The linear solve behind the last backward pass; empty until a backward pass has run.
+    """Report on the linear solve of the latest backward pass.
 
     Attributes:
-        solution: the :class:`Solution` of the adjoint system of the latest backward pass, detached.
-        solves: how many adjoint systems have been solved through this report.
+        solution: detached :class:`Solution` of the adjoint system; None before the first backward pass.
+        solves: number of adjoint systems solved so far.
     """
 
     solution: Solution | None = None
@@ -237,23 +236,23 @@ class AdjointReport:
 
 @dataclass
 class Solution:
-    """Result of :func:`solvers.fixed_point` or :func:`solvers.solve_linear`; (B,) per sample.
+    """Result of :func:`solvers.fixed_point` or :func:`solvers.solve_linear`.
 
     Attributes:
-        value: the best iterate seen, same structure as the initial state.
-        status: (B,) int64, values of :class:`Status`; ``statuses`` has their names.
-        residual: (B,) relative residual measured at exactly ``value``:
+        value: best iterate, with the structure of the initial state.
+        status: (B,) int64, values of :class:`Status`; ``statuses`` contains their names.
+        residual: (B,) relative residual at ``value``:
             ``|f(z) - z| / |f(z)|`` for a fixed point, ``|b - A x| / |b|`` for a linear system.
-        residual_norm: (B,) the same, absolute.
-        steps: (B,) int64, iterations that the solver made for the sample.
-        evaluations: (B,) int64, evaluations of ``f`` (or products with ``A``) spent on the sample,
-            inner products of Newton-Krylov included.
+        residual_norm: (B,) absolute residual at ``value``.
+        steps: (B,) int64, number of solver iterations.
+        evaluations: (B,) int64, number of evaluations of ``f`` or products with ``A``, including the
+            inner products of Newton-Krylov.
         energy: (B,) energy at ``value``, or None.
         trace: history, if ``record=True``.
-        states: for each number of ``states_at`` what ``value`` would be had the solve ended after so
-            many evaluations, structured like the initial state; None where none was asked for.
-        adjoint: filled by the backward pass of an implicit adjoint.
-        aux: with ``has_aux=True``, what ``f`` returns besides its value, at exactly ``value``; else None.
+        states: for each number in ``states_at`` the ``value`` that the solve would have returned after
+            that many evaluations, with the structure of the initial state; None without ``states_at``.
+        adjoint: report of the backward pass of an implicit adjoint.
+        aux: auxiliary output of ``f`` at ``value``, with ``has_aux=True``; else None.
 
     Example:
         >>> import solvers
@@ -279,21 +278,21 @@ class Solution:
 
     @property
     def converged(self) -> Tensor:
-        """(B,) bool; False where a rule has stopped the sample."""
+        """Whether each sample converged, (B,) bool; False if a rule stopped it."""
         return self.status == Status.CONVERGED
 
     def counts(self) -> dict[str, int]:
-        """Number of samples per status, statuses that did not occur left out."""
+        """Return the number of samples per status that occurred."""
         number = torch.bincount(self.status, minlength=len(Status)).tolist()
         return {status.name: number[status] for status in Status if number[status]}
 
     @property
     def statuses(self) -> list[str]:
-        """The name of each sample's status, such as "CONVERGED"."""
+        """Names of the samples' statuses, such as "CONVERGED"."""
         return [Status(number).name for number in self.status.tolist()]
 
     def summary(self) -> str:
-        """One line for a log: statuses, worst residual, median and largest evaluations."""
+        """Return one line with the statuses, worst residual, and median and maximum evaluations."""
         if not self.status.numel():
             return "no samples"
         statuses = ", ".join(f"{name} {number}" for name, number in self.counts().items())
@@ -305,7 +304,7 @@ class Solution:
         )
 
     def __repr__(self) -> str:
-        """The summary and the shape of the value, without its numbers."""
+        """Return the summary and the shape of the value."""
         shapes = pytree.tree_map(
             lambda t: tuple(t.shape) if isinstance(t, Tensor) else t, self.value
         )
@@ -314,8 +313,8 @@ class Solution:
             shown = f"{len(pytree.tree_leaves(self.value))} tensors"
         try:
             summary = self.summary()
-        except Exception:  # tensors have no numbers within a transform of torch.func or a compiler
-            summary = "without numbers"
+        except Exception:  # tensors have no values inside torch.func transforms or a compiler
+            summary = "values unknown"
         return f"{type(self).__name__}({summary}; value {shown})"
 
 
@@ -323,14 +322,14 @@ _ADVICE = {
     Status.MAX_STEPS: "raise max_steps, loosen the tolerance or use another solver",
     Status.STALLED: "the tolerance may lie below rounding, or the problem may be singular",
     Status.DIVERGED: "damp the iteration or use a safeguarded solver",
-    Status.NONFINITE: "an input or an evaluation held NaN or infinity",
+    Status.NONFINITE: "an input or an evaluation contained NaN or infinity",
     Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
     "couplings of spins",
-    Status.CONTRADICTORY: "the given values, couplings and fields of -inf exclude each other",
-    Status.INCONSISTENT: "the returned value, evaluated with the whole batch, has not the residual that "
-    "the solve measured: rows may influence each other inside the function (then they are one sample: pass "
-    "x[None]), an argument that is not batched may have been cut with the batch (let the function close over "
-    "it), or the function may change from call to call",
+    Status.CONTRADICTORY: "the given values, couplings and fields of -inf contradict each other",
+    Status.INCONSISTENT: "evaluated with the whole batch, the returned value has another residual than in "
+    "the solve: if rows influence each other inside the function, they are one sample (pass x[None]); if "
+    "an argument is not batched, the function must close over it; and the function must not change between "
+    "calls",
 }
 
 
@@ -338,18 +337,18 @@ _ADVICE = {
 LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
 _BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
 _REPELS = (
-    "the residual did not fall: the map may not contract, and then more steps do not help; bound its "
-    f"weights by {_BOUND}, normalise the input, or damp the iteration, Anderson(damping=0.3); see "
+    "the residual did not fall: if the map is not a contraction, more steps do not help; bound its "
+    f"weights with {_BOUND}, normalise the input, or damp the iteration with Anderson(damping=0.3); see "
     "docs/guide/failing.md, 'Look at the map'"
 )
 _VANISHING = (
-    "|f(z)| fell to nothing with the residual, so that the fixed point of a sample seems to be zero, where a "
-    "relative tolerance cannot be met: give atol, Tolerance(rtol=1e-4, atol=1e-6)"
+    "|f(z)| vanishes with the residual, so the fixed point seems to be zero, where a relative tolerance "
+    "cannot be met: set atol, for example Tolerance(rtol=1e-4, atol=1e-6)"
 )
 _NO_DESCENT = (
-    "the residual did not fall: the energy may couple samples or have another gradient than it says, "
-    "which implicit_attn.check_energy tells, or its weights may be too large: bound them by "
-    f"{_BOUND}, normalise the input; see docs/guide/failing.md"
+    "the residual did not fall: the energy may couple samples or have a wrong gradient (run "
+    "implicit_attn.check_energy), or its weights may be too large: bound them with "
+    f"{_BOUND}, or normalise the input; see docs/guide/failing.md"
 )
 
 
@@ -388,7 +387,7 @@ def apply_policy(
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
     advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:
-        advice.append("is the energy unbounded below?")
+        advice.append("the energy may be unbounded below")
     advice += told
     message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
     warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)

@@ -50,7 +50,7 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
         told.add(key)
         if isinstance(origin, nn.Module):
             message += ". Shown once for this layer and cause"
-            message += "; its attribute last tells of every call" if hasattr(origin, "last") else ""
+            message += "; its attribute last reports every call" if hasattr(origin, "last") else ""
     warnings.warn_explicit(message, category, *place, module, {})
 
 

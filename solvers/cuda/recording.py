@@ -58,7 +58,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(tag in func.tags for tag in _DATA) and not _index_by_numbers(func, args):
-            raise UnrecordableError(f"reads numbers on the host: {func}")
+            raise UnrecordableError(f"reads values on the host: {func}")
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise UnrecordableError(f"draws random numbers: {func}")
         result = func(*args, **kwargs)
@@ -319,7 +319,7 @@ def _check_leaves(image: Tensor, known: list[Tensor]) -> None:
             continue
         seen.add(node)
         if hasattr(node, "variable") and id(node.variable) not in places:
-            raise UnrecordableError("reads a tensor with a gradient that is no parameter or input")
+            raise UnrecordableError("reads a tensor with a graph that is no parameter or input")
         nodes += [following for following, _ in node.next_functions]
 
 
@@ -336,8 +336,8 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a recorded solve has first derivatives only: call layer.compile(False) to "
-                "differentiate twice (create_graph=True)"
+                "a recorded solve has only first derivatives: call layer.compile(False) for second "
+                "derivatives (create_graph=True)"
             )
         value, *tensors = (
             ctx.saved_tensors
@@ -481,9 +481,9 @@ def _options(f: Any, options: dict[str, Any], z0: Any) -> Options | None:
     if watched or in_transform() or options["max_steps"] < 2:
         return None
     if options.get("verify"):
-        return _refused("is asked to verify its returned value", f)
+        return _refused("is solved with verify=True", f)
     if getattr(f, "dropped", None) is not None:
-        return _refused("holds a VariationalDropout", f)
+        return _refused("contains a VariationalDropout", f)
     if not (solver is None or type(solver) is Anderson):
         return _refused(f"is solved by {type(solver).__name__}", f)
     if not (adjoint is None or (type(adjoint) is Implicit and adjoint.solver is None)):

@@ -1,1 +1,1 @@
-"""Fixed-point methods: forward and gradient steps, Anderson, Broyden, L-BFGS, Newton; second attempts."""
+"""Fixed-point methods: forward and gradient steps, Anderson, Broyden, L-BFGS, Newton, and the fallback."""

@@ -1,6 +1,6 @@
 """Anderson acceleration (type II).
 
-On a CPU, without an energy or recorded steps, the same method runs in C++: ``native/turns.h``.
+On a CPU, without an energy and without autograd, ``native/turns.h`` implements the same method in C++.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from solvers.core.rows import (
 
 @dataclass(frozen=True)
 class Anderson(Solver):
-    r"""Anderson acceleration (type II): the secant step of least residual.
+    r"""Anderson acceleration of type II.
 
     With residuals ``r_k = f(z_k) - z_k``, differences ``dZ, dR`` of the last ``memory`` steps and
     ``c = argmin |r_k - dR c|^2`` (ridge included)::
@@ -35,13 +35,13 @@ class Anderson(Solver):
         z_{k+1} = z_k - dZ c + damping (r_k - dR c)
 
     The Gram matrix ``dR^T dR`` gains one row and column per step. The ridge multiplies its diagonal,
-    so that the steps do not depend on the scale of the problem. A row whose step was rejected forgets
-    its differences.
+    so that the steps are independent of the scale of the problem. A sample discards its differences
+    after a rejected step.
 
     Args:
-        memory: number of differences kept, >= 1.
-        damping: mixing in (0, 2].
-        regularization: relative ridge, >= 0; raised to the rounding level of the Gram matrix.
+        memory: number of stored differences, >= 1.
+        damping: mixing parameter in (0, 2].
+        regularization: relative ridge, >= 0; at least the rounding level of the Gram matrix.
 
     Example:
         >>> import torch, solvers
@@ -56,7 +56,7 @@ class Anderson(Solver):
         tensor([168])
 
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
-    49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the type after Fang and Saad (2009),
+    49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the types are defined by Fang and Saad (2009),
     https://doi.org/10.1002/nla.617.
     """
 
@@ -75,7 +75,7 @@ class Anderson(Solver):
         return (Lists if recorded else Ring).empty(kept, point.residual)
 
     def step(self, state: Ring | Lists, turn: Turn) -> Tensor:
-        """Remember the newest difference and mix all that are kept."""
+        """Store the newest difference and mix all stored ones."""
         current, last = turn.current, state.last
         state.last = current
         if last is not None:
@@ -95,11 +95,11 @@ class Anderson(Solver):
         return state.subtracted(damped, _solve_small(gram, state.products(current.residual)))
 
     def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Factor of the Gram matrix' diagonal, and what is added to it.
+        """Return a factor of the Gram matrix's diagonal and a number to add to it.
 
-        The ridge is relative to each diagonal entry: a scaling of the problem scales it too. A rejected
-        step leaves a zero difference, whose row and column are zero: adding the smallest normal number
-        keeps the matrix regular and gives that difference the weight zero.
+        The ridge is relative to each diagonal entry, so it scales with the problem. A rejected step
+        leaves a zero difference with a zero row and column: adding the smallest normal number keeps
+        the matrix regular and gives that difference the weight zero.
         """
         limits = torch.finfo(dtype)
         return 1 + max(self.regularization, 4 * limits.eps), limits.tiny
@@ -107,7 +107,7 @@ class Anderson(Solver):
 
 @dataclass
 class _Differences:
-    """Differences of the last steps; the newest overwrites the oldest."""
+    """Differences of the last steps; the newest one overwrites the oldest."""
 
     kept: int  # slots at most
     gram: Tensor  # (B, m, m) dR^T dR with its ridge
@@ -163,7 +163,7 @@ class Ring(_Differences):
 
 @dataclass
 class Lists(_Differences):
-    """Differences as tensors of their own, where autograd records: a buffer would be copied at every step."""
+    """Differences in separate tensors for autograd, which would copy a buffer at every step."""
 
     steps: list[Tensor] = field(default_factory=list)  # of (B, D)
     changes: list[Tensor] = field(default_factory=list)

@@ -31,17 +31,17 @@ class Broyden(Solver):
     r"""Broyden's first ("good") method with limited memory.
 
     For full quasi-Newton steps ``s_j`` the inverse Jacobian is a product of rank-one factors, so the
-    next step needs the steps alone (Kelley, sec. 7.3)::
+    next step depends only on the previous steps (Kelley, sec. 7.3)::
 
         p = prod_{j<k-1} (I + s_{j+1} s_j^T / |s_j|^2) damping r_k
         s_k = p / (1 - s_{k-1}.p / |s_{k-1}|^2)
 
-    The factors are applied by one small triangular system. Storage grows with the steps made, up to
-    ``memory`` vectors; then the method restarts. A row whose step was replaced by the safeguard, or
-    whose update is nearly singular, restarts alone.
+    One small triangular system applies the factors. Storage grows with the number of steps, up to
+    ``memory`` vectors; then the method restarts. A sample whose step was replaced by the safeguard, or
+    whose update is nearly singular, restarts individually.
 
     Args:
-        memory: number of steps kept, >= 2.
+        memory: number of stored steps, >= 2.
         damping: initial inverse Jacobian ``-damping I``, in (0, 2].
 
     Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3,
@@ -70,7 +70,7 @@ class Broyden(Solver):
             state.count = 0
         current = turn.current
         if state.replaced is not None:
-            # The loop moved these rows by a fall-back step, of which there is no secant pair.
+            # The loop moved these rows by a fall-back step, which has no secant pair.
             state.restart(state.replaced)
         state.replaced = None
         if turn.accepted is not None:
@@ -82,7 +82,7 @@ class Broyden(Solver):
         return current.z + step
 
     def _step(self, state: BroydenState, start: Tensor) -> Tensor:
-        """The product form applied to ``start`` = -B_0^-1 r."""
+        """Apply the product form to ``start`` = -B_0^-1 r."""
         count = state.count
         units, lengths = state.units[:, :count], state.lengths[:, :count]
         along = inner_products(units, start)  # (B, k): s_j . p_0 / |s_j|
@@ -135,7 +135,7 @@ class Broyden(Solver):
 
 @dataclass
 class BroydenState:
-    """The steps so far, as unit vectors with their lengths and Gram matrix."""
+    """Previous steps as unit vectors with their lengths and Gram matrix."""
 
     units: Tensor  # (B, k, D) steps as unit vectors
     lengths: Tensor  # (B, k) of the steps
@@ -145,7 +145,7 @@ class BroydenState:
     count: int = 0
 
     def restart(self, rows: Tensor) -> None:
-        """Forget the history of some rows (B,) bool."""
+        """Discard the history of some rows (B,) bool."""
         self.units = clear_rows(self.units, rows)
         self.lengths = clear_rows(self.lengths, rows)
         self.gram = clear_rows(self.gram, rows)

@@ -1,4 +1,4 @@
-"""One solve by one solver: in C++ where that can be, else by the loop in torch."""
+"""Run one solver, in C++ if it is supported there and otherwise in torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def iterate(
 ) -> tuple[Solution, Point | None]:
     """Solve from the evaluation ``first`` at the start.
 
-    The engine in C++ has Anderson's method and plain steps, in float32 and float64 on a CPU, for maps without
-    an energy and bounds whose single evaluations nobody looks at and autograd does not record.
+    The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU, for maps
+    without an energy, bounds, a trace or a callback, and without autograd.
 
     Returns:
-        The solution, with a value (B, D), and the last evaluation where all samples were in it, those that
-        had converged with their values; else None.
+        The solution, with a value (B, D), and the last evaluation if it included all samples at their
+        returned values, else None.
     """
     watched = record or callback is not None or bool(states_at) or rule is not None
     plain = not (watched or problem.has_energy or problem.bounds)

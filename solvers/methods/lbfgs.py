@@ -16,35 +16,35 @@ from solvers.core.problem import Problem
 from solvers.core.rows import Point, combine, inner_products, where_rows, write_slot
 from solvers.core.safeguard import SHORTEST, interpolation, slope_of
 
-CURVATURE = 1e-6  # smallest cosine between s and y of a pair that is kept
-PAIRS, SMALL, MORE_PAIRS = 6, 1024, 10  # pairs kept; more in states of at most SMALL numbers
+CURVATURE = 1e-6  # smallest cosine between s and y of a stored pair
+PAIRS, SMALL, MORE_PAIRS = 6, 1024, 10  # stored pairs; more for states of at most SMALL numbers
 FIRST_CAPACITY = 4  # pairs that the storage holds at first
-QUADRATIC = 0.05  # mismatch, against a quadratic, of a rejected trial that still teaches curvature
-NOISE = 0.01  # ... a smaller mismatch, against the energy, may be the noise of low precision
-ABSURD = 16  # a first step that promises to lower the energy by so many times its size is cut,
+QUADRATIC = 0.05  # largest deviation from a quadratic at which a rejected trial updates H
+NOISE = 0.01  # deviations below this share of the energy may be noise of low precision
+ABSURD = 16  # a first step that predicts a decrease of so many times the energy is shortened,
 LONG = 0.5  # ... if it is longer than this share of the state
 
 
 @dataclass(frozen=True)
 class LBFGS(Solver):
-    r"""Quasi-Newton descent of an energy with Armijo's rule, in the compact representation.
+    r"""Limited-memory BFGS for an energy, in the compact representation with Armijo's rule.
 
     With ``memory`` pairs ``s = dz, y = dg`` scaled to ``s.y = 1``, ``R`` the upper triangle (in time)
     of ``S^T Y`` and ``g = dE/dz``::
 
         H g = gamma g + S u - gamma Y w,   R w = S^T g,   R^T u = (I + gamma Y^T Y) w - gamma Y^T g
 
-    The first trial is the unit step ``f(z) = z + r``, or ``z + t r``, ``t = 2 |E| / |r.g|``, where
-    ``|r.g| > 16 |E|`` and ``2 |r| > max(|z|, sqrt D)``: the step to the minimum 0 of a parabola, since
-    the unit step, a long one, promises to lower the energy by many times its size. Later trials
-    ``z - H g`` are accepted where they satisfy Armijo's rule. A rejected trial near which E is almost
-    quadratic (``dE = (g + g').s / 2`` to 5 % of ``y.s``, the step at most ten times too long) corrects
-    ``H``, and a new direction is tried once from the old point; else, and after that, the step along
-    the same direction is shortened by interpolation until it is accepted. An evaluation is one energy
-    and one gradient.
+    The first trial is the unit step ``f(z) = z + r``. If ``|r.g| > 16 |E|`` and
+    ``2 |r| > max(|z|, sqrt D)``, it predicts a decrease of many times the energy and is shortened to
+    ``z + t r`` with ``t = 2 |E| / |r.g|``, the step to the minimum 0 of a parabola. Later trials
+    ``z - H g`` are accepted if they satisfy Armijo's rule. If E is almost quadratic between the points
+    of a rejected trial (``dE = (g + g').s / 2`` to 5 % of ``y.s``, the step at most ten times too long),
+    the trial updates ``H``, and a new direction from the old point is tried once. Otherwise
+    interpolation shortens the step until it is accepted. Each evaluation computes one energy and one
+    gradient.
 
     Args:
-        memory: number of pairs kept, >= 1; None keeps 10 where a state has at most 1024 numbers, else 6.
+        memory: number of stored pairs, >= 1; None for 10 if a state has at most 1024 numbers, else 6.
 
     Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), theorem 2.2 and eq. 3.1,
     https://doi.org/10.1007/BF01582063.
@@ -101,7 +101,7 @@ class LBFGS(Solver):
     def _store_pair(
         self, state: LBFGSState, trial: Point, accepted: Tensor | None, factor: Tensor | None
     ) -> Tensor:
-        """Store the pair of the last trial where it teaches a positive curvature; (B,) bool."""
+        """Store the pair of the last trial in the rows (B,) bool where its curvature is positive."""
         s, y = trial.z - state.point.z, _gradient(trial) - _gradient(state.point)
         dtype = state.gamma.dtype
         along, squares = (s * y).sum(1, dtype=dtype), (s * s).sum(1, dtype=dtype)
@@ -116,13 +116,13 @@ class LBFGS(Solver):
             s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
         state.write(s * scale, y * scale)
         safe = torch.where(good, changes, 1.0)
-        # Non-positive curvature along an accepted step: a longer one next time.
+        # After non-positive curvature along an accepted step, the next step is longer.
         longer = 2.0 if accepted is None else torch.where(accepted, 2.0, 1.0)
         state.gamma = torch.where(good, along / safe, longer * state.gamma)
         return good
 
     def _direction(self, state: LBFGSState, gradient: Tensor) -> Tensor:
-        """``-H g``, or ``-gamma g`` in rows where rounding makes that no descent direction."""
+        """Return ``-H g``, or ``-gamma g`` in rows where rounding makes it no descent direction."""
         filled = 2 * state.filled
         gamma = state.gamma.unsqueeze(1)
         pairs = state.pairs[:, :filled]
@@ -197,8 +197,8 @@ def _first_length(point: Point, along: Tensor) -> Tensor:
     assert point.energy is not None
     z, dtype = point.z.detach(), along.dtype
     size = point.energy.detach().abs().to(dtype)
-    # An energy near zero may be a matter of its constant: only a step of about the state's size
-    # or more, of numbers of size one or larger, is cut. A short one that is wrong is soon shortened.
+    # The energy may be near zero because of its additive constant. Only steps of about the state's size
+    # or more are shortened here; the line search corrects short steps.
     extent = torch.linalg.vector_norm(z, dim=1, dtype=dtype).clamp_min(z.shape[1] ** 0.5)
     absurd = (along > ABSURD * size) & (size > 0) & (point.norm.to(dtype) > LONG * extent)
     return torch.where(absurd, 2 * size / torch.where(absurd, along, 1.0), 1.0)
@@ -216,5 +216,5 @@ def _almost_quadratic(trial: Point, start: Point, along: Tensor) -> Tensor:
 
 def _gradient(point: Point) -> Tensor:
     if point.gradient is None:
-        raise ValueError("LBFGS needs the gradient of the energy; EnergyUpdate.joint returned None")
+        raise ValueError("LBFGS needs the energy's gradient, but EnergyUpdate.joint returned None")
     return point.gradient

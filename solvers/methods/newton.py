@@ -1,4 +1,4 @@
-"""Newton-Krylov method: inexact Newton steps by products with the Jacobian."""
+"""Newton-Krylov method: inexact Newton steps from Jacobian-vector products."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Newton(Solver):
     r"""Inexact Newton method for ``r(z) = f(z) - z = 0``.
 
     Each step solves ``(I - J) s = r`` to ``|r - (I - J) s| <= eta |r|`` by a Krylov method and moves
-    by ``t s``. With an energy the step is cut at non-positive curvature (truncated Newton) and judged
-    by Armijo's rule; without one it must reduce ``|r|``, else ``t`` is halved. The forcing term is
+    by ``t s``. With an energy the step is truncated at non-positive curvature and must satisfy
+    Armijo's rule; without one it must reduce ``|r|``, otherwise ``t`` is halved. The forcing term is
     ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
 
-    Products with J count as evaluations: one vector-Jacobian product each where J is symmetric, else
-    reverse over reverse, for which ``f`` must be twice differentiable by autograd. With
-    ``compact=False`` what is spent on one sample counts for all that are still being solved.
+    Products with J count as evaluations. Each is one vector-Jacobian product if J is symmetric, else
+    reverse over reverse, for which ``f`` must be twice differentiable. With ``compact=False`` the
+    evaluations of one sample count for all samples that are still running.
 
     Args:
-        linear: Krylov solver of the steps; None chooses CG where J is symmetric, else GMRES(restart=30).
+        linear: Krylov solver of the steps; None for CG if J is symmetric, else GMRES(restart=30).
         forcing: largest relative residual of the linear solves, in (0, 1).
 
     Source: Dembo, Eisenstat and Steihaug, "Inexact Newton methods", SIAM J. Numer. Anal. 19 (1982),
@@ -43,7 +43,7 @@ class Newton(Solver):
     forcing: float = 0.1
 
     searches: ClassVar[bool] = True
-    recordings: ClassVar[int] = 1  # evaluations that a direction costs beside its products
+    recordings: ClassVar[int] = 1  # evaluations per direction in addition to its products
 
     def __post_init__(self) -> None:
         linear = require_kind("linear", self.linear, LinearSolver, LINEAR, optional=True)
@@ -86,7 +86,7 @@ class Newton(Solver):
         return state.products
 
     def _direction(self, state: NewtonState, rows: Tensor, turn: Turn) -> Tensor:
-        """Inexact solution of ``(I - J) s = r`` in ``rows``, never more evaluations than are left."""
+        """Solve ``(I - J) s = r`` inexactly in ``rows``, within the remaining evaluations."""
         base, problem = state.base, turn.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
         left = turn.max_steps - state.evaluations - state.products - self.recordings - 1
@@ -101,7 +101,7 @@ class Newton(Solver):
                 index = torch.arange(rows.numel(), device=rows.device)
             point = select_rows(base, index)
             found, used = self._solve(part, point, state.forcing[index], left[index], wanted[index])
-            # A direction that does not descend (or none at all) gives way to the residual.
+            # The residual replaces a direction that does not descend.
             uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
@@ -119,9 +119,9 @@ class Newton(Solver):
     def _solve(
         self, problem: Problem, point: Point, forcing: Tensor, left: Tensor, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Solutions (n, D) of ``(I - J) s = r`` in the ``wanted`` rows, and the products of each.
+        """Return solutions (n, D) of ``(I - J) s = r`` in the ``wanted`` rows and their products.
 
-        A method is given ``r / |r|``: the squares of r itself may leave the range of the dtype.
+        The right-hand side is scaled to ``r / |r|``, because squares of r may overflow or underflow.
         """
         chosen: Any = self.linear  # an instance, since __post_init__
         solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
@@ -140,7 +140,7 @@ class Newton(Solver):
 
 @dataclass
 class NewtonState:
-    """The current direction, the point where it starts, and what it has cost."""
+    """The current direction, its starting point and its cost."""
 
     base: Point
     direction: Tensor  # (B, D) from base

@@ -1,8 +1,8 @@
-"""Second attempts at the samples on which the default solver has given up.
+"""Fallback for samples on which the default solver failed.
 
-A sample that stalled or diverged starts again at its best iterate. Plain steps come first: they are
-certain to end where the map contracts, kinks or noise notwithstanding. Then, unless there is an energy,
-Newton's method with products by finite differences, which needs neither a contraction nor derivatives.
+A sample that stalled or diverged continues from its best iterate. Plain steps come first: they converge
+if the map is a contraction, even with kinks or noise. Without an energy, Newton's method with
+finite-difference products follows, which needs neither a contraction nor derivatives.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from solvers.core.solution import Solution, Status, Tolerance, Trace
 from solvers.methods.newton import Newton
 from solvers.methods.steps import Forward
 
-PLAIN_PATIENCE = 10  # plain steps without a better residual after which they are given up
-FEW, EXACT = 30, 1e-6  # dimensions up to which Newton's linear solves are exact, and how exact
-NOISE = 16  # differences of energies, in units of their rounding, that say nothing
+PLAIN_PATIENCE = 10  # plain steps without a better residual after which Newton's method follows
+FEW, EXACT = 30, 1e-6  # dimensions up to which Newton's linear solves have the tolerance EXACT
+NOISE = 16  # energy differences below this multiple of the rounding error are insignificant
 GIVEN_UP = (Status.STALLED, Status.DIVERGED, Status.NONFINITE)
 
 
 @dataclass(frozen=True)
 class DifferenceNewton(Newton):
-    """Newton's method with ``J v = (f(z + h v) - f(z)) / h``, one evaluation a product.
+    """Newton's method with ``J v = (f(z + h v) - f(z)) / h``, one evaluation per product.
 
-    ``h |v| = sqrt(eps) (|z| + |f(z)|)``, so that the products do not depend on the scale of z.
+    ``h |v| = sqrt(eps) (|z| + |f(z)|)`` makes the products independent of the scale of z.
 
     Source: Knoll and Keyes, "Jacobian-free Newton-Krylov methods", J. Comput. Phys. 193 (2004),
     https://doi.org/10.1016/j.jcp.2003.08.010.
@@ -74,17 +74,17 @@ def rescue(
     states_at: Sequence[int] = (),
     rule: Rule | None = None,
 ) -> None:
-    """Solve again, in place, for the samples of ``solution`` that were given up.
+    """Solve the failed samples of ``solution`` again, in place.
 
-    A sample's evaluations add up, to ``max_steps`` at most; where none can leave the batch, those that
-    any sample took. Nothing is tried again in an unrolled solve, whose steps are recorded.
+    All evaluations of a sample count towards ``max_steps``; with ``compact=False`` those of any sample.
+    An unrolled solve has no fallback, because its steps are recorded.
     """
     if torch.is_grad_enabled() or bool((solution.status == int(Status.CONVERGED)).all()):
         return
     batch = solution.status.numel()
     stages: list[Solver] = [Forward()]
     if not problem.has_energy:
-        # In few dimensions the linear solve may as well be exact, which badly scaled systems need.
+        # In few dimensions exact linear solves are cheap, and badly scaled systems need them.
         few = solution.value.shape[1] <= FEW
         stages.append(DifferenceNewton(forcing=EXACT if few else 0.1))
     for solver in stages:
@@ -102,7 +102,7 @@ def rescue(
         loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at, rule)
         loop.snapshots.uneven = True  # rows go on counting their evaluations
         loop.guarded = False
-        # Rows report under their numbers in the whole batch.
+        # Rows report their indices in the whole batch.
         loop.rows.index, loop.history.batch = index, batch
         if isinstance(solver, Newton):
             state = solver.init(start, part)
@@ -121,7 +121,7 @@ def rescue(
 
 
 def _given_up(solution: Solution, spent: Tensor, max_steps: int) -> Tensor:
-    """Indices of the samples to try again: with a finite iterate and two evaluations left."""
+    """Return the indices of failed samples with a finite iterate and two evaluations left."""
     status = solution.status
     failed = torch.isfinite(solution.residual) & (spent + 2 <= max_steps)
     given_up = torch.zeros_like(failed)
@@ -133,18 +133,18 @@ def _given_up(solution: Solution, spent: Tensor, max_steps: int) -> Tensor:
 def _counting_on(
     callback: Callable[[Progress], object], before: int, most: int
 ) -> Callable[[Progress], object]:
-    """``callback``, told of ``before`` more evaluations, of ``most`` at most."""
+    """Return ``callback`` with ``before`` added to the evaluations, at most ``most``."""
     return lambda progress: callback(
         replace(progress, evaluation=min(before + progress.evaluation, most))
     )
 
 
 def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor, spent: Tensor) -> None:
-    """Take over what the attempt ``found``, in its rows ``order``, for the samples ``rows``.
+    """Merge the rows ``order`` of the solution ``found`` into the samples ``rows``.
 
     These had ``spent`` evaluations before. A better iterate replaces the old one unless its energy
-    is higher. The status stays that of the first attempt, unless this one has converged, or has come
-    nearer and ran out of evaluations.
+    is higher. The status remains that of the first attempt, unless this one converged, or came
+    closer and ran out of evaluations.
     """
     relative, status = found.residual[order], found.status[order]
     whole = Best(found.value, found.residual, found.residual_norm, found.energy)
@@ -178,7 +178,7 @@ def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor, spe
 
 
 def _better(found: Best, solution: Solution, rows: Tensor, order: Tensor) -> Tensor:
-    """(n,) bool, where ``found`` betters the samples ``rows``: no smaller residual at a higher energy."""
+    """Return where ``found`` improves the samples ``rows`` without a higher energy, (n,) bool."""
     better = found.relative[order] < solution.residual[rows]
     if found.energy is not None and solution.energy is not None:
         energy, before = found.energy[order], solution.energy[rows]
@@ -187,7 +187,7 @@ def _better(found: Best, solution: Solution, rows: Tensor, order: Tensor) -> Ten
 
 
 def _joined(first: Trace, second: Trace, rows: Tensor, spent: Tensor, width: int) -> Trace:
-    """Both in one of at most ``width`` columns: the second goes on where its samples had ended."""
+    """Concatenate two traces for each sample, up to ``width`` columns."""
     columns = max(first.residual.shape[1], int(spent.max()) + second.residual.shape[1])
 
     def join(one: Tensor, other: Tensor, fill: float) -> Tensor:

@@ -20,7 +20,7 @@ class Forward(Solver):
     """Damped Picard (Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
 
     Args:
-        damping: in (0, 2]; 1 is the iteration ``z <- f(z)``.
+        damping: damping factor in (0, 2]; 1 for ``z <- f(z)``.
     """
 
     damping: float = 1.0
@@ -41,20 +41,19 @@ class Forward(Solver):
 class GradientDescent(Solver):
     r"""First-order descent along ``r = f(z) - z`` (for a gradient step, ``r = -eta dE/dz``).
 
-    Without momentum ``z <- z + a r``. Heavy ball: ``p <- beta p + r, z <- z + a p`` from ``p = 0``.
-    Nesterov: the same p, ``z <- z + a (r + beta p)``; these are the points ``z + a beta p`` at which
-    his method evaluates, and the recursions of ``torch.optim.SGD``. A row whose step was rejected
-    starts again with ``p = 0``. With ``step_size="auto"`` each sample has its own
-    Barzilai-Borwein step: ``s.s / s.y`` where the two choices agree (their ratio, the squared cosine
-    between s and y, exceeds 1/2), else the shorter ``s.y / y.y``.
+    Without momentum the step is ``z <- z + a r``; with heavy-ball momentum ``p <- beta p + r``,
+    ``z <- z + a p`` from ``p = 0``; with Nesterov momentum ``z <- z + a (r + beta p)`` with the same p, as
+    in ``torch.optim.SGD``. A rejected step resets ``p`` to 0. ``step_size="auto"`` uses a
+    Barzilai-Borwein step for each sample: ``s.s / s.y`` if the two choices agree (their ratio, the
+    squared cosine between s and y, exceeds 1/2), else the shorter ``s.y / y.y``.
 
     Args:
         step_size: positive number ``a``, or "auto".
-        momentum: ``beta`` in [0, 1); with "auto" it must be 0.
-        nesterov: Nesterov's momentum; needs ``momentum > 0``.
+        momentum: ``beta`` in [0, 1), 0 with "auto".
+        nesterov: whether to use Nesterov momentum, which needs ``momentum > 0``.
 
     Source: Polyak (1964), https://doi.org/10.1016/0041-5553(64)90137-5; Nesterov (1983); Barzilai and
-    Borwein (1988), https://doi.org/10.1093/imanum/8.1.141, the choice between the two steps from Zhou,
+    Borwein (1988), https://doi.org/10.1093/imanum/8.1.141; the choice between the two steps is that of Zhou,
     Gao and Dai, Comput. Optim. Appl. 35 (2006), https://doi.org/10.1007/s10589-006-6446-0.
     """
 

@@ -1,8 +1,8 @@
-"""The native engine in C++, built with the package: its library, and the solves that it makes.
+"""Load the native C++ engine and solve with it.
 
-Without it everything is computed by torch. The engine decides as :class:`solvers.core.loop.Loop` does: what
-has converged, stalled, diverged, which steps are rejected. Here maps are evaluated, and samples that have
-ended leave the batch.
+Without the engine torch computes everything. The engine decides like :class:`solvers.core.loop.Loop` which
+samples have converged, stalled or diverged and which steps are rejected. This module evaluates the map and
+removes samples that have ended from the batch.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from solvers.core.problem import Problem
 from solvers.core.rows import MODERATE_ABOVE, RUNNING, Point, shrinks
 from solvers.core.solution import Solution, Tolerance
 
-FOLDER = Path(__file__).parent / "lib"  # no package: what is in it is no module
-# By what torch says of the processor, which its variable ATEN_CPU_CAPABILITY can lower; best first.
+FOLDER = Path(__file__).parent / "lib"
+# Names of torch.backends.cpu.get_cpu_capability(), which ATEN_CPU_CAPABILITY can lower; best first.
 LEVELS = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
 
 
 def levels() -> tuple[str, ...]:
-    """The names of what this processor can run, the best first."""
+    """Return the instruction sets of this processor, the best first."""
     return LEVELS.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
 
 
 @cache
 def engine() -> ctypes.CDLL | None:
-    """The library of the best level there is; None where the package was installed without a compiler.
+    """Return the library for this processor, or None if the package was installed without a compiler.
 
-    In a checkout whose C++ has changed since, it would read other records than it is given: torch computes.
+    A library that is older than its C++ sources in a checkout is not used, since its records may differ.
     """
     if changed := changed_sources():
         warnings.warn(
-            f"the native engine is older than {', '.join(changed)} and is not used: install the "
-            "checkout again, pip install -e .",
+            f"the native engine is not used because it is older than {', '.join(changed)}: rebuild it "
+            "with `pip install -e .`",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -56,8 +56,8 @@ def engine() -> ctypes.CDLL | None:
 
 
 def changed_sources() -> list[str]:
-    """Files of a checkout that differ from those of which its libraries were built."""
-    kept = FOLDER / "sources.txt"  # of an editable install alone
+    """Return the files of a checkout that changed since its libraries were built."""
+    kept = FOLDER / "sources.txt"  # exists in an editable install only
     lines = [line.split(" ", 1) for line in kept.read_text().splitlines()] if kept.exists() else []
     root = FOLDER.parents[2]
     return [
@@ -69,19 +69,19 @@ def changed_sources() -> list[str]:
 
 
 def told() -> str:
-    """Which engine runs, in words."""
+    """Return a description of the engine in use."""
     found = engine()
     if found is None:
         why = (
             "its sources have changed" if changed_sources() else "installed without a C++ compiler"
         )
-        return f"none ({why}): torch computes instead"
+        return f"none ({why}): torch is used instead"
     threads = "torch's threads" if THREADS.fork else "one thread"
     return f"{Path(found._name).stem.removeprefix('engine_')}, {threads}"
 
 
 class Threads:
-    """The threads that the engine may use: those of the OpenMP that torch uses, awake already."""
+    """The threads of the engine, which are torch's OpenMP threads."""
 
     def __init__(self) -> None:
         # A child inherits OpenMP's memory without its threads, and would wait for them forever.
@@ -91,12 +91,12 @@ class Threads:
 
     @property
     def fork(self) -> int | None:
-        """Where OpenMP starts its threads; None without one, or with another kind."""
+        """Return the address of OpenMP's fork function, or None without a supported OpenMP."""
         return _openmp()
 
     @property
     def number(self) -> int:
-        """How many to use."""
+        """Return the number of threads."""
         return 1 if self.forked else torch.get_num_threads()
 
 
@@ -122,40 +122,40 @@ def fields(pointers: str, integers: str, numbers: str) -> tuple[tuple[str, Any],
 
 
 def serves(like: Tensor) -> bool:
-    """Whether the engine computes with such tensors now: outside of autograd's recordings."""
+    """Return whether the engine supports tensors like this one, which needs autograd to be off."""
     known = like.dtype in NAMES and like.device.type == "cpu" and not torch.is_grad_enabled()
     return known and engine() is not None
 
 
 @cache
 def function(of: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[[int], int]:
-    """A function of the engine, of a record's address."""
+    """Return a function of the engine, whose argument is the address of a record."""
     found = getattr(of, f"{name}_{NAMES[dtype]}")
     found.argtypes, found.restype = (ctypes.c_void_p,), ctypes.c_int64
     return found
 
 
 def pieces(like: Tensor, dtype: torch.dtype, sizes: list[int]) -> tuple[Tensor, list[int]]:
-    """Memory for so many numbers each, not set to anything, and where each piece begins."""
+    """Return uninitialised memory for pieces of these sizes, and the address of each piece."""
     starts, total = [], 0
     for size in sizes:
         starts.append(total)
-        total += -(-size // 16) * 16  # on cache lines
+        total += -(-size // 16) * 16  # align pieces with cache lines
     memory = like.new_empty(total, dtype=dtype)
     first, width = memory.data_ptr(), memory.element_size()
     return memory, [first + width * start for start in starts]
 
 
 def alike(image: Tensor, vector: Tensor, name: str, of: str) -> Tensor:
-    """``image`` as the engine reads it: contiguous, no sign yet to be flipped, like ``vector``."""
+    """Return ``image`` contiguous and without a lazy sign, after checking that it is like ``vector``."""
     image = image.detach().contiguous().resolve_neg()
-    if image.shape != vector.shape or image.dtype != vector.dtype:  # C++ would not ask
+    if image.shape != vector.shape or image.dtype != vector.dtype:  # C++ does not check
         wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (vector, image))
-        raise ValueError(f"{name} must be like {of}, {wanted}, got {got}")
+        raise ValueError(f"{name} must have the shape and dtype of {of}, {wanted}, got {got}")
     return image
 
 
-MOST = 64  # differences that are kept of a sample, as ``turns.h`` knows
+MOST = 64  # largest memory, as in ``turns.h``
 
 
 class _Turns(ctypes.Structure):
@@ -177,14 +177,15 @@ def solve_in_turns(
     tolerance: Tolerance,
     max_steps: int,
 ) -> tuple[Solution, Point | None]:
-    """The solution after a ``first`` evaluation, at the start (B, D); its residual is given up.
+    """Solve from the ``first`` evaluation, at the start (B, D), whose residual is overwritten.
 
-    Also the last evaluation, or None where samples have left the batch. Samples that had ended before were in
-    it with their best iterates, so that for them it is a second look.
+    Returns:
+        The solution and the last evaluation, or None if samples have left the batch. It evaluates
+        the samples that had ended before at their best iterates.
 
     Args:
-        memory: differences that are kept of a sample; 0: plain steps.
-        numbers: damping, the ridge's factor of the Gram matrix' diagonal, and what is added to it.
+        memory: number of stored differences; 0 for plain steps.
+        numbers: damping, the ridge factor of the Gram matrix's diagonal, and a number to add to it.
     """
     start = trial = first.z.contiguous()
     value, first.residual = first.z + first.residual, first.z
@@ -216,14 +217,14 @@ def solve_in_turns(
         if running == 0:
             break
         trial = following
-        del value, following  # which need not be there while f makes the next one
+        del value, following  # free them before f allocates the next value
         if running < len(index) and problem.compact and shrinks(known := status[index], trial):
             stay = torch.nonzero(known == RUNNING).flatten()
             index, trial = index[stay], trial[stay]
             record.index, record.rows = index.data_ptr(), len(index)
             part = problem.rows(index, batch)
         value = part.image(trial)
-    del own  # the engine had its addresses alone
+    del own  # the engine only held addresses
     del following
     last = problem.exact(problem.point(trial, value)) if len(index) == batch else None
     solution = Solution(

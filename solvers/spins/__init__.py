@@ -1,1 +1,1 @@
-"""Coupled vector spins: mean-field theories, samples, messages, saddle points, and spins in time."""
+"""Coupled vector spins: mean-field theories, Gibbs sampling, belief propagation, saddle points, dynamics."""

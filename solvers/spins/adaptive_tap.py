@@ -1,4 +1,4 @@
-r"""Means, covariances and free energies of coupled vector sites: naive, second-order and adaptive TAP theory.
+r"""Mean-field theories of coupled vector sites: naive mean field, second-order TAP and adaptive TAP.
 
 With means m, cavity variances V, covariances C, couplings J, the cavity fields
 ``h_i = x_i + sum_j J_ij m_j - V_i m_i`` and the response ``chi = (C^-1 + V - J)^-1``, all theories share::
@@ -9,12 +9,12 @@ With means m, cavity variances V, covariances C, couplings J, the cavity fields
     second     log Z = F(m, V) - 1/2 sum_i tr(C_i V_i) + 1/4 sum_ij tr(J_ij C_j J_ji C_i)
     adaptive   log Z = F(m, V) - 1/2 log det(I + C (V - J))
 
-Each is stationary in m, V and C at the solution of its theory. Its derivative along anything else is
-therefore the partial one, which takes no adjoint solve::
+Each is stationary in m, V and C at the solution of its theory. Its total derivatives with respect to other
+quantities therefore equal the partial ones and need no adjoint solve::
 
     d log Z / dx_i = m_i,   d log Z / dJ_ij = m_i m_j^T + { 0 | C_i J_ij C_j | chi_ij }
 
-"second" is the expansion of Plefka for sites of which V changes the weights alone (Ising, Potts), and agrees
+"second" is Plefka's expansion for sites where V only changes the weights (Ising, Potts), and agrees
 with it to second order in J for others. A *masked* site is one whose entry in ``mask`` is False.
 
 Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
@@ -73,7 +73,7 @@ from solvers.spins.response import (
 )
 from solvers.spins.sites import PottsSite, Site, read_site
 
-# Cavity variances that a start tries, in units of the largest eigenvalue of the couplings.
+# Candidate cavity variances of the start, in units of the largest eigenvalue of the couplings.
 LEVELS = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -87,7 +87,7 @@ class SpinState(NamedTuple):
 def cavity_field(
     mean: Tensor, variance: Tensor | None, field: Tensor, matrix: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """``h_i = x_i + sum_j J_ij m_j - V_i m_i``, j not masked, (B, N, d); None for V = 0."""
+    """Return ``h_i = x_i + sum_j J_ij m_j - V_i m_i`` over unmasked j, (B, N, d); None means V = 0."""
     total = field + (zero_masked(mean, mask).flatten(1) @ matrix).view_as(mean)
     return total if variance is None else total - (variance @ mean.unsqueeze(-1)).squeeze(-1)
 
@@ -95,7 +95,7 @@ def cavity_field(
 def tap_step(
     state: SpinState, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
 ) -> SpinState:
-    r"""One step of adaptive TAP on means m and cavity variances V.
+    r"""Return the next means m and cavity variances V of adaptive TAP.
 
     With the cavity field ``h_i = x_i + sum_j J_ij m_j - V_i m_i``, the site's mean ``mu_i`` and
     covariance ``C_i`` at ``(h_i, V_i)``, and the response ``chi = (C^-1 + V - J)^-1``::
@@ -103,20 +103,20 @@ def tap_step(
         m <- m + chi C^-1 (mu - m),   V_i <- V_i + C_i^-1 - [chi]_ii^-1
 
     The first is Newton's step for ``m = mu`` at fixed V; the second is ``Lambda_i - [chi]_ii^-1`` with
-    ``Lambda_i = V_i + C_i^-1``. The fixed points have ``m = mu`` and ``[chi]_ii = C_i``.
+    ``Lambda_i = V_i + C_i^-1``. The fixed points satisfy ``m = mu`` and ``[chi]_ii = C_i``.
 
-    Under differentiation the matrix ``chi C^-1`` is a constant. At a fixed point its derivative is
+    Differentiation treats the matrix ``chi C^-1`` as constant. At a fixed point its derivative is
     multiplied by ``mu - m = 0``, so implicit derivatives of any order are exact.
 
     Args:
-        state: means (B, N, d), cavity variances (B, N, d, d), symmetric.
+        state: means (B, N, d) and symmetric cavity variances (B, N, d, d).
         field: (B, N, d).
-        couplings: (N, N, d, d), zero diagonal blocks, symmetric as a matrix; not checked.
-        site: the sites' distribution.
-        mask: (B, N) bool, False for masked sites, which influence no other.
+        couplings: (N, N, d, d) with zero diagonal blocks, symmetric as a matrix (not checked).
+        site: site distribution.
+        mask: (B, N) bool, False for masked sites, which do not influence others.
 
     Returns:
-        The next state; NaN in samples where ``chi`` is not positive definite.
+        The next state, NaN in samples where ``chi`` is not positive definite.
 
     Source: Opper and Winther (2001), eqs. 22-24 and 36-40, https://doi.org/10.1103/PhysRevE.64.056131.
     """
@@ -124,7 +124,7 @@ def tap_step(
         x, j = as_wide(field), as_matrix(couplings)
         m, v = as_wide(state.mean), as_wide(state.cavity_variance)
         mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
-        # A site of zero covariance does not respond.
+        # A site with zero covariance does not respond.
         covariance, residual = zero_masked(covariance, mask), zero_masked(mu - m, mask)
         if torch.is_grad_enabled():
             q, variance = differentiable_response(covariance, v, j)
@@ -138,7 +138,7 @@ def tap_step(
 
 
 def onsager_variance(covariance: Tensor, matrix: Tensor) -> Tensor:
-    """``sum_j J_ij C_j J_ji``, (B, N, d, d), J as a matrix (n, n)."""
+    """Return ``sum_j J_ij C_j J_ji``, (B, N, d, d), for J as a matrix (n, n)."""
     batch, sites, dim = covariance.shape[:3]
     rows = matrix.view(sites, dim, sites, dim).permute(0, 2, 1, 3).reshape(-1, sites, dim, dim)
     pulled = rows @ covariance.unsqueeze(1)  # J_ij C_j, (B, N, N, d, d)
@@ -150,11 +150,11 @@ def onsager_variance(covariance: Tensor, matrix: Tensor) -> Tensor:
 def starting_state(
     field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
 ) -> SpinState:
-    """Means 0 and the smallest ``V = v I`` tried for which ``chi`` is positive definite.
+    """Return means 0 and the smallest candidate ``V = v I`` for which ``chi`` is positive definite.
 
-    Tried are v = 0, a quarter, a half and all of the largest eigenvalue of J; at the last one ``chi``
-    is positive definite wherever the sites exist. A sample without one keeps V = 0; its solve then ends
-    at once. Arguments: as for :func:`tap_step`.
+    The candidates are 0, 1/4, 1/2 and 1 times the largest eigenvalue of J; at the last one ``chi`` is
+    positive definite if the sites exist. A sample without a valid candidate keeps V = 0, and its solve
+    ends immediately. Arguments are those of :func:`tap_step`.
     """
     with torch.no_grad(), without_autocast(field.device.type):
         x, matrix = as_wide(field.detach()), as_matrix(couplings.detach())
@@ -180,25 +180,25 @@ def starting_state(
     return SpinState(mean.to(field.dtype), variance.to(field.dtype))
 
 
-GROWTH = 3.0  # of the residual over its best, beyond which a step is damped
+GROWTH = 3.0  # growth of the residual over its best beyond which a step is damped
 SMALLEST = 0.125  # damping factor
 
 
 @dataclass(frozen=True)
 class AdaptiveTAP(Solver):
-    """Anderson acceleration for the adaptive TAP equations, damped where the residual grows.
+    """Anderson acceleration for the adaptive TAP equations, damped when the residual grows.
 
-    A step to where the response ``chi`` is not positive definite is halved until it is. Where that
-    happens, or the residual has grown to three times its best, the sample drops its Anderson history and
-    makes a damped step ``z + t (f(z) - z)``. Its ``t`` is halved each time, down to 1/8, and grows by a
-    fifth in every other step. A sample without a positive definite ``chi`` is ``Status.INDEFINITE``.
+    A step to a point where the response ``chi`` is not positive definite is halved until it is. If that
+    happens, or the residual grows to three times its best, the sample discards its Anderson history and
+    makes a damped step ``z + t (f(z) - z)``. Each such step halves ``t``, down to 1/8, and every other
+    step increases it by a fifth. A sample without a positive definite ``chi`` is ``Status.INDEFINITE``.
 
-    :func:`solvers.adaptive_tap` uses it, and so does a layer:
+    :func:`solvers.adaptive_tap` uses it; layers can, too:
     ``DEQ(AdaptiveTAPAttention(...), solver=AdaptiveTAP())``.
 
     Args:
-        damping: None: as above; a number in (0, 1]: damped steps with this ``t`` alone.
-        memory: earlier iterates that Anderson acceleration uses, >= 1.
+        damping: None for the rule above, or a fixed ``t`` in (0, 1] for damped steps only.
+        memory: number of previous iterates in Anderson acceleration, >= 1.
     """
 
     damping: float | None = None
@@ -258,8 +258,10 @@ class CoupledSites(NamedTuple):
 def solve_theory(
     order: str, model: CoupledSites, start: SpinState | None, options: dict[str, Any]
 ) -> Solution:
-    """The solution of a theory as a :class:`SpinState`; ``start`` None for its own start, options of
-    :func:`solvers.fixed_point`."""
+    """Solve a theory for its :class:`SpinState`, from ``start`` or the default start.
+
+    ``options`` are those of :func:`solvers.fixed_point`.
+    """
     couplings, field, site, mask = model
 
     def naive_step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
@@ -291,7 +293,7 @@ def solve_theory(
 
 
 def _definite(start: SpinState | None, model: CoupledSites) -> SpinState:
-    """``start``, but the usual one in samples where its ``chi`` is not positive definite."""
+    """Return ``start``, replaced by the default in samples where its ``chi`` is not positive definite."""
     couplings, field, site, mask = model
     if start is None:
         return starting_state(field, couplings, site, mask)
@@ -323,26 +325,26 @@ def tap_log_partition(
     *,
     order: str = "adaptive",
 ) -> Tensor:
-    """``log Z`` of coupled sites at the solution of a mean-field theory, differentiable.
+    """Return the differentiable ``log Z`` of coupled sites at the solution of a mean-field theory.
 
-    A gradient costs no adjoint solve: ``d log Z / dx = m``. It reaches field, couplings and the parameters
-    of the site, also where ``state`` was computed without gradients; second derivatives go through
-    ``state``. A pair counts once: its gradient holds ``(m_i m_j^T + ...) / 2`` in the block ``[i, j]``.
+    Gradients need no adjoint solve: ``d log Z / dx = m``. They reach field, couplings and the parameters
+    of the site even if ``state`` was computed without gradients; second derivatives go through ``state``.
+    Each pair counts once, so the gradient of the block ``[i, j]`` is ``(m_i m_j^T + ...) / 2``.
 
     Args:
-        state: the solution of the theory, means (B, N, d) and cavity variances (B, N, d, d).
+        state: solution of the theory, means (B, N, d) and cavity variances (B, N, d, d).
         field: ``x`` (B, N, d).
-        couplings: ``J`` (N, N, d, d), as for :func:`solvers.adaptive_tap`.
-        site: the sites' distribution.
-        mask: (B, N) bool, False for masked sites, which are left out.
-        order: the theory, "naive", "second" or "adaptive".
+        couplings: ``J`` (N, N, d, d), see :func:`solvers.adaptive_tap`.
+        site: site distribution.
+        mask: (B, N) bool, False for masked sites, which are excluded.
+        order: theory, "naive", "second" or "adaptive".
 
     Returns:
-        (B,), at least float32; 0 without couplings and fields. Of order "adaptive" it is NaN, and adds
-        nothing to gradients, in samples whose ``chi`` is not positive definite, as a solution's always is.
+        (B,), at least float32; 0 without couplings and fields. With order "adaptive" it is NaN, without
+        gradients, in samples whose ``chi`` is not positive definite; at a solution it always is.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
 
     Source: :mod:`solvers.spins.adaptive_tap`.
     """
@@ -362,9 +364,9 @@ def tap_log_partition(
 def free_energy(
     order: str, state: State, field: Tensor, matrix: Tensor, site: Site, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``log Z`` (B,) and where it exists (B,) bool; elsewhere it lacks the term with the determinant.
+    """Return ``log Z`` (B,) and whether it exists (B,) bool; otherwise it lacks the determinant.
 
-    ``state`` is zero at masked sites; ``matrix`` (n, n).
+    ``state`` is zero at masked sites; ``matrix`` is (n, n).
     """
     definite = torch.ones(len(field), dtype=torch.bool, device=field.device)
     if order == "adaptive":
@@ -401,14 +403,14 @@ _WHAT = {
 
 
 class SpinMarginals(NamedTuple):
-    """What :func:`adaptive_tap` finds.
+    """Result of :func:`adaptive_tap`.
 
     Attributes:
         mean: (B, N, d).
         covariance: (B, N, d, d) of each site.
         cavity_variance: (B, N, d, d) ``V``; zero for the naive mean field.
-        response: (B, N, d, N, d) ``chi``, or None where it was not asked for.
-        log_partition: (B,) ``log Z``, at least float32, or None where it was not asked for.
+        response: (B, N, d, N, d) ``chi``, or None without ``response=True``.
+        log_partition: (B,) ``log Z``, at least float32, or None without ``log_partition=True``.
     """
 
     mean: Tensor
@@ -438,10 +440,10 @@ def adaptive_tap(
     record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
-    r"""Means, covariances and free energies of coupled sites by mean-field theories.
+    r"""Compute means, covariances and free energies of coupled sites by mean-field theories.
 
-    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` find, sample by
-    sample, means m and cavity variances V with::
+    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` solve for the means m
+    and cavity variances V of each sample::
 
         h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
 
@@ -454,52 +456,53 @@ def adaptive_tap(
     values and the parameters of the site by implicit differentiation.
 
     Args:
-        couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``; or (N, N) where
-            d = 1. Its gradient has the same symmetry and the same zeros.
-        field: ``x`` (B, N, d), dtype and device like ``couplings``; with couplings (N, N) also (B, N),
-            or (N,) of one sample. The results have all dimensions.
+        couplings: ``J`` (N, N, d, d) with zero blocks ``J_ii`` and ``J_ij^{ab} = J_ji^{ba}``, or (N, N) if
+            d = 1. Its gradient has the same symmetry and zeros.
+        field: ``x`` (B, N, d) with the dtype and device of ``couplings``; for couplings (N, N) also (B, N),
+            or (N,) for one sample. The results have all dimensions.
         site: distribution of a single site, for example ``IsingSite()``, or its name: "ising", "potts",
             "spherical", "torus".
-        order: "adaptive", "second" (the TAP equations in second order of the couplings) or "naive".
-        damping: None: Anderson acceleration with automatic damping; a number in (0, 1]: damped steps.
-        tolerance: of the joint fixed point; None: rtol 1e-10 in float64, 1e-5 in float32.
-        max_steps: evaluations per sample, an upper bound.
-        adjoint: as for :func:`solvers.fixed_point`; None: no gradients. ``Unrolled`` takes ``chi C^-1``
-            for constant at each step: its gradient is the solution's up to the size of the residual.
-        mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
-        given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
-            its value, acts on the others, and has no covariance. Free sites may hold any value, also
-            NaN. A value may also be a mean, of a spin that is known in part.
-        start: warm start, means and variances of an earlier solution, taken as constants. Where its
-            ``chi`` is not positive definite, a sample starts as usual.
-        inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. Several are a schedule
-            of annealing: a solve at each, in that order, which starts from the solution before it. The
-            results and the gradients are those of the last, ``steps`` and ``evaluations`` of all;
-            ``max_steps`` holds for each.
-        response: return ``chi`` too, the linear-response estimate of the correlations
+        order: "adaptive", "second" (the TAP equations to second order in the couplings) or "naive".
+        damping: None for Anderson acceleration with automatic damping, or the damping in (0, 1] of
+            plain steps.
+        tolerance: tolerance of the fixed point; None for rtol 1e-10 in float64 and 1e-5 in float32.
+        max_steps: maximum number of evaluations per sample.
+        adjoint: adjoint of :func:`solvers.fixed_point`; None for no gradients. ``Unrolled`` treats
+            ``chi C^-1`` as constant at each step, so its gradient is exact up to the size of the residual.
+        mask: (B, N) bool, False for masked sites, which do not influence others and have zero results.
+        given: pair of values (B, N, d) and bools (B, N), True for clamped sites. A clamped site keeps
+            its value, acts on the others, and has no covariance. Values of free sites are ignored, even
+            NaN. A value may also be the mean of a partially known spin.
+        start: warm start, means and variances of an earlier solution, treated as constants. A sample
+            whose ``chi`` is not positive definite there uses the default start.
+        inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. A sequence is an
+            annealing schedule: each solve starts from the previous solution. Results and gradients are
+            those of the last solve, ``steps`` and ``evaluations`` the sums over all; ``max_steps``
+            applies to each.
+        response: whether to return ``chi``, the linear-response estimate of the correlations
             ``<S_i S_j> - <S_i><S_j>``. It is ``dm_i/dx_j`` at fixed V; autograd gives the derivative
-            of the solution, in which V changes too. Naive or second-order means may converge where
+            of the solution, including the change of V. Naive or second-order means may converge although
             ``chi`` is indefinite, which is checked only here.
-        log_partition: return ``log Z`` too, for priors of weight 1 (:mod:`solvers.spins.adaptive_tap`
-            has the formulas); with ``given``, the sum over the free sites alone. Its gradient is that
-            of the model at the solution, ``d log Z / dx = beta m`` (a pair counts once:
-            ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``), at no adjoint solve; for
-            ``SphericalSite(large_dimension=True)``, which is no distribution, up to O(1/d).
-        record: keep the trace of residuals.
-        on_failure: "warn", "raise" or "ignore" about samples that did not converge.
+        log_partition: whether to return ``log Z``, for priors of weight 1 (:mod:`solvers.spins.adaptive_tap`
+            lists the formulas); with ``given``, the sum over the free sites only. Its gradient at the
+            solution is ``d log Z / dx = beta m`` (each pair counts once:
+            ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``) and needs no adjoint solve; for
+            ``SphericalSite(large_dimension=True)``, which is not a distribution, it holds up to O(1/d).
+        record: whether to keep the trace of residuals.
+        on_failure: "warn", "raise" or "ignore" samples that did not converge.
 
     Returns:
-        A :class:`Solution` whose ``value`` is a :class:`SpinMarginals`, without NaN. Where a sample has
-        not converged, its means are those of its sites at the cavity fields of the best iterate, and
-        ``log Z`` is no estimate that can be relied on.
-        ``Status.INDEFINITE``: no further iterate with a positive definite ``chi`` was found, because
+        A :class:`Solution` whose ``value`` is a :class:`SpinMarginals` without NaN. A sample that did
+        not converge has the means of its sites at the cavity fields of the best iterate, and an
+        unreliable ``log Z``.
+        ``Status.INDEFINITE`` means that ``chi`` did not remain positive definite, because
         the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are too
-        strong. Then the last iterate with one is returned; where there is none, the starting point,
-        with an infinite residual and, as ``response``, the covariances of uncoupled sites; ``log Z``
-        lacks its determinant.
+        strong. The result is the last iterate with a positive definite ``chi``. If there is none, it is
+        the starting point with an infinite residual, the covariances of uncoupled sites as ``response``
+        and ``log Z`` without its determinant.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
@@ -529,7 +532,9 @@ def adaptive_tap(
             values, clamped = read_given(given, field)
             clamped = clamped if mask is None else clamped & mask
             values = zero_masked(values, clamped)
-            with without_autocast(field.device.type):  # they act as fields on the free sites
+            with without_autocast(
+                field.device.type
+            ):  # clamped sites act as fields on the free ones
                 wide = as_wide(values)
                 pull = (wide.flatten(1) @ as_matrix(couplings)).view_as(wide)
                 energy = (wide * (as_wide(field) + pull / 2)).flatten(1).sum(1)
@@ -569,12 +574,12 @@ def _complete(
         mean, variance = (as_wide(t) for t in solution.value)
         matrix, x, dtype = as_matrix(couplings), as_wide(field), field.dtype
         own, covariance = site.moments(cavity_field(mean, variance, x, matrix, mask), variance)
-        # An extrapolated iterate may lie outside of the domain, a site's own mean does not. A sample
+        # An extrapolated iterate may lie outside the domain, unlike a site's own mean. A sample
         # without an iterate (infinite residual) keeps its start. The gradient is that of the iterate.
         kept = solution.converged | solution.residual.isinf()
         change = torch.where(kept[:, None, None] | ~own.isfinite(), 0.0, own - mean)
         mean = mean + change.detach()
-        if isinstance(site, PottsSite):  # a distribution, which damped steps approach from outside
+        if isinstance(site, PottsSite):  # damped steps approach a distribution from outside
             total = mean.sum(-1, keepdim=True)
             mean = mean / torch.where(total > 0, total, 1.0)
         mean, covariance, variance = (zero_masked(t, mask) for t in (mean, covariance, variance))
@@ -591,7 +596,7 @@ def _complete(
 
 
 def _read_start(start: Any, field: Tensor) -> SpinState | None:
-    """A warm start like ``field``, detached, or None."""
+    """Return a detached warm start with the dtype and device of ``field``, or None."""
     if start is None:
         return None
     require_instance("start", start, SpinState | SpinMarginals, "a SpinState or SpinMarginals")

@@ -1,25 +1,25 @@
-r"""Belief propagation on coupled Potts sites, exact on trees, and decimation by it.
+r"""Belief propagation on coupled Potts sites, which is exact on trees, and decimation.
 
-The graph holds pairs of sites as directed edges. With the fields ``x_i``, the message
+The graph represents each pair of sites as two directed edges. With the fields ``x_i``, the message
 ``nu_{j -> i}(a)``, the logarithm of a weight of state a of site i, is::
 
     c_{j -> i}(b) = x_j(b) + sum_{k != i} nu_{k -> j}(b)                       cavity field
     u_{j -> i}(a) = log sum_b exp(J_ij(a, b) + c_{j -> i}(b))
     nu_{j -> i}   <- u_{j -> i} - its mean over a
 
-The mean is that over the states that are left. It changes no probability, and keeps messages in a
-linear space, so that extrapolations of a solver stay among them. With ``h_i = x_i + sum_k nu_{k -> i}``::
+The mean is over the remaining states. Subtracting it changes no probability and keeps messages in a
+linear space, which is closed under extrapolation. With ``h_i = x_i + sum_k nu_{k -> i}``::
 
     p_i(a) ~ exp(h_i(a)),     p_ij(a, b) ~ exp(c_{i -> j}(a) + J_ij(a, b) + c_{j -> i}(b))
 
     log Z = sum_i (1 - n_i) log Z_i + sum_(ij) log Z_ij        n_i neighbours of i
 
-where ``Z_i`` and ``Z_ij`` are the sums of these weights. log Z is stationary in the messages at a fixed
-point, so that its derivatives are the partial ones: ``d log Z / dx_i = p_i``, ``d log Z / dJ_ij = p_ij``.
+where ``Z_i`` and ``Z_ij`` are the sums of these weights. At a fixed point log Z is stationary in the
+messages, so its derivatives are the partial ones: ``d log Z / dx_i = p_i``, ``d log Z / dJ_ij = p_ij``.
 
-Couplings and fields of ``-inf`` forbid pairs and states. Which entries of the messages vanish for that
-reason alone does not depend on the other numbers, and shrinks from step to step until nothing changes
-(arc consistency). With these entries set aside, all that is left to solve is finite.
+Couplings and fields of ``-inf`` forbid pairs and states. Arc consistency first determines the entries of
+the messages that vanish for this reason, independently of the finite values. Without these entries the
+remaining problem is finite.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ from solvers.spins.inputs import (
 class Graph:
     """The 2E directed edges of E pairs, sorted by the site that they point to.
 
-    Along each of them runs a message ``source -> target``, which weighs the states of the target.
+    Each edge carries a message ``source -> target``, which weighs the states of the target.
 
     Attributes:
         sites: N.
         source, target: (2E,) sites.
-        reverse: (2E,) the edge in the other direction.
-        forward: (2E,) bool, True where ``target`` is the first site of the pair. The edges where it
-            holds are the pairs, each once.
-        place: (2E,) of its message among the packed ones, see :meth:`packed`.
-        degree: of every site where all are alike, else None.
+        reverse: (2E,) index of the edge in the other direction.
+        forward: (2E,) bool, True if ``target`` is the first site of the pair; these edges contain each
+            pair once.
+        place: (2E,) index of the edge's message in the packed layout, see :meth:`packed`.
+        degree: the degree of all sites if it is the same, else None.
     """
 
     sites: int
@@ -87,7 +87,7 @@ class Graph:
 
     @classmethod
     def of(cls, edges: Tensor, sites: int) -> Graph:
-        """The pairs ``edges`` (E, 2)."""
+        """Make the graph of the pairs ``edges`` (E, 2)."""
         number = len(edges)
         target, source = edges.mT.reshape(-1), edges.flip(1).mT.reshape(-1)
         own = torch.arange(number, device=edges.device)
@@ -103,16 +103,16 @@ class Graph:
 
     @property
     def number(self) -> int:
-        """2E."""
+        """Number of directed edges, 2E."""
         return len(self.source)
 
     def blocks(self, couplings: Tensor) -> Tensor:
-        """``J`` (2E, d, d) of every edge, rows for the target, of couplings (E, d, d) of the pairs."""
+        """Return ``J`` (2E, d, d) of every edge, rows for the target, from couplings (E, d, d)."""
         found = couplings[self.place // 2]
         return torch.where(self.forward[:, None, None], found, found.mT)
 
     def gather(self, messages: Tensor) -> Tensor:
-        """Sums (B, N, d) over the messages (B, 2E, d) into every site."""
+        """Sum the messages (B, 2E, d) into every site, (B, N, d)."""
         batch, _, states = messages.shape
         if self.degree is not None:
             return messages.reshape(batch, self.sites, self.degree, states).sum(2)
@@ -120,21 +120,21 @@ class Graph:
         return sums.index_add(1, self.target, messages)
 
     def cavities(self, total: Tensor, messages: Tensor) -> Tensor:
-        """Of every edge, ``total`` (B, N, d) at its source less what came back from its target."""
+        """Return ``total`` (B, N, d) at the source of every edge minus the message from its target."""
         return total.index_select(1, self.source) - messages.index_select(1, self.reverse)
 
     def packed_shape(self, batch: int, states: int) -> tuple[int, ...]:
-        """(B, E, 2, d)."""
+        """Return (B, E, 2, d)."""
         return batch, self.number // 2, 2, states
 
     def packed(self, messages: Tensor) -> Tensor:
-        """Messages (B, 2E, d) as users see them: ``[e, k]`` is the one into the site ``edges[e, k]``."""
+        """Return messages (B, E, 2, d), where ``[e, k]`` is the message into the site ``edges[e, k]``."""
         batch, _, states = messages.shape
         whole = torch.zeros_like(messages).index_copy(1, self.place, messages)
         return whole.view(self.packed_shape(batch, states))
 
     def unpacked(self, messages: Tensor) -> Tensor:
-        """The inverse of :meth:`packed`."""
+        """Invert :meth:`packed`."""
         return messages.flatten(1, 2).index_select(1, self.place)
 
 
@@ -142,22 +142,22 @@ class Graph:
 def find_support(
     graph: Graph, allowed: Tensor, domain: Tensor, live: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The states that are left when no step of belief propagation rules out more, all bool.
+    """Return the states that remain after arc consistency, all bool.
 
-    (B, N, d) of the sites; (B, 2E, d) of the targets, by the message of one edge; (B, 2E, d) of the
-    sources, without what came back over the edge, and with an allowed partner at the other end.
+    They are (B, N, d) for the sites, (B, 2E, d) for the targets given the message of one edge, and
+    (B, 2E, d) for the sources without the message of the target, with an allowed partner at the target.
 
     Args:
-        allowed: (2E, d, d) bool, the pairs of states that are not forbidden.
-        domain: (B, N, d) bool, the states that a site may take on its own.
-        live: (B, 2E) bool, the edges over which messages run, or None for all.
+        allowed: (2E, d, d) bool, pairs of states that are not forbidden.
+        domain: (B, N, d) bool, states that a site may take on its own.
+        live: (B, 2E) bool, edges that carry messages, or None for all.
     """
     batch, _, states = domain.shape
     open_pairs = allowed.float().mT  # (2E, d of the source, d of the target)
     partner = allowed.any(1)  # (2E, d): the state of the source has some partner
     dead = None if live is None else ~live.unsqueeze(2)
     messages = torch.ones(batch, graph.number, states, dtype=torch.bool, device=domain.device)
-    while True:  # each step but the last rules out one state at least
+    while True:  # every step except the last rules out at least one state
         ruled_out = (~messages).float()
         total = graph.gather(ruled_out)
         cavities = graph.cavities(total, ruled_out) == 0  # no other neighbour rules them out
@@ -171,13 +171,13 @@ def find_support(
 
 
 class Evidence(NamedTuple):
-    """The arguments of the map of messages; None where a restriction does not occur.
+    """Arguments of the message map; None if a restriction does not occur.
 
     Attributes:
-        field: (B, N, d), finite, with the pull of clamped sites.
+        field: (B, N, d), finite, including the influence of clamped sites.
         live: (B, 2E) bool, edges between two sites that are neither clamped nor masked.
         states, messages, cavities: bool, see :func:`find_support`.
-        bound: (B,) largest difference of two logarithms in a message, with hard constraints.
+        bound: (B,) largest difference of two logarithms in a message under hard constraints.
     """
 
     field: Tensor
@@ -189,12 +189,12 @@ class Evidence(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A model's evidence, what is known without solving, and where that is a contradiction.
+    """Evidence of a model and its consistency.
 
     Attributes:
-        evidence: for the messages; without any restriction in samples that are not consistent.
-        free: (B, N) bool, sites that are neither clamped nor masked; None: all.
-        energy: (B,) of the clamped sites, to be added to log Z.
+        evidence: arguments of the message map; samples that are not consistent have no restriction.
+        free: (B, N) bool, sites that are neither clamped nor masked; None for all.
+        energy: (B,) contribution of the clamped sites to log Z.
         consistent: (B,) bool.
     """
 
@@ -205,7 +205,7 @@ class Sample(NamedTuple):
 
 
 def where_left(values: Tensor, left: Tensor | None) -> Tensor:
-    """``values`` where ``left``, -inf elsewhere."""
+    """Return ``values`` where ``left`` is True and -inf elsewhere."""
     return values if left is None else torch.where(left, values, -math.inf)
 
 
@@ -218,8 +218,11 @@ def gather_evidence(
     clamped: tuple[Tensor, Tensor] | None,
     bound: float | None,
 ) -> Sample:
-    """The evidence of B samples: ``blocks`` (2E, d, d) are finite where ``allowed`` is False, ``field``
-    (B, N, d) is -inf at forbidden states, ``clamped`` are values (B, N, d) and bools (B, N)."""
+    """Return the evidence of B samples.
+
+    ``blocks`` (2E, d, d) are finite where ``allowed`` is False, ``field`` (B, N, d) is -inf at forbidden
+    states, ``clamped`` contains values (B, N, d) and bools (B, N).
+    """
     batch = len(field)
     possible = field.detach() > -math.inf
     hard = allowed is not None or not bool(possible.all())
@@ -247,7 +250,7 @@ def gather_evidence(
         domain = domain | ~free.unsqueeze(2)
     support = find_support(graph, allowed, domain, live)
     consistent = consistent & support[0].any(2).all(1)
-    # What is impossible is solved without constraints, which costs little, and not returned.
+    # Inconsistent samples are solved without constraints and their results discarded.
     states, messages, cavities = (left | ~consistent[:, None, None] for left in support)
     live = (
         consistent[:, None].expand(-1, graph.number) if live is None else live & consistent[:, None]
@@ -260,7 +263,7 @@ def gather_evidence(
 def _pull(
     graph: Graph, blocks: Tensor, allowed: Tensor | None, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``sum_j J_ij s_j`` (B, N, d), and the states that a clamped site rules out, (B, N, d) bool."""
+    """Return ``sum_j J_ij s_j`` (B, N, d) and the states that clamped sites rule out, (B, N, d) bool."""
     of_source = values.index_select(1, graph.source).transpose(0, 1)  # (2E, B, d)
     pull = graph.gather(torch.bmm(of_source, blocks.mT).transpose(0, 1))
     if allowed is None:
@@ -273,9 +276,9 @@ def _pull(
 def _bound(
     field: Tensor, domain: Tensor, blocks: Tensor, allowed: Tensor, bound: float | None
 ) -> Tensor:
-    """(B,): by default what no message on a tree exceeds.
+    """Return the bound (B,), by default one that no message on a tree exceeds.
 
-    It compares two sums of at most d^N weights, which differ by the ranges of all fields and blocks.
+    A message compares two sums of at most d^N weights, which differ by the ranges of all fields and blocks.
     """
     if bound is not None:
         return field.new_full((len(field),), bound)
@@ -286,28 +289,28 @@ def _bound(
 
 
 def _range(values: Tensor, left: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Largest less smallest of what is left; 0 where nothing is."""
+    """Return the largest minus the smallest remaining value, 0 if none remains."""
     high = torch.where(left, values, -math.inf).amax(over)
     low = torch.where(left, values, math.inf).amin(over)
     return (high - low).clamp_min(0.0)
 
 
-LOWEST = -1e30  # for -inf, in differences
-# Logarithms of weights further apart than that are added one by one, not by matrix products.
+LOWEST = -1e30  # replaces -inf in differences
+# Logarithms of weights further apart than this are summed by logsumexp instead of matrix products.
 WIDEST = {torch.float64: 600.0, torch.float32: 75.0}
 
 
 @dataclass(frozen=True)
 class Messages:
-    """The map for a graph.
+    """The message map of a graph.
 
     Attributes:
-        graph: of the sites.
-        blocks: ``J`` (2E, d, d) with finite numbers at forbidden pairs.
-        allowed: (2E, d, d) bool, False at forbidden pairs; None: there are none.
-        weights: ``exp(J - shift)`` (2E, d, d), columns for targets, 0 at forbidden pairs, for products
-            of matrices; None where these might underflow.
-        shift: (2E, 1) the largest entry of each block.
+        graph: graph of the sites.
+        blocks: ``J`` (2E, d, d) with finite values at forbidden pairs.
+        allowed: (2E, d, d) bool, False at forbidden pairs; None if there are none.
+        weights: ``exp(J - shift)`` (2E, d, d), columns for targets, 0 at forbidden pairs, for matrix
+            products; None if these might underflow.
+        shift: (2E, 1) largest entry of each block.
     """
 
     graph: Graph
@@ -318,7 +321,7 @@ class Messages:
 
     @classmethod
     def of(cls, graph: Graph, blocks: Tensor, allowed: Tensor | None, bound: float) -> Messages:
-        """``bound``: of the logarithms of a message, 0 without hard constraints."""
+        """Make the map; ``bound`` limits the logarithms of a message, 0 without hard constraints."""
         finite = blocks.detach()
         high = where_left(finite, allowed).flatten(1).amax(1) if len(blocks) else blocks[:, 0, 0]
         low = finite if allowed is None else torch.where(allowed, finite, torch.inf)
@@ -333,16 +336,17 @@ class Messages:
         return cls(graph, blocks, allowed, weights, high[:, None])
 
     def cavity_fields(self, messages: Tensor, evidence: Evidence) -> Tensor:
-        """``c`` (B, 2E, d), of the source of every edge."""
+        """Return ``c`` (B, 2E, d) of the source of every edge."""
         return self.graph.cavities(evidence.field + self.graph.gather(messages), messages)
 
     def raw(self, cavities: Tensor, evidence: Evidence) -> tuple[Tensor, Tensor]:
-        """``u`` (B, 2E, d) in two terms, the second (B, 2E, 1) or like it; where no state is left, low.
+        """Return ``u`` (B, 2E, d) as two terms, the second (B, 2E, 1) or like the first.
 
-        For the messages the second is of no account where it is the same for all states.
+        The entries are low where no state remains. A second term that is equal for all states does not
+        change the messages.
         """
         left = where_left(cavities, evidence.cavities)
-        # Taken off and added again: its derivative would cancel.
+        # The maximum is subtracted and added again, so its derivative cancels.
         top = left.detach().amax(2, keepdim=True)
         tiny = torch.finfo(left.dtype).tiny
         if self.weights is not None:
@@ -350,34 +354,34 @@ class Messages:
             return sums.clamp_min(tiny).log(), top + self.shift
         terms = where_left(self.blocks + left.unsqueeze(2), self.allowed)
         top = terms.detach().amax(3)
-        low = ~top.isfinite()  # no state of the source goes with this one
+        low = ~top.isfinite()  # no state of the source is compatible with this one
         sums = (terms - top.masked_fill(low, 0.0).unsqueeze(3)).exp().sum(3)
         return sums.clamp_min(tiny).log(), top.masked_fill(low, LOWEST)
 
     def normalised(self, raw: Tensor, evidence: Evidence) -> Tensor:
-        """``nu`` (B, 2E, d) of ``u``: 0 over edges that are not live and where no state is left."""
+        """Return ``nu`` (B, 2E, d) from ``u``: 0 at edges that are not live and without a state."""
         left, live = evidence.messages, evidence.live
         if left is None:
             found = raw - raw.mean(2, keepdim=True)
             return found if live is None else torch.where(live.unsqueeze(2), found, 0.0)
         assert evidence.bound is not None
-        # What is not left lies below the rest by itself.
+        # Entries of excluded states lie below the others already.
         found = torch.maximum(raw - raw.amax(2, keepdim=True), -evidence.bound[:, None, None])
         found = torch.where(left, found, 0.0)
         mean = found.sum(2, keepdim=True) / left.sum(2, keepdim=True).clamp_min(1)
         return torch.where(left if live is None else left & live.unsqueeze(2), found - mean, 0.0)
 
     def __call__(self, messages: Tensor, evidence: Evidence) -> Tensor:
-        """One parallel step, (B, 2E, d) -> (B, 2E, d)."""
+        """Make one parallel step, (B, 2E, d) -> (B, 2E, d)."""
         raw, top = self.raw(self.cavity_fields(messages, evidence), evidence)
         return self.normalised(raw if self.weights is not None else raw + top, evidence)
 
 
-SUM = 1e-3  # by which the probabilities of a clamped site may miss 1
+SUM = 1e-3  # tolerance of the sum of a clamped site's probabilities
 
 
 def _check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
-    """-inf is allowed. On a GPU this waits for the device once a solve."""
+    """Check the model, which may contain -inf; on a GPU this waits for the device once per solve."""
     _, sites, states = check_field(field)
     _check_edges(edges, sites, field.device)
     check_like_field("couplings", couplings, field, (len(edges), states, states))
@@ -386,49 +390,48 @@ def _check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
 
 
 def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
-    """Pairs (E, 2) of different sites, each once."""
+    """Check that ``edges`` (E, 2) are distinct pairs of different sites."""
     if not isinstance(edges, Tensor) or edges.dtype != torch.int64 or edges.device != device:
         what = (edges.dtype, edges.device) if isinstance(edges, Tensor) else type(edges)
         raise TypeError(
-            f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}; of all pairs: "
-            "torch.triu_indices(N, N, 1).mT with couplings J[i, j] (E, d, d), i, j = edges.mT"
+            f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}; for all pairs use "
+            "torch.triu_indices(N, N, 1).mT and couplings J[i, j] (E, d, d) with i, j = edges.mT"
         )
     if edges.dim() != 2 or edges.shape[1] != 2:
         raise ValueError(f"edges must have the shape (E, 2), got {tuple(edges.shape)}")
     first, second = edges.amin(1), edges.amax(1)
     if bool(((first < 0) | (second >= sites)).any()):
         raise ValueError(
-            f"edges must hold sites 0 .. {sites - 1}, got {int(first.min())} .. {int(second.max())}"
+            f"edges must be sites in 0 .. {sites - 1}, got {int(first.min())} .. {int(second.max())}"
         )
     if bool((first == second).any()):
-        raise ValueError("edges must join two different sites, got a site with itself")
+        raise ValueError("edges must join two different sites, got a self-loop")
     if len((first * sites + second).unique()) < len(edges):
-        raise ValueError("edges must hold every pair once, in one direction, got one twice")
+        raise ValueError("edges must contain each pair once, in one direction, got a duplicate")
 
 
 def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """``given`` as for :func:`solvers.belief_propagation`, without masked sites."""
+    """Return ``given`` of :func:`solvers.belief_propagation` without masked sites."""
     if given is None:
         return None
     values, where = read_given(given, field)
     seen = values.detach()[where]
     if bool((seen < 0).any()) or bool(((seen.sum(-1) - 1).abs() > SUM).any()):
         raise ValueError(
-            "given must hold probabilities of the d states at the clamped sites, such as one-hot values"
+            "given must contain probabilities of the d states at the clamped sites, such as one-hot rows"
         )
     where = where if mask is None else where & mask
     return zero_masked(values, where), where
 
 
 class Beliefs(NamedTuple):
-    """What :func:`solvers.belief_propagation` finds.
+    """Result of :func:`solvers.belief_propagation`.
 
     Attributes:
-        mean: (B, N, d), the marginals ``p_i(a)``: means of one-hot spins.
-        messages: the logarithms of the messages, (B, E, 2, d) with ``[e, k]`` the one into the site
-            ``edges[e, k]``. Their mean over the states that hard constraints leave is 0, and 0 stands at
-            the others.
-        log_partition: (B,) ``log Z``, at least float32, or None where it was not asked for.
+        mean: (B, N, d), marginals ``p_i(a)``, the means of one-hot spins.
+        messages: (B, E, 2, d), logarithms of the messages, ``[e, k]`` into the site ``edges[e, k]``. Their
+            mean over the states that the hard constraints allow is 0, and they are 0 at the others.
+        log_partition: (B,) ``log Z``, at least float32, or None without ``log_partition=True``.
     """
 
     mean: Tensor
@@ -439,7 +442,7 @@ class Beliefs(NamedTuple):
 def marginals(
     step: Messages, messages: Tensor, sample: Sample, clamped: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """(B, N, d): of clamped sites their values, of masked ones and without consistency zero."""
+    """Return marginals (B, N, d): values at clamped sites, zero at masked sites and without consistency."""
     evidence = sample.evidence
     field = evidence.field + step.graph.gather(messages)
     own = zero_masked(torch.softmax(where_left(field, evidence.states), 2), sample.free)
@@ -451,7 +454,7 @@ def marginals(
 def bethe_log_partition(
     step: Messages, messages: Tensor, evidence: Evidence, free: Tensor | None
 ) -> Tensor:
-    """``log Z`` (B,) of the free sites."""
+    """Return ``log Z`` (B,) of the free sites."""
     graph = step.graph
     own = evidence.field + graph.gather(messages)
     sites = torch.logsumexp(where_left(own, evidence.states), 2)  # (B, N)
@@ -492,57 +495,58 @@ def belief_propagation(
     record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
-    r"""Marginals and free energies of coupled Potts sites by belief propagation.
+    r"""Compute marginals and free energies of coupled Potts sites by belief propagation.
 
-    For sites with d states, ``P(s) ~ exp(sum_i x_i(s_i) + sum_{i<j} J_ij(s_i, s_j))``, messages are
-    sent along all edges at once until they no longer change::
+    For sites with d states, ``P(s) ~ exp(sum_i x_i(s_i) + sum_{i<j} J_ij(s_i, s_j))``, messages along
+    all edges are updated in parallel until they converge::
 
         c_{j -> i}(b) = x_j(b) + sum_{k != i} nu_{k -> j}(b)
         nu_{j -> i}(a) = log sum_b exp(J_ij(a, b) + c_{j -> i}(b)) - (its mean over a)
 
-    Then ``p_i(a) ~ exp(x_i(a) + sum_k nu_{k -> i}(a))``. That is exact where the sites that are neither
-    clamped nor masked form a tree or several. With loops it is an approximation (a stationary point of
-    the Bethe free energy), which need be neither unique nor stable. An Ising model is the case d = 2.
+    Then ``p_i(a) ~ exp(x_i(a) + sum_k nu_{k -> i}(a))``. This is exact if the sites that are neither
+    clamped nor masked form a forest. With loops it is an approximation (a stationary point of the
+    Bethe free energy), which may be neither unique nor stable. An Ising model is the case d = 2.
 
-    Couplings and fields may be ``-inf``: such states and pairs of states are forbidden. What that rules
-    out for certain is found first, for every sample; the messages weigh what is left, in logarithms.
+    Couplings and fields of ``-inf`` forbid states and pairs of states. Arc consistency first excludes all
+    states that these constraints rule out directly; the messages weigh the others, in logarithms.
 
     Args:
-        couplings: ``J`` (E, d, d) of the pairs ``edges``, rows for the states of the first site. No NaN,
-            no ``+inf``.
-        field: ``x`` (B, N, d), dtype and device like ``couplings``.
-        edges: (E, 2) int64, each pair once; of all pairs ``torch.triu_indices(N, N, 1).mT`` with couplings
-            ``J[i, j]``, where ``i, j = edges.mT`` and ``J`` is (N, N, d, d).
-        given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
+        couplings: ``J`` (E, d, d) of the pairs ``edges``, rows for the states of the first site, without
+            NaN and ``+inf``.
+        field: ``x`` (B, N, d) with the dtype and device of ``couplings``.
+        edges: (E, 2) int64, each pair once. For all pairs, use ``torch.triu_indices(N, N, 1).mT`` with
+            couplings ``J[i, j]``, where ``i, j = edges.mT`` and ``J`` is (N, N, d, d).
+        given: pair of values (B, N, d) and bools (B, N), True for clamped sites. A clamped site keeps
             its value, one-hot or probabilities s of its states, and acts on the others as a field
-            ``sum_b J_ij(a, b) s_j(b)``. Free sites may hold any value, also NaN.
-        mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
-        damping: of the steps ``nu + damping (f(nu) - nu)``, in (0, 1]. With 1, trees are solved in as many
-            steps as their longest path.
-        tolerance: of the messages; None: rtol 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision.
-        max_steps: parallel steps per sample, an upper bound.
-        bound: with hard constraints, messages may run away to certainty, at a rate that never meets a
-            tolerance. Logarithms of one message differ by ``bound`` at most. None: what no message
-            exceeds on a tree. Much smaller values, such as 30, make such solves faster.
-        adjoint: as for :func:`solvers.fixed_point`; None: no gradients.
-        start: an earlier result for the same graph, whose messages are where the solve starts, taken as
-            constants. None: all states weigh the same.
-        log_partition: return the Bethe approximation of ``log Z`` too, the logarithm of the plain sum
-            over all states (that of :func:`solvers.adaptive_tap` is less by ``log d`` a free site, since
-            the prior is normalised there). Clamped sites count with their energy alone. Its gradient is
-            that of the model at the solution, the marginals of sites and pairs, at no adjoint solve.
-        record: keep the trace of residuals.
-        on_failure: "warn", "raise" or "ignore" about samples that did not converge.
+            ``sum_b J_ij(a, b) s_j(b)``. Values of free sites are ignored, even NaN.
+        mask: (B, N) bool, False for masked sites, which do not influence others and have zero results.
+        damping: damping of the steps ``nu + damping (f(nu) - nu)``, in (0, 1]. With 1, a tree takes as many
+            steps as its longest path.
+        tolerance: tolerance of the messages; None for rtol 1e-10 in float64, 1e-5 in float32 and 1e-2 in
+            half precision.
+        max_steps: maximum number of parallel steps per sample.
+        bound: largest difference of the logarithms of a message. Under hard constraints these may grow
+            without bound and never meet a tolerance. None for a bound that no message on a tree
+            exceeds. Much smaller values, such as 30, make such solves faster.
+        adjoint: adjoint of :func:`solvers.fixed_point`; None for no gradients.
+        start: earlier result for the same graph, whose messages start the solve and are treated as
+            constants. None for uniform messages.
+        log_partition: whether to return the Bethe approximation of ``log Z``, the logarithm of the sum
+            over all states. (The value of :func:`solvers.adaptive_tap` is lower by ``log d`` per free site,
+            because its prior is normalised.) Clamped sites contribute their energy. Its gradients at the
+            solution are the marginals of sites and pairs and need no adjoint solve.
+        record: whether to keep the trace of residuals.
+        on_failure: "warn", "raise" or "ignore" samples that did not converge.
 
     Returns:
-        A :class:`Solution` whose ``value`` is a :class:`Beliefs`, without NaN; ``residual`` is that of
-        the messages. ``Status.CONTRADICTORY``: what is given and what is forbidden leave no state to
-        some site. Then there is no distribution: all marginals are zero and ``log Z`` is ``-inf``, the
-        residual infinite. Contradictions that only a search would find are not detected; the sample
-        then converges to meaningless beliefs, or to none.
+        A :class:`Solution` whose ``value`` is a :class:`Beliefs` without NaN; ``residual`` is that of
+        the messages. ``Status.CONTRADICTORY`` means that the given values and constraints exclude all
+        states of a site. Then all marginals are zero, ``log Z`` is ``-inf`` and the residual infinite.
+        Contradictions that only a search would find are not detected; such a sample converges to
+        meaningless beliefs or does not converge.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Example:
@@ -563,7 +567,7 @@ def belief_propagation(
     require_number("damping", damping, low=0.0, high=1.0, closed=False)
     if bound is not None:
         require_positive("bound", bound)
-    require_count("max_steps", max_steps)  # also where there is no edge and nothing to solve
+    require_count("max_steps", max_steps)  # also if there is no edge
     adjoint = read_adjoint(adjoint)
     options = {
         "solver": Forward(damping=damping),
@@ -581,7 +585,7 @@ def belief_propagation(
         sample = gather_evidence(graph, blocks, allowed, x, mask, clamped, bound)
         evidence, widest = sample.evidence, sample.evidence.bound
         step = Messages.of(graph, blocks, allowed, 0.0 if widest is None else float(widest.max()))
-        # As they are normalised, also where an earlier result knew less or more.
+        # Messages are normalised again, because the constraints of the earlier result may differ.
         first = where_left(_read_start(start, graph, x), evidence.messages)
         first = step.normalised(first, evidence)
         solve = fixed_point if graph.number else _nothing_to_solve
@@ -600,8 +604,8 @@ def belief_propagation(
 
 
 def _pairs(couplings: Tensor, edges: Tensor, sites: int) -> tuple[Graph, Tensor, Tensor | None]:
-    """The graph, ``J`` (2E, d, d) of every edge, finite, and the pairs of states (2E, d, d) bool that
-    are allowed; None: all."""
+    """Return the graph, finite ``J`` (2E, d, d) of every edge, and the allowed pairs of states
+    (2E, d, d) bool or None for all."""
     graph = Graph.of(edges, sites)
     blocks = graph.blocks(couplings)
     allowed = blocks.detach() > -math.inf
@@ -611,7 +615,7 @@ def _pairs(couplings: Tensor, edges: Tensor, sites: int) -> tuple[Graph, Tensor,
 
 
 def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
-    """Messages (B, 2E, d) of an earlier result, or zeros."""
+    """Return messages (B, 2E, d) of an earlier result, or zeros."""
     batch, _, states = field.shape
     if start is None:
         return field.new_zeros(batch, graph.number, states)
@@ -621,7 +625,7 @@ def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
 
 
 def _log_partition(step: Messages, messages: Tensor, sample: Sample) -> Tensor:
-    """(B,), -inf in samples that are not consistent."""
+    """Return ``log Z`` (B,), -inf in samples that are not consistent."""
 
     def value_of(args: tuple[Evidence, Tensor | None], messages: Tensor) -> Tensor:
         return bethe_log_partition(step, messages, *args)
@@ -631,28 +635,28 @@ def _log_partition(step: Messages, messages: Tensor, sample: Sample) -> Tensor:
 
 
 def _nothing_to_solve(step: Messages, start: Tensor, args: Any, **options: Any) -> Solution:
-    """Of sites without any edge."""
+    """Return the solution for sites without any edge."""
     zeros = start.new_zeros(len(start))
     counts = torch.zeros(len(start), dtype=torch.long, device=start.device)
     status = torch.full_like(counts, int(Status.CONVERGED))
     return Solution(start, status, zeros, zeros.clone(), counts, counts.clone())
 
 
-# solve(rows, given, start) for the samples rows (n,): given values (n, N, d) and bools (n, N); start is
-# the value of these samples' last solution, None at first.
+# solve(rows, given, start) solves the samples rows (n,) for given values (n, N, d) and bools (n, N);
+# start is the value of their previous solution, or None.
 Solve = Callable[[Tensor, tuple[Tensor, Tensor], Any], Solution]
 
 
 class Decimation(NamedTuple):
-    """What :func:`decimate` finds.
+    """Result of :func:`decimate`.
 
     Attributes:
-        states: (B, N) int64, the state of every site.
-        mean: (B, N, d), the marginals of the last solve; fixed sites are one-hot.
-        accepted: (B,) bool, ``accept`` took the states; without it, that no contradiction was met.
-        status: (B,) int64, of the last solve: values of :class:`solvers.Status`.
-        fixed: (B,) int64, sites that were fixed, those that were given left out.
-        evaluations: (B,) int64, of all solves.
+        states: (B, N) int64, state of every site.
+        mean: (B, N, d), marginals of the last solve; fixed sites are one-hot.
+        accepted: (B,) bool, whether ``accept`` returned True; without it, whether no contradiction occurred.
+        status: (B,) int64, values of :class:`solvers.Status` of the last solve.
+        fixed: (B,) int64, number of sites fixed in addition to the given ones.
+        evaluations: (B,) int64, evaluations of all solves.
     """
 
     states: Tensor
@@ -671,30 +675,30 @@ def decimate(
     certain: float | None = None,
     accept: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Decimation:
-    r"""States of coupled sites by decimation: fix the surest free site, solve for the others, and so on.
+    r"""Determine states of coupled sites by decimation, which alternates solving and fixing a site.
 
-    The surest site is that with the largest marginal; it gets its most probable state. A sample ends when
-    ``accept`` takes its most probable states, when all its sites are fixed, or at a contradiction
-    (``Status.CONTRADICTORY``).
+    Each step fixes the free site with the largest marginal to its most probable state and solves for the
+    others. A sample ends when ``accept`` returns True for its most probable states, when all its sites
+    are fixed, or at a contradiction (``Status.CONTRADICTORY``).
 
     Args:
-        solve: ``solve(rows, given, start) -> Solution`` of the samples ``rows`` (n,) int64, with the pair
-            ``given`` of values (n, N, d) and bools (n, N), as for :func:`solvers.belief_propagation` and
-            :func:`solvers.adaptive_tap`. Its ``value`` must have ``mean`` (n, N, d), the marginals.
-            ``start`` is the value of the last solution of these samples, for a warm start; None at first.
-        given: values (B, N, d) and bools (B, N): the sites that are known to begin with.
-        certain: in [0, 1], sites with a marginal at least as large are fixed together. None: one at a time.
-        accept: ``accept(rows, states) -> (n,) bool`` of the samples ``rows`` and their states (n, N).
+        solve: ``solve(rows, given, start) -> Solution`` for the samples ``rows`` (n,) int64, with the pair
+            ``given`` of values (n, N, d) and bools (n, N) of :func:`solvers.belief_propagation` and
+            :func:`solvers.adaptive_tap`. Its ``value.mean`` must be the marginals (n, N, d).
+            ``start`` is the value of the previous solution of these samples, or None.
+        given: values (B, N, d) and bools (B, N) of the sites known initially.
+        certain: marginal in [0, 1] from which sites are fixed together; None fixes one site at a time.
+        accept: ``accept(rows, states) -> (n,) bool`` for the samples ``rows`` and their states (n, N).
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
 
     Example:
         >>> from solvers import belief_propagation
         >>> edges, repel = torch.tensor([[0, 1], [1, 2]]), -4.0 * torch.eye(2).expand(2, 2, 2)
-        >>> x = torch.zeros(1, 3, 2)  # three sites in a chain, of two colours, that must differ
+        >>> x = torch.zeros(1, 3, 2)  # a chain of three sites whose two colours must alternate
         >>> values = torch.nn.functional.one_hot(torch.zeros(1, 3, dtype=torch.int64), 2).float()
-        >>> clamped = torch.tensor([[True, False, False]])  # the first has colour 0
+        >>> clamped = torch.tensor([[True, False, False]])  # the first site has colour 0
         >>> def solve(rows, given, start):
         ...     options = {"edges": edges, "given": given, "start": start}
         ...     return belief_propagation(repel, x[rows], on_failure="ignore", **options)
@@ -719,14 +723,14 @@ def decimate(
         fixed=counts.clone(),
         evaluations=counts.clone(),
     )
-    rows = torch.arange(batch, device=values.device)  # of those that are still on the way
+    rows = torch.arange(batch, device=values.device)  # samples that are still running
     known, start = clamped.sum(1), None
     while len(rows) > 0:
         solution = solve(rows, (values, clamped), start)
         mean = solution.value.mean.to(values.dtype)
         found.evaluations[rows] += solution.evaluations
         contradictory = solution.status == Status.CONTRADICTORY
-        # At a contradiction the marginals before it, with what was fixed then, say more than none.
+        # At a contradiction the previous marginals, with the sites fixed since, are kept.
         found.mean[rows] = torch.where(contradictory[:, None, None], found.mean[rows], mean)
         whole = clamped.all(1)
         accepted = whole if accept is None else _accepts(accept, rows, mean.argmax(2))
@@ -752,14 +756,14 @@ def _accepts(accept: Callable[[Tensor, Tensor], Tensor], rows: Tensor, states: T
     right = isinstance(found, Tensor) and found.dtype == torch.bool
     if not right or found.shape != rows.shape:
         shown = (found.dtype, tuple(found.shape)) if isinstance(found, Tensor) else type(found)
-        raise TypeError(f"accept must return bools of the shape ({len(rows)},), got {shown}")
+        raise TypeError(f"accept must return a bool tensor of shape ({len(rows)},), got {shown}")
     return found
 
 
 def _fix(
     mean: Tensor, values: Tensor, clamped: Tensor, certain: float | None
 ) -> tuple[Tensor, Tensor]:
-    """One-hot values at the surest free site, and at those that are ``certain``."""
+    """Fix the free site with the largest marginal and those that are ``certain`` to one-hot values."""
     score, state = mean.max(2)
     surest = score.masked_fill(clamped, -1.0).argmax(1, keepdim=True)
     chosen = torch.zeros_like(clamped).scatter(1, surest, True)
@@ -771,12 +775,12 @@ def _fix(
 
 
 def _read(given: Any) -> tuple[Tensor, Tensor]:
-    """Values (B, N, d), zero at free sites, and where they are clamped, (B, N) bool."""
+    """Return values (B, N, d), zero at free sites, and clamped sites (B, N) bool."""
     require_instance("given", given, tuple, "a pair (values, clamped) of tensors")
     values = given[0] if given else None
     if not isinstance(values, Tensor) or values.dim() != 3:
         shown = tuple(values.shape) if isinstance(values, Tensor) else type(values)
-        raise ValueError(f"given must hold values of the shape (B, N, d) first, got {shown}")
+        raise ValueError(f"given must contain values of shape (B, N, d) first, got {shown}")
     clamped = read_clamped(given, values, None)
     assert clamped is not None
     return clamped

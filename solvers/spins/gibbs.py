@@ -21,10 +21,10 @@ from solvers.spins.inputs import (
 from solvers.spins.response import is_definite
 from solvers.spins.sites import GaussianSite, PottsSite, Site, draw_states
 
-# Costs by which a way of computing a Potts site's field is chosen, in units of one number that is
-# looked up and added: a number multiplied in a matrix product, the call of an operation.
+# Costs that choose how to compute the field of a Potts site, in units of looking up and adding one
+# number: a multiplication in a matrix product, the call of an operation.
 PRODUCT, CALL = 0.08, 12_000
-Draw = Callable[[int], Tensor]  # site -> new values of it in all chains
+Draw = Callable[[int], Tensor]  # site -> its new values in all chains
 
 
 @torch.no_grad()
@@ -39,37 +39,37 @@ def gibbs(
     start: Tensor | None = None,
     given: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    r"""Samples of coupled sites by Gibbs sampling, in many independent chains at once.
+    r"""Draw samples of coupled sites by Gibbs sampling in independent chains.
 
     For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)``, one sweep draws every
-    site in its turn from its distribution under the current field of the others::
+    site in turn from its distribution in the current field of the others::
 
         S_i ~ rho(S_i) exp(h_i.S_i),   h_i = x_i + sum_j J_ij S_j
 
-    The law of the chains approaches P with the number of sweeps; how many it takes depends on the
-    couplings. Compare the mean energy after one, two and four times as many.
+    The distribution of the chains converges to P; the number of sweeps that this takes depends on the
+    couplings. To check it, compare the mean energies after n, 2n and 4n sweeps.
 
     Args:
-        couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``.
-        field: ``x`` (N, d) of all chains, or (chains, N, d) or (1, N, d), like ``couplings``.
-        site: distribution of a single site; it must be able to ``sample``.
-        sweeps: number of times that every site is drawn.
-        chains: number of independent chains; None: that of ``start``, else of ``field``.
-        generator: of the draws, on the device of ``field``; None: the global one.
-        start: (chains, N, d) or (1, N, d) states, values that the sites can take; None: draws of the sites
-            without couplings.
-        given: a pair of values (N, d) or (chains, N, d) and of bools (N,) or (chains, N): where True,
-            the site is clamped to its value, one that it can take. The chains then sample the others,
-            given these.
+        couplings: ``J`` (N, N, d, d) with zero blocks ``J_ii`` and ``J_ij^{ab} = J_ji^{ba}``.
+        field: ``x`` (N, d), (1, N, d) or (chains, N, d), with the dtype and device of ``couplings``.
+        site: distribution of a single site, which must define ``sample``.
+        sweeps: number of sweeps over all sites.
+        chains: number of independent chains; None for that of ``start`` or ``field``.
+        generator: random generator on the device of ``field``; None for the global one.
+        start: initial states (chains, N, d) or (1, N, d), valid values of the sites; None for draws without
+            couplings.
+        given: pair of values (N, d) or (chains, N, d) and bools (N,) or (chains, N), True for sites that
+            are clamped to their values, which must be valid. The chains then sample the conditional
+            distribution of the other sites.
 
     Returns:
-        The last states (chains, N, d), without gradients. Where the couplings of many Potts chains are
-        few, it takes time proportional to the number of coupled pairs.
+        The last states (chains, N, d), without gradients. For many Potts chains with sparse couplings
+        the time is proportional to the number of coupled pairs.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument; for Gaussian sites
-            whose couplings are too strong for a model of the free ones to exist.
-        NotImplementedError: the site cannot draw samples.
+        TypeError, ValueError: if an argument is invalid, or if the couplings of Gaussian sites are too
+            strong for a distribution of the free sites to exist.
+        NotImplementedError: if the site does not define ``sample``.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ def gibbs(
         chains = max(len(field), len(start) if start is not None and start.dim() == 3 else 1)
     shape = (require_count("chains", chains), field.shape[1], field.shape[2])
     if len(field) not in (1, chains):
-        raise ValueError(f"field must be one for all or for {chains} chains, got {len(field)}")
+        raise ValueError(f"field must have the batch size 1 or {chains} (chains), got {len(field)}")
     clamped = None
     with without_autocast(field.device.type):
         x = as_wide(field)
@@ -131,7 +131,7 @@ def gibbs(
 def _multiplying(
     state: Tensor, field: Tensor, matrix: Tensor, site: Site, generator: torch.Generator | None
 ) -> tuple[Tensor, Draw]:
-    """Any site: values (N, chains, d), the field of the others by a matrix product."""
+    """Return values (N, chains, d) and draws of any site, with fields from matrix products."""
     chains, sites, dim = state.shape
     flat = state.flatten(1).clone()
     alone = [site.at(i) for i in range(sites)]
@@ -146,7 +146,7 @@ def _multiplying(
 def _looking_up(
     state: Tensor, field: Tensor, matrix: Tensor, site: Site, generator: torch.Generator | None
 ) -> tuple[Tensor, Draw]:
-    """Potts sites: numbers of states (N, chains), which select columns of the coupled sites' blocks."""
+    """Return states (N, chains) and draws of Potts sites, with fields from columns of coupled blocks."""
     chains, sites, dim = state.shape
     blocks = matrix.view(sites, dim, sites, dim).transpose(1, 2)
     neighbours = [torch.nonzero(row).flatten().tolist() for row in _coupled(matrix, sites)]
@@ -164,13 +164,13 @@ def _looking_up(
 
 
 def _coupled(matrix: Tensor, sites: int) -> Tensor:
-    """(N, N) bool: the block is not zero."""
+    """Return which blocks are nonzero, (N, N) bool."""
     dim = len(matrix) // sites
     return (matrix != 0).view(sites, dim, sites, dim).transpose(1, 2).flatten(2).any(2)
 
 
 def _is_sparse(matrix: Tensor, shape: tuple[int, int, int], site: Site) -> bool:
-    """Whether looking up the neighbours' columns costs less than a matrix product."""
+    """Return whether looking up the neighbours' columns is cheaper than a matrix product."""
     chains, sites, dim = shape
     if type(site) is not PottsSite:
         return False
@@ -179,7 +179,7 @@ def _is_sparse(matrix: Tensor, shape: tuple[int, int, int], site: Site) -> bool:
 
 
 def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | None) -> None:
-    """Gaussian sites: the joint distribution of the free ones can be normalised."""
+    """Check that the joint distribution of free Gaussian sites can be normalised."""
     if not isinstance(site, GaussianSite):
         return
     patterns = None if clamped is None else (~clamped).unique(dim=0)
@@ -194,7 +194,7 @@ def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | N
 
 
 def check_values(name: str, states: Tensor, site: Site) -> None:
-    """``states`` (..., d) are values that the site can take."""
+    """Check that ``states`` (..., d) are valid values of the site."""
     wrong = states[~site.takes(states)]
     if len(wrong):
         shown = ", ".join(f"{entry:.4g}" for entry in wrong[0, :8].tolist())

@@ -1,4 +1,4 @@
-"""What coupled sites share: checks and forms of couplings, fields and masks, stationary values."""
+"""Checks and conversions of couplings, fields and masks of coupled sites, and stationary values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from solvers.core.solution import Tolerance, read_tolerance
 
 
 def as_matrix(couplings: Tensor) -> Tensor:
-    """(N, N, d, d) -> (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``; at least float32."""
+    """Convert (N, N, d, d) to (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``, at least float32."""
     size = couplings.shape[0] * couplings.shape[2]
     return as_wide(couplings.transpose(1, 2).reshape(size, size))
 
 
 def with_dimensions(couplings: Any, field: Any) -> tuple[Any, Any]:
-    """Couplings (N, N) of numbers as (N, N, 1, 1), fields (N,) and (B, N) beside them as (B, N, 1)."""
+    """Convert couplings (N, N) to (N, N, 1, 1), and fields (N,) or (B, N) to (B, N, 1)."""
     if isinstance(couplings, Tensor) and couplings.dim() == 2:
         couplings = couplings[:, :, None, None]
         if isinstance(field, Tensor) and field.dim() in (1, 2):
@@ -30,32 +30,32 @@ def with_dimensions(couplings: Any, field: Any) -> tuple[Any, Any]:
 
 
 def with_symmetries(couplings: Tensor) -> Tensor:
-    """The same couplings, whose gradient keeps their symmetry and their zeros."""
+    """Return the couplings with a gradient that has their symmetry and zeros."""
     sites = len(couplings)
     outside = 1 - torch.eye(sites, dtype=couplings.dtype, device=couplings.device)
     return (couplings + couplings.permute(1, 0, 3, 2)) / 2 * outside[:, :, None, None]
 
 
 def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, N, ...) with zeros at the sites where ``mask`` (B, N) is False."""
+    """Set (B, N, ...) to zero at the sites where ``mask`` (B, N) is False."""
     if mask is None:
         return tensor
     return torch.where(mask.reshape(*mask.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
 
 
 def as_wide(tensor: Tensor) -> Tensor:
-    """At least float32: there is no Cholesky factorisation in half precision."""
+    """Convert half precision, which has no Cholesky factorisation, to float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def no_variance(mean: Tensor) -> Tensor:
-    """Zeros (B, N, d, d), one number in memory."""
+    """Return expanded zeros (B, N, d, d)."""
     return mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
 
 
 def check_inputs(couplings: Any, field: Any, mask: Any, scalar: bool = False) -> None:
-    """Couplings (N, N, d, d), or ``scalar`` ones (N, N) or (B, N, N), a field (B, N, d) like them, a mask
-    (B, N) bool or None; on a GPU this waits for the device once a solve."""
+    """Check couplings (N, N, d, d), or ``scalar`` ones (N, N) or (B, N, N), a field (B, N, d) and a mask
+    (B, N) bool or None; on a GPU this waits for the device once per solve."""
     batch, sites, dim = check_field(field)
     numbers = ((sites, sites), (batch, sites, sites))
     check_like_field(
@@ -66,35 +66,33 @@ def check_inputs(couplings: Any, field: Any, mask: Any, scalar: bool = False) ->
 
 
 def check_field(field: Any) -> tuple[int, ...]:
-    """The shape of a floating tensor (B, N, d)."""
+    """Check that ``field`` is a floating-point tensor (B, N, d) and return its shape."""
     _check_floating("field", field)
     if field.dim() != 3 or 0 in field.shape:
-        raise ValueError(
-            f"field must have the shape (B, N, d), none of them 0, got {tuple(field.shape)}"
-        )
+        raise ValueError(f"field must have a nonempty shape (B, N, d), got {tuple(field.shape)}")
     return tuple(field.shape)
 
 
 def check_like_field(name: str, value: Any, field: Tensor, *shapes: tuple[int, ...]) -> None:
-    """A floating tensor of one of ``shapes``, with the dtype and device of ``field``."""
+    """Check for a floating-point tensor of one of ``shapes`` with the dtype and device of ``field``."""
     _check_floating(name, value)
     if value.dtype != field.dtype or value.device != field.device:
         got = f"{value.dtype} on {value.device}"
-        raise TypeError(f"{name} must be like field, {field.dtype} on {field.device}, got {got}")
+        raise TypeError(f"{name} must be {field.dtype} on {field.device} like field, got {got}")
     if tuple(value.shape) not in shapes:
         wanted = f"the shape {shapes[0]}" if len(shapes) == 1 else f"one of the shapes {shapes}"
-        wanted, got = f"{wanted} to go with field {tuple(field.shape)}", tuple(value.shape)
+        wanted, got = f"{wanted} for a field {tuple(field.shape)}", tuple(value.shape)
         raise ValueError(f"{name} must have {wanted}, got {got}")
 
 
 def _check_floating(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a floating tensor, got {what}")
+        raise TypeError(f"{name} must be a floating-point tensor, got {what}")
 
 
 def check_mask(mask: Any, field: Tensor) -> None:
-    """A mask (B, N) bool, on the device of ``field``, or None."""
+    """Check for a mask (B, N) bool on the device of ``field``, or None."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -107,8 +105,8 @@ def check_mask(mask: Any, field: Tensor) -> None:
 
 
 def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> None:
-    """Finite couplings (N, N, d, d), (N, N) or (B, N, N) that are symmetric and couple no site to itself;
-    where ``forbidding`` those of listed pairs, (E, d, d), and -inf too."""
+    """Check for finite symmetric couplings (N, N, d, d), (N, N) or (B, N, N) without self-couplings, or,
+    if ``forbidding``, couplings of listed pairs (E, d, d), which may be -inf."""
     allowed = "finite or -inf" if forbidding else "finite"
     for name, value in (("field", field.detach()), ("couplings", couplings.detach())):
         wrong = ~value.isfinite() & ~((value == -math.inf) & forbidding)
@@ -142,7 +140,7 @@ def _check_symmetric(couplings: Tensor) -> None:
 
 
 def read_start(name: str, value: Any, shape: tuple[int, ...], field: Tensor) -> Tensor:
-    """Where a solve starts, a finite constant of this shape, like ``field``."""
+    """Return a detached, finite start of this shape with the dtype and device of ``field``."""
     require_instance(name, value, Tensor, "a tensor")
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(value.shape)}")
@@ -154,31 +152,31 @@ def read_start(name: str, value: Any, shape: tuple[int, ...], field: Tensor) -> 
 
 
 def usual_tolerance(given: Any, dtype: torch.dtype) -> Tolerance:
-    """``given``, or a relative one of 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision."""
+    """Return ``given``, or rtol 1e-10 in float64, 1e-5 in float32 and 1e-2 in half precision."""
     usual = {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)
     return read_tolerance("tolerance", given) or Tolerance(usual)
 
 
 def read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
-    """One or several inverse temperatures, finite and > 0."""
+    """Return one or several inverse temperatures, finite and > 0."""
     betas = tuple(given) if isinstance(given, Sequence) else (given,)
     for beta in betas:
         if isinstance(beta, bool) or not isinstance(beta, (int, float)):
             raise TypeError(
-                "inverse_temperature must be a number or a list of numbers (of a tensor or an array, its "
-                f"tolist()), got {given!r}"
+                "inverse_temperature must be a number or a list of numbers (call tolist() on tensors and "
+                f"arrays), got {given!r}"
             )
         if not 0 < beta < math.inf:
             raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
     if not betas:
-        raise ValueError("inverse_temperature must hold at least one number, got none")
+        raise ValueError("inverse_temperature must contain at least one number, got none")
     return betas
 
 
 def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of clamped sites (B, N, d), zero elsewhere, and where they are clamped, (B, N) bool.
+    """Return values of clamped sites (B, N, d), zero elsewhere, and the clamped sites (B, N) bool.
 
-    ``given`` is a pair of values (N, d) or (B, N, d) and of bools (N,) or (B, N); ``field`` (B, N, d).
+    ``given`` is a pair of values (N, d) or (B, N, d) and bools (N,) or (B, N); ``field`` is (B, N, d).
     Gradients flow to the values.
     """
     pair = given if isinstance(given, tuple) else ()
@@ -187,25 +185,25 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     values, clamped = pair
     if not values.is_floating_point() or clamped.dtype != torch.bool:
         what = f"{values.dtype} and {clamped.dtype}"
-        raise TypeError(f"given must hold floating values and a bool tensor, got {what}")
+        raise TypeError(f"given must contain floating-point values and a bool tensor, got {what}")
     if values.device != field.device or clamped.device != field.device:
         what = f"{values.device} and {clamped.device}"
         raise TypeError(f"given must be on {field.device}, got {what}")
     shape, what = field.shape, f"{tuple(values.shape)} and {tuple(clamped.shape)}"
     if values.shape not in (shape, shape[1:]) or clamped.shape not in (shape[:2], shape[1:2]):
         raise ValueError(
-            f"given must hold values {tuple(shape)} and bools {tuple(shape[:2])}, got {what}"
+            f"given must contain values {tuple(shape)} and bools {tuple(shape[:2])}, got {what}"
         )
     clamped = clamped.expand(shape[:2])
-    # Values of free sites, NaN for example, take no part in anything.
+    # Values of free sites, which may be NaN, are ignored.
     values = torch.where(clamped.unsqueeze(-1), values.to(field.dtype), 0.0)
     if not bool(torch.isfinite(values.detach()).all()):
-        raise ValueError("given must hold finite values at the clamped sites")
+        raise ValueError("given must contain finite values at the clamped sites")
     return values, clamped
 
 
 def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
-    """(B or 1, N, N): the gradient keeps symmetry and zeros; masked sites are uncoupled."""
+    """Return (B or 1, N, N) with masked sites uncoupled and a gradient with symmetry and zeros."""
     k = couplings if couplings.dim() == 3 else couplings.unsqueeze(0)
     outside = 1 - torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     k = (k + k.mT) / 2 * outside
@@ -215,7 +213,7 @@ def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def stationary_value(function: Callable[[Any, Any], Tensor], args: Any, state: Any) -> Tensor:
-    """``function(args, state)`` (B,), where its derivative by the state is 0 and takes no adjoint solve.
+    """Return ``function(args, state)`` (B,), which is stationary in the state and needs no adjoint solve.
 
     Second derivatives go through the state.
     """
@@ -226,7 +224,7 @@ def stationary_value(function: Callable[[Any, Any], Tensor], args: Any, state: A
 
 
 class _Stationary(torch.autograd.Function):
-    """The partial derivative, or the total one where it is to be differentiated again."""
+    """Compute the partial derivative, or the total one for second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, total: Tensor) -> Tensor:

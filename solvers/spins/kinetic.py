@@ -1,7 +1,7 @@
-r"""Spins in time: mean-field closures of parallel dynamics, their steady states, and Monte Carlo.
+r"""Dynamics of spins: mean-field closures of parallel dynamics, steady states, and Monte Carlo.
 
-A closure knows the mean of a site at the time before, not its field. A law gives the covariance as a
-function of the mean, and the mean over a field with Gaussian noise.
+A closure depends on the mean of a site at the previous time, but not on its field. A law gives the
+covariance as a function of the mean, and the mean averaged over a field with Gaussian noise.
 
 On a sphere of radius R in d dimensions, for large d, with ``q = sqrt(d^2 + 4 R^2 |h|^2)``::
 
@@ -9,7 +9,7 @@ On a sphere of radius R in d dimensions, for large d, with ``q = sqrt(d^2 + 4 R^
     C^-1 u = u / a + 2 m (m.u) / (a^2 d),
     T:A = (8 / q^2 + 8 R^2 / (a q^3)) (m^T A m) m - (2 a / q) (tr(A) m + 2 A m)
 
-T is the third cumulant. All of it is a function of the mean alone, as ``q = 2 R^2 / a - d``.
+T is the third cumulant. Everything is a function of the mean, because ``q = 2 R^2 / a - d``.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from solvers.spins.inputs import (
 )
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
 
-# Trapezoidal rules of the Gaussian average. Over the noise: for tanh, whose poles lie at i pi / 2, the
-# error is exp(-pi^2 / (STEP s)) in noise of standard deviation s, and exp(-REACH^2 / 2) from the cut,
-# so that it is for s <= WIDE only. For wider noise the integral by parts, over the spin's own width:
-# exp(-pi^2 / STEP) times exp(pi^2 / (8 s^2)), and rounding from the cut.
+# Trapezoidal rules of the Gaussian average. The rule over the noise has for tanh, with poles at i pi / 2,
+# the error exp(-pi^2 / (STEP s)) for standard deviation s and exp(-REACH^2 / 2) from truncation, so it is
+# used for s <= WIDE. Wider noise uses the integral by parts over the spin's width, with the error
+# exp(-pi^2 / STEP) times exp(pi^2 / (8 s^2)) and rounding from truncation.
 STEP, REACH, WIDE = 0.25, 8.0, 1.0
 
 
 class Law:
-    """Any site: its mean without noise, which is all that the naive closure needs."""
+    """Law of a general site, which supports only the naive closure."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
 
     def mean(self, field: Tensor) -> Tensor:
-        """(B, N, d) -> (B, N, d), without reaction."""
+        """Return the mean (B, N, d) in the field (B, N, d)."""
         return self.site.mean(field, no_variance(field))
 
     def covariance(self, mean: Tensor) -> Tensor:
-        """The covariance (B, N, d, d) of a site that has this mean (B, N, d)."""
+        """Return the covariance (B, N, d, d) of a site with this mean (B, N, d)."""
         raise self._unknown("the covariance as a function of the mean", "naive")
 
     def scatter(self, mean: Tensor) -> Tensor:
-        """The trace (B, N, 1) of the covariance."""
+        """Return the trace (B, N, 1) of the covariance."""
         return self.covariance(mean).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
-        """The mean over fields ``h + e``, e Gaussian with covariance of trace ``noise`` (B, N, 1)."""
+        """Return the mean over fields ``h + e``, e Gaussian, covariance of trace ``noise`` (B, N, 1)."""
         raise self._unknown("the average over a noisy field", "tap")
 
     def _unknown(self, what: str, instead: str) -> ValueError:
         return ValueError(
-            f"closure must be {instead!r} for {type(self.site).__name__}: {what} is not known"
+            f"closure must be {instead!r} for {type(self.site).__name__}: it does not define {what}"
         )
 
 
 class IsingLaw(Law):
-    """``C = 1 - m^2``; the average by quadrature, ``int tanh(h + s u) N(u; 0, 1) du`` in weak noise,
-    by parts ``1/2 int sech^2(v) erf((h - v) / (s sqrt 2)) dv`` in strong, ``s^2 = noise``."""
+    """``C = 1 - m^2``; the average by quadrature, ``int tanh(h + s u) N(u; 0, 1) du`` for weak noise
+    and ``1/2 int sech^2(v) erf((h - v) / (s sqrt 2)) dv`` for strong noise, ``s^2 = noise``."""
 
     def covariance(self, mean: Tensor) -> Tensor:
         return self.scatter(mean).unsqueeze(-1)
@@ -82,10 +82,10 @@ class IsingLaw(Law):
         return (1 - mean.square()).clamp_min(0.0)
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
-        # The root has no derivative at 0; a noise of the size of rounding changes nothing else.
+        # The square root has no derivative at 0, so the noise is at least the size of rounding.
         width = (noise + torch.finfo(noise.dtype).eps).sqrt()
         wide = width > WIDE
-        # Each rule sees widths of its own only: what is not chosen must not have NaN gradients.
+        # Each rule receives only its own widths, so that the other one has no NaN gradients.
         mean = _over_noise(field, width.clamp_max(WIDE))
         if not maybe_any(wide):
             return mean
@@ -113,7 +113,7 @@ class PottsLaw(Law):
 
 
 class GaussianLaw(Law):
-    """A constant covariance; noise in a linear response averages out."""
+    """A constant covariance; noise averages out in a linear response."""
 
     def covariance(self, mean: Tensor) -> Tensor:
         return self.site.covariance(mean, no_variance(mean)).expand(*mean.shape, mean.shape[-1])
@@ -129,8 +129,8 @@ LAWS: dict[type[Site], type[Law]] = {
 }
 
 
-INVERSION_STEPS = 6  # Newton's for the field of a mean, from the one of large d
-INSIDE = 8  # in units of rounding: how far from the sphere a mean is taken to be
+INVERSION_STEPS = 6  # Newton steps for the field of a mean, starting from the formula for large d
+INSIDE = 8  # smallest distance of a mean from the sphere, in units of rounding
 
 
 class Response(NamedTuple):
@@ -151,12 +151,12 @@ class LargeSphereLaw(Law):
         return self.slope(field.square().sum(-1, keepdim=True)) * field
 
     def slope(self, squared_field: Tensor) -> Tensor:
-        """``a = |m| / |h|`` (B, N, 1) of ``|h|^2``."""
+        """Return ``a = |m| / |h|`` (B, N, 1) for ``|h|^2``."""
         rho = self.squared_radius
         return 2 * rho / (self.dim + (self.dim**2 + 4 * rho * squared_field).sqrt())
 
     def response(self, mean: Tensor) -> Response:
-        """At the field that has this mean; a mean outside counts as one at the sphere."""
+        """Return the response at the field with this mean, which is moved inside the sphere."""
         slope = self.scatter(mean) / self.dim
         least = INSIDE * torch.finfo(mean.dtype).eps * self.squared_radius / self.dim
         slope = slope.clamp_min(least)
@@ -169,15 +169,15 @@ class LargeSphereLaw(Law):
         return slope.unsqueeze(-1) * unit - (2 / root).unsqueeze(-1) * outer
 
     def scatter(self, mean: Tensor) -> Tensor:
-        """``R^2 - |m|^2``, on every sphere the trace of the covariance; that of C only nearly is."""
+        """Return ``R^2 - |m|^2``, the exact trace of the covariance, which C only approximates."""
         return (self.squared_radius - mean.square().sum(-1, keepdim=True)).clamp_min(0.0)
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
-        """In many dimensions noise only lengthens the field: ``|h + e|^2 = |h|^2 + noise``."""
+        """Return the mean for ``|h + e|^2 = |h|^2 + noise``, which holds in many dimensions."""
         return self.slope(field.square().sum(-1, keepdim=True) + noise) * field
 
     def reaction(self, distance: Tensor, mean: Tensor, spread: Tensor, product: Tensor) -> Tensor:
-        """``1/2 C^-1 T:(v v^T + B)`` of ``v = distance``, with ``spread = tr B`` (B, N, 1) and
+        """Return ``1/2 C^-1 T:(v v^T + B)`` with ``v = distance``, ``spread = tr B`` (B, N, 1) and
         ``product = B m``."""
         slope, root = self.response(mean)
         along = (mean * distance).sum(-1, keepdim=True)
@@ -191,7 +191,7 @@ class LargeSphereLaw(Law):
 
 
 class SphereLaw(LargeSphereLaw):
-    """A sphere in any dimension, by the quadrature of its site."""
+    """A sphere in any dimension, computed by the quadrature of its site."""
 
     def mean(self, field: Tensor) -> Tensor:
         return self.site.mean(field, no_variance(field))
@@ -203,11 +203,11 @@ class SphereLaw(LargeSphereLaw):
         return self.mean(probe)[..., :1] / size
 
     def response(self, mean: Tensor) -> Response:
-        """By Newton's method along the mean, and ``q`` such that C has the trace ``R^2 - |m|^2``."""
+        """Invert by Newton's method along the mean; ``q`` gives C the trace ``R^2 - |m|^2``."""
         size = mean.square().sum(-1, keepdim=True)
         rho = self.squared_radius
         with torch.no_grad():
-            # |h| / |m|: right at m = 0, and on the sphere, where R^2 - |m|^2 nears (d - 1) R / |h|.
+            # |h| / |m| is exact at m = 0 and near the sphere, where R^2 - |m|^2 is (d - 1) R / |h|.
             inside = super().response(mean).slope * self.dim
             ratio = (self.dim - size.clamp_max(rho) / rho) / inside
             for _ in range(INVERSION_STEPS):
@@ -221,18 +221,18 @@ class SphereLaw(LargeSphereLaw):
         slope = self.slope(ratio.square() * size)
         reached = slope * ratio  # |m(h)| / |m|
         step = (1 - reached) / self._stretch(slope, reached.square() * size)
-        # A mean within rounding of the sphere hardly tells its field: no step may lead far away.
+        # A mean within rounding of the sphere hardly determines its field, so steps are limited.
         return torch.clamp(ratio + step, ratio / 2, 2 * ratio)
 
     def _stretch(self, slope: Tensor, size: Tensor) -> Tensor:
-        """The slope of ``|m|`` in ``|h|``, the variance along m. The others are all ``a`` and sum with
-        it to ``R^2 - |m|^2``, a difference that rounding may turn negative; it is never below
-        ``a^2 (d - 1) / (2 R^2)``, its limit for strong fields."""
+        """Return the slope of ``|m|`` in ``|h|``, the variance along m. The other variances are ``a``, and
+        all sum to ``R^2 - |m|^2``. Rounding may make this difference negative, so it is bounded below by
+        its limit for strong fields, ``a^2 (d - 1) / (2 R^2)``."""
         along = self.squared_radius - size - (self.dim - 1) * slope
         return torch.maximum(along, slope.square() * ((self.dim - 1) / (2 * self.squared_radius)))
 
     def _root(self, slope: Tensor, size: Tensor) -> Tensor:
-        """``q`` with ``a - 2 |m|^2 / q`` the variance along m; where m = 0 that of the limit."""
+        """Return ``q``, for which ``a - 2 |m|^2 / q`` is the variance along m, or its limit at m = 0."""
         excess = slope - self._stretch(slope, size)
         limit = (self.dim + 2) * torch.ones_like(size)
         small = size <= torch.finfo(size.dtype).eps ** 0.5 * self.squared_radius
@@ -240,7 +240,7 @@ class SphereLaw(LargeSphereLaw):
 
 
 def drive(couplings: Tensor, values: Tensor) -> Tensor:
-    """``sum_j J_ij v_j`` of ``values`` (B, N, k); couplings that samples share in one matrix product."""
+    """Return ``sum_j J_ij v_j`` for ``values`` (B, N, k); shared couplings need one matrix product."""
     if couplings.dim() == 2:
         rows = values.mT.reshape(-1, values.shape[1]) @ couplings.mT
         return rows.view(len(values), -1, values.shape[1]).mT
@@ -248,8 +248,8 @@ def drive(couplings: Tensor, values: Tensor) -> Tensor:
 
 
 def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
-    """ValueError that names the first of ``tensors`` with NaN or infinity, (B, N, d) where not masked;
-    not on a GPU, where asking would wait for the device."""
+    """Raise ValueError for the first of ``tensors`` (B, N, d) with NaN or infinity at an unmasked site;
+    not on a GPU, where this would wait for the device."""
     for name, value in tensors.items():
         if value.device.type != "cpu" or bool(value.detach().sum().isfinite()):
             continue
@@ -259,8 +259,8 @@ def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
 
 
 def check_network(mean: Any, field: Any, couplings: Any, mask: Any, start: str = "mean") -> None:
-    """``mean`` (in errors ``start``) and ``field`` (B, N, d), couplings (N, N) or (B, N, N), a mask (B, N)
-    bool or None."""
+    """Check ``mean`` (called ``start`` in errors) and ``field`` (B, N, d), couplings (N, N) or (B, N, N),
+    and a mask (B, N) bool or None."""
     batch, sites, _ = shape = check_field(field)
     check_like_field(start, mean, field, shape)
     check_like_field("couplings", couplings, field, (sites, sites), (batch, sites, sites))
@@ -268,7 +268,7 @@ def check_network(mean: Any, field: Any, couplings: Any, mask: Any, start: str =
 
 
 CLOSURES = ("naive", "gaussian", "tap", "plefka")
-REACTING = ("tap", "plefka")  # the means now act on themselves: an equation, not a formula
+REACTING = ("tap", "plefka")  # closures that are implicit equations for the means
 
 Rule = Callable[[Tensor], Tensor]  # (B, N, d) -> (B, N, d)
 
@@ -282,11 +282,11 @@ def kinetic_map(
     closure: str = "gaussian",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The map whose fixed points are the steady states of :func:`kinetic_step`, without inner solves.
+    """Return the map whose fixed points are the steady states of :func:`kinetic_step`.
 
     With the closures "naive" and "gaussian" it is the step itself. With "tap" and "plefka" the step is
-    an equation for the means after it, ``m(t) = F(m(t), m(t-1))``, and this is ``F(m, m)``. Arguments,
-    result and errors: as for :func:`kinetic_step`.
+    an equation ``m(t) = F(m(t), m(t-1))`` for the next means, and this map is ``F(m, m)``, without an inner
+    solve. Arguments, result and errors are those of :func:`kinetic_step`.
     """
     check_network(mean, field, couplings, mask)
     check_closure(site, closure)
@@ -300,9 +300,9 @@ def kinetic_map(
 def closed(
     mean: Tensor, field: Tensor, couplings: Tensor, site: Site, closure: str, mask: Tensor | None
 ) -> Rule:
-    """``m -> F(m, mean)`` for the means before; with "naive" and "gaussian" it is constant."""
+    """Return ``m -> F(m, mean)`` for the previous means; with "naive" and "gaussian" it is constant."""
     law = law_of(site, field.shape[-1])
-    # What stands at masked sites, NaN for example, takes no part in anything, gradients included.
+    # Values at masked sites, which may be NaN, influence nothing, including gradients.
     mean, field = zero_masked(mean, mask), zero_masked(field, mask)
     theta, squares = field + drive(couplings, mean), couplings.square()
     if closure == "naive":
@@ -321,9 +321,9 @@ def closed(
 
 
 def law_of(site: Site, dim: int) -> Law:
-    """What the closures know of a site; ValueError for spins of a dimension that it cannot have."""
+    """Return the law of a site; raise ValueError for a dimension that it does not support."""
     if isinstance(site, IsingSite) and dim != 1:
-        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")
+        raise ValueError(f"IsingSite needs spins with one component, d = 1, got d = {dim}")
     if isinstance(site, SphericalSite):
         return (LargeSphereLaw if site.large_dimension else SphereLaw)(site, dim)
     found = [law for kind, law in LAWS.items() if isinstance(site, kind)]
@@ -331,21 +331,21 @@ def law_of(site: Site, dim: int) -> Law:
 
 
 def check_closure(site: object, closure: str) -> None:
-    """A site and a closure that go together."""
+    """Check that the closure supports the site."""
     require_instance("site", site, Site, "a solvers.Site")
     require_choice("closure", closure, CLOSURES)
     large = isinstance(site, SphericalSite) and site.large_dimension
     if closure == "plefka" and not (large or isinstance(site, IsingSite | PottsSite)):
         raise ValueError(
-            "closure 'plefka' is for IsingSite, PottsSite and SphericalSite(large_dimension=True), "
-            f"got {site}; use closure 'tap'"
+            "closure='plefka' needs IsingSite, PottsSite or SphericalSite(large_dimension=True), "
+            f"got {site}; use closure='tap'"
         )
 
 
 def _plefka(
     law: LargeSphereLaw, theta: Tensor, mean: Tensor, squares: Tensor, mask: Tensor | None
 ) -> Rule:
-    """``h <- theta + 1/2 C^-1 T:(v v^T + B)``, ``v = theta - h``, at the field h of the means now."""
+    """Return ``h <- theta + 1/2 C^-1 T:(v v^T + B)``, ``v = theta - h``, at the field h of the next means."""
     slope, root = law.response(mean)
     isotropic = drive(squares, zero_masked(slope, mask))
     outer = 2 / root * mean.square().sum(-1, keepdim=True)
@@ -360,7 +360,7 @@ def _plefka(
     return reacted
 
 
-INNER = {torch.float64: 1e-10, torch.float32: 1e-6}  # relative residual of the means after a step
+INNER = {torch.float64: 1e-10, torch.float32: 1e-6}  # relative tolerance of the means after a step
 
 
 def kinetic_step(
@@ -374,44 +374,44 @@ def kinetic_step(
     max_steps: int = 200,
     on_failure: str = "warn",
 ) -> Tensor:
-    r"""The means of spins after one step of parallel dynamics, in a mean-field closure.
+    r"""Return the means of spins after one step of parallel dynamics, in a mean-field closure.
 
-    All spins are drawn at once, from their site's distribution in the field of the spins before::
+    All spins are drawn at once, from their site's distribution in the field of the previous spins::
 
         P(S_i(t)) ~ rho(S_i) exp(h_i.S_i),   h_i = x_i + sum_j J_ij S_j(t-1)
 
-    The couplings need not be symmetric, and a site may couple to itself. With ``theta_i`` the same with
-    the means ``m_j(t-1)``, C_j the covariance of a site with that mean, ``B_i = sum_j J_ij^2 C_j``
-    and ``mu(h, V)`` the mean of a site (:class:`solvers.Site`), the closures are
+    The couplings need not be symmetric, and a site may couple to itself. Let ``theta_i`` be the field of
+    the means ``m_j(t-1)``, C_j the covariance of a site with that mean, ``B_i = sum_j J_ij^2 C_j`` and
+    ``mu(h, V)`` the mean of a site (:class:`solvers.Site`). The closures are
 
     - "naive": ``m_i(t) = mu(theta_i, 0)``;
-    - "gaussian": the average of mu over a Gaussian field with mean theta_i and covariance B_i, for
-      Ising spins by quadrature, for spheres with ``|h|^2`` replaced by ``|theta_i|^2 + tr B_i``. It is
-      exact for many weak random couplings, and spheres of many dimensions; on those of few it is right
-      to first order in J only, as "naive" is;
-    - "tap": ``m_i(t) = mu(theta_i - B_i m_i(t), B_i)``, an equation that is solved in each sample. For
-      Ising and Potts spins this is Plefka's expansion to second order;
-    - "plefka": that expansion for other sites too, with their third cumulant T:
+    - "gaussian": the average of mu over a Gaussian field with mean theta_i and covariance B_i, by
+      quadrature for Ising spins, and with ``|h|^2`` replaced by ``|theta_i|^2 + tr B_i`` for spheres. It is
+      exact for many weak random couplings and spheres in many dimensions; in few dimensions it is exact
+      only to first order in J, like "naive";
+    - "tap": ``m_i(t) = mu(theta_i - B_i m_i(t), B_i)``, an equation that is solved for each sample. For
+      Ising and Potts spins it is Plefka's expansion to second order;
+    - "plefka": that expansion for other sites, with their third cumulant T:
       ``m_i(t) = mu(h_i, 0)``, ``h_i = theta_i + 1/2 C_i^-1 T_i:(v_i v_i^T + B_i)``,
-      ``v_i = theta_i - h_i``. It fails for strong couplings, where "gaussian" does not.
+      ``v_i = theta_i - h_i``. It fails for strong couplings, unlike "gaussian".
 
     Args:
         mean: m(t-1), (B, N, d).
         field: x, (B, N, d).
         couplings: J, numbers (N, N), or (B, N, N) for each sample.
-        site: of the spins. "gaussian" takes Ising, Gaussian and spherical sites, "tap" Potts sites too,
-            "plefka" ``SphericalSite(large_dimension=True)``, Ising and Potts sites.
-        closure: one of the four.
-        mask: (B, N) bool, False for masked sites, which influence no other and keep their mean.
-        max_steps, on_failure: of the equation of "tap" and "plefka", as in :func:`fixed_point`.
+        site: site distribution. "gaussian" supports Ising, Gaussian and spherical sites, "tap" also Potts
+            sites, "plefka" ``SphericalSite(large_dimension=True)``, Ising and Potts sites.
+        closure: "naive", "gaussian", "tap" or "plefka".
+        mask: (B, N) bool, False for masked sites, which do not influence others and keep their mean.
+        max_steps, on_failure: options of :func:`fixed_point` for the equation of "tap" and "plefka".
 
     Returns:
         m(t), (B, N, d). Gradients flow to mean, field and couplings, and to the site's parameters.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, or a closure that the site does not have;
-            with "tap" and "plefka" for NaN or infinity outside masked sites, on the CPU.
-        SolveError: with ``on_failure="raise"``, where "tap" or "plefka" has no solution.
+        TypeError, ValueError: if an argument is invalid or the site does not support the closure; on the
+            CPU also for NaN or infinity at unmasked sites with "tap" and "plefka".
+        SolveError: if ``on_failure="raise"`` and the equation of "tap" or "plefka" was not solved.
 
     Source: Aguilera, Moosavi, Shimazaki, "A unifying framework for mean-field theories of asymmetric
     kinetic Ising systems" (2021), https://doi.org/10.1038/s41467-021-20890-5, for Ising spins; Mezard
@@ -430,7 +430,7 @@ def kinetic_step(
         before, x = (as_wide(zero_masked(tensor, mask)) for tensor in (mean, field))
         j = as_wide(couplings)
         guess = closed(before, x, j, site, "naive", mask)(before)
-        # The rule holds tensors of all samples, so that what depends on the past is computed once.
+        # The rule closes over tensors of all samples, so that past quantities are computed once.
         solution = fixed_point(
             closed(before, x, j, site, closure, mask),
             guess.detach(),
@@ -447,10 +447,10 @@ def kinetic_step(
 def kinetic_trajectory(
     mean: Tensor, field: Tensor, couplings: Tensor, *, steps: int, site: Site, **options: Any
 ) -> Tensor:
-    """The means m(0) to m(steps) from ``mean`` = m(0), (steps + 1, B, N, d).
+    """Return the means m(0) to m(steps) from ``mean`` = m(0), (steps + 1, B, N, d).
 
-    Spins that are known may stand for their means: they make no noise. ``options`` (closure, mask,
-    max_steps, on_failure), the other arguments and the errors are those of :func:`kinetic_step`.
+    Known spins may be used as means; they have no variance. ``options`` (closure, mask, max_steps,
+    on_failure), the other arguments and the errors are those of :func:`kinetic_step`.
     """
     means = [mean]
     for _ in range(require_count("steps", steps)):
@@ -468,15 +468,15 @@ def steady_state(
     mask: Tensor | None = None,
     **options: Any,
 ) -> Solution:
-    """Means that a step leaves as they are, ``m = kinetic_step(m, field, couplings)``, differentiably.
+    """Solve for steady means ``m = kinetic_step(m, field, couplings)``, differentiably.
 
     Args:
-        field, couplings, site, closure, mask: as for :func:`kinetic_step`.
-        start: the first means (B, N, d); None: those of the sites in the field alone.
-        options: of :func:`fixed_point`: solver, tolerance, max_steps, adjoint, on_failure, ...
+        field, couplings, site, closure, mask: see :func:`kinetic_step`.
+        start: initial means (B, N, d); None for those of uncoupled sites.
+        options: options of :func:`fixed_point`: solver, tolerance, max_steps, adjoint, on_failure, ...
 
     Returns:
-        A :class:`Solution`, whose ``value`` are the means (B, N, d). Gradients reach field, couplings
+        A :class:`Solution` with the means (B, N, d) as ``value``. Gradients reach field, couplings
         and the site's parameters by the implicit function theorem.
 
     Raises:
@@ -488,7 +488,7 @@ def steady_state(
     if start is None:
         with torch.no_grad(), without_autocast(field.device.type):
             law = law_of(site, field.shape[-1])
-            known = torch.where(field.isfinite(), field.detach(), 0.0)  # else at a masked site
+            known = torch.where(field.isfinite(), field.detach(), 0.0)  # masked sites may be NaN
             start = law.mean(as_wide(known)).to(field.dtype)
     else:
         check_finite(start=start)
@@ -505,7 +505,7 @@ def steady_state(
 
 
 class GlauberRun(NamedTuple):
-    """Averages over chains at every time (steps + 1, N, d), and the last spins (chains, N, d)."""
+    """Averages over chains at every time, (steps + 1, N, d), and the last spins, (chains, N, d)."""
 
     means: Tensor
     spins: Tensor
@@ -520,26 +520,26 @@ def glauber(
     site: Site,
     generator: torch.Generator | None = None,
 ) -> GlauberRun:
-    """Simulate ``steps`` of parallel dynamics in independent chains; no gradients.
+    """Simulate parallel dynamics in independent chains, without gradients.
 
-    All spins of a chain are drawn at once, from their site's distribution in the field of the spins
-    before: ``P(S_i(t)) ~ rho(S_i) exp(S_i.(x_i + sum_j J_ij S_j(t-1)))``. The average over C chains has
+    All spins of a chain are drawn at once, from their site's distribution in the field of the previous
+    spins: ``P(S_i(t)) ~ rho(S_i) exp(S_i.(x_i + sum_j J_ij S_j(t-1)))``. The average over C chains has
     a standard error of ``sqrt(variance of S_i / C)``.
 
     Args:
-        spins: S(0), (chains, N, d).
+        spins: initial spins S(0), (chains, N, d).
         field: x, (N, d).
-        couplings: J, (N, N), symmetric or not, with or without a diagonal.
-        steps: >= 1.
-        site: of the spins, with a ``sample``.
-        generator: of the draws; None: torch's global one.
+        couplings: J, (N, N), which may be asymmetric and have a diagonal.
+        steps: number of steps, >= 1.
+        site: site distribution, which must define ``sample``.
+        generator: random generator; None for the global one.
 
     Returns:
-        :class:`GlauberRun`.
+        A :class:`GlauberRun`.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        NotImplementedError: where the site has no sampler.
+        TypeError, ValueError: if an argument is invalid.
+        NotImplementedError: if the site does not define ``sample``.
 
     Source: Glauber (1963), https://doi.org/10.1063/1.1703954, with all spins at once (Little 1974,
     https://doi.org/10.1016/0025-5564(74)90031-5).

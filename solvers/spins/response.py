@@ -1,16 +1,16 @@
-r"""The response of coupled sites, and the cavity variances that follow from it, without inverses.
+r"""Compute the response of coupled sites and their cavity variances without inverting covariances.
 
 Sites with covariances ``C_i``, cavity variances ``V_i`` and couplings ``J`` have the response
-``chi = (C^-1 + V - J)^-1`` to fields. Everything here is written in the amputated response ``Q``::
+``chi = (C^-1 + V - J)^-1`` to fields. All formulas use the amputated response ``Q``::
 
     W = V - J,   Q = -W + W chi W,   chi = C + C Q C,   F = I + Q C
 
 so ``C`` may be singular (Potts sites, saturated sites, masked sites with ``C_i = 0``), and small
-``C`` lose no precision. Adaptive TAP asks for ``[chi]_ii = C_i``, which is ``Q_ii = 0``::
+``C`` lose no precision. Adaptive TAP requires ``[chi]_ii = C_i``, that is ``Q_ii = 0``::
 
     V_i <- V_i + C_i^-1 - [chi]_ii^-1 = V_i + Y_i,   Y_i = (I + Q_ii C_i)^-1 Q_ii
 
-With ``C = L L^T``, ``chi`` is positive definite where ``M = I + L^T W L = S S^T`` is, and then
+With ``C = L L^T``, ``chi`` is positive definite if ``M = I + L^T W L = S S^T`` is, and then
 ``Q = -W + Z^T Z`` with ``Z = S^-1 L^T W``: one Cholesky factorisation and one triangular solve.
 
 Shapes: ``C``, ``V`` (B, N, d, d), ``J`` (n, n) with ``n = N d``, shared by the batch; matrices (B, n, n).
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-JITTER = 8.0  # times eps times the trace is added to a covariance, so that singular ones factorise
+JITTER = 8.0  # JITTER eps trace(C) is added to a covariance, so that singular ones factorise
 
 
 def newton_step(
     residual: Tensor, covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Newton's step ``F^T r = (I + C W)^-1 r`` of the means at fixed V, and ``Y``; no derivatives.
+    """Return Newton's step ``F^T r = (I + C W)^-1 r`` of the means at fixed V, and ``Y``, detached.
 
     Both are NaN in samples where ``chi`` is not positive definite.
     """
@@ -50,14 +50,14 @@ def newton_step(
 
 
 def is_definite(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-    """(B,) bool: ``chi`` is positive definite; False where a covariance is NaN or indefinite."""
+    """Return whether ``chi`` is positive definite, (B,) bool; False if a covariance is NaN or indefinite."""
     return _factors(covariance, variance, couplings)[-1]
 
 
 def _factors(
     covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``L``, ``L^T W``, ``S`` and where they exist: (B, N, d, d), (B, n, n) twice, (B,)."""
+    """Return ``L``, ``L^T W``, ``S`` and whether they exist: (B, N, d, d), (B, n, n) twice, (B,)."""
     batch, sites, dim = covariance.shape[:3]
     site_factor, site_failed = factorise(covariance)
     interaction = interactions(variance, couplings)
@@ -70,7 +70,7 @@ def _factors(
 
 
 def factorise(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower Cholesky factors of semidefinite blocks, and where there are none: (..., d, d), (...)."""
+    """Return lower Cholesky factors (..., d, d) of semidefinite blocks, and where they fail (...)."""
     limits = torch.finfo(covariance.dtype)
     trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     ridge = torch.diag_embed(
@@ -81,7 +81,7 @@ def factorise(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interactions(variance: Tensor, couplings: Tensor) -> Tensor:
-    """``W = V - J``, (B, n, n)."""
+    """Return ``W = V - J``, (B, n, n)."""
     batch, sites, dim = variance.shape[:3]
     whole = (-couplings).expand(batch, -1, -1).clone()
     blocks = whole.view(batch, sites, dim, sites, dim).diagonal(dim1=1, dim2=3)
@@ -90,7 +90,7 @@ def interactions(variance: Tensor, couplings: Tensor) -> Tensor:
 
 
 def _correction(diagonal: Tensor, site_factor: Tensor) -> tuple[Tensor, Tensor]:
-    """``Y = Q - U^T U``, ``U = T^-1 L^T Q``, ``T T^T = I + L^T Q L``; and where that fails."""
+    """Return ``Y = Q - U^T U`` with ``U = T^-1 L^T Q``, ``T T^T = I + L^T Q L``, and where it fails."""
     rows = site_factor.mT @ diagonal
     scaled = rows @ site_factor
     scaled = scaled + torch.eye(scaled.shape[-1], dtype=scaled.dtype, device=scaled.device)
@@ -100,14 +100,14 @@ def _correction(diagonal: Tensor, site_factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks(matrix: Tensor, sites: int) -> Tensor:
-    """Diagonal blocks of (B, n, n) as (B, N, d, d)."""
+    """Return the diagonal blocks of (B, n, n) as (B, N, d, d)."""
     dim = matrix.shape[-1] // sites
     view = matrix.view(*matrix.shape[:-2], sites, dim, sites, dim)
     return view.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def without_blocks(matrix: Tensor, sites: int) -> Tensor:
-    """The same matrix with its diagonal blocks set to zero."""
+    """Return the matrix with its diagonal blocks set to zero."""
     dim = matrix.shape[-1] // sites
     outside = 1 - torch.eye(sites, dtype=matrix.dtype, device=matrix.device)
     outside = outside[:, None, :, None].expand(sites, dim, sites, dim).reshape(matrix.shape[-2:])
@@ -115,7 +115,7 @@ def without_blocks(matrix: Tensor, sites: int) -> Tensor:
 
 
 def times_blocks(matrix: Tensor, diagonal: Tensor) -> Tensor:
-    """(B, n, n) times a block-diagonal matrix (B, N, d, d)."""
+    """Multiply (B, n, n) by a block-diagonal matrix (B, N, d, d)."""
     batch, sites, dim = diagonal.shape[:3]
     columns = matrix.view(batch, sites * dim, sites, dim).transpose(1, 2) @ diagonal
     return columns.transpose(1, 2).reshape_as(matrix)
@@ -124,7 +124,7 @@ def times_blocks(matrix: Tensor, diagonal: Tensor) -> Tensor:
 def differentiable_response(
     covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``(Q, V + Y)`` with derivatives of any order; ``chi`` must be positive definite in every row.
+    """Return ``(Q, V + Y)`` with derivatives of any order; ``chi`` must be positive definite.
 
     The derivative of the cavity variances needs no factorisation. With
     ``R_ij = (I + Q_ii C_i)^-1 Q_ij`` for ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
@@ -165,8 +165,8 @@ class _Amputated(torch.autograd.Function):
 class _CouplingProbe(torch.autograd.Function):
     """Zeros (B, N, d, d) through which the gradient of the cavity variances reaches the couplings.
 
-    This node depends on J alone, so an adjoint iteration, which wants no gradient of J, skips its
-    cost. (Q, C) come in a tuple, which autograd does not track, for the backward formula.
+    This node depends only on J, so an adjoint iteration, which needs no gradient of J, skips its
+    cost. (Q, C) are passed in a tuple, which autograd does not track, for the backward formula.
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ class _CouplingProbe(torch.autograd.Function):
 
 
 class _CavityVariance(torch.autograd.Function):
-    """(Q, C, V, probe) -> V + Y; the gradient through Q is part of the formula, so Q itself gets none."""
+    """(Q, C, V, probe) -> V + Y; the formula includes the gradient through Q, so Q receives none."""
 
     @staticmethod
     def forward(
@@ -217,7 +217,7 @@ class _CavityVariance(torch.autograd.Function):
         cotangent = inverse.mT @ cotangent @ inverse
         if torch.is_grad_enabled():
             others = without_blocks(amputated, sites)
-        else:  # every adjoint iteration comes here
+        else:  # the case of every adjoint iteration
             if ctx.others is None:
                 ctx.others = without_blocks(amputated, sites)
             others = ctx.others
@@ -229,7 +229,7 @@ class _CavityVariance(torch.autograd.Function):
 
 
 def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
-    """``(I + X)^-1`` for a known ``Y' = I - (I + X)^-1``: each Newton step carries one derivative."""
+    """Return ``(I + X)^-1`` for a known ``Y' = I - (I + X)^-1``; each Newton step adds one derivative."""
     unit = torch.eye(shift.shape[-1], dtype=shift.dtype, device=shift.device)
     guess = unit - inverse_shift.detach()
     for _ in range(2 if torch.is_grad_enabled() else 0):
@@ -240,7 +240,7 @@ def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
 def linear_response(
     covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``chi = C + C Q C`` (B, N, d, N, d), ``C`` alone where it is not positive definite, (B,) bool."""
+    """Return ``chi = C + C Q C`` (B, N, d, N, d), or ``C`` if it is not positive definite, (B,) bool."""
     sites = covariance.shape[1]
     with torch.no_grad():
         definite = is_definite(covariance, variance, couplings)
@@ -253,7 +253,7 @@ def linear_response(
 
 
 def log_det(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-    """``log det(I + C W)`` (B,), with derivatives of any order; ``chi`` must be positive definite."""
+    """Return ``log det(I + C W)`` (B,) with derivatives of any order; ``chi`` must be positive definite."""
     interaction = interactions(variance, couplings)
     product = covariance @ interaction.view(*covariance.shape[:3], -1)
     unit = torch.eye(len(couplings), dtype=couplings.dtype, device=couplings.device)

@@ -1,4 +1,4 @@
-r"""Spins on spheres in many dimensions: the saddle point of their Lagrange multipliers.
+r"""Saddle point of spins on spheres in many dimensions.
 
 For vectors of length ``sqrt d`` with scalar couplings K, the constraints ``|S_i|^2 = d`` written as Gaussian
 integrals over multipliers ``Lambda_i`` leave, for large d, the minimum of a strictly convex function::
@@ -29,26 +29,26 @@ from solvers.spins.inputs import (
     zero_masked,
 )
 
-ENOUGH = 1e-4  # share of the decrease that the slope promises, which a step must keep
-SHORT = 0.5  # of the way to the border of the domain: below it Newton's step is made whole
-SHORTEST = 2.0**-40  # share of Newton's step below which nothing is gained
+ENOUGH = 1e-4  # share of the predicted decrease that a step must achieve (Armijo)
+SHORT = 0.5  # share of the way to the border of the domain below which Newton's step is full
+SHORTEST = 2.0**-40  # smallest share of Newton's step
 
 
 @dataclass(frozen=True)
 class SaddleSolution:
-    """What :func:`spherical_saddle` finds, B models of N spins in d dimensions.
+    """Result of :func:`spherical_saddle` for B models of N spins in d dimensions.
 
     Attributes:
-        multiplier: (B, N) ``Lambda``, or (B, 1) where all sites share one; 1 of masked sites, and of
-            samples without others. Rounded to the dtype of the field: in half precision it is no
-            multiplier from which the other results could be computed again.
+        multiplier: (B, N) ``Lambda``, or (B, 1) if all sites share one; 1 at masked sites and in samples
+            without unmasked ones. It is rounded to the dtype of the field; in half precision it is too
+            inaccurate to recompute the other results.
         mean: (B, N, d) ``<S_i> = X x``.
         response: (B, N, N) ``X = (Lambda - K)^-1``: ``<S_i.S_j> - <S_i>.<S_j> = d X_ij``.
         log_partition: (B,) ``log Z``, at least float32; 0 without couplings and fields.
         status: (B,) int64, values of :class:`solvers.Status`.
-        residual: (B,) largest ``|<|S_i|^2> / d - 1|``, of the mean over the unmasked sites where they
+        residual: (B,) largest ``|<|S_i|^2> / d - 1|``, or that of the mean over the unmasked sites if they
             share a multiplier.
-        evaluations: (B,) int64, factorisations of ``Lambda - K``.
+        evaluations: (B,) int64, number of factorisations of ``Lambda - K``.
     """
 
     multiplier: Tensor
@@ -61,7 +61,7 @@ class SaddleSolution:
 
     @property
     def converged(self) -> Tensor:
-        """(B,) bool."""
+        """Whether each sample converged, (B,) bool."""
         return self.status == Status.CONVERGED
 
 
@@ -76,7 +76,7 @@ def spherical_saddle(
     max_steps: int = 100,
     on_failure: str = "warn",
 ) -> SaddleSolution:
-    r"""Means, correlations and free energies of O(d) spins with scalar couplings, exact for large d.
+    r"""Compute means, correlations and free energies of O(d) spins with scalar couplings for large d.
 
     For ``P(S) ~ exp(1/2 sum_ij K_ij S_i.S_j + sum_i x_i.S_i)``, spins uniform on ``|S_i|^2 = d``, minimise
     ``Phi`` over the multipliers ``Lambda`` (:mod:`solvers.spins.saddle`); then ``log Z = Phi`` and::
@@ -84,33 +84,33 @@ def spherical_saddle(
         <S_i> = m_i,   <S_i.S_j> - m_i.m_j = d X_ij,
         d log Z / dx_i = m_i,   d log Z / dK_ij = m_i.m_j + d X_ij
 
-    ``couplings.grad[i, j]`` holds half of ``d log Z / dK_ij``, for a pair counts once and has two
-    entries. The relative error is O(1/d) at a fixed N. It is what adaptive TAP finds with
-    ``SphericalSite(large_dimension=True)`` up to O(1/d), at a cost of O(N^3 + N^2 d) in place of
-    O(N^3 d^3). ``Phi`` is strictly convex, so there is one solution; damped Newton steps find it within
+    ``couplings.grad[i, j]`` is half of ``d log Z / dK_ij``, because each pair has two entries. The relative
+    error is O(1/d) for fixed N. The results agree with adaptive TAP with
+    ``SphericalSite(large_dimension=True)`` up to O(1/d), at a cost of O(N^3 + N^2 d) instead of
+    O(N^3 d^3). ``Phi`` is strictly convex and has one minimum, which damped Newton steps approach within
     the domain ``Lambda - K > 0``. Gradients of any order reach couplings and field.
 
     Args:
-        couplings: ``K`` (N, N), or (B, N, N) for a model of each sample; symmetric, zero diagonal. The
-            gradient has the same symmetry and the same zeros.
-        field: ``x`` (B, N, d), dtype and device like ``couplings``.
-        per_site: False: one multiplier for all sites, the spherical model, which fixes
-            ``sum_i |S_i|^2 = N d`` alone, N the number of unmasked sites.
-        mask: (B, N) bool, False for masked sites: they influence no other, their results are zero
-            (their multipliers 1).
-        tolerance: of the constraints, ``|<|S_i|^2> / d - 1| <= rtol``; None: 1e-10 in float64, 1e-5 in
-            float32.
-        max_steps: factorisations per sample, an upper bound. Couplings of order 1 take about ten, those
-            of a size of 1e4 with weak fields up to several hundred; from 1e6 on rounding in float64
-            forbids the default tolerance.
-        on_failure: "warn", "raise" or "ignore" about samples that did not converge.
+        couplings: ``K`` (N, N), or (B, N, N) for one model per sample, symmetric with zero diagonal. The
+            gradient has the same symmetry and zeros.
+        field: ``x`` (B, N, d) with the dtype and device of ``couplings``.
+        per_site: whether each site has its own multiplier. False gives the spherical model, with one
+            multiplier and the constraint ``sum_i |S_i|^2 = N d`` over the N unmasked sites.
+        mask: (B, N) bool, False for masked sites, which do not influence others and have zero results
+            and multiplier 1.
+        tolerance: tolerance of the constraints, ``|<|S_i|^2> / d - 1| <= rtol``; None for 1e-10 in float64
+            and 1e-5 in float32.
+        max_steps: maximum number of factorisations per sample. Couplings of order 1 need about ten,
+            couplings of order 1e4 with weak fields several hundred; from 1e6 on, rounding in float64
+            prevents the default tolerance.
+        on_failure: "warn", "raise" or "ignore" samples that did not converge.
 
     Returns:
-        A :class:`SaddleSolution`. A sample that did not converge returns its best multipliers, with
-        ``Status.MAX_STEPS``, or ``Status.STALLED`` where rounding forbids a further step.
+        A :class:`SaddleSolution`. A sample that did not converge has its best multipliers and the status
+        ``Status.MAX_STEPS``, or ``Status.STALLED`` if rounding prevents further steps.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: if an argument is invalid.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Example:
@@ -144,7 +144,7 @@ def spherical_saddle(
 def _moments(
     multiplier: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, response and log Z at the saddle, differentiable."""
+    """Return the differentiable mean, response and log Z at the saddle point."""
     _, sites, dim = x.shape
     whole = _of_sites(multiplier, sites, mask)
     factor, response = _inverse(whole, k)
@@ -158,35 +158,35 @@ def _moments(
 
 
 def _of_sites(multiplier: Tensor, sites: int, mask: Tensor | None) -> Tensor:
-    """(B, N): the multiplier of every site, 1 at masked ones, which without couplings and fields is theirs.
+    """Return the multiplier of every site, (B, N), which is 1 at masked sites.
 
-    With it they meet the constraint and add nothing to ``Phi``.
+    With it an uncoupled site without field satisfies the constraint and adds nothing to ``Phi``.
     """
     whole = multiplier.expand(-1, sites)
     return whole if mask is None else torch.where(mask, whole, 1.0)
 
 
 def _inverse(multiplier: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Cholesky factor of ``Lambda - K`` and ``X``; (B, N, N) both."""
+    """Return the Cholesky factor of ``Lambda - K`` and ``X``, (B, N, N) both."""
     factor, _ = torch.linalg.cholesky_ex(torch.diag_embed(multiplier) - k)
     unit = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     return factor, torch.cholesky_solve(unit.expand_as(k), factor)
 
 
 def _hessian(response: Tensor, overlaps: Tensor, per_site: bool, mask: Tensor | None) -> Tensor:
-    """Hessian of ``Phi / d`` by the multipliers, (B, N, N) or (B, 1, 1); overlaps are ``m m^T / d``."""
+    """Return the Hessian of ``Phi / d``, (B, N, N) or (B, 1, 1); overlaps are ``m m^T / d``."""
     whole = response * (response / 2 + overlaps)
     if per_site:
         return whole
     common = zero_masked(whole, mask).sum((1, 2), keepdim=True)
-    # A sample without sites has a multiplier that nothing depends on: any number but 0 will do.
+    # The multiplier of a sample without sites is arbitrary, so its Hessian may be any nonzero number.
     return common if mask is None else common + (~mask.any(1)).to(common.dtype)[:, None, None]
 
 
 class _Multiplier(torch.autograd.Function):
-    """(K, x) -> the multipliers of the saddle, which were found before; derivatives of any order.
+    """(K, x) -> given multipliers of the saddle point, with derivatives of any order.
 
-    Along a change of K and x the gradient of ``Phi`` stays zero: ``H dLambda = -d(grad Phi)``.
+    The gradient of ``Phi`` remains zero when K and x change: ``H dLambda = -d(grad Phi)``.
     """
 
     @staticmethod
@@ -216,14 +216,13 @@ class _Multiplier(torch.autograd.Function):
 def _search(
     k: Tensor, x: Tensor, per_site: bool, mask: Tensor | None, rtol: float, max_steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Multipliers, status, residual and evaluations: damped Newton steps, every sample for itself.
+    """Return multipliers, status, residual and evaluations of damped Newton steps for each sample.
 
-    Each evaluation of ``Phi / d`` is at a trial point ``Lambda + t p``: where it lies in the domain and
-    ``Phi`` has fallen enough, it becomes the sample's point, with a new Newton step p; elsewhere t is
-    halved.
+    Each evaluation of ``Phi / d`` is at a trial point ``Lambda + t p``. If it lies in the domain and
+    ``Phi`` has decreased enough, it is accepted, with a new Newton step p; otherwise t is halved.
     """
     batch, sites, dim = x.shape
-    gram = x @ x.mT / dim  # all that is needed of the fields
+    gram = x @ x.mT / dim  # the fields enter through it only
     square = gram.diagonal(dim1=1, dim2=2)
     # Uncoupled spins have Lambda = (1 + sqrt(1 + 4 |x|^2 / d)) / 2; the rows of K make it dominant.
     # It is 1 at masked sites and at least 1 at others.
@@ -243,7 +242,7 @@ def _search(
         overlaps = response @ gram @ response
         log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
         found = (whole.sum(1) - log_det - sites + (response * gram).flatten(1).sum(1)) / 2
-        spare = 1 - (response + overlaps).diagonal(dim1=1, dim2=2)  # of |S_i|^2 / d, 0 if masked
+        spare = 1 - (response + overlaps).diagonal(dim1=1, dim2=2)  # 1 - |S_i|^2 / d, 0 if masked
         if per_site:
             gradient, miss = spare / 2, spare.abs().amax(1)
         else:
@@ -251,7 +250,7 @@ def _search(
             unmasked = sites if mask is None else mask.sum(1).clamp(min=1)
             miss = (spare.sum(1) / unmasked).abs()
         fallen = found <= value + ENOUGH * share * slope
-        # Where Phi is the same to rounding, the gradient says whether the step was good.
+        # If Phi is unchanged up to rounding, the gradient decides whether to accept the step.
         noise = 32 * torch.finfo(x.dtype).eps * (sites + whole.abs().sum(1) + log_det.abs())
         better = torch.where((found - value).abs() <= noise, miss < residual, fallen)
         good = active & (failed == 0) & found.isfinite() & better
@@ -263,7 +262,7 @@ def _search(
         descent = torch.where((singular == 0).unsqueeze(1), descent, -gradient)
         step = torch.where(good.unsqueeze(1), descent, step)
         slope = torch.where(good, (gradient * descent).sum(1), slope)
-        # How far the step goes towards the border of the domain, were there no couplings.
+        # Share of the way to the border of the domain, ignoring couplings.
         size = -zero_masked(step * response.diagonal(dim1=1, dim2=2), mask).amin(1)
         first = torch.where(size < SHORT, 1.0, 1 / (1 + size))
         share = torch.where(good, first, torch.where(active, share / 2, share))

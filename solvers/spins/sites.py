@@ -1,6 +1,6 @@
-"""Sites: the distribution of one spin in a field and a cavity variance.
+"""Distributions of one spin in a field and a cavity variance.
 
-:class:`Site` is the interface; below it Ising, Potts, Gaussian, spherical and torus sites.
+:class:`Site` is the interface of the Ising, Potts, Gaussian, spherical and torus sites.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ class Site(nn.Module):
         log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S) dS
         mean = d log Z / dh,   covariance = d^2 log Z / dh^2
 
-    A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
-    differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
-    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``; it refuses
-    states that ``takes`` denies. The free energies of coupled sites need ``log Z`` with all that
-    depends on V, also what no moment shows.
+    A subclass must define ``log_partition``; mean and covariance are then computed by automatic
+    differentiation (d + 1 backward passes), to any order. Parameters of the module receive gradients.
+    :func:`solvers.gibbs` also needs ``sample`` and, if the sites differ, ``at``; it rejects states for
+    which ``takes`` is False. The free energies of coupled sites need ``log Z`` with all terms that
+    depend on V, including those that do not change the moments.
 
-    The class attribute ``values`` are the values of S in words, for messages.
+    The class attribute ``values`` describes the values of S in error messages.
 
-    Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
-    ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
-    normalised ``log_partition`` is NaN or infinite; the solver rejects such a step.
+    Shapes: ``field`` (B, N, d), symmetric ``variance`` (B, N, d, d) -> ``log_partition`` (B, N),
+    ``mean`` (B, N, d), ``covariance`` (B, N, d, d), with independent sites. If a site cannot be
+    normalised, ``log_partition`` is NaN or infinite and the solver rejects the step.
     """
 
     values: ClassVar[str] = "vectors"
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
-        """``log Z`` of every site, (B, N)."""
+        """Return ``log Z`` of every site, (B, N)."""
         raise NotImplementedError(
             f"{type(self).__name__} must define log_partition(field, variance)"
         )
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        """``d log Z / dh``, (B, N, d)."""
+        """Return ``d log Z / dh``, (B, N, d)."""
         return self._derivatives(field, variance, 1)[0]
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
-        """``d^2 log Z / dh^2``, (B, N, d, d)."""
+        """Return ``d^2 log Z / dh^2``, (B, N, d, d)."""
         return self.moments(field, variance)[1]
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and covariance in one evaluation."""
+        """Return mean and covariance from one evaluation."""
         if type(self).mean is not Site.mean and type(self).covariance is not Site.covariance:
             return self.mean(field, variance), self.covariance(field, variance)
         mean, covariance = self._derivatives(field, variance, 2)
         return mean, covariance
 
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """A draw of every site from ``rho(S) exp(h.S)``, (..., N, d) as the field; no gradients."""
+        """Draw every site from ``rho(S) exp(h.S)``, (..., N, d) like the field, without gradients."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot draw samples: it must define sample(field, generator)"
         )
 
     def at(self, index: int) -> Site:
-        """The distribution of site ``index`` alone; itself, unless the sites differ."""
+        """Return the distribution of site ``index``, which is ``self`` unless the sites differ."""
         return self
 
     def takes(self, states: Tensor) -> Tensor:
-        """(...) bool: ``states`` (..., d) are values of S, up to rounding; True unless a site says more."""
+        """Return whether ``states`` (..., d) are values of S up to rounding, (...) bool."""
         return states.new_ones(states.shape[:-1], dtype=torch.bool)
 
     def _derivatives(self, field: Tensor, variance: Tensor, order: int) -> list[Tensor]:
-        """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""
+        """Return mean and, for ``order`` 2, covariance by autograd; NaN where log Z is not finite."""
         outer = torch.is_grad_enabled()
         with recording():
             point, variance = ordinary(field), ordinary(variance)
@@ -100,7 +100,7 @@ class Site(nn.Module):
         return found if outer else [tensor.detach() for tensor in found]
 
     def _value(self, point: Tensor, variance: Tensor) -> Tensor:
-        """``log Z``, which a user may have written, checked."""
+        """Return ``log Z`` after checking the implementation of a subclass."""
         value = self.log_partition(point, variance)
         name = f"log_partition of {type(self).__name__}"
         if not isinstance(value, Tensor) or value.shape != point.shape[:-1]:
@@ -108,12 +108,12 @@ class Site(nn.Module):
             shape = tuple(point.shape[:-1])
             raise ValueError(f"{name} must return one number per site, shape {shape}, got {came}")
         if not value.requires_grad:
-            raise ValueError(f"{name} does not depend on the field, or not differentiably")
+            raise ValueError(f"{name} must be a differentiable function of the field")
         return value
 
 
 def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
-    """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
+    """Return the symmetrised Jacobian ``d mean / d point``, (B, N, d, d), computed row by row."""
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
     options: dict[str, Any] = {
@@ -163,7 +163,7 @@ class IsingSite(Site):
         return torch.where(drawn < up, 1.0, -1.0).to(field.dtype)
 
     def takes(self, states: Tensor) -> Tensor:
-        """+1 or -1."""
+        """Return where the states are +1 or -1."""
         return (states.abs() == 1).all(-1)
 
 
@@ -173,7 +173,7 @@ class PottsSite(Site):
         log Z = lse(h + diag(V)/2) - log d,   mean = softmax(h + diag(V)/2),
         covariance = diag(mean) - mean mean^T
 
-    The covariance is singular along (1, ..., 1); no solver needs its inverse.
+    The covariance is singular along (1, ..., 1), but no solver needs its inverse.
     """
 
     values: ClassVar[str] = "one-hot"
@@ -189,27 +189,27 @@ class PottsSite(Site):
         products = mean.unsqueeze(-1) * mean.unsqueeze(-2)
         unit = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
         outside = products * (1 - unit)
-        # m_a (1 - m_a) as a sum over the other states: exact also where m_a is 1 to rounding.
+        # m_a (1 - m_a) as a sum over the other states is exact even if m_a rounds to 1.
         return mean, torch.diag_embed(outside.sum(-1)) - outside
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """State a with probability ``softmax(h)_a``, one-hot."""
+        """Draw state a with probability ``softmax(h)_a``, one-hot."""
         with without_autocast(field.device.type):
             states = draw_states(as_wide(field).movedim(-1, 0), generator)
         return F.one_hot(states, field.shape[-1]).to(field.dtype)
 
     def takes(self, states: Tensor) -> Tensor:
-        """One-hot."""
+        """Return where the states are one-hot."""
         return ((states == 0) | (states == 1)).all(-1) & (states.sum(-1) == 1)
 
 
 def draw_states(logits: Tensor, generator: Generator | None) -> Tensor:
-    """States (...) with probabilities ``softmax(logits)`` over dim 0 of (d, ...), by inversion."""
+    """Draw states (...) with probabilities ``softmax(logits)`` over dim 0 of (d, ...), by inversion."""
     reached = (logits - logits.amax(0)).exp_().cumsum(0)
     like = {"generator": generator, "dtype": logits.dtype, "device": logits.device}
     drawn = torch.rand(logits.shape[1:], **like)
-    # "<=" and a last state that is not compared: a state without weight is never drawn.
+    # "<=" without comparing the last state never draws a state of zero weight.
     return (reached[:-1] <= drawn * reached[-1]).sum(0)
 
 
@@ -219,7 +219,7 @@ def _logits(field: Tensor, variance: Tensor) -> Tensor:
 
 def _check_scalar(field: Tensor) -> None:
     if (dim := field.shape[-1]) != 1:
-        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")
+        raise ValueError(f"IsingSite needs spins with one component, d = 1, got d = {dim}")
 
 
 class GaussianSite(Site):
@@ -232,10 +232,10 @@ class GaussianSite(Site):
 
     Args:
         covariance: ``Sigma``, (d, d) or (N, d, d), symmetric positive definite. A ``nn.Parameter`` is
-            registered as one, another tensor as a buffer; gradients reach both.
+            registered as a parameter, another tensor as a buffer; both receive gradients.
 
     Raises:
-        TypeError, ValueError: for another shape or dtype, or a matrix that is not a covariance.
+        TypeError, ValueError: if the shape or dtype is invalid or the matrix is not a covariance.
     """
 
     sigma: Tensor
@@ -268,7 +268,7 @@ class GaussianSite(Site):
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """``Sigma h + A e``, e standard normal."""
+        """Draw ``Sigma h + A e`` with standard normal e."""
         with without_autocast(field.device.type):
             h = as_wide(field)
             drawn = torch.randn(h.shape, generator=generator, dtype=h.dtype, device=h.device)
@@ -277,19 +277,19 @@ class GaussianSite(Site):
             return (half @ inner).squeeze(-1).to(field.dtype)
 
     def at(self, index: int) -> GaussianSite:
-        """The Gaussian of site ``index`` alone."""
+        """Return the Gaussian of site ``index``."""
         return self if self.sigma.dim() == 2 else GaussianSite(self.sigma[index].detach())
 
     def _sigma_for(self, field: Tensor) -> Tensor:
         sigma, (sites, dim) = self.sigma.to(field.dtype), field.shape[-2:]
         if sigma.shape[-1] != dim or (sigma.dim() == 3 and len(sigma) != sites):
             raise ValueError(
-                f"covariance {tuple(sigma.shape)} does not fit sites (N, d) = {(sites, dim)}"
+                f"covariance must suit sites (N, d) = {(sites, dim)}, got {tuple(sigma.shape)}"
             )
         return sigma
 
     def _factors(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """``A`` and the Cholesky factor of ``I - A^T V A``, NaN where that is indefinite."""
+        """Return ``A`` and the Cholesky factor of ``I - A^T V A``, NaN where it is indefinite."""
         half, _ = torch.linalg.cholesky_ex(self._sigma_for(field))
         unit = torch.eye(field.shape[-1], dtype=half.dtype, device=half.device)
         factor, failed = torch.linalg.cholesky_ex(unit - half.mT @ variance @ half)
@@ -302,7 +302,7 @@ class GaussianSite(Site):
 def _check_covariance(covariance: object) -> None:
     if not isinstance(covariance, Tensor) or not covariance.is_floating_point():
         what = covariance.dtype if isinstance(covariance, Tensor) else type(covariance)
-        raise TypeError(f"covariance must be a floating tensor (d, d) or (N, d, d), got {what}")
+        raise TypeError(f"covariance must be a floating-point tensor ([N,] d, d), got {what}")
     if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
         raise ValueError(
             f"covariance must have the shape (d, d) or (N, d, d), got {tuple(covariance.shape)}"
@@ -316,20 +316,20 @@ def _check_covariance(covariance: object) -> None:
 
 
 def draw_directions(field: Tensor, generator: Generator | None) -> Tensor:
-    r"""Unit vectors (K, d) with densities ``exp(field.u)``, d >= 2, by Wood's rejection.
+    r"""Draw unit vectors (K, d) with densities ``exp(field.u)``, d >= 2, by Wood's rejection sampling.
 
-    A uniform direction g has the component t along the field and, independent of t, a uniform direction
+    A uniform direction g has the component t along the field and an independent uniform direction
     across it. With ``k = |field|`` and ``b = (d-1) / (2k + sqrt(4k^2 + (d-1)^2))`` the proposal is::
 
         w = ((1+b) t + 1-b) / ((1-b) t + 1+b)
 
     along the field; it is accepted with probability ``exp(k w + (d-1) log(1 - x w) - c)``, where
-    ``x = (1-b)/(1+b)`` and c is the maximum of the rest. About two thirds of the proposals or more are
-    accepted, for any d and k.
+    ``x = (1-b)/(1+b)`` and c is the maximum of the other terms. At least about two thirds of the proposals
+    are accepted, for any d and k.
     """
     size = field.norm(dim=-1)
     axis = torch.zeros_like(field)
-    axis[:, 0] = 1.0  # any direction, where there is no field
+    axis[:, 0] = 1.0  # an arbitrary direction without a field
     axis = torch.where((size > 0).unsqueeze(-1), field / size.unsqueeze(-1), axis)
     found = torch.full_like(field, torch.nan)
     rows = torch.nonzero(field.isfinite().all(-1)).flatten()  # NaN stays NaN
@@ -341,18 +341,18 @@ def draw_directions(field: Tensor, generator: Generator | None) -> Tensor:
 
 
 def _propose(axis: Tensor, size: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
-    """Proposals (K, d) and which are accepted (K,)."""
+    """Return proposals (K, d) and whether they are accepted (K,)."""
     like = {"generator": generator, "dtype": axis.dtype, "device": axis.device}
     normal, uniform = torch.randn(axis.shape, **like), torch.rand(size.shape, **like)
     rest = axis.shape[-1] - 1
     along = (normal * axis).sum(-1)
     across = normal - along.unsqueeze(-1) * axis
-    across = across - (across * axis).sum(-1, keepdim=True) * axis  # again: rounding
+    across = across - (across * axis).sum(-1, keepdim=True) * axis  # again, against rounding
     t = along / normal.norm(dim=-1)
     b = rest / (2 * size + torch.hypot(2 * size, torch.full_like(size, float(rest))))
     below = b * (1 - t) / ((1 + b) + (1 - b) * t) * 2  # 1 - w, without cancellation
     w = 1 - below
-    # Differences of 1 - w and 1 - x, not of w and x: they keep their digits in strong fields.
+    # Differences of 1 - w and 1 - x, unlike those of w and x, keep their digits in strong fields.
     x, gap = (1 - b) / (1 + b), 2 * b / (1 + b)
     ratio = (below + w * gap) / (gap * (1 + x))
     accepted = size * (gap - below) + rest * ratio.log() >= uniform.log()
@@ -361,27 +361,27 @@ def _propose(axis: Tensor, size: Tensor, generator: Generator | None) -> tuple[T
     return w.unsqueeze(-1) * axis + radial.unsqueeze(-1) * direction, accepted
 
 
-ROUNDED = 0.01  # share of its length by which a given spin may miss the sphere
+ROUNDED = 0.01  # relative deviation of a given spin's length from the radius that is accepted
 
 
 class SphericalSite(Site):
-    r"""``|S| = radius``, uniform on the sphere in d dimensions.
+    r"""Uniform distribution on the sphere ``|S| = radius`` in d dimensions.
 
     For V = 0, with ``t = radius |h|``::
 
         mean = radius I_{d/2}(t) / I_{d/2-1}(t) h / |h|
 
-    An isotropic V drops out. Any other V makes this a Fisher-Bingham distribution, computed by a
-    quadrature that is stable in any field and dimension (:mod:`solvers.spins.spheres`), at the cost of
-    one eigendecomposition of V per site.
+    An isotropic V drops out. Other V give a Fisher-Bingham distribution, computed by a quadrature that
+    is stable for all fields and dimensions (:mod:`solvers.spins.spheres`), at the cost of one
+    eigendecomposition of V per site.
 
-    With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,
+    ``large_dimension=True`` replaces the integral by its saddle point: ``mean = X h``,
     ``X = (lambda - V)^-1``, ``lambda`` from ``tr X + |X h|^2 = radius^2``. For V = 0 and radius
     ``sqrt d`` this is ``mean = 2 h / (1 + sqrt(1 + 4 |h|^2 / d))``; the relative error is O(1/d).
 
     Args:
-        radius: > 0; None: ``sqrt d``.
-        large_dimension: use the saddle point.
+        radius: radius > 0; None for ``sqrt d``.
+        large_dimension: whether to use the saddle point.
 
     ``log_partition`` is 0 at ``h = 0, V = 0``.
 
@@ -416,7 +416,7 @@ class SphericalSite(Site):
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """A draw from the sphere itself (also with ``large_dimension``), by Wood's rejection.
+        """Draw from the sphere (also with ``large_dimension``) by Wood's rejection sampling.
 
         Source: Wood (1994), "Simulation of the von Mises Fisher distribution",
         https://doi.org/10.1080/03610919408813161.
@@ -428,12 +428,12 @@ class SphericalSite(Site):
         return drawn.view_as(field).to(field.dtype)
 
     def takes(self, states: Tensor) -> Tensor:
-        """Of the length ``radius``, up to 1 %, as after rounding to half precision."""
+        """Return where the states have the length ``radius`` up to 1 %, the rounding of half precision."""
         radius = math.sqrt(self.squared_radius(states.shape[-1]))
         return (states.norm(dim=-1) - radius).abs() <= ROUNDED * radius
 
     def squared_radius(self, dim: int) -> float:
-        """``radius^2`` in d dimensions, >= 2."""
+        """Return ``radius^2`` in d >= 2 dimensions."""
         if dim < 2:
             raise ValueError(f"SphericalSite needs d >= 2, got d = {dim}; use IsingSite")
         return float(dim) if self.radius is None else float(self.radius) ** 2
@@ -443,12 +443,12 @@ class SphericalSite(Site):
 
 
 def _unless_zero(variance: Tensor) -> Tensor | None:
-    """None for a V of zeros that needs no gradient: no eigendecomposition then."""
+    """Return None for a zero V that needs no gradient, which avoids an eigendecomposition."""
     return None if variance.device.type == "cpu" and _is_zero(variance) else variance
 
 
 def _is_zero(variance: Tensor) -> bool:
-    """V is zero and needs no gradient; entries of an expanded one are looked at once."""
+    """Return whether V is zero and needs no gradient; an expanded entry is read once."""
     for dim, stride in enumerate(variance.stride()):
         if stride == 0 and variance.shape[dim] > 1:
             variance = variance.narrow(dim, 0, 1)
@@ -456,9 +456,9 @@ def _is_zero(variance: Tensor) -> bool:
 
 
 def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log Z up to a constant, mean and covariance at the saddle point ``lambda``.
+    """Return log Z up to a constant, mean and covariance at the saddle point ``lambda``.
 
-    ``covariance = X - 2 (X^2 h)(X^2 h)^T / (tr X^2 + 2 h^T X^3 h)``, as lambda moves with h.
+    ``covariance = X - 2 (X^2 h)(X^2 h)^T / (tr X^2 + 2 h^T X^3 h)``, because lambda depends on h.
     """
     with torch.no_grad():
         eigenvalues, basis = eigen(variance)
@@ -467,7 +467,7 @@ def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor
         gap = saddle_point(levels.expand_as(squared), squared, rho)
         multiplier = 2 * (levels.amax(-1) + gap.amin(-1))
     if torch.is_grad_enabled():
-        for _ in range(2):  # Newton steps at the solution carry its derivatives, one order each
+        for _ in range(2):  # each Newton step at the solution adds one order of derivatives
             _, spread, mean, _, slope = _at(multiplier, field, variance)
             size = spread.diagonal(dim1=-2, dim2=-1).sum(-1) + mean.square().sum(-1)
             multiplier = multiplier + (size - rho) / slope
@@ -479,7 +479,7 @@ def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor
 
 
 def _at(multiplier: Tensor, field: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
-    """Cholesky factor of ``lambda - V``, ``X``, ``X h``, ``X^2 h`` and ``tr X^2 + 2 h^T X^3 h``."""
+    """Return the Cholesky factor of ``lambda - V``, ``X``, ``X h``, ``X^2 h``, ``tr X^2 + 2 h^T X^3 h``."""
     unit = torch.eye(field.shape[-1], dtype=field.dtype, device=field.device)
     factor, _ = torch.linalg.cholesky_ex(multiplier[..., None, None] * unit - variance)
     spread = torch.cholesky_inverse(factor)
@@ -489,21 +489,21 @@ def _at(multiplier: Tensor, field: Tensor, variance: Tensor) -> tuple[Tensor, ..
 
 
 class TorusSite(Site):
-    r"""c unit circles, uniform: ``S = (cos a_1, sin a_1, ..., cos a_c, sin a_c)``, d = 2c, ``|S|^2 = c``.
+    r"""Uniform on c circles: ``S = (cos a_1, sin a_1, ..., cos a_c, sin a_c)``, d = 2c, ``|S|^2 = c``.
 
-    Every circle is a von Mises distribution of its own; with ``h_k`` the two components of the field on
-    circle k, and ``r_k = |h_k|``::
+    Each circle has an independent von Mises distribution. With ``h_k`` the two components of the field on
+    circle k and ``r_k = |h_k|``::
 
         log Z = sum_k log I_0(r_k),   mean_k = I_1(r_k) / I_0(r_k) h_k / r_k
 
-    That is so at V = 0, as in the naive mean field; there is no closed form for a V that couples circles,
-    and for one circle alone ``SphericalSite(1.0)`` takes any.
+    These hold at V = 0, as in the naive mean field. There is no closed form for a V that couples circles;
+    for a single circle ``SphericalSite(1.0)`` supports any V.
 
     Args:
-        circles: c; None: d / 2.
+        circles: number of circles c; None for d / 2.
 
     Raises:
-        ValueError: if the field has not 2c components; for a V that is not zero.
+        ValueError: if the field does not have 2c components or V is not zero.
 
     ``log_partition`` is 0 at ``h = 0``.
 
@@ -530,22 +530,22 @@ class TorusSite(Site):
         return torch.einsum("...kab,kl->...kalb", blocks, unit).flatten(-4, -3).flatten(-2)
 
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """Angles of von Mises distributions, drawn circle by circle."""
+        """Draw angles of von Mises distributions for each circle."""
         return self.circle.sample(self._parts(field).flatten(-3, -2), generator).view(field.shape)
 
     def takes(self, states: Tensor) -> Tensor:
-        """Of length 1 on every circle."""
+        """Return where the states have length 1 on every circle."""
         return self.circle.takes(self._parts(states)).all(-1)
 
     def _parts(self, field: Tensor, variance: Tensor | None = None) -> Tensor:
-        """(..., N, c, 2)."""
+        """Return the components (..., N, c, 2) of the field on each circle."""
         dim = field.shape[-1]
         circles = dim // 2 if self.circles is None else self.circles
         if dim != 2 * circles or dim == 0:
             wanted = "an even number of" if self.circles is None else f"{2 * circles}"
-            raise ValueError(f"TorusSite takes fields of {wanted} components, got d = {dim}")
+            raise ValueError(f"TorusSite needs fields with {wanted} components, got d = {dim}")
         if variance is not None and not _is_zero(variance):
-            raise ValueError("variance must be zero for a TorusSite, got one that is not")
+            raise ValueError("variance must be zero for a TorusSite, got nonzero values")
         return field.unflatten(-1, (circles, 2))
 
     def extra_repr(self) -> str:
@@ -561,7 +561,7 @@ NAMES: dict[str, type[Site]] = {
 
 
 def read_site(value: Any) -> Site:
-    """A site, with its defaults where its class or its name ("ising") is given."""
+    """Return a site from an instance, a class or a name ("ising")."""
     if isinstance(value, str):
         if value.lower() not in NAMES:
             known = ", ".join(NAMES)

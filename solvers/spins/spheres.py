@@ -1,29 +1,28 @@
 """Integrals on spheres and circles.
 
-First the moments of ``exp(h.S + 1/2 S^T V S)`` on a sphere ``|S|^2 = rho`` (the Fisher-Bingham distribution).
-
-Written as an integral over its Lagrange multiplier, the constraint leaves a Gaussian integral::
+The first part computes the moments of ``exp(h.S + 1/2 S^T V S)`` on a sphere ``|S|^2 = rho`` (the
+Fisher-Bingham distribution). With the constraint as an integral over its Lagrange multiplier,::
 
     Z ~ int dz e^phi(z),  phi(z) = rho z - 1/2 log det(z - V/2) + 1/4 h^T (z - V/2)^-1 h
 
 along a contour right of the eigenvalues ``a_k`` of ``V/2``. The parabola ``z = t + kappa (2 i u - u^2)``
-through the saddle point ``t`` opens to the left, so that ``|e^phi|`` falls like ``exp(-rho kappa u^2)``. A
-larger kappa keeps it away from the singularities of a strong field, a smaller one bends it back before
+through the saddle point ``t`` opens to the left, so ``|e^phi|`` decays like ``exp(-rho kappa u^2)``. A
+large kappa avoids the singularities of a strong field, a small one bends the contour back before
 ``e^phi`` oscillates. With ``tau_k = t - a_k`` and the share of the field in the constraint,
-``beta_k = h_k^2 / (4 rho tau_k^2)``, ``kappa = max(min_k tau_k, max_k beta_k^2 tau_k / 4)`` does both. The
-trapezoidal rule in ``xi``, ``u = s sinh(xi)``, with ``s`` of the width of the peak, converges geometrically.
-Each node is a Gaussian with complex covariance ``X = (2z - V)^-1`` and mean ``X h``; the distribution on
-the sphere is their mixture.
+``beta_k = h_k^2 / (4 rho tau_k^2)``, ``kappa = max(min_k tau_k, max_k beta_k^2 tau_k / 4)`` achieves both.
+The trapezoidal rule in ``xi``, ``u = s sinh(xi)``, with ``s`` of the width of the peak, converges
+geometrically. Each node is a Gaussian with complex covariance ``X = (2z - V)^-1`` and mean ``X h``; the
+distribution on the sphere is their mixture.
 
-Errors of the moments in float64, radius sqrt d, d = 2 to 40: 3e-11 for random V with entries of order 1,
-4e-9 for order 10, for fields as strong and in the worst direction. For V = 0 this is Schlaefli's integral
-of the Bessel ratio, accurate to rounding at any radius and dimension.
+In float64, with radius sqrt d and d = 2 to 40, the largest error of the moments is 3e-11 for random V and
+fields of order 1 and 4e-9 for order 10. For V = 0 this is Schlaefli's integral of the Bessel ratio,
+accurate to rounding for any radius and dimension.
 
 Source: Kume and Wood (2005), "Saddlepoint approximations for the Bingham and Fisher-Bingham normalising
 constants", eq. 4, https://doi.org/10.1093/biomet/92.2.465, for the integral; Weideman and Trefethen (2007),
 https://doi.org/10.1090/S0025-5718-07-01945-X, for parabolic contours.
 
-Then unit circles in fields alone, by Bessel functions.
+The second part computes unit circles in fields by Bessel functions.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PEAK = 3.0  # s in widths of the peak
 
 @dataclass
 class Mixture:
-    """The sphere as a mixture of Gaussians in the eigenbasis of V; Q nodes, complex."""
+    """The sphere as a mixture of Q complex Gaussians in the eigenbasis of V."""
 
     basis: Tensor | None  # (..., d, d) eigenvectors, None where V = 0
     shift: Tensor  # (..., Q) z - t
@@ -54,11 +53,11 @@ class Mixture:
     log_scale: Tensor  # (...) log of what the weights were divided by, with e^phi(t)
 
     def mean(self) -> Tensor:
-        """(..., d) in the eigenbasis."""
+        """Return the mean (..., d) in the eigenbasis."""
         return (self.weight.unsqueeze(-1) * self.center).real.sum(-2)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and covariance in the basis of h."""
+        """Return mean and covariance in the basis of h."""
         mean = self.mean()
         deviation = self.center - mean.unsqueeze(-2)
         weight = self.weight.unsqueeze(-1)
@@ -67,14 +66,14 @@ class Mixture:
         return self.rotate(mean), self.rotate_matrix(covariance)
 
     def rotate(self, vector: Tensor, back: bool = False) -> Tensor:
-        """From the eigenbasis to the basis of h, or back."""
+        """Rotate a vector from the eigenbasis to the basis of h, or back."""
         if self.basis is None:
             return vector
         basis = self.basis.mT if back else self.basis
         return (basis @ vector.unsqueeze(-1)).squeeze(-1)
 
     def rotate_matrix(self, matrix: Tensor, back: bool = False) -> Tensor:
-        """The same for a matrix (..., d, d)."""
+        """Rotate a matrix (..., d, d) from the eigenbasis to the basis of h, or back."""
         if self.basis is None:
             return matrix
         basis = self.basis.mT if back else self.basis
@@ -82,16 +81,16 @@ class Mixture:
 
 
 def outer(first: Tensor, second: Tensor) -> Tensor:
-    """Real part of ``sum_q first_qk second_ql``, (..., d, d), in real arithmetic."""
+    """Return the real part of ``sum_q first_qk second_ql``, (..., d, d), in real arithmetic."""
     real = first.real.mT @ second.real
     return real - first.imag.mT @ second.imag
 
 
 def saddle_point(levels: Tensor, squared: Tensor, rho: float) -> Tensor:
-    """``t - a_k`` (..., d) with ``rho = sum_k 1/2 / (t - a_k) + b_k / (t - a_k)^2``.
+    """Return ``t - a_k`` (..., d) with ``rho = sum_k 1/2 / (t - a_k) + b_k / (t - a_k)^2``.
 
-    Newton's method for the inverse square root of the right-hand side, which is concave in t and
-    close to linear. It starts from a lower bound, exact where V = 0, so it never overshoots.
+    Newton's method is applied to the inverse square root of the right-hand side, which is concave and
+    almost linear in t. It starts from a lower bound, exact for V = 0, so it never overshoots.
     ``levels`` (..., d) are ``a_k``, ``squared`` (..., d) are ``b_k = h_k^2 / 4`` in the eigenbasis.
     """
     top = levels.amax(-1, keepdim=True)
@@ -111,14 +110,14 @@ def saddle_point(levels: Tensor, squared: Tensor, rho: float) -> Tensor:
 
 
 def eigen(variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of V; NaN eigenvalues where V is not finite (LAPACK raises)."""
+    """Return eigenvalues and eigenvectors of V; NaN eigenvalues if V is not finite (LAPACK raises)."""
     finite = torch.isfinite(variance).flatten(-2).all(-1)
     values, vectors = torch.linalg.eigh(torch.where(finite[..., None, None], variance, 0.0))
     return torch.where(finite.unsqueeze(-1), values, torch.nan), vectors
 
 
 def mixture(field: Tensor, variance: Tensor | None, rho: float) -> Mixture:
-    """Nodes for ``field`` (..., d) and ``variance`` (..., d, d), None for an isotropic one."""
+    """Return nodes for ``field`` (..., d) and ``variance`` (..., d, d), or None for an isotropic one."""
     basis, levels = None, torch.zeros_like(field)
     if variance is not None:
         eigenvalues, basis = eigen(variance)
@@ -144,7 +143,7 @@ def mixture(field: Tensor, variance: Tensor | None, rho: float) -> Mixture:
 
 
 def _contour(tau: Tensor, squared: Tensor, rho: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``kappa``, ``s`` and the step of ``xi``, each (..., 1)."""
+    """Return ``kappa``, ``s`` and the step of ``xi``, each (..., 1)."""
     curvature = ((0.5 + 2 * squared / tau) / (tau * tau)).sum(-1, keepdim=True)
     share = squared / (rho * tau * tau)
     kappa = (share.square() * tau / 4).amax(-1, keepdim=True)
@@ -155,7 +154,7 @@ def _contour(tau: Tensor, squared: Tensor, rho: float) -> tuple[Tensor, Tensor, 
 
 
 def _exponent(shift: Tensor, tau: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of ``phi(z) - phi(t)``, (..., Q), without its linear term, which is 0."""
+    """Return the real and imaginary part of ``phi(z) - phi(t)``, (..., Q); the linear term is 0."""
     tau = tau.unsqueeze(-2)
     x, y = shift.real.unsqueeze(-1) / tau, shift.imag.unsqueeze(-1) / tau
     ratio = squared.unsqueeze(-2) / tau / ((1 + x).square() + y * y)
@@ -198,13 +197,13 @@ class Moments(torch.autograd.Function):
 
 
 def derivative(nodes: Mixture, of_field: Tensor, of_variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Derivatives of mean and covariance along a change (dh, dV) = (``of_field``, ``of_variance``).
+    """Return derivatives of mean and covariance along (dh, dV) = (``of_field``, ``of_variance``).
 
     With ``s = S - mean`` and ``T = e.s + 1/2 s^T D s``, ``e = dh + D mean``, ``D = dV``::
 
         d mean = E[s T],   d covariance = E[(s s^T - covariance) T]
 
-    As the Hessian of log Z is symmetric, this is also the product with the transposed derivative.
+    Because the Hessian of log Z is symmetric, this is also the product with the transposed derivative.
     """
     change = nodes.rotate_matrix(of_variance, back=True)
     center = nodes.mean()
@@ -229,8 +228,8 @@ def derivative(nodes: Mixture, of_field: Tensor, of_variance: Tensor) -> tuple[T
 def _recorded(
     nodes: Mixture, field: Tensor, variance: Tensor | None, cotangents: tuple[Tensor, ...]
 ) -> Iterator[Tensor | None]:
-    """The gradients of :class:`Moments` by differentiable operators, for higher derivatives."""
-    # Views cut the paths between the two inputs: the gradient of each is a partial one.
+    """Yield the gradients of :class:`Moments` from differentiable operators, for higher derivatives."""
+    # Views cut the paths between the two inputs, so each gradient is a partial one.
     given = torch.zeros_like(cotangents[1]) if variance is None else variance.view_as(variance)
     inputs = (field.view_as(field), given)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -240,15 +239,15 @@ def _recorded(
 
 
 def moments_at_nodes(nodes: Mixture, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance at fixed nodes by dense complex inverses: any number of derivatives."""
+    """Return mean and covariance at fixed nodes by dense complex inverses, to any order."""
     unit = torch.eye(field.shape[-1], dtype=nodes.weight.dtype, device=field.device)
     z = nodes.saddle.unsqueeze(-1) + nodes.shift
-    variance = (variance + variance.mT) / 2  # so that its gradient is symmetric, as in backward
+    variance = (variance + variance.mT) / 2  # makes its gradient symmetric, as in backward
     shifted = 2 * z[..., None, None] * unit - variance.unsqueeze(-3)
     spread = torch.linalg.inv(shifted)
     center = (spread @ field.to(spread.dtype)[..., None, :, None]).squeeze(-1)
     phi = (center * field.unsqueeze(-2)).sum(-1) / 2 - torch.logdet(shifted) / 2
-    # At the nodes the weights are known; only their derivatives are needed.
+    # The weights at the nodes are known, so only their derivatives are needed.
     weight = nodes.weight * torch.exp(phi - phi.detach())
     weight = (weight / weight.real.sum(-1, keepdim=True)).unsqueeze(-1)
     mean = (weight * center).real.sum(-2)
@@ -278,14 +277,14 @@ class LogPartition(torch.autograd.Function):
         return of_field, cotangent[..., None, None] * second / 2, None
 
 
-BACKWARD_STEPS = 40  # of the recurrence of Bessel ratios, from an order where a bound is enough
-FORWARD_FROM = 30.0  # above this |h|^2 the recurrence of the ratios loses no digits upwards
+BACKWARD_STEPS = 40  # backward steps of the recurrence of Bessel ratios, starting from a bound
+FORWARD_FROM = 30.0  # above this |h|^2 the forward recurrence loses no digits
 SERIES_FROM = 400.0  # above this |h|^2 the asymptotic series of the radial variance is exact
-TINY = 1e-18  # I_1(r) / r is 1/2 there, where 0 / 0 is not
+TINY = 1e-18  # below it I_1(r) / r is 1/2
 
 
 def _radial_series(terms: int) -> list[float]:
-    """``c_n`` of ``1 - A/r - A^2 = sum_n c_n r^{-n-2}``, from ``A' = 1 - A/r - A^2`` order by order."""
+    """Return ``c_n`` of ``1 - A/r - A^2 = sum_n c_n r^{-n-2}``, from ``A' = 1 - A/r - A^2``."""
     ratio = [1.0]  # a_n of A = sum_n a_n r^-n; that of A' at r^-n is -(n - 1) a_{n-1}
     for n in range(1, terms + 1):
         products = sum(ratio[k] * ratio[n - k] for k in range(1, n))
@@ -299,8 +298,8 @@ SERIES = _radial_series(30)
 class BesselRatio(torch.autograd.Function):
     r"""``g_v(s) = I_{v+1}(r) / (r I_v(r))``, ``r = sqrt s``: smooth in s >= 0, with all its derivatives.
 
-    ``dg_v/ds = g_v (g_{v+1} - g_v) / 2`` and ``1 / g_v = 2 (v + 1) + s g_{v+1}``. An s that overflows
-    counts as the largest number.
+    ``dg_v/ds = g_v (g_{v+1} - g_v) / 2`` and ``1 / g_v = 2 (v + 1) + s g_{v+1}``. An infinite s is
+    replaced by the largest number.
     """
 
     @staticmethod
@@ -313,7 +312,7 @@ class BesselRatio(torch.autograd.Function):
         for v in range(order):
             large = (1 / large - 2 * (v + 1)) / square.clamp_min(FORWARD_FROM)
         top = order + BACKWARD_STEPS
-        small = 1 / (top + 0.5 + ((top + 1.5) ** 2 + square).sqrt())  # a bound of Amos
+        small = 1 / (top + 0.5 + ((top + 1.5) ** 2 + square).sqrt())  # Amos's bound
         for v in reversed(range(order, top)):
             small = 1 / (2 * (v + 1) + square * small)
         return torch.where(square < FORWARD_FROM, small, large)
@@ -340,8 +339,8 @@ class BesselRatio(torch.autograd.Function):
 class RadialVariance(torch.autograd.Function):
     r"""``1 - A/r - A^2`` with ``A = I_1(r) / I_0(r)``, ``r = sqrt s``: the variance along the field.
 
-    For ``s >= FORWARD_FROM``. It falls as ``1 / (2 s)``, which the formula loses; an asymptotic series
-    in ``1 / r`` keeps it. ``dv/ds = g_0 (g_0 - g_1) / 2 - g_0 v``.
+    It requires ``s >= FORWARD_FROM``. It decays as ``1 / (2 s)``, where the formula cancels; an asymptotic
+    series in ``1 / r`` does not. ``dv/ds = g_0 (g_0 - g_1) / 2 - g_0 v``.
     """
 
     @staticmethod
@@ -405,14 +404,14 @@ class LogBessel(torch.autograd.Function):
 
 
 def _radius(parts: Tensor) -> Tensor:
-    """``|h|`` of (..., 2), also where its square would overflow."""
+    """Return ``|h|`` of (..., 2) without overflow of its square."""
     return torch.hypot(*parts.unbind(-1))
 
 
 def circle_covariance(parts: Tensor) -> Tensor:
-    """Of circles in fields h (..., 2): (..., 2, 2), differentiable.
+    """Return the differentiable covariance (..., 2, 2) of circles in fields h (..., 2).
 
-    ``g_0`` across the field and :class:`RadialVariance` along it. Near 0, where there is no direction,
+    It is ``g_0`` across the field and :class:`RadialVariance` along it, and near zero field
     ``g_0 1 + g_0 (g_1 - g_0) h h^T``.
     """
     square = parts.square().sum(-1, keepdim=True)
@@ -425,7 +424,7 @@ def circle_covariance(parts: Tensor) -> Tensor:
     around = ratio.unsqueeze(-1) * unit + slope * near.unsqueeze(-1) * near.unsqueeze(-2)
     far = torch.where(weak, 1.0, square)
     along = torch.where(weak, 0.0, parts) * far.rsqrt()
-    across = torch.stack([-along[..., 1], along[..., 0]], -1)  # orthogonal in every digit
+    across = torch.stack([-along[..., 1], along[..., 0]], -1)  # exactly orthogonal
     beyond = BesselRatio.apply(far, 0).unsqueeze(-1) * across.unsqueeze(-1) * across.unsqueeze(-2)
     radial = RadialVariance.apply(far.clamp_min(FORWARD_FROM)).unsqueeze(-1)
     beyond = beyond + radial * along.unsqueeze(-1) * along.unsqueeze(-2)

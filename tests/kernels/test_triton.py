@@ -186,9 +186,9 @@ EVERY = torch.ones(2, 130, dtype=torch.bool, device=DEVICE)
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"z": ONES.double()}, "float32, bfloat16 and float16, got torch.float64"),
-    ({"z": ONES.new_ones(1, 1, 2, 257)}, "head widths from 1 to 256, got 257"),
+    ({"z": ONES.new_ones(1, 1, 2, 257)}, "head widths of 1 to 256, got 257"),
     ({"mask": EVERY.to("meta")}, "mask must be on the device of z"),
-    ({"v": ONES.to("meta")}, "v must be like z"),
+    ({"v": ONES.to("meta")}, "v must have"),
     ({"lse": ONES[..., 0].to("meta")}, r"lse must have the shape .* on meta"),
 ])  # fmt: skip
 def test_unsupported_arguments_are_named(change: dict[str, Any], message: str) -> None:

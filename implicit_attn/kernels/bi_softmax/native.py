@@ -1,10 +1,10 @@
-"""Bi-softmax by a kernel in C++, for CPUs with AVX2 or AVX-512.
+"""Bi-softmax by a C++ kernel for CPUs with AVX2 or AVX-512.
 
-Each tile of the scores' upper triangle is computed in registers and serves rows and columns: with ``S``
-symmetric, in units of N^2 p multiply-adds, the gradient takes 2 (1.5 where the tiles are kept) and the
-Hessian-vector product 5 (3.5). Memory is O(N): so many tiles are kept from one sweep to the next, at
-most. float64 and more than ``MOST_FEATURES`` features are for strips; half precision is computed in float32.
-For the formulas see ``dispatch``; for autograd and autocast ``ops``.
+Each tile of the scores' upper triangle is computed in registers and used for rows and columns: with symmetric
+``S``, in units of N^2 p multiply-adds, the gradient costs 2 (1.5 if the tiles are stored) and the
+Hessian-vector product 5 (3.5). The stored tiles are limited, so memory is O(N). The kernel does not support
+float64 and more than ``MOST_FEATURES`` features; half precision is computed in float32. See ``dispatch`` for
+the formulas and ``ops`` for autograd and autocast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Problem(ctypes.Structure):
 
 @cache
 def _kernel() -> Any:
-    """The engine's function; None where there is no engine, or one without it."""
+    """Return the engine's function, or None without an engine that provides it."""
     solve = getattr(engine(), "implicit_attn_bi_softmax", None)
     if solve is not None:
         solve.argtypes, solve.restype = (ctypes.c_void_p,), ctypes.c_int
@@ -49,26 +49,26 @@ def _kernel() -> Any:
 
 
 def lacks(z: Tensor) -> str | None:
-    """Why the kernel does not take tensors of this kind, whatever the machine; None where it does."""
+    """Return why the kernel does not support this kind of tensor, or None if it does."""
     if z.device.type != "cpu":
-        return f"it is for tensors on the CPU, got one on {z.device}"
+        return f"it needs tensors on the CPU, got {z.device}"
     if z.dtype not in DTYPES:
         return f"it computes in float32, got {z.dtype}"
     if not 1 <= z.shape[3] <= MOST_FEATURES:
-        return f"it takes heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
+        return f"it supports heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
     return None
 
 
 def unavailable(z: Tensor) -> str | None:
-    """Why the kernel cannot be had for this input; None where it can."""
+    """Return why the kernel is unavailable for this input, or None if it is available."""
     return lacks(z) or (None if _kernel() else f"the engine for this processor is {told()}")
 
 
 def require(z: Tensor) -> None:
-    """ValueError where the kernel does not take this input, RuntimeError where there is no kernel."""
+    """Raise ValueError for an unsupported input and RuntimeError without a kernel."""
     missing = lacks(z)
     if missing is not None:
-        raise ValueError(f'backend="cpp" does not take this input: {missing}')
+        raise ValueError(f'backend="cpp" does not support this input: {missing}')
     missing = unavailable(z)
     if missing is not None:
         raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
@@ -77,7 +77,7 @@ def require(z: Tensor) -> None:
 def bisoftmax_forward(
     z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32."""
+    """Return the gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32."""
     rows = _rows(z)
     gradient, lse = (z.new_empty(shape, dtype=torch.float32) for shape in (z.shape, z.shape[:3]))
     _solve(rows, None, beta, mask, causal, limit, None, None, gradient, lse)
@@ -94,7 +94,7 @@ def bisoftmax_hvp(
     lse: Tensor | None = None,
     lse_cotangent: Tensor | None = None,
 ) -> Tensor:
-    """Hessian times ``v``, and the pullback of a cotangent of the lse: as by strips."""
+    """Return the Hessian-vector product plus the pullback of a cotangent of the lse, like ``strips``."""
     lse, cotangent = _numbers(lse), _numbers(lse_cotangent)
     product = z.new_empty(z.shape, dtype=torch.float32)
     _solve(_rows(z), _rows(v), beta, mask, causal, limit, lse, cotangent, product, None)
@@ -127,11 +127,11 @@ def _solve(
         beta, causal, limit is None or limit <= LARGEST_EXPONENT,
     )  # fmt: skip
     if solve(ctypes.byref(problem)):
-        raise MemoryError(f"no memory for a head of {z.shape[2]} tokens x {z.shape[3]} features")
+        raise MemoryError(f"out of memory for a head of {z.shape[2]} x {z.shape[3]} numbers")
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """float32, the features of a token side by side."""
+    """Convert to float32 with contiguous features."""
     tensor = tensor.float().resolve_neg()
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 

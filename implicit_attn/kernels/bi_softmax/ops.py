@@ -1,14 +1,14 @@
-"""Bi-softmax by strips, by C++ and by Triton as PyTorch operators, differentiable twice.
+"""Twice differentiable PyTorch operators for bi-softmax by strips, C++ and Triton.
 
-``implicit_attn::bisoftmax`` gives gradient and lse; its backward pass is
+``implicit_attn::bisoftmax`` returns gradient and lse; its backward pass is
 ``implicit_attn::bisoftmax_hvp``, whose backward pass is ``implicit_attn::bisoftmax_third`` (a third
-derivative of the energy), whose own raises. Only z, v and the lse are saved for them. The operators
-compute in the dtype of z (half precision in float32 inside), whatever autocast says; ``dispatch``
-refuses forward mode.
+derivative of the energy), whose backward pass raises. Only z, v and the lse are saved for them. The operators
+compute in the dtype of z (half precision in float32), independently of autocast; ``dispatch`` rejects
+forward mode.
 
-An operator's ``backend`` is "blocks", "cpp", "triton", or "auto": C++ where that takes the input, else
-Triton where it does, else strips. The operators check, as a compiler cannot trace the kernels' checks.
-The third derivative is by strips, whatever the backend.
+``backend`` is "blocks", "cpp", "triton", or "auto": C++ if it supports the input, else Triton if it does,
+else strips. The operators check the input, because a compiler cannot trace the kernels' checks. All
+backends use strips for the third derivative.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from solvers.core.modes import without_autocast
 
 
 class Operator:
-    """A PyTorch operator: opaque to compilers, differentiable by a given rule, mapped by ``vmap``.
+    """A PyTorch operator that is opaque to compilers and supports differentiation and ``vmap``.
 
-    ``vmap`` lays the mapped dimension before the first one of every tensor, which must be a batch.
+    ``vmap`` folds the mapped dimension into the first dimension of every tensor, which must be a batch.
 
     Args:
-        name: its qualified name, such as "implicit_attn::bisoftmax".
-        schema: its arguments, the first a tensor, and results, as ``torch.library`` wants them.
-        compute: the function that it computes, run without autocast and never recorded.
-        empty: results of the right shapes and dtypes, unfilled, from the same arguments. With zeros
-            in them they are the results where the first argument has no elements.
-        backward: from a context and the cotangents to those of the arguments.
-        save: keeps in a context, from arguments and results, what ``backward`` needs.
+        name: qualified name, such as "implicit_attn::bisoftmax".
+        schema: arguments, the first a tensor, and results, in the notation of ``torch.library``.
+        compute: implementation, run without autocast and autograd.
+        empty: returns uninitialised results for the same arguments. Filled with zeros they are the
+            results if the first argument has no elements.
+        backward: maps a context and cotangents of the results to cotangents of the arguments.
+        save: saves arguments and results that ``backward`` needs in a context.
     """
 
     def __init__(
@@ -68,10 +68,9 @@ class Operator:
         self.operator.register_vmap(self._mapped)
 
     def __call__(self, *args: Any) -> Any:
-        """The operator, or its implementation at once where nothing records or transforms.
+        """Call the operator, or its implementation directly without autograd and transforms.
 
-        The operator's way through autograd and the dispatcher costs more than a small layer's whole
-        evaluation.
+        For a small layer the dispatcher and autograd cost more than the evaluation.
         """
         tensors = [each for each in args if isinstance(each, Tensor)]
         recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
@@ -81,7 +80,7 @@ class Operator:
         return self.implementation(*args)
 
     def _mapped(self, info: Any, in_dims: Any, *args: Any) -> Any:
-        """The rule of ``vmap``: (M, B, ...) is folded to (M B, ...), and the results unfolded."""
+        """Implement ``vmap`` by folding (M, B, ...) to (M B, ...) and unfolding the results."""
         folded = []
         for value, dim in zip(args, in_dims, strict=True):
             if isinstance(value, Tensor):
@@ -98,12 +97,12 @@ class Operator:
 
 
 def triton_backend() -> ModuleType:
-    """The module with the Triton kernels; ImportError where Triton is not installed."""
+    """Return the module with the Triton kernels; ImportError without Triton."""
     return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
 
 
 def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:
-    """Why the Triton kernels do not take this input; None where they do."""
+    """Return why the Triton kernels do not support this input, or None if they do."""
     try:
         return triton_backend().supports(z, mask)
     except ImportError as error:
@@ -111,17 +110,17 @@ def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:
 
 
 def require_backend(backend: str, z: Tensor, mask: Tensor | None) -> None:
-    """An error where the kernels of ``backend`` do not take this input."""
+    """Raise an error if ``backend`` does not support this input."""
     if backend == "cpp":
         native.require(z)
     elif backend == "triton":
         missing = triton_backend().supports(z, mask)
         if missing is not None:
-            raise ValueError(f'backend="triton" does not take this input: {missing}')
+            raise ValueError(f'backend="triton" does not support this input: {missing}')
 
 
 def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
-    """The module that computes; all have ``bisoftmax_forward`` and ``bisoftmax_hvp``."""
+    """Return the module with ``bisoftmax_forward`` and ``bisoftmax_hvp`` of a backend."""
     if backend != "auto":
         require_backend(backend, z, mask)
     elif native.unavailable(z) is None:
@@ -136,7 +135,7 @@ def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
 def _forward(
     z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradient (B, H, N, p) and lse (B, H, N), contiguous."""
+    """Return contiguous gradient (B, H, N, p) and lse (B, H, N)."""
     return _chosen(backend, z, mask).bisoftmax_forward(z, beta, mask, causal, limit)
 
 
@@ -151,7 +150,7 @@ def _hvp(
     lse_cotangent: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
+    """Return the Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
     rest = (beta, mask, causal, limit, lse, lse_cotangent)
     return _chosen(backend, z, mask).bisoftmax_hvp(z, v, *rest)
 
@@ -183,7 +182,7 @@ def _save_hvp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward_hvp(ctx: Any, direction: Tensor) -> tuple[Any, ...]:
     z, v, mask, lse, cotangent = ctx.saved_tensors
     none = (None,) * 5
-    if not ctx.needs_input_grad[0] and not ctx.needs_input_grad[7]:  # linear in v, and symmetric
+    if not ctx.needs_input_grad[0] and not ctx.needs_input_grad[7]:  # symmetric and linear in v
         rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse, None, ctx.backend)
         return None, hvp(z, direction, *rest), *none, None, None
     by_z, by_v, by_cotangent = hvp_pullback(z, v, direction, ctx.beta, mask, ctx.causal, cotangent)
@@ -194,8 +193,8 @@ def _backward_hvp(ctx: Any, direction: Tensor) -> tuple[Any, ...]:
 
 def _backward_hvp_pullback(ctx: Any, *cotangents: Tensor) -> Any:
     raise NotImplementedError(
-        "the gradient and the lse of the bi-softmax can be differentiated twice, its Hessian-vector "
-        'product once; use backend="reference" for more'
+        "the gradient and lse of the bi-softmax are twice differentiable, its Hessian-vector product "
+        'once; use backend="reference" for higher derivatives'
     )
 
 

@@ -336,9 +336,9 @@ def curvature(
 def supports(z: Tensor, mask: Tensor | None = None) -> str | None:
     """Why these kernels do not take ``z`` (B, H, N, p) and ``mask`` (B, N); None where they do."""
     if z.dtype not in DTYPES:
-        return f"the Triton kernels take float32, bfloat16 and float16, got {z.dtype}"
+        return f"the Triton kernels support float32, bfloat16 and float16, got {z.dtype}"
     if not 1 <= z.shape[3] <= WIDEST_HEAD:
-        return f"the Triton kernels take head widths from 1 to {WIDEST_HEAD}, got {z.shape[3]}"
+        return f"the Triton kernels support head widths of 1 to {WIDEST_HEAD}, got {z.shape[3]}"
     if z.numel() // max(z.shape[3], 1) >= 1 << 31:
         return f"B * H * N must be less than 2^31, got the shape {tuple(z.shape)}"
     if mask is not None and mask.device != z.device:
@@ -351,11 +351,11 @@ def _device_reason(z: Tensor) -> str | None:
         return None if z.device.type in ("cpu", "cuda") else f"z is on {z.device}"
     if _version(triton.__version__) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"the kernels need Triton {oldest} or newer, found {triton.__version__}"
+        return f"the kernels need Triton {oldest} or newer, got {triton.__version__}"
     if not z.is_cuda:
-        return f"Triton needs a CUDA device (or TRITON_INTERPRET=1), z is on {z.device}"
+        return f"Triton needs a CUDA device (or TRITON_INTERPRET=1), got {z.device}"
     if torch.version.hip is not None:
-        return "the kernels are written for NVIDIA devices"
+        return "the kernels need an NVIDIA device"
     capability = capability_of(z.device.index)
     if capability < 80:
         return f"the kernels need compute capability 8.0 or more, {z.device} has {capability / 10}"
