@@ -3,7 +3,16 @@
 python benchmarks/ring.py [--tokens 65536] [--devices 2 4 8 16] [--gigabytes 50] [--teraflops 200]
 
 The devices are simulated in one process: tensors are split over tokens, and every message is passed and
-counted. docs/guide/devices.md has the formulas.
+counted. For the tokens Z (N, p) of a head, the gradient of the energy is::
+
+    S = beta Z Z^T,  L_i = log sum_j exp S_ij,  P_ij = exp(S_ij - L_i)
+    G_i = sum_j P_ij z_j + sum_j P_ji z_j
+
+The second sum needs the L_j of all rows, so blocks of tokens travel around the ring twice: the first lap
+computes L and the first sum, the second lap the second sum. A Hessian-vector product takes two laps as well,
+with T = beta (V Z^T + Z V^T) and r_i = sum_j P_ij T_ij::
+
+    H v = sum_j P_ij (v_j + T_ij z_j) - r_i sum_j P_ij z_j + sum_j P_ji (v_j + T_ij z_j) - sum_j P_ji r_j z_j
 """
 
 from __future__ import annotations

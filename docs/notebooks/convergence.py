@@ -1,10 +1,8 @@
 # %% [markdown]
 # # Does your layer converge?
 #
-# A layer that is defined by a fixed point $z = f(z, x)$ is worth as much as its solves. This notebook
-# looks at a layer in four ways: the residual of every evaluation, several solvers, the spectral radius at
-# the fixed point, and what a larger scale of the weights does. Put your own energy in the place of
-# `build`.
+# This notebook examines a layer in four ways: the residual of every evaluation, several solvers, the
+# spectral radius at the fixed point, and larger weights. Replace `build` by your own energy.
 
 # %%
 import matplotlib.pyplot as plt
@@ -31,12 +29,12 @@ print("evaluations", solution.evaluations.tolist())
 # %% [markdown]
 # ## The trace of a solve
 #
-# `record=True` keeps the relative residual $|f(z) - z| / |f(z)|$ of every evaluation, and the energy.
+# `record=True` keeps the energy and the relative residual $|f(z) - z| / |f(z)|$ of every evaluation.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
 left.semilogy(solution.trace.residual.T, color="tab:blue", alpha=0.4)
-left.set(xlabel="evaluation", ylabel="relative residual", title="Residual, a line a sample")
+left.set(xlabel="evaluation", ylabel="relative residual", title="Residual, one line per sample")
 drop = solution.trace.energy - solution.trace.energy.nan_to_num(torch.inf).amin(1, keepdim=True)
 right.semilogy(drop.T.clamp_min(1e-7), color="tab:red", alpha=0.4)
 right.set(xlabel="evaluation", ylabel="energy above the lowest", title="Energy")
@@ -45,7 +43,7 @@ figure.tight_layout()
 # %% [markdown]
 # ## Solvers
 #
-# The same layer, solved to $10^{-5}$ by several methods, and by repeating the update, written by hand:
+# Several methods solve the same layer to $10^{-5}$. The last line repeats the update by hand:
 
 
 # %%
@@ -69,16 +67,16 @@ print(f"{'repeated':10s} {(repeated(layer) < 1e-5).double().mean():8.0%}    100"
 # %% [markdown]
 # ## Why: the spectral radius
 #
-# Near the fixed point, repetition multiplies the error by the spectral radius of the Jacobian at each
-# step: below one it converges, above one it cannot. The methods above do not depend on it in this way.
+# Near the fixed point, each repetition multiplies the error by the spectral radius of the Jacobian. Below
+# one the repetition converges, above one it cannot. The methods above have no such limit.
 
 # %%
 radius = layer.spectral_radius(solution.value.detach(), x)
 print(f"spectral radius: median {radius.median():.3f}, largest {radius.max():.3f}")
 
 # %% [markdown]
-# The update is a gradient step of size one. Where the curvature of the energy is above two it goes too
-# far. A smaller step has the same fixed points and a smaller radius, so repetition converges, if slowly:
+# The update is a gradient step of size one, which is too long where the curvature of the energy is above
+# two. A smaller step has the same fixed points and a smaller radius, so repetition converges slowly:
 
 # %%
 print("step  radius  residual after 100 repetitions")
@@ -90,7 +88,7 @@ for step in (1.0, 0.7, 0.4, 0.2):
 # %% [markdown]
 # ## Larger weights
 #
-# Training often enlarges the weights of a layer. What would happen then?
+# Training often enlarges the weights of a layer. This loop shows the effect:
 
 # %%
 scales = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -115,6 +113,6 @@ plt.title("Evaluations of the layer against the scale of its weights")
 
 # %% [markdown]
 # If your layer does not converge, look at the radius, bound the weights (`bound=`), add `Quadratic()`, or
-# take `EquilibriumBlock`, which has one minimum whatever its weights. See
-# [when a solve fails](../guide/failing.md); `implicit-attn study convergence` makes such a study
-# of trained models.
+# take `EquilibriumBlock`, which has one minimum for any weights.
+# [What can go wrong](../guide/failing.md) has more remedies, and `python examples/study_convergence.py`
+# studies trained models in this way.

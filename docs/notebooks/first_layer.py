@@ -1,11 +1,10 @@
 # %% [markdown]
 # # Your first layer in ten minutes
 #
-# A layer of a neural network usually computes its output by a formula. The layers of this package
-# *search* for it: the output is the state z with the least energy $E(z, x)$, given the input x. You write
-# the energy, the layer finds the minimum and differentiates through it.
-#
-# Our example takes noise off signals that are constant in pieces.
+# A layer usually computes its output by a formula. The layers of this package search for it: the output
+# is the state z with the least energy $E(z, x)$ for the input x. You write the energy, and the layer finds
+# the minimum and differentiates through it. The layer of this page removes noise from signals that are
+# piecewise constant.
 
 # %%
 import matplotlib.pyplot as plt
@@ -35,8 +34,8 @@ plt.legend()
 # %% [markdown]
 # ## The energy
 #
-# An energy returns one number per sample. Ours has two terms: z should be close to x, and the responses
-# of z to three small filters should be small. The filters are parameters; nobody designs them.
+# An energy returns one number per sample. This one has two terms: z should be close to x, and the
+# responses of z to three small filters should be small. The filters are learned.
 
 
 # %%
@@ -55,9 +54,9 @@ energy = Smooth()
 energy(noisy, noisy)
 
 # %% [markdown]
-# Gradient and Hessian come by automatic differentiation. `check_energy` tells whether an energy keeps
-# what a layer relies on, such as that samples do not influence each other. This one takes no mask, so the
-# checks of masks are left out.
+# Automatic differentiation provides gradient and Hessian. `check_energy` tests what a layer relies on, for
+# example that samples do not influence each other. Its warning is expected here: x enters only through
+# $|z - x|^2$, which is right for removing noise.
 
 # %%
 print(check_energy(energy, noisy, noisy))
@@ -65,21 +64,21 @@ print(check_energy(energy, noisy, noisy))
 # %% [markdown]
 # ## The layer
 #
-# `DEQ(energy)` is an `nn.Module` from x to the minimum. `layer.last` tells how the search went for each
-# sample: 0 means that it converged.
+# `DEQ(energy)` is an `nn.Module` that maps x to the minimum. `layer.last` has the status of the search for
+# each sample.
 
 # %%
 layer = DEQ(energy, max_steps=100)
 z = layer(noisy)
-print("status", layer.last.status.tolist(), " evaluations", layer.last.evaluations.tolist())
+print(layer.last.summary())
 print("energy of the input ", energy(noisy, noisy).tolist())
 print("energy of the output", energy(z, noisy).tolist())
 
 # %% [markdown]
 # ## Training
 #
-# The layer is trained as any other. Gradients come from the equation that holds at the minimum (implicit
-# differentiation), so memory does not grow with the number of iterations.
+# Train the layer like any other. Gradients come from the equation that holds at the minimum, so memory
+# does not grow with the number of iterations.
 
 # %%
 optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
@@ -91,7 +90,7 @@ for step in range(61):
     optimizer.step()
     if step % 20 == 0:
         print(
-            f"step {step:2d}  error {loss.item():.4f}  of the noise {F.mse_loss(noisy, clean).item():.4f}"
+            f"step {step:2d}  error {loss.item():.4f}, of the input {F.mse_loss(noisy, clean).item():.4f}"
         )
 
 # %%
@@ -106,23 +105,12 @@ plt.title("After 60 steps of training")
 plt.legend()
 
 # %% [markdown]
-# Each filter has learned to add up to nearly nothing, so a constant signal costs no energy:
+# Each filter has learned to sum to nearly zero, so a constant signal costs no energy:
 
 # %%
 for row in energy.filters[:, 0].tolist():
     print([round(value, 2) for value in row], " sum", round(sum(row), 2))
 
 # %% [markdown]
-# ## Attention
-#
-# The energies of attention are used in the same way, alone or in sums. They work on tokens (B, N, d) and
-# take a mask, False at padding.
-
-# %%
-from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
-
-tokens = torch.randn(2, 6, 16)
-mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-attention = DEQ(BiSoftmaxAttention(16, heads=2) + ReLUFeedForward(16, 32, bound=0.7) + Quadratic())
-z = attention(tokens, mask)
-print(tuple(z.shape), attention.last.status.tolist(), attention.last.evaluations.tolist())
+# Energies of attention work in the same way ([energies](../guide/energies.md)), and
+# [an energy of your own](own_energy.md) trains a classifier.

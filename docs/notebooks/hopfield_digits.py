@@ -6,8 +6,8 @@
 # $$E(z) = \tfrac12 |z|^2 - \beta^{-1} \log \sum_\mu \exp(\beta\, x_\mu \cdot z).$$
 #
 # One gradient step of size one is softmax attention with the patterns as keys and values ([Ramsauer et
-# al.](https://arxiv.org/abs/2008.02217)). Going down this energy from a damaged picture retrieves a
-# stored one, if $\beta$ is large enough to tell the patterns apart.
+# al.](https://arxiv.org/abs/2008.02217)). Descending this energy from a damaged picture retrieves a stored
+# one if $\beta$ is large enough to distinguish the patterns.
 
 # %%
 import matplotlib.pyplot as plt
@@ -42,7 +42,7 @@ figure.suptitle("Half of the 64 stored digits")
 # %% [markdown]
 # ## Damaged pictures
 #
-# We hide the lower half of five pictures, and put noise on five others.
+# We hide the lower half of five pictures and add noise to five others.
 
 # %%
 halves = patterns[:5].clone()
@@ -53,7 +53,8 @@ damaged, wanted = torch.cat([halves, noisy]), torch.arange(10)
 # %% [markdown]
 # ## Retrieval
 #
-# The layer starts at the damaged picture; the energy has no other input. Three temperatures:
+# The layer starts at the damaged picture, and the energy has no other input. We try three values of
+# $\beta$:
 
 # %%
 results = {}
@@ -62,8 +63,8 @@ for beta in (5.0, 15.0, 60.0):
     results[beta] = layer(damaged[:, None])[:, 0]  # one token per sample
     found = torch.cdist(results[beta], patterns).argmin(1)
     print(
-        f"beta {beta:2.0f}: nearest stored digit is the right one for {(found == wanted).sum()} of 10, "
-        f"distance {torch.cdist(results[beta], patterns).amin(1).mean():.3f}, "
+        f"beta {beta:2.0f}: {(found == wanted).sum()} of 10 retrieved, "
+        f"distance to the nearest digit {torch.cdist(results[beta], patterns).amin(1).mean():.3f}, "
         f"evaluations {layer.last.evaluations.double().mean():.1f}"
     )
 
@@ -79,9 +80,9 @@ for line, (name, states) in zip(grid, rows.items()):
 figure.suptitle("Retrieval at three temperatures")
 
 # %% [markdown]
-# At a small $\beta$ all starts end in one place, an average of the stored digits. At a large one the
-# minima lie at the patterns themselves. Each step is attention, and its weights show the choice being
-# made:
+# At a small $\beta$ all starts end at one state, an average of the stored digits. At a large $\beta$ the
+# minima lie at the patterns themselves. Each step is attention, and its weights show how one pattern is
+# selected:
 
 # %%
 beta = 15.0
@@ -97,5 +98,5 @@ for step, axes in enumerate(grid):
 figure.suptitle("Attention weights on the stored digits", y=1.15)
 
 # %% [markdown]
-# The energy falls from step to step. [Memories as
-# densities](../theory/memories.md#a-density-and-a-denoiser) says what else this energy is good for.
+# The energy falls at every step. It also defines
+# [a density and a denoiser](../theory/memories.md#a-density-and-a-denoiser).

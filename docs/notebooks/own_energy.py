@@ -3,8 +3,7 @@
 #
 # This page starts from a blank file and ends with a trained layer. You write an energy: a function
 # $E(z; x)$ that returns one number per sample. The layer returns the state $z^*(x)$ that minimises it, and
-# gradients flow through the minimum by implicit differentiation. All numbers below were printed by the
-# code on this page.
+# gradients flow through the minimum by implicit differentiation.
 #
 # ## The task
 #
@@ -88,10 +87,9 @@ print(f"Wells: test accuracy {accuracy(model):.1%}")
 print(model.layer.last.summary())
 
 # %% [markdown]
-# Compare the two accuracies. The layer does not help, although the summary says that its solves on the
-# test images converged, so the solver is not to blame. The state meets the input only in $|z - x|^2$. The
-# layer therefore applies one fixed map to every token, and it cannot combine tokens. Such a layer is called
-# a proximal step.
+# The layer ruins the accuracy, although its solves on the test images converged. The state meets the input
+# only in $|z - x|^2$, so the layer applies one fixed map to every token and cannot combine tokens. Such a
+# layer is a proximal step.
 #
 # ## An energy that learns
 #
@@ -136,9 +134,9 @@ class Residual(nn.Module):
 # %% [markdown]
 # ## Check it
 #
-# Before you train, let `check_energy` look for mistakes. It compares derivatives with central differences,
-# and it tests that no sample influences another. The line "proximal" says that the input enters by more
-# than the distance to the state. The checks of masks are skipped because this energy takes no mask.
+# Before you train, let `check_energy` look for mistakes. It compares derivatives with central differences
+# and tests that no sample influences another. The line "proximal" says that the input enters by more than
+# the distance to the state.
 
 # %%
 torch.manual_seed(0)
@@ -154,15 +152,15 @@ print(f"MyEnergy: test accuracy {accuracy(model):.1%}")
 print(deq.last.summary())
 
 # %% [markdown]
-# The layer now learns. `deq.last` describes the latest solve, here that of all test images. It holds a
-# status, a residual and a number of evaluations for each image, and `summary()` puts them in one line.
-# After a backward pass, `deq.last.adjoint.solution` describes the solve for the gradients in the same way.
+# The layer learns. `deq.last` holds a status, a residual and a number of evaluations for each test image,
+# and `summary()` puts them in one line. After a backward pass, `deq.last.adjoint.solution` describes the
+# solve for the gradients in the same way.
 #
 # ## Without the bounds
 #
-# The next network has no bounds on W and Q, and it trains for 3 epochs instead of 8. Nothing keeps its
-# energy convex, and it may even be unbounded below. We count the statuses of all solves, in training and on
-# the test images. `on_failure="ignore"` turns off the warning that you would otherwise see.
+# Without bounds on W and Q, nothing keeps the energy convex, and it may even be unbounded below. We train
+# such a network for 3 epochs and count the statuses of all solves. `on_failure="ignore"` turns off the
+# warning that you would otherwise see.
 
 # %%
 statuses = []
@@ -174,46 +172,37 @@ for status, count in zip(*torch.cat(statuses).unique(return_counts=True)):
     print(f"{solvers.Status(int(status)).name:10s} {count:6d} samples")
 
 # %% [markdown]
-# A sample whose solve failed has no equilibrium to differentiate, and the layer does not hide it. If you
-# see many failures in your own layer, bound its weights first. The page on
-# [failing solves](../guide/failing.md) lists other remedies.
+# A sample whose solve failed has no equilibrium to differentiate. If you see many failures in your own
+# layer, bound its weights first. [What can go wrong](../guide/failing.md) lists other remedies.
 #
 # ## More iterations at test time
 #
-# A trained layer is an equation, so you may solve it more or less accurately after training. Below, the
-# same network runs with several tolerances. The number of iterations is not part of the model.
+# A trained layer is an equation, so you can solve it more or less accurately. Here the same network runs
+# with several tolerances:
 
 # %%
 print("tolerance  test accuracy  evaluations (mean)  distance to the most accurate state")
 with torch.no_grad():
     x = model.embed(test) + model.position
     exact = deq.solve(x, tolerance=1e-6, max_steps=200).value
-distances, counts = [], []
 for rtol in (0.3, 0.1, 1e-2, 1e-3, 1e-4, 1e-5):
     deq.tolerance = solvers.Tolerance(rtol)
     right = accuracy(model)
     with torch.no_grad():
         solution = deq.solve(x)
     error = (solution.value - exact).norm() / exact.norm()
-    distances.append(error.item())
-    counts.append(solution.evaluations.double().mean().item())
-    print(f"{rtol:9.0e}  {right:13.1%}  {counts[-1]:18.1f}  {error:.1e}")
-plt.figure(figsize=(4.5, 3))
-plt.semilogy(counts, distances, "o-")
-plt.xlabel("evaluations, mean over test images")
-plt.ylabel("relative distance")
-plt.title("Distance to the equilibrium")
+    count = solution.evaluations.double().mean()
+    print(f"{rtol:9.0e}  {right:13.1%}  {count:18.1f}  {error:.1e}")
 
 # %% [markdown]
-# At tight tolerances the accuracy no longer changes: the network uses the equilibrium itself and not a
-# particular number of steps.
+# At tight tolerances the accuracy no longer changes, because the network uses the equilibrium itself.
 #
 # ## Exchange a term after training
 #
-# The output minimises a sum of terms, so you may exchange one of them after training and keep the others.
-# Here a `DataTerm` says what was observed, $w|Az - y|^2/2$, and an energy with learned memories says what
-# digits look like. In training, the operator A is the identity and the layer learns to remove noise. A
-# class that inherits from `Energy` can be added to other energies.
+# The output minimises a sum of terms, so you can exchange one of them after training. Here a `DataTerm`
+# says what was observed, $w|Az - y|^2/2$, and an energy with learned memories says what digits look like.
+# In training the operator A is the identity, and the layer learns to remove noise. A class that inherits
+# from `Energy` can be added to other energies.
 
 # %%
 from implicit_attn import Energy
@@ -262,8 +251,8 @@ print(denoiser.last.summary())
 
 # %% [markdown]
 # Now the operator becomes the mean over blocks of 2 x 2 pixels, and the layer doubles the resolution.
-# `layer.replace(old, new)` returns a layer with one term exchanged. It shares all other parameters with
-# the first layer, and nothing is trained again.
+# `layer.replace(old, new)` returns a layer with one term exchanged, which shares all other parameters.
+# Nothing is trained again.
 
 
 # %%
@@ -300,12 +289,7 @@ for line, (name, row) in zip(axes, rows.items()):
 figure.suptitle("One trained energy, two tasks")
 
 # %% [markdown]
-# The lines of the table belong in pairs: "denoised" was made from "noisy", and "restored" from the coarse
-# images, of which "enlarged" is a plain interpolation. `examples/one_energy_many_tasks.py` has more tasks
-# and larger images.
-#
-# ## Where to read on
-#
-# `examples/own_energy.py` compares this kind of energy with other layers over several seeds.
+# "denoised" was made from "noisy", and "restored" from the coarse images, of which "enlarged" is a plain
+# interpolation. [One energy, many tasks](../guide/restoration.md) has more tasks and larger images.
 # [Energies](../guide/energies.md) explains sums, masks and closed-form gradients, and
 # [well-posedness](../theory/well-posedness.md) derives the bounds.

@@ -3,13 +3,14 @@
 #
 # Attention layers and models of magnets share an equation. Spins $S_i$ with couplings $J_{ij}$ and fields
 # $x_i$ have the distribution $P(S) \propto \exp(\tfrac12 \sum_{ij} S_i J_{ij} S_j + \sum_i x_i S_i)$, and
-# the question is what their means $m_i = \langle S_i \rangle$ are. Exact sums take $2^N$ terms.
-# Mean-field theories solve fixed-point equations instead:
+# we want their means $m_i = \langle S_i \rangle$. An exact sum has $2^N$ terms. Mean-field theories solve
+# fixed-point equations instead:
 #
 # - **naive**: $m_i = \tanh(x_i + \sum_j J_{ij} m_j)$;
-# - **adaptive TAP** ([Opper and Winther](https://arxiv.org/abs/cond-mat/0105208)): each spin leaves out
-#   what it has itself done to its neighbours (the Onsager term), $m_i = \tanh(x_i + \sum_j J_{ij} m_j -
-#   V_i m_i)$, with variances $V_i$ that are consistent with the response of the whole system.
+# - **adaptive TAP** ([Opper and Winther](https://arxiv.org/abs/cond-mat/0105208)):
+#   $m_i = \tanh(x_i + \sum_j J_{ij} m_j - V_i m_i)$, where the Onsager term $V_i m_i$ removes the influence
+#   of a spin on itself through its neighbours. The variances $V_i$ follow from the response of the whole
+#   system.
 
 # %%
 import matplotlib.pyplot as plt
@@ -24,7 +25,7 @@ print("couplings", tuple(model.couplings.shape), " fields", tuple(model.field.sh
 # %% [markdown]
 # ## One model
 #
-# Ten spins have 1,024 configurations, so the exact means are known.
+# Ten spins have 1,024 configurations, so we can compute the exact means.
 
 # %%
 exact = exact_moments(model)
@@ -48,7 +49,8 @@ plt.legend()
 # %% [markdown]
 # ## Stronger couplings
 #
-# With stronger couplings the spins freeze, and both theories become wrong; TAP later.
+# With stronger couplings the spins freeze, and both theories become inaccurate, TAP later than the naive
+# theory.
 
 # %%
 strengths = [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
@@ -80,9 +82,9 @@ plt.legend()
 # %% [markdown]
 # ## From spins to a layer
 #
-# Replace the signs by vectors and learn the couplings, and such equations are a layer with tokens as
-# spins. `AdaptiveTAPAttention` solves those of TAP. `MeanFieldAttention` has a small learned network in
-# the place of the Onsager term: $z_i = x_i + \sum_j J_{ij} z_j - f(z_i)$.
+# If spins are vectors and couplings are learned, these equations are a layer with tokens as spins.
+# `AdaptiveTAPAttention` solves the TAP equations. `MeanFieldAttention` has a small learned network instead
+# of the Onsager term: $z_i = x_i + \sum_j J_{ij} z_j - f(z_i)$.
 
 # %%
 from implicit_attn import DEQ
@@ -91,7 +93,7 @@ from implicit_attn.updates import MeanFieldAttention
 torch.manual_seed(0)
 layer = DEQ(MeanFieldAttention(6, 8))
 found = layer.solve(torch.randn(4, 6, 8))
-print(tuple(found.value.shape), found.status.tolist(), found.evaluations.tolist())
+print(found)
 
 # %% [markdown]
-# [Spins](../theory/spins.md) has the theories, the solvers and the models that use them.
+# [Spins](../theory/spins.md) derives the theories and lists the solvers and models that use them.

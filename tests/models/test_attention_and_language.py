@@ -227,6 +227,20 @@ def test_one_step_is_stock_attention(cross: bool, name: str, dtype: torch.dtype)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_values_by_the_inverse_of_the_keys(steps: int) -> None:
+    """One head of full width: ``W_o = W_v W_k^-1`` makes it attention with any values, as in hflayers."""
+    model = build(32, head_dim=32, steps=steps)
+    x, values = drawn_input(2, 6, 32), drawn_input(32, 32, seed=4) / 32**0.5
+    with torch.no_grad():
+        model.output.weight.copy_(torch.linalg.solve(model.key.weight.T, values.T).T)
+    query, key = F.linear(x, model.query.weight), F.linear(x, model.key.weight)
+    for _ in range(steps - 1):
+        query = F.scaled_dot_product_attention(query, key, key)
+    expected = F.scaled_dot_product_attention(query, key, F.linear(x, values))
+    torch.testing.assert_close(model(x), expected, rtol=0.0, atol=1e-12)
+
+
 @pytest.mark.parametrize(("steps", "cross"), [(3, True), (None, False)])
 def test_gradients(cross: bool, steps: int | None) -> None:
     """By the tokens, the context and every weight, unrolled and at the fixed point."""
