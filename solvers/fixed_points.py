@@ -29,6 +29,7 @@ from solvers.core.modes import (
     eager,
     in_transform,
     refuse_export,
+    refuse_shapes,
     without_autocast,
 )
 from solvers.core.problem import EnergyUpdate, Problem, VectorProblem
@@ -170,6 +171,7 @@ def fixed_point(
     stand still, and there is no energy safeguard.
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
+    refuse_shapes(z0)
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
     adjoint = read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
@@ -228,6 +230,8 @@ def fixed_point(
 
 class _Value(partial[Any]):
     """``f`` without its auxiliary output; known by ``f`` where solves are counted and warnings are shown."""
+
+    symmetric = False
 
     def __call__(self, *args: Any) -> Any:
         found = super().__call__(*args)
@@ -456,10 +460,11 @@ class Solving:
         """
         with constant_weights(), without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
-                first, last, status, tolerance = None, None, None, self.goal.tolerance
+                first, last, tolerance = None, None, self.goal.tolerance
                 solution = self.solver.run(
                     problem, start, tolerance, self.max_steps, self.states_at
                 )
+                status = solution.status
             else:
                 with self.goal.watching():
                     evaluated = [problem.evaluate_first(start)]
@@ -470,8 +475,8 @@ class Solving:
                     self.callback, self.states_at, self.rule,
                 )  # fmt: skip
                 most = self.max_steps
-                room = int(solution.evaluations.max()) + 2 < most
-                if last is None and room and self._may_be_coupled(problem):
+                looks = last is None and self._may_be_coupled(problem)
+                if looks and int(solution.evaluations.max()) + 2 < most:
                     last, most = problem.exact(problem.evaluate(solution.value)), most - 1
                 if last is not None:
                     judge_again(solution, last, tolerance, self.goal.precision, converged=True)

@@ -41,6 +41,7 @@ from solvers.core.modes import (
     read_anew,
     read_once,
     refuse_export,
+    refuse_shapes,
 )
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
@@ -208,6 +209,7 @@ class DEQ(nn.Module):
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         refuse_sharded_parts(self.update)
+        refuse_shapes(x)
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
@@ -228,10 +230,9 @@ class DEQ(nn.Module):
             dropped.require_called(self.update)
         if not in_transform():  # whose tensors must not be kept
             spent = solution.evaluations + before
-            aux = pytree.tree_map(
-                lambda t: t.detach() if isinstance(t, Tensor) else t, solution.aux
-            )
-            self.last = replace(solution, value=None, evaluations=spent, aux=aux)
+            self.last = replace(solution, value=None, evaluations=spent)
+            if solution.aux is not None:
+                self.last.aux = pytree.tree_map(_detached, solution.aux)
             self._seeds = seeds
         if self.observer is not None:
             self.observer(x, mask, solution)
@@ -361,6 +362,10 @@ class DEQ(nn.Module):
         )  # fmt: skip
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class UnrolledLayer(nn.Module):
