@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
@@ -209,7 +209,7 @@ class Weights:
     computed: dict[int, tuple[ParametrizationList, Tensor]] = field(default_factory=dict)
     # Within torch.utils.checkpoint: what the computation saves must not be computed again.
     checkpointed: bool = False
-    # The weights are those of an earlier evaluation, computed from the same buffers.
+    # The weights are those of an earlier evaluation: torch's spectral_norm makes no further power iteration.
     repeated: bool = False
 
     @contextmanager
@@ -228,8 +228,7 @@ class Weights:
         found = self.computed.get(id(parametrization))
         if found is None:
             kept = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
-            again = _as_before if self.repeated else _watched
-            with kept, again(parametrization):
+            with kept, _no_power_iteration(parametrization) if self.repeated else nullcontext():
                 found = (parametrization, _COMPUTE(parametrization))
             self.computed[id(parametrization)] = found
         return found[1]
@@ -248,48 +247,25 @@ def constant_weights(repeated: bool = False) -> AbstractContextManager[None]:
     """Within, parametrised weights are computed once, by and for this thread alone.
 
     A solve computes weights without a graph, or with that of a recording, which nobody else may read.
-    With ``repeated`` the weights have the values of the solve before, where computing them changes a buffer,
-    as torch's ``spectral_norm`` does in training; the buffers keep what they have.
+    With ``repeated`` the weights have the values of the evaluations before, where computing them changes
+    a buffer, as torch's ``spectral_norm`` does in training.
     """
     return Weights(repeated=repeated).constant()
 
 
-# The buffers of parametrizations before a solve computed their weights, where that has changed them.
-_BEFORE: WeakKeyDictionary[ParametrizationList, dict[str, Tensor]] = WeakKeyDictionary()
-
-
 @contextmanager
-def _watched(parametrization: ParametrizationList) -> Iterator[None]:
-    """Within, a weight is computed for a solve; the buffers that this changes are remembered."""
-    buffers = parametrization.named_buffers() if parametrization.training else ()
-    before = {n: (t, t._version, t.clone()) for n, t in buffers if not t.is_inference()}
-    yield
-    now = dict(parametrization.named_buffers())
-    changed = {
-        name: copy
-        for name, (old, version, copy) in before.items()
-        if now.get(name) is not old or old._version != version
-    }
-    if changed:
-        _BEFORE[parametrization] = changed
-    else:
-        _BEFORE.pop(parametrization, None)
-
-
-@contextmanager
-def _as_before(parametrization: ParametrizationList) -> Iterator[None]:
-    """Within, a weight is computed from the buffers that the solve had."""
-    kept = []
-    for name, value in _BEFORE.get(parametrization, {}).items():
-        path, _, own = name.rpartition(".")
-        buffers = parametrization.get_submodule(path)._buffers
-        kept.append((buffers, own, buffers[own]))
-        buffers[own] = value.clone()
+def _no_power_iteration(parametrization: ParametrizationList) -> Iterator[None]:
+    """Within, the spectral norms of a parametrization use the singular vectors that they have."""
+    training = [
+        part for part in parametrization if isinstance(part, _SpectralNorm) and part.training
+    ]
+    for part in training:
+        part.training = False
     try:
         yield
     finally:
-        for buffers, own, value in kept:
-            buffers[own] = value
+        for part in training:
+            part.training = True
 
 
 _COMPUTE: Callable[[ParametrizationList], Tensor] = ParametrizationList.forward
