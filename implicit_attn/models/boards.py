@@ -433,9 +433,10 @@ class BoardSolver(nn.Module):
             options: of :meth:`DEQ.solve`; with "consistent" ``max_steps`` alone.
 
         Returns:
-            :class:`BoardSolution`, CONVERGED where the board, or the guess that was taken, has met
-            ``stop``; residuals are those of the last states, for "consistent" at the cost of an
-            evaluation more. Evaluations count those of all guesses. ``print`` draws the boards.
+            :class:`BoardSolution`, STOPPED where the board, or the guess that was taken, became consistent,
+            and with "converged" CONVERGED where it did; residuals are those of the last states, for
+            "consistent" at the cost of an evaluation more. Evaluations count those of all guesses.
+            ``print`` draws the boards.
 
         Raises:
             solvers.SolveError: with ``on_failure="raise"``; its ``solution`` has all boards.
@@ -509,7 +510,7 @@ class BoardSolver(nn.Module):
             done = self._digits(self.classify(state), puzzles[unsolved])[1]
             if step == most or bool(done.any()):
                 last[unsolved], steps[unsolved[done]] = state, step
-                status[unsolved[done]] = int(Status.CONVERGED)
+                status[unsolved[done]] = int(Status.STOPPED)
                 unsolved, state, embedded = unsolved[~done], state[~done], embedded[~done]
             if len(unsolved) == 0:
                 break
