@@ -516,7 +516,7 @@ class Solving:
             lambda z: problem.image(z.view(shape)).view(1, -1), Layout.of(start), (), None
         )
         each = replace(tolerance, rtol=tolerance.rtol / len(wrong) ** 0.5)
-        found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left)
+        found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left - 1)
         solution.value = found.value.view(shape)
         solution.status = found.status.expand(len(wrong)).clone()
         point = problem.evaluate(solution.value)
