@@ -27,6 +27,7 @@ from solvers.core.modes import (
     eager,
     in_transform,
     refuse_export,
+    refuse_shapes,
 )
 from solvers.core.solution import criterion, read_tolerance
 
@@ -209,6 +210,8 @@ class EncoderLayer(nn.Module):
             raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
         if not tokens.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {tokens.dtype}")
+        if not isinstance(self.deq, UnrolledLayer):
+            refuse_shapes(tokens)
         if tokens.dim() == 2:
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)

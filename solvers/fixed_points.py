@@ -29,6 +29,7 @@ from solvers.core.modes import (
     eager,
     in_transform,
     refuse_export,
+    refuse_shapes,
     without_autocast,
 )
 from solvers.core.problem import EnergyUpdate, Problem, VectorProblem
@@ -163,6 +164,7 @@ def fixed_point(
     move, and there is no energy safeguard.
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
+    refuse_shapes(z0)
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
     adjoint = read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
@@ -221,6 +223,8 @@ def fixed_point(
 
 class _Value(partial[Any]):
     """``f`` without its auxiliary output; known by ``f`` where solves are counted and warnings are shown."""
+
+    symmetric = False
 
     def __call__(self, *args: Any) -> Any:
         found = super().__call__(*args)
@@ -449,10 +453,11 @@ class Solving:
         """
         with constant_weights(problem.modules), without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
-                first, last, status, tolerance = None, None, None, self.goal.tolerance
+                first, last, tolerance = None, None, self.goal.tolerance
                 solution = self.solver.run(
                     problem, start, tolerance, self.max_steps, self.states_at
                 )
+                status = solution.status
             else:
                 with self.goal.watching():
                     evaluated = [problem.evaluate_first(start)]
@@ -463,8 +468,8 @@ class Solving:
                     self.callback, self.states_at, self.rule,
                 )  # fmt: skip
                 most = self.max_steps
-                room = int(solution.evaluations.max()) + 2 < most
-                if last is None and room and self._may_be_coupled(problem):
+                looks = last is None and self._may_be_coupled(problem)
+                if looks and int(solution.evaluations.max()) + 2 < most:
                     last, most = problem.exact(problem.evaluate(solution.value)), most - 1
                 if last is not None:
                     judge_again(solution, last, tolerance, self.goal.precision, converged=True)
@@ -505,7 +510,7 @@ class Solving:
             lambda z: problem.image(z.view(shape)).view(1, -1), Layout.of(start), (), None
         )
         each = replace(tolerance, rtol=tolerance.rtol / len(wrong) ** 0.5)
-        found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left)
+        found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left - 1)
         solution.value = found.value.view(shape)
         solution.status = found.status.expand(len(wrong)).clone()
         point = problem.evaluate(solution.value)

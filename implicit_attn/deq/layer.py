@@ -40,6 +40,7 @@ from solvers.core.modes import (
     eager,
     in_transform,
     refuse_export,
+    refuse_shapes,
 )
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
@@ -207,6 +208,7 @@ class DEQ(nn.Module):
             raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
         parts = dict(self.update.named_modules())
         refuse_sharded_parts(parts)
+        refuse_shapes(x)
         x = check_inputs(x, mask, parts, z0)
         dropped = SolveMasks.of(parts.values())
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
@@ -227,10 +229,9 @@ class DEQ(nn.Module):
             dropped.require_called(self.update)
         if not in_transform():  # tensors of a transform must not be stored
             spent = solution.evaluations + before
-            aux = pytree.tree_map(
-                lambda t: t.detach() if isinstance(t, Tensor) else t, solution.aux
-            )
-            self.last = replace(solution, value=None, evaluations=spent, aux=aux)
+            self.last = replace(solution, value=None, evaluations=spent)
+            if solution.aux is not None:
+                self.last.aux = pytree.tree_map(_detached, solution.aux)
             self._seeds = seeds
         if self.observer is not None:
             self.observer(x, mask, solution)
@@ -364,6 +365,10 @@ class DEQ(nn.Module):
         )  # fmt: skip
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class UnrolledLayer(nn.Module):

@@ -44,10 +44,13 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
     # Values are not available to compilers and exporters or inside transforms.
     has_numbers = not (torch.compiler.is_compiling() or in_transform())
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    if isinstance(x, Tensor) and x.dim() == 0:
+        raise ValueError("x must have a batch dimension (B, ...), got a tensor without dimensions")
     for leaf in leaves:
-        if leaf.dim() == 0:
-            raise ValueError(
-                "x must have a batch dimension (B, ...), got a tensor without dimensions"
+        if leaf.is_nested:
+            raise TypeError(
+                "x must be a tensor (B, N, ...) with a mask (B, N), got a nested tensor: "
+                "torch.nested.to_padded_tensor makes one of it"
             )
         if not leaf.is_floating_point():
             continue

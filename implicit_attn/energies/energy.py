@@ -70,7 +70,8 @@ class FunctionCall(NamedTuple):
             raise TypeError(f"function must be callable, got {function!r}")
         name = name or getattr(function, "__qualname__", type(function).__name__)
         # A module's __call__ accepts any arguments, so forward is inspected.
-        called = function.forward if isinstance(function, nn.Module) else function
+        module = getattr(function, "_orig_mod", function)  # inside a module of torch.compile
+        called = module.forward if isinstance(module, nn.Module) else function
         try:
             signature = inspect.signature(called)
         except ValueError as error:
@@ -608,16 +609,17 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
 
 
 def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
-    """Return ``z`` as new leaves of the graph, so that inputs computed from it are constants.
+    """Return ``z`` as new tensors of the graph, so that inputs computed from it are constants.
 
     The result is the tree, its leaves and its structure.
     """
     leaves, spec = pytree.tree_flatten(ordinary(z))
     _check_state(leaves)
-    fresh = [
-        leaf.view_as(leaf) if record and leaf.requires_grad else leaf.detach().requires_grad_()
-        for leaf in leaves
+    own = [
+        leaf if record and leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves
     ]
+    # Not leaves: torch cannot follow the gradients of these where it tracks modules.
+    fresh = [leaf.view_as(leaf) for leaf in own]
     return pytree.tree_unflatten(fresh, spec), fresh, spec
 
 

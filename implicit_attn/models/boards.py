@@ -433,9 +433,10 @@ class BoardSolver(nn.Module):
             options: options of :meth:`DEQ.solve`; with "consistent" only ``max_steps``.
 
         Returns:
-            A :class:`BoardSolution`, CONVERGED if the board, or the accepted guess, satisfies ``stop``.
-            Residuals are those of the last states, which costs one more evaluation with "consistent".
-            Evaluations include those of all guesses. ``print`` draws the boards.
+            A :class:`BoardSolution`. A board that became consistent, or whose accepted guess did, is STOPPED;
+            with ``stop="converged"`` a board that converged is CONVERGED. Residuals are those of the last
+            states, which costs one more evaluation with "consistent". Evaluations include those of all
+            guesses. ``print`` draws the boards.
 
         Raises:
             solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.
@@ -509,7 +510,7 @@ class BoardSolver(nn.Module):
             done = self._digits(self.classify(state), puzzles[unsolved])[1]
             if step == most or bool(done.any()):
                 last[unsolved], steps[unsolved[done]] = state, step
-                status[unsolved[done]] = int(Status.CONVERGED)
+                status[unsolved[done]] = int(Status.STOPPED)
                 unsolved, state, embedded = unsolved[~done], state[~done], embedded[~done]
             if len(unsolved) == 0:
                 break

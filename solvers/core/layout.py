@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from typing import Any
@@ -37,6 +37,7 @@ class Layout:
     spec: Any
     shapes: tuple[torch.Size, ...]  # per leaf, without the batch dimension
     dtypes: tuple[torch.dtype, ...]
+    last: tuple[bool, ...] = ()  # leaves whose channels, dim 1, lie last in memory; of none: empty
 
     @classmethod
     def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
@@ -46,7 +47,9 @@ class Layout:
         """
         leaves, spec = ([state], _LEAF) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         _check_leaves(leaves, name, empty)
-        return cls(spec, tuple([t.shape[1:] for t in leaves]), tuple([t.dtype for t in leaves]))
+        last = tuple([t.dim() > 3 and _channels_last(t) for t in leaves])
+        shapes, dtypes = tuple([t.shape[1:] for t in leaves]), tuple([t.dtype for t in leaves])
+        return cls(spec, shapes, dtypes, last if any(last) else ())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,6 +64,11 @@ class Layout:
 
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
+        if self.last:
+            leaves = [state] if self.spec.is_leaf() else pytree.tree_leaves(self.ordered(state))
+            pairs = zip(leaves, self.last, strict=True)
+            leaves = [t.movedim(1, -1) if moved else t for t, moved in pairs]
+            return torch.cat([t.flatten(1).to(self.dtype) for t in leaves], 1)
         if isinstance(state, Tensor):
             return state.reshape(state.shape[0], prod(state.shape[1:]))
         leaves = pytree.tree_leaves(self.ordered(state))
@@ -76,6 +84,13 @@ class Layout:
 
     def tree(self, vector: Tensor) -> Any:
         """(B, D) -> pytree, each leaf in its own shape and dtype."""
+        if self.last:
+            pairs = list(zip(self.shapes, self.last, strict=True))
+            shapes = tuple([s[1:] + s[:1] if moved else s for s, moved in pairs])
+            leaves = pytree.tree_leaves(replace(self, shapes=shapes, last=()).tree(vector))
+            pairs = zip(leaves, self.last, strict=True)
+            leaves = [t.movedim(-1, 1) if moved else t for t, moved in pairs]
+            return pytree.tree_unflatten(leaves, self.spec)
         batch = vector.shape[0]
         if len(self.shapes) == 1:
             leaf = vector.reshape(batch, *self.shapes[0])
@@ -97,11 +112,12 @@ class Layout:
         parts = []
         for leaf_mask, shape in zip(masks, self.shapes, strict=True):
             if leaf_mask is None:
-                parts.append(some.new_ones(batch, prod(shape)))
+                parts.append(some.new_ones(batch, *shape))
             else:
                 view = leaf_mask.reshape(batch, shape[0], *([1] * (len(shape) - 1)))
-                parts.append(view.expand(batch, *shape).reshape(batch, -1))
-        return torch.cat(parts, dim=1)
+                parts.append(view.expand(batch, *shape))
+        whole = replace(self, dtypes=(torch.bool,) * len(parts))
+        return whole.vector(pytree.tree_unflatten(parts, self.spec))
 
     def _mask_of_leaves(self, mask: Any) -> list[Tensor | None]:
         """The mask of each leaf, None for leaves that count whole.
@@ -115,6 +131,10 @@ class Layout:
         fitting = [bool(shape) and shape[0] == mask.shape[1] for shape in self.shapes]
         tokens = [fits and len(shape) > 1 for fits, shape in zip(fitting, self.shapes, strict=True)]
         return [mask if takes else None for takes in (tokens if any(tokens) else fitting)]
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.movedim(1, -1).is_contiguous()
 
 
 def _is_none(tree: Any) -> bool:

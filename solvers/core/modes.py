@@ -15,6 +15,8 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from solvers.core.layout import leaves_of
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Lower torch versions do not tell an export from a compilation.
 _IS_EXPORTING: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -52,12 +54,23 @@ def exporting() -> bool:
 
 
 def refuse_export(instead: str) -> None:
-    """Raise RuntimeError, naming what to export ``instead``, while ``torch.export`` records a solve."""
-    if exporting():
+    """Raise RuntimeError, naming what to export ``instead``, while a solve is exported or traced."""
+    if exporting() or torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "a fixed-point solve stops depending on its residuals, which torch.export does not support: "
             f"export a fixed number of evaluations instead, {instead}"
         )
+
+
+def refuse_shapes(tree: Any) -> None:
+    """Raise RuntimeError for tensors that have a shape and no numbers: fake ones, and those on "meta"."""
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Tensor) and (leaf.is_meta or (fake and fake.is_fake(leaf))):
+            raise RuntimeError(
+                "a fixed-point solve decides by numbers, which meta and fake tensors lack: for shapes "
+                "evaluate the function once, or use layer.unrolled(1)"
+            )
 
 
 def in_transform() -> bool:

@@ -47,16 +47,21 @@ def gradients(
     """
     if not output.requires_grad:
         return [None] * len(variables)
-    return list(
-        torch.autograd.grad(
-            output,
-            variables,
-            cotangent,
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
+    try:
+        return list(
+            torch.autograd.grad(
+                output,
+                variables,
+                cotangent,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
         )
-    )
+    except RuntimeError as error:
+        if "leaf node was passed" in str(error):  # by hooks of torch's ModuleTracker
+            error.args = (f"{error}\n{_TRACKED}",)
+        raise
 
 
 def pullback(
@@ -397,6 +402,11 @@ def _alike(output: Any, tree: Any) -> bool:
 
 
 _AS_IT_IS = nullcontext()
+_TRACKED = (
+    "FlopCounterMode and ModuleTracker cannot follow the backward pass of Implicit() where a module is "
+    "called with a weight, as parametrizations are: count with adjoint=OneStep() or Phantom(), or "
+    "layer.unrolled(k)"
+)
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "
     "the whole batch, pass that tensor in args=(...), or set compact=False."

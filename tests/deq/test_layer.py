@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import solvers
 from cases.deq import DIM, LAYERS, gradients, make, relative_error, tokens
-from implicit_attn import DEQ, Energy, GradientStep
+from implicit_attn import DEQ, Energy, EquilibriumBlock, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Field,
@@ -364,3 +366,87 @@ def test_autocast_leaves_the_tolerance_of_what_it_does_not_change(
     if isinstance(adjoint, solvers.Implicit):
         (gradient,) = torch.autograd.grad(solution.value.sum(), w)
         torch.testing.assert_close(gradient, torch.tensor(6.0), rtol=1e-3, atol=0)
+
+
+def half_tanh(z: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(z) + x
+
+
+@pytest.mark.parametrize("init", ["input", "zeros"])
+def test_images_keep_their_layout(init: str) -> None:
+    seen = []
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        seen.append(z.is_contiguous(memory_format=torch.channels_last))
+        return 0.3 * torch.tanh(z.flip(1)) + x
+
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    layer = DEQ.from_update(f, init=init, tolerance=1e-10)
+    plain = layer(x)
+    assert not any(seen)
+    seen.clear()
+    moved = x.to(memory_format=torch.channels_last).requires_grad_()
+    y = layer(moved)
+    assert all(seen) and y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, plain)
+    (slope,) = torch.autograd.grad(y.pow(3).sum(), moved)
+    x.requires_grad_()
+    torch.testing.assert_close(slope, torch.autograd.grad(layer(x).pow(3).sum(), x)[0])
+
+
+def test_a_mask_of_channels_that_lie_last() -> None:
+    x = torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last)
+    mask = torch.tensor([[True, False, True]]).expand(2, 3)
+    found = solvers.fixed_point(half_tanh, x, (x,), mask=mask).value
+    assert torch.equal(found[:, 1], x[:, 1]) and not torch.equal(found[:, 0], x[:, 0])
+
+
+def test_what_has_no_numbers_is_told_a_way() -> None:
+    layer, x = DEQ.from_update(half_tanh), torch.randn(2, 3, 4)
+    deprecated = pytest.warns(DeprecationWarning, match="jit.trace")
+    with deprecated, pytest.raises(RuntimeError, match=r"layer.unrolled\(k\)"):
+        torch.jit.trace(layer, x, check_trace=False)
+    block = EquilibriumBlock(4, 2)
+    for model, given in ((layer, x.to("meta")), (block.to("meta"), x.to("meta"))):
+        with pytest.raises(RuntimeError, match="meta and fake tensors"):
+            model(given)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="fake"):
+        layer(torch.randn(2, 3, 4))
+    assert layer.unrolled(2)(x.to("meta")).shape == x.shape
+    jagged = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="to_padded_tensor"):
+        EquilibriumBlock(4, 2)(jagged)
+
+
+def test_a_number_among_the_inputs_and_a_compiled_module_of_one_argument() -> None:
+    x, rate = torch.randn(2, 3, 4), torch.tensor(0.3)
+    layer = DEQ.from_update(lambda z, x: x[1] * z + x[0], init=lambda x: x[0])
+    torch.testing.assert_close(layer((x, rate)), x / 0.7, rtol=1e-3, atol=1e-4)
+
+    class One(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return 0.5 * torch.cos(z)
+
+    compiled = DEQ.from_update(torch.compile(One(), backend="eager"))
+    torch.testing.assert_close(compiled(x), DEQ.from_update(One())(x))
+
+
+def test_operations_of_a_backward_pass_are_counted_or_refused() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return 0.5 * torch.tanh(self.linear(z)) + x
+
+    def counted(model: nn.Module) -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
+        return counter.get_total_flops()
+
+    assert counted(DEQ.from_update(Cell())) > 0
+    assert counted(DEQ(0.4 * BiSoftmaxAttention(4, heads=2) + Quadratic())) > 0
+    assert counted(EquilibriumBlock(4, 2, layer={"adjoint": "onestep"})) > 0
+    with pytest.raises(RuntimeError, match=r"adjoint=OneStep\(\)"):
+        counted(EquilibriumBlock(4, 2))

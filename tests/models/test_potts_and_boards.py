@@ -22,7 +22,7 @@ from implicit_attn.models import (
     fit_pseudolikelihood,
     learn_groups,
 )
-from implicit_attn.models.boards import maximal_cliques
+from implicit_attn.models.boards import _drawn, maximal_cliques
 from implicit_attn.models.potts import ROWS
 from implicit_attn.weights import load_pretrained
 
@@ -302,7 +302,8 @@ def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
     with pytest.raises(solvers.SolveError) as caught:
         model.solve([SOLVED_BOARD, wrong], max_steps=4, on_failure="raise")
     assert torch.equal(caught.value.solution.digits, answer.digits)  # type: ignore[attr-defined]
-    assert answer.consistent.tolist() == answer.converged.tolist() == [True, False]
+    assert answer.consistent.tolist() == [True, False] and not answer.converged.any()
+    assert answer.statuses == ["STOPPED", "MAX_STEPS"]
     assert answer.steps.tolist() == [1, 4] and answer.evaluations.tolist() == [2, 5]
     state = [model.update.initial(model.update.prepare(model.marks(answer.digits[:1])))]
     prepared = model.update.prepare(model.marks(answer.digits[:1]))
@@ -327,14 +328,28 @@ def test_a_hard_board_is_solved_or_drawn_as_what_it_is() -> None:
     right = torch.tensor(solve_sudoku([int(sign) for sign in HARD.replace(".", "0")])[0])
     with pytest.warns(solvers.SolveWarning):
         answer = model.solve(HARD)
-    assert not answer.consistent.any() and not answer.converged.any()
+    assert not answer.consistent.any() and answer.statuses == ["MAX_STEPS"]
     drawn, _, state = str(answer).rpartition("\n")
     assert len(drawn.splitlines()) == 9 + 2 and "NOT CONSISTENT" in state
     assert torch.equal(model._read(drawn)[0][0], answer.digits)
     answer = model.solve(HARD, guesses=8)
-    assert answer.consistent.all() and answer.converged.all() and torch.equal(answer.digits, right)
+    assert answer.consistent.all() and answer.statuses == ["STOPPED"]
+    assert torch.equal(answer.digits, right)
     assert len(repr(answer)) <= 300 and "NOT" not in str(answer)
     assert len(str(model.solve([HARD] * 9, max_steps=1, on_failure="ignore"))) < 2000
+
+
+def test_a_board_with_one_blank_cell_is_solved() -> None:
+    model: Any = load_pretrained("sudoku-solver")
+    for cell in (0, 40, 80):
+        answer = model.solve(SOLVED_BOARD[:cell] + "." + SOLVED_BOARD[cell + 1 :])
+        assert answer.statuses == ["STOPPED"]
+        assert "".join(map(str, answer.digits.tolist())) == SOLVED_BOARD
+
+
+@pytest.mark.parametrize(("cells", "lines"), [(5, 1), (9, 3), (16, 5), (81, 11)])
+def test_boards_of_any_size_are_drawn(cells: int, lines: int) -> None:
+    assert len(_drawn([10] * cells).splitlines()) == lines
 
 
 # Mistakes, by what the error says.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 import solvers
 from implicit_attn import DEQ
@@ -183,41 +181,6 @@ def test_a_failed_sample_keeps_a_gradient_of_zero() -> None:
     found = fixed_point(lambda z, x: x.log() + 0.1 * z, torch.ones(2, 1), (x,), on_failure="ignore")
     found.value[0].sum().backward()
     assert x.grad is not None and x.grad[1] == 0 and x.grad.isfinite().all()
-
-
-class Scaled(nn.Module):
-    """A parametrization with a running mean of its weight's norm, in place or by a new tensor."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-        self.register_buffer("size", torch.ones(()))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        size = 0.5 * self.size + 0.5 * weight.detach().norm()
-        if self.training and self.in_place:
-            self.size.copy_(size)  # type: ignore[operator]
-        elif self.training:
-            self.size = size
-        return weight / self.size
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_parametrization_with_a_buffer_is_computed_once_a_solve(in_place: bool) -> None:
-    cell = Cell()
-    with torch.no_grad():
-        cell.linear.weight.mul_(3)
-    parametrize.register_parametrization(cell.linear, "weight", Scaled(in_place))
-    layer, x = DEQ.from_update(cell, on_failure="raise"), normal(3, 2, 4)
-    sizes = [float(size) for size in cell.buffers()]
-    for _ in range(3):
-        layer(x).sum().backward()
-        sizes += [float(size) for size in cell.buffers()]
-    norm = float(cell.linear.parametrizations.weight.original.detach().norm())  # type: ignore[union-attr]
-    for before, after in pairwise(sizes):
-        assert after == pytest.approx(0.5 * before + 0.5 * norm)
-    layer.eval()(x)
-    assert float(next(cell.buffers())) == sizes[-1]
 
 
 def test_closures_of_one_factory_count_their_solves_for_themselves() -> None:
