@@ -127,6 +127,8 @@ def test_a_map_that_differs_between_evaluations_is_refused(name: str, direct: bo
             fixed_point(module, x, (x,))
         else:
             DEQ.from_update(module)(x)
+    if name == "batch_alone":  # it normalises over the batch in evaluation mode, too
+        return
     module.eval()
     value = fixed_point(module, x, (x,)).value if direct else DEQ.from_update(module).eval()(x)
     torch.testing.assert_close(module(value, x), value, rtol=1e-3, atol=1e-3)

@@ -344,3 +344,20 @@ def test_wrong_arguments_decimation(
     usual: dict[str, Any] = {"solve": solve_nothing, "given": no_one_given(1, 2, 2)}
     with pytest.raises(kind, match=message):
         decimate(**(usual | options))
+
+
+def test_strong_couplings_and_low_precision() -> None:
+    """Weights beyond the range of the dtype are added in logarithms."""
+    random = generator(8)
+    listed, blocks = pair_list(TREE, 3, 400.0, random)
+    field = fields(2, 5, 3, random, scale=100.0)
+    exact = enumerated(dense(listed, blocks, 5), field)
+    found = belief_propagation(blocks, field, edges=listed, damping=1.0, **ALL)
+    close(found.value.log_partition, exact.log_partition, 1e-9)
+    close(found.value.mean, exact.mean)
+    half = belief_propagation(
+        blocks.half(), field.half(), edges=listed, damping=1.0, log_partition=True
+    )
+    assert half.value.mean.dtype == torch.float16
+    assert half.value.log_partition.dtype == torch.float32
+    close(half.value.log_partition.double(), exact.log_partition, 2.0)
