@@ -81,4 +81,4 @@ plt.title("Eight boards")
 
 # %% [markdown]
 # `implicit-attn train solve-sudoku --weights sudoku-solver` prints the table
-# of all numbers of givens and iterations, and [the results](../models.md) compare it with other solvers.
+# of all numbers of givens and iterations, and [the results](../results.md) compare it with other solvers.

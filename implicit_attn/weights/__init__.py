@@ -27,7 +27,7 @@ class Pretrained:
         title: the model in words.
         data: what it was trained on.
         parameters: their number.
-        measured: what it reaches, as ``docs/models.md`` reports it.
+        measured: what it reaches, as ``docs/results.md`` reports it.
         command: what trained it.
     """
 
