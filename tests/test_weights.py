@@ -190,7 +190,7 @@ def test_the_language_models_write_text(name: str) -> None:
         model.generate("It was ", 3)
 
 
-# What docs/results.md says of them.
+# What docs/models.md says of them.
 
 
 @pytest.mark.slow

@@ -108,4 +108,4 @@ plt.title("Eight boards")
 
 # %% [markdown]
 # `python examples/train_boards.py --evaluate list --weights sudoku-solver` prints a table by givens and
-# iterations, and [the results](../results.md) compare the model with other solvers.
+# iterations, and [the results](../models.md) compare the model with other solvers.

@@ -27,7 +27,7 @@ class Pretrained:
         title: description of the model.
         data: training data.
         parameters: number of parameters.
-        measured: measured result, as in ``docs/results.md``.
+        measured: measured result, as in ``docs/models.md``.
         command: training command.
     """
 

@@ -83,7 +83,7 @@ def energies_fall(tables: Tables) -> None:
 
 
 def norms_vanish_in_high_dimension(tables: Tables) -> None:
-    """The medians of docs/systems.md, whose draws scatter."""
+    """The medians of docs/internal/systems.md, whose draws scatter."""
     known = [3.0, 8.6, 1.9, 0.14, 1.8e-3, 3.5e-6, 5.0e-10]
     for norm, expected in zip(column(tables["usual"], "norm"), known, strict=True):
         assert expected / 3 < norm < 3 * expected
