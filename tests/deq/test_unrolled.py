@@ -190,8 +190,8 @@ def test_what_the_layer_refuses_is_refused() -> None:
     """A state of another shape would be broadcast; a mask a step has no fixed point."""
     x = tokens()
     for layer, start, match in (
-        (DEQ.from_update(lambda z, x: z.sum((1, 2), keepdim=True)), x, "must return a state"),
-        (DEQ.from_update(lambda z, x: 0.5 * z + x), x[:1], "along dim 0"),
+        (DEQ.from_update(lambda z, x: z.sum((1, 2), keepdim=True)), x, "must return a state like"),
+        (DEQ.from_update(lambda z, x: 0.5 * z + x), x[:1], "batched along dim 0"),
         (DEQ.from_update(Drops()), x, "in training mode, which changes the map"),
     ):
         for module in (layer, layer.unrolled(2)):
@@ -238,7 +238,7 @@ def test_mistakes() -> None:
         (lambda: fixed(tokens() * torch.nan), "finite"),
         (lambda: fixed(tokens().float()), "dtype"),
         (lambda: fixed(tokens(), torch.ones(2, 9, dtype=torch.bool)), "mask"),
-        (lambda: unroll(nn.Linear(2, 2), 3), "must contain a DEQ"),
+        (lambda: unroll(nn.Linear(2, 2), 3), "must hold a DEQ"),
         (lambda: make("update").unrolled(0), "evaluations"),
         (lambda: make("update").unrolled(2, damping=3.0), "damping"),
         (lambda: make("update").unrolled(2, window=0), "window must be >= 1"),

@@ -383,10 +383,10 @@ def test_what_it_does_not_take() -> None:
     for z, said in (
         (torch.zeros(1, 1, 4, 4, dtype=torch.float64), "computes in float32, got torch.float64"),
         (torch.zeros(1, 1, 4, 129), "heads of 1 to 128 features, got 129"),
-        (torch.zeros(1, 1, 4, 4, device="meta"), "tensors on the CPU, got meta"),
+        (torch.zeros(1, 1, 4, 4, device="meta"), "for tensors on the CPU, got one on meta"),
     ):
         for call in (bisoftmax, explain):
-            with pytest.raises(ValueError, match=f'backend="cpp" does not support.*{said}'):
+            with pytest.raises(ValueError, match=f'backend="cpp" does not take.*{said}'):
                 call(z, 0.3, backend="cpp")
 
 
