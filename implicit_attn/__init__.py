@@ -43,7 +43,7 @@ def _check_solvers(module: object) -> None:
 
 def _hidden(place: str | None) -> ImportError:
     return ImportError(
-        f"implicit_attn needs its own package solvers, but `import solvers` finds {place}. Rename "
+        f"implicit_attn needs its own package solvers, but `import solvers` found {place}. Rename "
         "that file or folder or remove its directory from sys.path, then start a new Python process"
     )
 

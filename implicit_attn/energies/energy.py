@@ -106,8 +106,8 @@ class FunctionCall(NamedTuple):
             return function(*arguments, mask=None) if self.needs_mask else function(*arguments)
         if not self.takes_mask:
             raise ValueError(
-                f"{self.name} has no parameter mask, so masked tokens would influence it; add mask=None "
-                f"and use it, or pass no mask; got a mask of shape {tuple(mask.shape)}"
+                f"{self.name} takes no mask, so masked tokens would influence it; add a parameter "
+                f"mask=None and use it, or pass no mask, got one of shape {tuple(mask.shape)}"
             )
         return function(*arguments, mask=mask)
 

@@ -153,7 +153,7 @@ def find_pretrained(name: str) -> Pretrained:
         plain = name.lower().replace("_", "-").removesuffix(".safetensors")
         near = difflib.get_close_matches(plain, _BY_NAME, cutoff=0.5) or list(_BY_NAME)
         raise ValueError(
-            f"name must be the name of a shipped model, got {name!r}; did you mean {' or '.join(near)}?"
+            f"name must be the name of a shipped model, got {name!r}; nearest: {', '.join(near)}"
         )
     return _BY_NAME[name]
 
