@@ -251,8 +251,9 @@ class EquilibriumBlock(EncoderLayer):
             output depends on a later token: the solve iterates plainly, and each token rests when it and
             all tokens before it have converged. A solver that is named, here or in ``layer``, and
             ``record``, ``callback``, ``z0`` and ``stop`` of a call bring back the solver's own stopping,
-            and so do transforms of ``torch.func``. A sample then stops by a residual that its tokens
-            share, and later tokens reach earlier ones within the tolerance.
+            and so do ``block.deq.compile()`` on a GPU and transforms of ``torch.func``. A sample then
+            stops by a residual that its tokens share, and later tokens reach earlier ones within the
+            tolerance.
         curvature: bounds on the curvature of attention and of the hidden units, > 0, of sum < 1. Small
             ones make the block more explicit: at 0 it would be its first step.
         dropout: of the input of attention and hidden units, and of ``z*``, outside the solve.
@@ -323,6 +324,7 @@ class EquilibriumBlock(EncoderLayer):
         chosen = self.deq._options() | super()._options(x, given, mask, is_causal, options)
         own = any(chosen.get(name) is not None for name in ("solver", "z0", "callback", "stop"))
         own |= bool(chosen.get("record")) or chosen["bounds"] is not None or in_transform()
+        own |= self.deq._recorder is not None and on_cuda(x)
         if own or not (self.causal or is_causal):
             return chosen
         limit, most = (
