@@ -249,8 +249,9 @@ class EquilibriumBlock(EncoderLayer):
         causal: whether token i depends only on the tokens ``j <= i``, bit for bit. The solve is then a plain
             iteration in which each token stops when it and all tokens before it have converged. If you name
             a solver, here or in ``layer``, or pass ``record``, ``callback``, ``z0`` or ``stop`` to a call,
-            and inside transforms of ``torch.func``, the solver's own stopping rule applies: all tokens of a
-            sample share a residual, so later tokens affect earlier ones within the tolerance.
+            and after ``block.deq.compile()`` on a GPU and inside transforms of ``torch.func``, the solver's
+            own stopping rule applies: all tokens of a sample share a residual, so later tokens affect
+            earlier ones within the tolerance.
         curvature: bounds (attention, hidden units) on the curvature, > 0 with a sum < 1. With smaller
             bounds the block is closer to its first gradient step.
         dropout: dropout probability of the input of attention and hidden units and of ``z*``.
@@ -321,6 +322,7 @@ class EquilibriumBlock(EncoderLayer):
         chosen = self.deq._options() | super()._options(x, given, mask, is_causal, options)
         own = any(chosen.get(name) is not None for name in ("solver", "z0", "callback", "stop"))
         own |= bool(chosen.get("record")) or chosen["bounds"] is not None or in_transform()
+        own |= self.deq._recorder is not None and on_cuda(x)
         if own or not (self.causal or is_causal):
             return chosen
         limit, most = (

@@ -259,14 +259,13 @@ class Problem:
                 numbers that its value or energy depends on, or normalises over the batch.
         """
         witness, self.draws = Witness(z, self.args), Draws(z.device)
-        norms = NormWitness(self.modules)
         try:
-            point = self.evaluate(z)
+            with NormWitness(self.modules):
+                point = self.evaluate(z)
         except BaseException:
             witness.restore()
             raise
         witness.check()
-        norms.check()
         if self.draws.any():
             refuse_random(self.evaluate, point)
         return point

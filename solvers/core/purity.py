@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.rows import Point
@@ -213,28 +214,39 @@ def _random_state(device: torch.device) -> list[Any]:
 
 
 class NormWitness:
-    """The running statistics of norms in training mode, to be compared after an evaluation.
+    """A context that raises ValueError if a norm in training mode couples samples or learns from them.
 
-    Such a norm couples the samples of a batch, or learns from it at every evaluation.
+    The running statistics of a norm are compared before and after, and restored. A batch norm without running
+    statistics is watched by a hook.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.known: list[tuple[_NormBase, dict[str, Tensor]]] = []
-        for module in modules:
-            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-                buffers = dict(module.named_buffers(recurse=False))
-                self.known.append((module, {k: b.clone() for k, b in buffers.items()}))
+        self.modules = [m for m in modules if isinstance(m, _NormBase) and m.training]
+        self.known: list[dict[str, Tensor]] = []
+        self.hooks: list[RemovableHandle] = []
+        self.called: list[nn.Module] = []
 
-    def check(self) -> None:
-        """Raise ValueError if a norm has changed, and restore its statistics."""
-        for module, before in self.known:
-            buffers = dict(module.named_buffers(recurse=False))
-            if all(torch.equal(buffers[name], copy) for name, copy in before.items()):
-                continue
-            with torch.no_grad():
-                for name, copy in before.items():
-                    buffers[name].copy_(copy)
+    def __enter__(self) -> None:
+        for module in self.modules:
+            self.known.append({name: b.clone() for name, b in module.named_buffers(recurse=False)})
+            if isinstance(module, _BatchNorm) and not module.track_running_stats:
+                self.hooks.append(
+                    module.register_forward_pre_hook(lambda m, _: self.called.append(m))
+                )
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for module, before in zip(self.modules, self.known, strict=True):
+            now = dict(module.named_buffers(recurse=False))
+            if any(not torch.equal(now[name], copy) for name, copy in before.items()):
+                self.called.append(module)
+                with torch.no_grad():
+                    for name, copy in before.items():
+                        now[name].copy_(copy)
+        if self.called and error[0] is None:
             raise ValueError(
-                f"f updates the running statistics of {module} at every evaluation: call eval(), or "
-                "normalise each sample separately (LayerNorm, GroupNorm)"
+                f"f calls {self.called[0]} in training mode, which normalises over the batch or updates its "
+                "running statistics at every evaluation: call eval(), or normalise each sample separately "
+                "(LayerNorm, GroupNorm)"
             )
