@@ -81,8 +81,8 @@ class Images(Backbone):
     ] = "hyperset"  # fmt: skip
     limit: int | None = None
     """use only so many training images"""
-    test: int = 100_000
-    """test images, at most"""
+    test: int | None = None
+    """test images, at most (default: all, or 2000 with hidden patches)"""
     augment: bool = True
     """train on images that are shifted, turned or mirrored at random"""
     patch: int | None = None
@@ -152,6 +152,7 @@ def build(options: Images, data: ImageData) -> tuple[nn.Module, dict[str, Any]]:
         if name == "block":
             backbone["dropout"] = DROPOUT
     settings = {"data": options.data, "rtol": options.rtol, "model": {**kind, "backbone": backbone}}
+    settings |= {"limit": options.limit, "test": options.test, "masked": options.masked}
     if name in RIVALS:
         count = (options.layers or 1) if name == "encoder-layer" else 0
         rival = Rival(backbone["dim"], backbone["heads"], backbone["width"], count)
@@ -186,11 +187,14 @@ def draw(path: Path, history: Table, measure: str, found: Table) -> None:
 def main(options: Images) -> list[dict[str, float]]:
     """Train, report, draw; the rows of the history."""
     data = load(options.data).first(options.limit)
+    test = options.test = options.test or (
+        2000 if options.task == "masked" else len(data.test_labels)
+    )
     model, settings = build(options, data)
-    task: Any = Classification(data, options.test, options.augment)
+    task: Any = Classification(data, test, options.augment)
     measure, name = "test_accuracy", f"{options.data}-{options.model}"
     if options.task == "masked":
-        task = MaskedImages(data, options.patch or 1, options.masked, options.test)
+        task = MaskedImages(data, options.patch or 1, options.masked, test)
         measure, name = "test_psnr", f"masked-{name}"
     training = Training(options, model, task, settings, Path("runs") / name)
     training.fabric.print(

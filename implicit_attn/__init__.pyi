@@ -1,4 +1,5 @@
 from implicit_attn import data as data
+from implicit_attn import demo as demo
 from implicit_attn import deq as deq
 from implicit_attn import energies as energies
 from implicit_attn import kernels as kernels

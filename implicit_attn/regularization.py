@@ -273,7 +273,7 @@ def _check_weights(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
 
 
 class SpectralRadii:
-    """``observe`` of a :class:`implicit_attn.training.Training`: how far each layer is from diverging.
+    """How far each layer of a model is from diverging, for the record of a training.
 
     Called with a model it solves every :class:`implicit_attn.DEQ` in it for the same few inputs, in
     evaluation mode, and computes the spectral radius of each layer's Jacobian where its solve ended, exactly

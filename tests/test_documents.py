@@ -19,7 +19,6 @@ from torch import nn
 import implicit_attn
 import solvers
 from implicit_attn import DEQ, Energy, Update, pretrained_models
-from implicit_attn.cli import COMMANDS
 from solvers import SolveWarning, Tolerance
 from tools.names import listed
 
@@ -35,9 +34,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", *PAGES]
 RECORDS = {"docs/defects.md", "docs/changelog.md"}  # of what was; names in them may be gone
 # What a fence may be called: Python by one name alone, so that no snippet is left out.
 LANGUAGES = set(" api bash bibtex cpp ini json math pycon python sh text toml yaml".split(" "))  # noqa: SIM905
-STUDIES = {name.split()[1] for name in COMMANDS if name.startswith("study ")}
-PROGRAMS = {name.split()[1] for name in COMMANDS if name.startswith("train ")}
-STUDY = "implicit-attn study"
+COMMANDS = {"demo", "info", "weights"}
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
 PATH = re.compile(rf"(?<![\w/.])(?:{FOLDERS})(?:/[\w.-]+)+/?(?![\w*{{<])")
 # What starts tests and programs by their paths, besides pages.
@@ -233,17 +230,12 @@ def test_the_names_in_it_can_be_imported(document: str) -> None:
 
 def test_the_gallery_shows_every_experiment_and_every_picture() -> None:
     text = text_of("docs/gallery.md")
-    commands = set(re.findall(rf"{STUDY} ([\w-]+)", text))
-    assert commands >= STUDIES
     files = {
         path
         for path in ROOT.glob("examples/*.py")
-        if "from runner import" in path.read_text("utf-8")
+        if "from runner import" in path.read_text("utf-8") or path.stem.startswith("train_")
     }
     assert files <= {ROOT / name for name in re.findall(r"`python (examples/[\w/]+\.py)", text)}
-    started = set(re.findall(r"`implicit-attn (?:train|run) ([\w-]+)", text))
-    started |= set(re.findall(r"`([a-z][\w-]+)`", text))  # named after the first of a list
-    assert started >= PROGRAMS
     pictures = {path.name for path in (ROOT / "docs/gallery").glob("*.png")}
     assert set(re.findall(r"\(gallery/([\w-]+\.png)\)", text)) == pictures
 
@@ -268,10 +260,7 @@ def test_the_page_on_installing_has_every_extra() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_its_commands_exist(document: str) -> None:
-    named = set(re.findall(rf"{STUDY} ([a-z][\w-]+)", text_of(document)))
-    assert named <= STUDIES
-    started = set(re.findall(r"implicit-attn (?:train|run) ([a-z][\w-]+)", text_of(document)))
-    assert started <= PROGRAMS
+    assert set(re.findall(r"implicit-attn ([a-z]+)", text_of(document))) <= COMMANDS
 
 
 # --- docstrings ------------------------------------------------------------------------------------

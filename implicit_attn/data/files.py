@@ -1,4 +1,4 @@
-"""Data files: found in the user's folder or the cache, or downloaded into the cache; read whole and checked."""
+"""Data files: found in the user's folder or the cache, or downloaded into the cache; read and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import lzma
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from implicit_attn.optional import require
 
@@ -77,11 +79,11 @@ def read_content(path: Path, md5: str | None = None) -> bytes:
         ValueError: the file is damaged or too long, or its decompressed content has another md5.
     """
     with path.open("rb") as file, damaged(path, "a whole file"):
-        start = file.read(6)
+        start = file.read(2)
         file.seek(0)
-        opened = lzma.open(file) if start == b"\xfd7zXZ\0" else file
-        opened = gzip.open(file) if start[:2] == b"\x1f\x8b" else opened
-        content = opened.read(LARGEST + 1)
+        kinds = {b"\xfd7": lzma.LZMAFile, b"\x1f\x8b": partial(gzip.GzipFile, None, "rb", 9)}
+        kind: Any = kinds.get(start)
+        content = (file if kind is None else kind(file)).read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"it has over {LARGEST} bytes")
         digest = hashlib.md5(content, usedforsecurity=False).hexdigest()

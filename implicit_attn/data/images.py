@@ -176,7 +176,9 @@ BINARY_URL, BINARY_MD5 = (
     f"https://www.cs.toronto.edu/~kriz/{BINARY}",
     "c32a1d4ab5d03f1284b67883e8d87530",
 )
-CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
 COLOURS = (3, 32, 32)  # the shape of an image
 
 

@@ -310,9 +310,12 @@ def read_list(path: str | Path, prefix: str = "") -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the file is damaged, does not hold these two, or they do not belong together.
     """
-    with damaged(path, f"{prefix}puzzle and {prefix}solution"), np.load(path) as held:
-        names = (f"{prefix}puzzle", f"{prefix}solution")
-        puzzles, solutions = (torch.from_numpy(held[name].astype(np.int64)) for name in names)
+    with open(path, "rb") as file, damaged(path, f"{prefix}puzzle and {prefix}solution"):
+        held = np.load(file)
+        arrays = [held[f"{prefix}{name}"] for name in ("puzzle", "solution")]
+        if kinds := [each.dtype for each in arrays if each.dtype.kind not in "iu"]:
+            raise ValueError(f"they must be integers, got {kinds[0]}")
+        puzzles, solutions = (torch.from_numpy(each.astype(np.int64)) for each in arrays)
         check_boards("the list", puzzles, solutions)
         return puzzles, solutions
 

@@ -171,6 +171,8 @@ def load_model(
         ValueError: it is damaged, or it does not fit its settings.
     """
     settings = read_settings(path)
+    if not isinstance(settings.get("model"), Mapping):
+        raise ValueError(f"{path} must say how its model is built, got the settings {settings}")
     with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
         model = build_model(settings["model"], layer=layer)
     with damaged(path, "the weights of the model in its settings"):

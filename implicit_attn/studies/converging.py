@@ -152,10 +152,18 @@ class WithoutEnergy(Update):
     def __init__(self, update: Update) -> None:
         super().__init__()
         self.update, self.symmetric = update, update.symmetric
-        self.prepare, self.initial, self.start = update.prepare, update.initial, update.start
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         return self.update(z, x, mask=mask)
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return self.update.prepare(x, mask=mask)
+
+    def initial(self, x: Any) -> Any:
+        return self.update.initial(x)
+
+    def start(self, x: Any, prepared: Any) -> Any:
+        return self.update.start(x, prepared)
 
 
 def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:

@@ -51,8 +51,10 @@ class Extrapolation(Study):
         """Four panels: accuracy, loss, residual, energy."""
         figure = new_figure((13, 8), title)
         panels = figure.subplots(2, 2).flat
-        keys = {"accuracy": "test accuracy, %", "loss": "test loss (cross-entropy)",
-                "residual": "residual of a solve, or last relative change", "energy": "energy (mean)"}  # fmt: skip
+        keys = {
+            "accuracy": "test accuracy, %", "loss": "test loss (cross-entropy)",
+            "residual": "residual of a solve, or last relative change", "energy": "energy (mean)",
+        }  # fmt: skip
         for axes, (key, label) in zip(panels, keys.items(), strict=True):
             best = 0.0
             for number, name in enumerate(dict.fromkeys(row["method"] for row in self.curves)):
