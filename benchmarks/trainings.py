@@ -6,7 +6,8 @@
     python benchmarks/trainings.py equilibrium [--size small] [--rows drawn] [--rates 1e-2] [--seeds 3]
 
 Every run is a script ``examples/train_*.py`` with the words of a row, a process in a folder of its own,
-several at a time; a command that was interrupted goes on where it stopped, ``--no-train`` only shows what is done.
+several at a time; a command that was interrupted goes on where it stopped, and ``--no-train`` only shows
+what is done.
 """
 
 from __future__ import annotations

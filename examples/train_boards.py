@@ -32,7 +32,7 @@ from training import Training
 from implicit_attn.data import load_sudoku, read_list, resolve_source, reveal_up_to
 from implicit_attn.data.files import find, missing
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
-from implicit_attn.studies import format_table, write_table
+from implicit_attn.studies import write_table
 from implicit_attn.weights import weights_file
 
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table
@@ -139,13 +139,17 @@ def hard_sets(options: Sudoku) -> dict[str, Boards]:
 def evaluate(model: BoardSolver, sets: dict[str, Boards], options: Sudoku, folder: Path) -> Table:
     """Print, write and draw the shares of solved boards."""
     marks = [max(1, round(times * model.iterations)) for times in TIMES]
-    rows = [row_of(name, model, boards, marks, options.guesses) for name, boards in sets.items()]
-    shown = [{k: f"{v:.1f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     print(f"boards solved, %, after iterations ({model.iterations} in training), and with")
     print(
         f"{options.guesses} guesses where each board stops by itself at an answer without contradiction"
     )
-    print(format_table(shown))
+    rows: Table = []
+    for name, boards in sets.items():
+        rows.append(row_of(name, model, boards, marks, options.guesses))
+        shown = (
+            f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()
+        )
+        print("  ".join(shown), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / "boards.csv", rows)
     with plt.rc_context(STYLE):

@@ -100,7 +100,7 @@ class Rival(nn.Module):
 
     def __init__(self, dim: int, heads: int, width: int, layers: int) -> None:
         super().__init__()
-        self.dim, options = dim, {"batch_first": True, "norm_first": True}
+        self.dim, options = dim, dict[str, Any](batch_first=True, norm_first=True)
         made = [
             nn.TransformerEncoderLayer(dim, heads, width, DROPOUT, **options) for _ in range(layers)
         ]

@@ -185,7 +185,8 @@ class Training:
         torch.manual_seed(dropout)
         total, number = self.task.run(self.forward, inputs, targets, generator, **drawn)
         sums = own * torch.stack([total.detach().double(), total.new_tensor(number).double()])
-        value, terms = fabric.all_reduce(sums, reduce_op="sum").tolist()
+        reduced: Any = fabric.all_reduce(sums, reduce_op="sum")
+        value, terms = reduced.tolist()
         if not math.isfinite(value):
             raise SystemExit(
                 f"the loss is {value} in step {self.step + 1}; nothing was saved of it"

@@ -260,7 +260,7 @@ def test_the_page_on_installing_has_every_extra() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_its_commands_exist(document: str) -> None:
-    assert set(re.findall(r"implicit-attn ([a-z]+)", text_of(document))) <= COMMANDS
+    assert set(re.findall(r"`implicit-attn ([a-z]+)", text_of(document))) <= COMMANDS
 
 
 # --- docstrings ------------------------------------------------------------------------------------

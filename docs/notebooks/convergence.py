@@ -116,5 +116,5 @@ plt.title("Evaluations of the layer against the scale of its weights")
 # %% [markdown]
 # If your layer does not converge, look at the radius, bound the weights (`bound=`), add `Quadratic()`, or
 # take `EquilibriumBlock`, which has one minimum whatever its weights. See
-# [when a solve fails](../guide/failing.md); `implicit-attn study convergence` makes such a study
+# [when a solve fails](../guide/failing.md); `python examples/study_convergence.py` makes such a study
 # of trained models.

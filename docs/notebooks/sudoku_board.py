@@ -10,10 +10,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from implicit_attn.demo.boards import draw_frame, frames_of
 
 from implicit_attn import load_pretrained
 from implicit_attn.data import load_sudoku
+from implicit_attn.demo.boards import draw_frame, frames_of
 
 model: Any = load_pretrained("sudoku-solver")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -80,5 +80,5 @@ plt.ylabel("cells that are right (%)")
 plt.title("Eight boards")
 
 # %% [markdown]
-# `implicit-attn train solve-sudoku --weights sudoku-solver` prints the table
+# `python examples/train_boards.py --evaluate list --weights sudoku-solver` prints the table
 # of all numbers of givens and iterations, and [the results](../results.md) compare it with other solvers.

@@ -267,7 +267,7 @@ def test_public_sets_of_hard_boards(
     solutions = BOARDS.test_solutions
     puzzles = solutions.clone()
     puzzles[:, ::17] = 0
-    arrays = {f"{name}_{kind}": x.numpy().astype("u1") for name in boards.HARD
+    arrays: Any = {f"{name}_{kind}": x.numpy().astype("u1") for name in boards.HARD
               for kind, x in (("puzzle", puzzles), ("solution", solutions))}  # fmt: skip
     (tmp_path / "sudoku").mkdir()
     np.savez(tmp_path / "sudoku" / "hard.npz", **arrays)
