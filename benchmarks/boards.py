@@ -4,7 +4,7 @@
     python benchmarks/boards.py fixed-points [--weights sudoku-solver] [--hard hard.npz] [--boards 200]
     python benchmarks/boards.py hard [--boards 200] [--rounds 2000] [--seed 0] [--out hard.npz]
 
-Boards are held out ones of ``train solve-sudoku``, and those that ``hard`` breeds. Without the list of
+Boards are held out ones of ``examples/train_boards.py``, and those that ``hard`` breeds. Without the list of
 17-clue puzzles they are generated, and have more givens.
 """
 
@@ -30,13 +30,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from sudoku_belief import decimated, pairs_of_rules, propagated
 from sudoku_graph import HEAD, couplings_of, fitted
 from sudoku_potts import LEARNED, SINGLES, Solve, annealed, compare, load_boards, scaled
+from train_boards import load_solver
 
 import solvers
 from benchmarks.measure import table
 from implicit_attn.data import load_sudoku, solve_by_singles
 from implicit_attn.data.sudoku import CELLS, SIDE, read_list, sudoku_pairs, unique_puzzles, units
 from implicit_attn.models import BoardSolver
-from implicit_attn.programs.boards import load_solver
 
 # --- boards that are hard for a search ---------------------------------------------------------------
 
@@ -366,7 +366,7 @@ def fixed_points(
         longest: times the iterations of training.
         seed: of the search's orders. The boards are those that the training of the weights held out.
     """
-    model, settings = load_solver("weights", weights)
+    model, settings = load_solver(weights)
     few, mixed = (
         load_sudoku(settings["train"], max(boards, answers), more=more, seed=settings["seed"])
         for more in (0, None)
@@ -458,7 +458,7 @@ def sudoku(
         fit_steps: of this fit.
         seed: of this fit. The boards are those that the training of the weights held out.
     """
-    model, settings = load_solver("weights", weights)
+    model, settings = load_solver(weights)
     drawn = load_boards(settings["train"], test, GIVENS, "auto", settings["seed"])
     few = {name: (each[0][:boards], each[1][:boards]) for name, each in drawn.test.items()}
     head = fitted(HEAD, drawn.train[:train], fit_steps, seed, 1e-4)

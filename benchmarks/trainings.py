@@ -5,8 +5,9 @@
     python benchmarks/trainings.py forms [--size tiny small] [--rows plain momentum] [--figure FILE]
     python benchmarks/trainings.py equilibrium [--size small] [--rows drawn] [--rates 1e-2] [--seeds 3]
 
-Every run is ``implicit-attn train`` with the words of a row, a process in a folder of its own, several at a
-time; a command that was interrupted goes on where it stopped, ``--no-train`` only shows what is done.
+Every run is a script ``examples/train_*.py`` with the words of a row, a process in a folder of its own,
+several at a time; a command that was interrupted goes on where it stopped, and ``--no-train`` only shows
+what is done.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from train_language import NextCharacter
 
 from benchmarks.measure import table
 from implicit_attn import studies
-from implicit_attn.checkpoint import read_progress
 from implicit_attn.data import ImageData, load, load_text
-from implicit_attn.models import EquilibriumLanguageModel, load_model
-from implicit_attn.training import NextToken
+from implicit_attn.models import EquilibriumLanguageModel, load_model, read_settings
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS, IMAGES, LANGUAGE = "weights.safetensors", "train_images.py", "train_language.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of all runs; kept with their words
 
 # --- runs ------------------------------------------------------------------------------------------------
@@ -47,10 +48,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of all runs; kept wit
 
 @dataclass(frozen=True)
 class Run:
-    """A training: a row of a table, with a seed and the words behind ``implicit-attn train``.
-
-    Words KEY=VALUE are those of the program's ``--options``.
-    """
+    """A training: a row of a table, with a seed and the words behind ``python``, the script first."""
 
     row: str
     seed: int
@@ -63,10 +61,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        options = [word for word in self.words if "=" in word]
-        flags = [word for word in self.words if "=" not in word]
-        last = ["--seed", str(self.seed), "--accelerator", DEVICE]
-        return [*flags, *(["--options", *options] if options else []), *last]
+        return [*self.words, "--seed", str(self.seed), "--accelerator", DEVICE]
 
 
 def perform(runs: Sequence[Run], out: Path, workers: int, train: bool = True) -> list[Run]:
@@ -99,9 +94,8 @@ def _train(run: Run, out: Path) -> str:
     place = run.folder(out)
     place.mkdir(parents=True, exist_ok=True)
     (place / "words.json").write_text(json.dumps(run.command))
-    words = [sys.executable, "-m", "implicit_attn", "train", *run.command]
-    known = (place / "checkpoint.safetensors").exists()  # a new folder holds words and log alone
-    words += ["--out", str(place), "--resume" if known else "--overwrite"]
+    words = [sys.executable, str(ROOT / "examples" / run.command[0]), *run.command[1:]]
+    words += ["--out", str(place), *(["--resume"] if (place / "checkpoint.pt").exists() else [])]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with (place / "log.txt").open("ab") as log:
@@ -114,7 +108,7 @@ def _train(run: Run, out: Path) -> str:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """The rows of a training's table, numbers as numbers."""
-    with (folder / "checkpoint.csv").open(newline="") as file:
+    with (folder / "history.csv").open(newline="") as file:
         return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
@@ -130,8 +124,8 @@ BACKBONES: dict[str, tuple[tuple[str, ...], str]] = {
     "hyperset": ((), "88.89 % (0.96 M)"),
     "hyperset-equilibrium": ((), "-"),
     "transformer": ((), "89.90 % (1.79 M)"),
-    "energy-transformer": (("width=660",), "75.98 %"),
-    "crate": (("dim=80",), "86.97 %"),
+    "energy-transformer": (("--width", "660"), "75.98 %"),
+    "crate": (("--dim", "80"), "86.97 %"),
 }
 MASKED = ("deq-transformer", "transformer", "hyperset", "energy-transformer")
 
@@ -164,7 +158,7 @@ def cifar10(
         return
     shared = ("--data", "cifar10", "--epochs", str(epochs), "--limit", str(limit))
     runs = [
-        Run(row, seed, ("vit-images", "--model", row, *shared, *BACKBONES[row][0]), "cifar10")
+        Run(row, seed, (IMAGES, "--model", row, *shared, *BACKBONES[row][0]), "cifar10")
         for seed in range(seeds)
         for row in rows
     ]
@@ -230,7 +224,7 @@ def masked(
     for name, value in (("--epochs", epochs), ("--limit", limit)):
         shared += [] if value is None else [name, str(value)]
     runs = [
-        Run(row, seed, ("masked-images", "--model", row, *shared), data)
+        Run(row, seed, (IMAGES, "--task", "masked", "--model", row, *shared), data)
         for seed in range(seeds)
         for row in rows
     ]
@@ -244,12 +238,11 @@ def masked(
 
 PLAIN = "plain"
 # A pilot, and the model of the table; both see every window of the text at random.
-SIZES: dict[str, tuple[str, ...]] = {
-    "tiny": ("dim=64", "heads=4", "layers=4", "length=64", "--batch", "16", "--steps", "600",
-             "dropout=0", "windows=1024"),
-    "small": ("dim=96", "heads=4", "layers=6", "length=128", "--batch", "32", "--steps", "1200",
-              "dropout=0.1", "windows=256"),
-}  # fmt: skip
+TINY = "--dim 64 --heads 4 --layers 4 --length 64 --batch 16 --steps 600 --dropout 0 --windows 1024"
+SMALL = (
+    "--dim 96 --heads 4 --layers 6 --length 128 --batch 32 --steps 1200 --dropout 0.1 --windows 256"
+)
+SIZES = {"tiny": tuple(TINY.split()), "small": tuple(SMALL.split())}
 MOMENTUM, NESTEROV = ("--descent", "momentum"), ("--descent", "nesterov")
 # What differs from plain attention, the seeds of the two sizes, and the look of the curve.
 FORMS: dict[str, tuple[tuple[str, ...], tuple[int, int], str, str]] = {
@@ -264,9 +257,10 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[int, int], str, str]] = {
     "momentum, rate 6e-3": ((*MOMENTUM, "--rate", "6e-3"), (1, 1), "#b5323c", "--"),
     "momentum, rate 1e-2": ((*MOMENTUM, "--rate", "1e-2"), (1, 0), "#b5323c", ":"),
     "plain, gain": (("--descent", "gain"), (1, 1), "#777777", "--"),
-    "nesterov, scaled": ((*NESTEROV, "lookahead=scaled"), (1, 1), "#3a8f5c", "--"),
-    "nesterov, queries": ((*NESTEROV, "lookahead=queries"), (1, 1), "#3a8f5c", ":"),
-    "newton-taylor, order 0": (("--attention", "newton-taylor", "order=0"), (1, 1), "#d9772b", "--"),
+    "nesterov, scaled": ((*NESTEROV, "--lookahead", "scaled"), (1, 1), "#3a8f5c", "--"),
+    "nesterov, queries": ((*NESTEROV, "--lookahead", "queries"), (1, 1), "#3a8f5c", ":"),
+    "newton-taylor, order 0": (
+        ("--attention", "newton-taylor", "--arguments", "order=0"), (1, 1), "#d9772b", "--"),
 }  # fmt: skip
 # Ren, Ouyang, Tang, Liu, arXiv 2511.00907, figure 1: what is claimed, the lower row, the higher one.
 CLAIMS = (
@@ -289,9 +283,9 @@ def plan(
     for place, size in enumerate(SIZES):
         for row in (rows or FORMS) if size in sizes else ():
             own, numbers, *_ = FORMS[row]
-            words = ["language-model", "--text", text, *SIZES[size], *own]
+            words = [LANGUAGE, "--text", text, *SIZES[size], *own]
             if steps is not None:
-                words += ["--steps", str(steps), f"evaluate_every={max(1, steps // 12)}"]
+                words += ["--steps", str(steps), "--evaluate-every", str(max(1, steps // 12))]
             number = seeds or (max(1, numbers[place]) if rows else numbers[place])
             found += [Run(row, seed, tuple(words), size) for seed in range(number)]
     return sorted(found, key=lambda run: (run.size != sizes[0], run.seed))
@@ -332,8 +326,7 @@ def forms(
 
 
 def read_losses(folder: Path) -> Curve:
-    settings = read_progress(folder / "checkpoint.safetensors")["settings"]
-    every = settings["steps"] // settings["epochs"]
+    every = read_settings(folder / WEIGHTS)["evaluate_every"]
     return {every * int(row["epoch"]): row["validation_loss"] for row in history(folder)}
 
 
@@ -413,7 +406,8 @@ def draw(path: Path, losses: Losses) -> None:
                     tops.append(middle[min(1, len(middle) - 1)])
                 for each in drawn if drawn is apart and len(apart) > 1 else ():
                     axes.plot(steps, list(each.values()), color=color, linewidth=0.6, alpha=0.6)
-        numbers = dict(word.split("=") for word in SIZES[size] if "=" in word)
+        words = SIZES[size]
+        numbers = dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
         title = "{}: d {dim}, {layers} blocks, {length} characters".format(size, **numbers)
         panels[0][place].set(title=title, xlabel="training step", ylim=(None, max(tops) + 0.05))
         panels[0][place].set_ylabel("validation loss (nats a character)")
@@ -433,23 +427,23 @@ def draw(path: Path, losses: Losses) -> None:
 # --- language: one block at its fixed point ----------------------------------------------------------
 
 NUMBERS = (12, 24, 48)  # evaluations of the block after which it is judged
-DRAWN = ("--model", "equilibrium")
+DRAWN, TORCH = ("--model", "equilibrium"), ("--arguments", "initial=torch")
 RATES = ("3e-3", "6e-3", "1e-2", "2e-2")
 WINDOWS = {  # width, length of a window, windows of a step
-    "tiny": ("dim=64", "length=64", "16"),
-    "small": ("dim=96", "length=128", "32"),
+    "tiny": ("64", "64", "16"),
+    "small": ("96", "128", "32"),
 }
 BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
-    "one block": (("layers=1",), ("1e-2", "2e-2")),
-    "one pass": ((*DRAWN, "iterations=1"), RATES),
-    "three blocks": (("layers=3", "initial=torch"), RATES),
-    "six blocks": (("layers=6", "initial=torch"), RATES),
+    "one block": (("--layers", "1"), ("1e-2", "2e-2")),
+    "one pass": ((*DRAWN, "--iterations", "1"), RATES),
+    "three blocks": (("--layers", "3", *TORCH), RATES),
+    "six blocks": (("--layers", "6", *TORCH), RATES),
     "drawn": (DRAWN, RATES),
-    "fixed": ((*DRAWN, "iterations=12"), ("1e-2",)),
-    "drawn, last 4": ((*DRAWN, "gradient=4"), ("1e-2",)),
-    "drawn, implicit": ((*DRAWN, "gradient=implicit"), ("1e-2",)),
-    "drawn, 8 to 40": ((*DRAWN, "iterations=[8,40]"), ("1e-2",)),
-    "drawn, 16 to 80": ((*DRAWN, "iterations=[16,80]"), ("1e-2",)),
+    "fixed": ((*DRAWN, "--iterations", "12"), ("1e-2",)),
+    "drawn, last 4": ((*DRAWN, "--gradient", "4"), ("1e-2",)),
+    "drawn, implicit": ((*DRAWN, "--gradient", "implicit"), ("1e-2",)),
+    "drawn, 8 to 40": ((*DRAWN, "--iterations", "8", "40"), ("1e-2",)),
+    "drawn, 16 to 80": ((*DRAWN, "--iterations", "16", "80"), ("1e-2",)),
 }
 
 
@@ -467,8 +461,8 @@ def equilibrium(
     """One block at its fixed point, beside stacks of blocks and its own forms.
 
     4 heads; "tiny" has width 64 and sees 16 windows of 64 characters a step, "small" 96 and 32 of 128.
-    "drawn" is the default of ``implicit-attn train language-model --model equilibrium``: iterations drawn
-    from 4 to 20, gradients through all; judged after 12, 24 and 48 by the loss on held-out text.
+    "drawn" is the default of ``train_language.py --model equilibrium``: iterations drawn from 4 to 20,
+    gradients through all; judged after 12, 24 and 48 by the loss on held-out text.
 
     Args:
         text: name or path.
@@ -479,8 +473,8 @@ def equilibrium(
         train: what is missing.
     """
     dim, length, batch = WINDOWS[size]
-    words = ("language-model", "--text", text, dim, length, "dropout=0", "betas=[0.9,0.95]")
-    words = (*words, "--batch", batch, "--steps", str(steps))
+    words = (LANGUAGE, "--text", text, "--dim", dim, "--length", length, "--dropout", "0")
+    words = (*words, "--betas", "0.9", "0.95", "--batch", batch, "--steps", str(steps))
     runs = [
         Run(f"{row}, {rate}", seed, (*words, *BLOCKS[row][0], "--rate", rate), size)
         for seed in range(seeds)
@@ -502,19 +496,22 @@ def equilibrium(
 @torch.no_grad()
 def judged(folder: Path, text: str) -> dict[str, float]:
     """What a trained model gives after 12, 24 and 48 evaluations; a stack has one number."""
-    model, progress = load_model(folder / WEIGHTS)
-    settings = progress["settings"]
-    task = NextToken(load_text(text), settings["model"]["length"], settings["windows"])
-    model, task = model.to(DEVICE), task.to(torch.device(DEVICE))
+    model, settings = load_model(folder / WEIGHTS)
+    task = NextCharacter(load_text(text), settings["model"]["length"], settings["windows"])
+    model, tests = model.to(DEVICE), [each.to(DEVICE).split(task.size) for each in task.tests]
     found: dict[str, float] = {"parameters": parameters(folder)}
-    trained = settings["model"].get("iterations")
-    solved = isinstance(model, EquilibriumLanguageModel) and trained != 1
+    solved = (
+        isinstance(model, EquilibriumLanguageModel) and settings["model"].get("iterations") != 1
+    )
     for number in NUMBERS if solved else NUMBERS[:1]:
-        sums = task.evaluate(model, iterations=number if solved else None)
-        total, terms = sums["validation_loss"]
-        found[str(number)] = total / terms
+        options = {"iterations": number} if solved else {}
+        sums = [
+            task.measures(model(inputs, **options), inputs, targets)["validation_loss"]
+            for inputs, targets in zip(*tests, strict=True)
+        ]
+        found[str(number)] = sum(total for total, _ in sums) / sum(terms for _, terms in sums)
     if isinstance(model, EquilibriumLanguageModel) and solved:
-        tokens = model.tokens(task.tests()[0][: task.batch])
+        tokens = model.tokens(tests[0][0])
         z, after = (model.mix(tokens, number) for number in (NUMBERS[-1], NUMBERS[-1] + 1))
         found["residual"] = ((after - z).norm() / after.norm()).item()
     return found | {"seconds": sum(row["seconds"] for row in history(folder))}

@@ -18,8 +18,8 @@ from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
 import solvers
-from implicit_attn.data.images import join_patches
 from implicit_attn.energies import BareAttention
+from implicit_attn.models.images import join_patches
 from implicit_attn.updates import BareAttentionStep
 
 NOISE, MASKED, GAMMA = 0.8, 4, 0.5  # of the angles; patches; share of the old state in a step

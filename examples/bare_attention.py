@@ -15,8 +15,8 @@ from sklearn.linear_model import Ridge
 from torch import Tensor, nn
 
 from implicit_attn.data import load
-from implicit_attn.data.images import join_patches, split_patches
 from implicit_attn.energies import BareAttention, Couplings
+from implicit_attn.models.images import join_patches, split_patches
 from solvers import TorusSite
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)  # of ridge regression, among which it chooses

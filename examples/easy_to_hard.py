@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from options import Recipe
 from runner import Result, Table, columns, draw_band, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
 from implicit_attn import DEQ, Update
-from implicit_attn.training import Recipe
 
 EQUILIBRIUM, ALWAYS, ONCE = "equilibrium", "same block, iterations not random", "one iteration"
 SAME_PARAMETERS, SAME_DEPTH = "transformer, equal parameters", "transformer, equal evaluations"
@@ -235,7 +235,7 @@ class LayeredRing(nn.Module):
         return self.readout(self.norm(z))
 
 
-def train(model: nn.Module, sizes: tuple[int, int], recipe: Recipe) -> None:
+def train(model: nn.Module, sizes: tuple[int, int], recipe: Any) -> None:
     """``recipe.epochs`` steps, each on rings of one size."""
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = recipe.build_optimizer(model)
@@ -383,7 +383,8 @@ def easy_to_hard(
             print(f"seed {now}: {name}", flush=True)
             torch.manual_seed(now)
             model = build()
-            train(model, sizes, Recipe(batches, 64, rate, warmup=0.1, seed=now, iterations=times))
+            recipe = Recipe(epochs=batches, batch=64, rate=rate, seed=now, random_iterations=times)
+            train(model, sizes, recipe.fill({"warmup": 0.1}))
             with torch.no_grad():
                 for label, budget in ways.items():
                     for test in rings.values():

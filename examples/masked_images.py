@@ -1,7 +1,7 @@
 """Masked patches of images, predicted by trained models and by simple baselines.
 
-    implicit-attn train masked-images --model transformer                        # a minute or two each
-    implicit-attn train masked-images --model hyperset
+    python examples/train_images.py --task masked --model transformer    # a minute or two each
+    python examples/train_images.py --task masked --model hyperset
     python examples/masked_images.py --runs runs/masked-digits-*
 
 Runs must use the same data and masked patches; runs of one model may differ in the seed. The figure shows the
@@ -14,13 +14,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from image_tasks import MaskedImages
 from runner import Result, Table, columns, run
 from sklearn.metrics.pairwise import nan_euclidean_distances
 from torch import Tensor
 
 from implicit_attn.data import load
 from implicit_attn.models import load_model
-from implicit_attn.training import MaskedImages
 
 MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # of the iterations of training
 SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures
@@ -84,21 +84,28 @@ def fill(name: str, train: Tensor, images: Tensor) -> Tensor:
     return torch.where(images.isnan(), FILLINGS[name](train, images), images)
 
 
-def means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+def means(sums: dict[str, tuple[float, int]]) -> dict[str, float]:
     return {name: total / number for name, (total, number) in sums.items()}
 
 
+@torch.no_grad()
+def measured(model: Any, task: MaskedImages, iterations: int) -> dict[str, float]:
+    inputs, targets = task.tests
+    outputs = [model(part, iterations=iterations) for part in inputs.split(task.size)]
+    return means(task.measures(torch.cat(outputs), inputs, targets))
+
+
 def masked_images(
-    runs: tuple[Path, ...],  # folders of ``implicit-attn train masked-images``
+    runs: tuple[Path, ...],  # folders of ``train_images.py --task masked``
     images: int = 8,  # number of images in the figure
 ) -> Result:
     found = [load_model(folder / "weights.safetensors") for folder in runs]
-    settings = [progress["settings"] for _, progress in found]
+    settings = [each for _, each in found]
     kept = [{name: each[name] for name in KEPT} for each in settings]
     assert all(each == kept[0] for each in kept), "runs of other hidden patches"
     known, patch = kept[0], settings[0]["model"]["patch"]
     data = load(known["data"]).first(known["limit"])
-    task = MaskedImages(data, patch, masked=known["masked"], test=known["test"])
+    task = MaskedImages(data, patch, known["masked"], known["test"])
     errors: Table = []
     for (model, _), each in zip(found, settings, strict=True):
         backbone, size = each["model"]["backbone"], sum(p.numel() for p in model.parameters())
@@ -106,9 +113,9 @@ def masked_images(
             number = max(1, round(multiple * backbone["iterations"]))
             row = {"model": backbone["name"], "seed": each["seed"], "parameters": size}
             row |= {"multiple": multiple, "iterations": number}
-            errors.append(row | means(task.evaluate(model, iterations=number)))
-    inputs, targets = task.tests()
-    train = task.data.train_images
+            errors.append(row | measured(model, task, number))
+    inputs, targets = task.tests
+    train = data.train_images
     fillings: Table = [
         {"filling": name, **means(task.measures(fill(name, train, inputs), inputs, targets))}
         for name in FILLINGS
@@ -118,12 +125,12 @@ def masked_images(
     for number in SHOWN:
         with torch.no_grad():
             pixels = found[0][0](inputs, iterations=number)
-        error = means(task.evaluate(found[0][0], iterations=number))["test_loss"]
+        error = measured(found[0][0], task, number)["test_loss"]
         name = f"{number} iteration{'s' if number > 1 else ''}\nerror {error:.4f}"
         rows[name] = torch.where(inputs.isnan(), pixels, inputs)
     rows[f"{GAUSSIAN}\nerror {fillings[-1]['test_loss']:.4f}"] = fill(GAUSSIAN, train, inputs)
     figure = plt.figure(figsize=(14, 0.8 * len(rows) + 0.6))
-    figure.suptitle(f"{task.data.name}: {task.most} of {task.patches} patches hidden")
+    figure.suptitle(f"{data.name}: {task.most} of {task.patches} patches hidden")
     parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.2))
     axes, side, lines = parts[0].subplots(), inputs.shape[-1], []
     gap = max(1, side // 8)

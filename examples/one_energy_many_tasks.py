@@ -24,9 +24,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from implicit_attn.data import load
-from implicit_attn.models import ImageRestorer
-from implicit_attn.models.restoration import ConvolutionalNetwork
-from implicit_attn.programs.restoration import (
+from implicit_attn.demo.restoration import (
     Task,
     best_linear,
     descend,
@@ -37,6 +35,8 @@ from implicit_attn.programs.restoration import (
     title_of,
     train_digits,
 )
+from implicit_attn.models import ImageRestorer
+from implicit_attn.models.restoration import ConvolutionalNetwork
 from implicit_attn.weights import load_pretrained
 
 ENERGY, LINEAR = "one energy", "best linear answer of each task"

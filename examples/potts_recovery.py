@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import couplings as potts
 import matplotlib.pyplot as plt
 import torch
+from options import Recipe
 from runner import Result, Table, columns, rows_of, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +27,6 @@ import solvers
 from implicit_attn.models import FactoredAttention, PottsModel, SharedTransformer
 from implicit_attn.models import fit_pseudolikelihood as fit
 from implicit_attn.studies import SpinModel
-from implicit_attn.training import Recipe
 
 FACTORED = re.compile(r"(linear|softmax|sink)(-(\d+))?(-long)?")
 TRANSFORMERS = {  # layers, recycles, their label
@@ -85,7 +85,8 @@ def recover(
         layers, times, label = TRANSFORMERS[method]
         model: Any = MaskedTransformer(sites, colours, dim, layers=layers, iterations=times)
         drawn = (2, 4) if method == "recycled" else None
-        train_masked(model, train, Recipe(masked, batch, 3e-3, seed=seed, iterations=drawn, **ADAM))
+        recipe = Recipe(epochs=masked, batch=batch, rate=3e-3, seed=seed, random_iterations=drawn)
+        train_masked(model, train, recipe.fill(ADAM))
         couplings = potts.categorical_jacobian(model, test[:12], colours, mask=colours)
         test = test[:tested]
         loss = masked_loss(model, test, colours)
@@ -118,7 +119,7 @@ def recover(
     return Found(label, couplings, model, row, test)
 
 
-def train_masked(model: MaskedTransformer, train: Tensor, recipe: Recipe) -> None:
+def train_masked(model: MaskedTransformer, train: Tensor, recipe: Any) -> None:
     """``recipe.epochs`` steps; batches are drawn with repetition, and one token d a sequence hides its site.
 
     The expected loss is the negative log pseudo-likelihood per site.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.data import sudoku
-from implicit_attn.programs.boards import draw_board
+from implicit_attn.demo.boards import draw_board
 
 MIXED = "mixed"  # puzzles with the package's own distribution of clues
 LEARNED, BARE = "learned, factored", "learned, factored, no penalty"

@@ -9,12 +9,14 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from board_tasks import solved_after
 from matplotlib.animation import FuncAnimation
 from runner import Result, Table, run
 from torch import Tensor
+from train_boards import load_solver
 
 from implicit_attn.data import board_counts, load_sudoku, resolve_source, reveal_up_to
-from implicit_attn.programs.boards import Frame, draw_frame, frames_of, load_solver, solved_after
+from implicit_attn.demo.boards import Frame, draw_frame, frames_of
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # multiples of the iterations of training
 SHARES = (0.1, 0.4, 0.8, 1.0)  # of the iterations that the board takes, at which it is drawn
@@ -57,7 +59,7 @@ def sudoku_solver(
     animation: Path | None = None,  # GIF file for an animation of the board over the iterations
 ) -> Result:
     try:
-        model, settings = load_solver("--weights", weights)
+        model, settings = load_solver(weights)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     if animation is not None:
@@ -81,7 +83,7 @@ def sudoku_solver(
         least = int((data.test_puzzles != 0).sum(1).min())
         raise SystemExit(f"--givens must be at least {least} for these puzzles, got {max(givens)}")
     for number, puzzles, solutions in sets:
-        shares = solved_after(model, puzzles, solutions, marks)
+        shares = solved_after(model, (puzzles, solutions), marks)
         pairs = zip(marks, shares, strict=True)
         table += [{"givens": number, "iterations": n, "solved": share} for n, share in pairs]
     _, puzzles, solutions = sets[0]

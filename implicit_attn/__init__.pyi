@@ -1,14 +1,12 @@
-from implicit_attn import checkpoint as checkpoint
 from implicit_attn import data as data
+from implicit_attn import demo as demo
 from implicit_attn import deq as deq
 from implicit_attn import energies as energies
 from implicit_attn import kernels as kernels
 from implicit_attn import models as models
-from implicit_attn import programs as programs
 from implicit_attn import regularization as regularization
 from implicit_attn import solvers as solvers
 from implicit_attn import studies as studies
-from implicit_attn import training as training
 from implicit_attn import updates as updates
 from implicit_attn import weights as weights
 from implicit_attn.block import DEQTransformer as DEQTransformer

@@ -29,12 +29,11 @@ implicit_attn.energies implicit_attn.dropout
 implicit_attn.updates
 implicit_attn.deq
 implicit_attn.block implicit_attn.regularization
-implicit_attn.checkpoint implicit_attn.data
+implicit_attn.data
 implicit_attn.models
 implicit_attn.weights
-implicit_attn.training
 implicit_attn.studies
-implicit_attn.programs
+implicit_attn.demo
 implicit_attn
 implicit_attn.cli
 implicit_attn.__main__

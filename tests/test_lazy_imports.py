@@ -67,7 +67,7 @@ def test_imports_steps_and_weights_load_nothing_that_is_not_needed() -> None:
 def test_the_core_is_what_dir_shows() -> None:
     names = set(dir(implicit_attn))
     packages = {m.name for m in pkgutil.iter_modules(implicit_attn.__path__) if m.ispkg}
-    packages |= {"checkpoint", "regularization", "solvers"}  # one module each
+    packages |= {"regularization", "solvers"}  # one module each
     assert {
         name for name in names if isinstance(getattr(implicit_attn, name), ModuleType)
     } == packages

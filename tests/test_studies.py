@@ -18,18 +18,19 @@ from torch.autograd.functional import hessian, jacobian
 import solvers
 from cases.deq import make, specification, tokens, write_weights
 from implicit_attn import DEQ, EquilibriumBlock, GradientStep, studies
-from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import FunctionEnergy, Quadratic
-from implicit_attn.models import build_model
+from implicit_attn.models import build_model, save_model
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
-from implicit_attn.studies.extrapolating import relative_changes, stopping_times
 from implicit_attn.studies.study import Subject, subject_of
 from implicit_attn.updates.hyperset import ConditionedStepSizes
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
 STUDIES = {
-    "convergence": ({"max_steps": 12, "spectra": 1, "repeats": 1}, ["curves", "costs", "steps"]),
-    "extrapolation": ({"factor": 2}, ["curves", "reach", "adaptive", "depths"]),
+    "convergence": (
+        {"max_steps": 12, "spectra": 1, "repeats": 1},
+        ["curves", "costs", "eigenvalues"],
+    ),
+    "extrapolation": ({"factor": 2}, ["curves", "reach"]),
     "paths": ({"starts": 1}, ["summary", "samples"]),
     "geometry": ({"iterations": 4}, ["energies", "heads"]),
 }
@@ -111,8 +112,6 @@ def test_what_a_study_is_not_given() -> None:
     ):
         with pytest.raises(TypeError, match=r"layer must be a DEQ|model must contain a DEQ"):
             studies.paths(*wrong)
-    with pytest.raises(TypeError, match="must be None where the subject has its own"):
-        studies.paths(image_subject("equilibrium"), torch.ones(1, 2, 3))
 
 
 def test_a_subject_looks_into_a_model() -> None:
@@ -129,7 +128,7 @@ def test_a_subject_looks_into_a_model() -> None:
         usual = model(x)
         z = subject.layer.solve(given, tolerance=solvers.Tolerance(1e-3)).value
         assert torch.allclose(subject.outputs(x, z), usual, atol=1e-2)
-    assert "forward" not in vars(block.deq)
+        assert torch.equal(model(x), usual)  # no hook is left
 
 
 # Convergence.
@@ -146,7 +145,6 @@ def test_convergence_of_a_bowl() -> None:
         assert residuals == sorted(residuals, reverse=True) and residuals[-1] >= 1e-8
         above = [row["energy_above"] for row in mine]
         assert above == [None] * len(mine) if name == "plain forward" else min(above) >= 0
-        assert sum(row["samples"] for row in found.steps if row["solver"] == name) == 5
     costs = {row["solver"]: row for row in found.costs}
     fast, slow = costs["L-BFGS"], costs["plain forward"]
     assert fast["converged"] == 1.0 and fast["evaluations"] <= 12
@@ -209,11 +207,6 @@ def test_extrapolation_says_what_is_reached() -> None:
     reach = {row["method"]: row for row in found.reach}
     # The energy is quadratic with one curvature: an accelerated step ends at its minimum.
     assert reach["L-BFGS"]["to_residual"] < reach["forward"]["to_residual"] <= found.trained
-    assert found.adaptive[-1]["stopped"] == 1.0
-    assert sum(row["samples"] for row in found.depths if row["rtol"] == 0.1) == 41
-    changes = torch.tensor([[0.5, 0.01], [0.05, 0.2], [0.01, 0.001]])
-    assert stopping_times(changes, 0.1).tolist() == [2, 1]
-    assert stopping_times(changes, 1e-4).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("name", ["hyperset", "transformer", "energy-transformer"])
@@ -226,8 +219,7 @@ def test_an_unrolled_model_at_other_numbers_of_iterations(name: str) -> None:
         loss = nn.functional.cross_entropy(logits.double(), labels).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-6)
     methods = {row["method"] for row in studies.extrapolation(subject, factor=2).curves}
-    assert ("recurrence, time held at T" in methods) == (name == "hyperset")
-    assert "Anderson on the step of iteration T" in methods
+    assert {"recurrence", "Anderson on the step of iteration T"} <= methods
     with pytest.raises(TypeError, match="model must be unrolled, got ImageClassifier"):
         studies.accuracy_by_iterations(image_subject("equilibrium"), [1])
 
@@ -237,7 +229,9 @@ def test_several_layers_in_sequence() -> None:
     row = studies.accuracy_by_iterations(subject, [4])[0]
     with torch.no_grad():
         states = subject.model.backbone.states(subject.model.tokens(subject.inputs), iterations=4)
-    assert row["residual"] == pytest.approx(relative_changes(states)[-1].median().item())
+    new, old = states[-1].flatten(1), states[-2].flatten(1)
+    change = (new - old).norm(dim=1) / new.norm(dim=1)
+    assert row["residual"] == pytest.approx(change.median().item())
 
 
 # Paths.
@@ -283,9 +277,6 @@ def test_rank_and_angle(name: str) -> None:
 
 
 def test_tokens_without_a_geometry() -> None:
-    for wrong in (torch.ones(3), torch.ones(3, 2, dtype=torch.int64)):
-        with pytest.raises(ValueError, match="tokens must be floating point"):
-            studies.effective_rank(wrong)
     with pytest.raises(ValueError, match="at least two"):
         studies.average_angle(torch.ones(1, 3))
 
@@ -323,15 +314,7 @@ def test_geometry_of_an_equilibrium() -> None:
     assert whole == sorted(whole, reverse=True)
 
 
-# Trade-off, histories, tables.
-
-
-def test_layers_of_a_depth() -> None:
-    assert studies.layers_of_depth(6) == [(1, 6), (2, 3), (3, 2), (6, 1)]
-    assert studies.layers_of_depth(12, (6, 2)) == [(2, 6), (6, 2)]
-    for wrong in ((0,), (4, (3,))):
-        with pytest.raises(ValueError, match="depth"):
-            studies.layers_of_depth(*wrong)  # type: ignore[arg-type]
+# Tables, and subjects of files.
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -349,70 +332,7 @@ def test_tables(tmp_path: Path) -> None:
     assert studies.format_table([]) == "(empty)"
 
 
-# The report on a classifier, and the command.
-
-
-def test_report(tmp_path: Path) -> None:
-    """Also of a layer without energy, of one epoch, and of spins with their couplings."""
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    for name, couplings in (
-        ("equilibrium", None),
-        ("spin-transformer", [torch.rand(17, 17).tolist()] * 2),
-    ):
-        subject = image_subject(name, iterations=20)
-        row = {"epoch": 1, "loss": 1.0, "test_accuracy": 0.5, "converged": 1.0, "evaluations": 4}
-        with pytest.raises(ValueError, match="history"):
-            studies.report(subject)
-        found = studies.report(
-            Subject(subject.model, subject.inputs, subject.targets, 4, history=[row]), couplings
-        )
-        found.save(tmp_path / name, "a title")
-        assert is_picture(tmp_path / f"{name}.png")
-        assert [r["evaluations"] for r in found.extrapolation] == [1, 2, 4, 8, 16]
-
-
-@pytest.mark.parametrize("backbone", ["hyperset", "crate"])
-def test_the_command(backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Newton's method and Jacobians differentiate twice, which fused attention (crate) refuses."""
-    for module in ("tyro", "matplotlib", "sklearn", "tqdm"):
-        pytest.importorskip(module, reason="the command needs the extra [examples]")
-    from implicit_attn.cli import main
-
-    weights = write_weights(tmp_path / "tiny.safetensors", backbone, iterations=3)
-    few = {"convergence": "--max-steps 8 --spectra 1", "extrapolation": "--factor 1", "paths": ""}
-    if backbone == "hyperset":
-        few["geometry"] = "--iterations 2"
-    for name, words in few.items():
-        out = ["--weights", str(weights), "--out", str(tmp_path), "--samples", "5"]
-        main(["study", name, *out, *words.split()])
-        assert is_picture(tmp_path / f"{name}-tiny.png")
-        assert f"{name}-tiny.png" in capsys.readouterr().out
-    if backbone == "crate":
-        with pytest.raises(SystemExit) as stop:
-            main(["study", "geometry", "--weights", str(weights), "--out", str(tmp_path)])
-        assert (
-            stop.value.code == 2 and "layer must be a DEQ or Hyper-SET" in capsys.readouterr().err
-        )
-
-
-@pytest.mark.defect("B6")
-def test_trade_off(tmp_path: Path) -> None:
-    """Its checkpoints are by-products: a second run begins anew."""
-    for module in ("tyro", "matplotlib", "sklearn", "lightning_fabric"):
-        pytest.importorskip(module, reason="training needs the extra [examples]")
-    from implicit_attn.cli import main
-
-    words = ["study", "trade-off", "--out", str(tmp_path), "--depth", "2", "--epochs", "1"]
-    main(words)
-    main([*words, "--seeds", "2"])
-    with (tmp_path / "trade-off-table.csv").open(newline="") as file:
-        trained = list(csv.DictReader(file))
-    pairs = [("1", "2"), ("1", "2"), ("2", "1"), ("2", "1")]
-    assert [(row["layers"], row["iterations"]) for row in trained] == pairs
-    assert trained[0]["loss"] != trained[1]["loss"] and is_picture(tmp_path / "trade-off.png")
-
-
-def test_subjects_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subjects_of_files(tmp_path: Path) -> None:
     path = write_weights(tmp_path / "run" / "weights.safetensors", "hyperset-equilibrium")
     state = torch.get_rng_state()
     subject = studies.open_subject(path, samples=7)
@@ -420,14 +340,11 @@ def test_subjects_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert subject.name == "run" and len(subject.inputs) == 7 and subject.trained == 4
     assert "digits" in subject.title and not subject.model.training
     wide = {**specification("crate", iterations=2), "channels": 3}
-    save_checkpoint(
-        tmp_path / "c.safetensors", build_model(wide), progress={"settings": {"model": wide}}
-    )
-    with pytest.raises(ValueError, match="data must be one of"):
-        studies.open_subject(tmp_path / "c.safetensors")
-    with pytest.raises(ValueError, match=r"data must have images \(3, 8, 8\) of 10 classes"):
-        studies.open_subject(tmp_path / "c.safetensors", "digits")
-    with pytest.raises(ValueError, match=r"must be of an image classifier, got a LanguageModel"):
+    save_model(tmp_path / "c.safetensors", build_model(wide), {"model": wide})
+    for data in (None, "digits"):
+        with pytest.raises(ValueError, match=r"c\.safetensors"):
+            studies.open_subject(tmp_path / "c.safetensors", data)
+    with pytest.raises(ValueError, match="LanguageModel"):
         studies.open_subject("austen-language")
 
 

@@ -15,7 +15,6 @@ import tyro
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from implicit_attn.checkpoint import restore_constants
 from implicit_attn.data import load_digits
 from implicit_attn.models import EquilibriumTransformer, ImageClassifier
 
@@ -33,6 +32,14 @@ def build(config: Any) -> ImageClassifier:
     return ImageClassifier(backbone, 8, 1, config.num_labels, readout="mean")
 
 
+def restore_constants(model: nn.Module, fresh: nn.Module) -> None:
+    """Copy the buffers that are in no state dict, which ``from_pretrained`` leaves empty."""
+    for module, other in zip(model.modules(), fresh.modules(), strict=True):
+        for name, buffer in other.named_buffers(recurse=False):
+            if name in other._non_persistent_buffers_set:
+                setattr(module, name, buffer.clone())
+
+
 class EquilibriumForImages(hf.PreTrainedModel):
     config_class = EquilibriumConfig
 
@@ -43,7 +50,7 @@ class EquilibriumForImages(hf.PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self.vit:  # from_pretrained empties what is in no state dict
+        if module is self.vit:
             restore_constants(self.vit, build(self.config))
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Any:

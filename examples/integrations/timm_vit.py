@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from implicit_attn import EquilibriumBlock
-from implicit_attn.data import ImageData, epoch_generator, load_digits
+from implicit_attn.data import ImageData, load_digits
 
 
 def replace(model: Any, number: int, equilibrium: bool = True) -> Any:
@@ -40,9 +40,9 @@ def train(model: nn.Module, data: ImageData, epochs: int) -> float:
     """Accuracy on the test images after ``epochs``."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    for epoch in range(epochs):
-        order = torch.randperm(len(data.train_labels), generator=epoch_generator(0, epoch))
-        for index in order.split(64):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(epochs):
+        for index in torch.randperm(len(data.train_labels), generator=generator).split(64):
             loss = F.cross_entropy(model(data.train_images[index]), data.train_labels[index])
             optimizer.zero_grad()
             loss.backward()

@@ -1,10 +1,5 @@
 from implicit_attn.data.images import LOADERS as LOADERS
-from implicit_attn.data.images import Compose as Compose
 from implicit_attn.data.images import ImageData as ImageData
-from implicit_attn.data.images import RandomAffine as RandomAffine
-from implicit_attn.data.images import RandomCrop as RandomCrop
-from implicit_attn.data.images import RandomFlip as RandomFlip
-from implicit_attn.data.images import epoch_generator as epoch_generator
 from implicit_attn.data.images import load as load
 from implicit_attn.data.images import load_cifar10 as load_cifar10
 from implicit_attn.data.images import load_digits as load_digits

@@ -8,7 +8,6 @@ results made from it, attributes it to Gordon Royle.
 from __future__ import annotations
 
 import random
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import DATA_VARIABLE, damaged, find, search_folders
+from implicit_attn.data.files import damaged, find, missing
 from solvers.core.checks import require_choice, require_count
 
 SIDE, CELLS = 9, 81
@@ -40,14 +39,11 @@ def solved(boards: Tensor) -> Tensor:
 
 
 def check_boards(name: str, puzzles: Tensor, solutions: Tensor) -> None:
-    """Raise where puzzles and solutions do not fit; errors as in :class:`SudokuData`."""
+    """Raise a ValueError where puzzles and solutions do not fit, as in :class:`SudokuData`."""
     for what, boards in (("puzzles", puzzles), ("solutions", solutions)):
-        if boards.dtype != torch.int64:
-            raise TypeError(f"{name}: {what} are {boards.dtype}, expected torch.int64")
-        if boards.dim() != 2 or boards.shape[1] != CELLS or len(boards) == 0:
-            raise ValueError(f"{name}: {what} are {tuple(boards.shape)}, expected (N, 81), N >= 1")
-    if puzzles.shape != solutions.shape:
-        raise ValueError(f"{name}: {len(puzzles)} puzzles and {len(solutions)} solutions")
+        if boards.dtype != torch.int64 or boards.shape != (max(1, len(puzzles)), CELLS):
+            got = f"{boards.dtype} {tuple(boards.shape)}"
+            raise ValueError(f"{name}: {what} must be int64 (N, 81), N >= 1, got {got}")
     wrong = {
         "a solution that breaks the rules": ~solved(solutions),
         "a clue that is not in its solution": ((puzzles != 0) & (puzzles != solutions)).any(1),
@@ -61,18 +57,8 @@ def check_boards(name: str, puzzles: Tensor, solutions: Tensor) -> None:
 def board_counts(predicted: Tensor, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
     """Correctly predicted unknown cells, and unknown cells, of every board, (B,) int64 each.
 
-    The cell accuracy is the quotient of their sums; a board is solved where they are equal.
-
-    Args:
-        predicted: (B, 81) digits 1 .. 9; those of known cells are not looked at.
-        puzzles: (B, 81), 0 = unknown.
-        solutions: (B, 81).
+    A board is solved where they are equal. All arguments are (B, 81); 0 stands for an unknown cell.
     """
-    if not predicted.shape == puzzles.shape == solutions.shape:
-        raise ValueError(
-            f"predicted {tuple(predicted.shape)}, puzzles {tuple(puzzles.shape)} and solutions "
-            f"{tuple(solutions.shape)} must have one shape (B, 81)"
-        )
     unknown = puzzles == 0
     return ((predicted == solutions) & unknown).sum(1), unknown.sum(1)
 
@@ -90,9 +76,6 @@ def solve_by_singles(puzzles: Tensor) -> Tensor:
 
     A naked single is a cell that only one digit is left for, a hidden single a digit that only one
     cell of a row, column or box is left for.
-
-    Args:
-        puzzles: (B, 81) int64, 0 = unknown.
     """
     pairs, cells = sudoku_pairs().float(), units()
     digits = torch.arange(1, SIDE + 1)
@@ -235,7 +218,6 @@ def unique_puzzles(number: int, seed: int) -> tuple[Tensor, Tensor]:
 
 LIST = Path("sudoku") / "sudoku17.npz"
 SOURCES = ("auto", "list", "generated")
-MOST_PUZZLES = 250_000  # of a list; there are about 50,000 with 17 clues
 BASES, GENERATED_MORE = 64, 11  # generated puzzles have about 24 clues to begin with
 
 
@@ -250,8 +232,8 @@ class SudokuData:
         test_puzzles, test_solutions: (M, 81) each.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is wrong, a solution breaks the rules, a
-            puzzle has a digit that its solution has not, or no unknown cell.
+        ValueError: a dtype, shape or value is wrong, a solution breaks the rules, a puzzle has a digit
+            that its solution has not, or no unknown cell.
     """
 
     name: str
@@ -297,7 +279,7 @@ def load_sudoku(
         FileNotFoundError: ``source`` is "list", and there is none.
         ValueError: a number is out of range, or the list holds too few puzzles.
     """
-    path = None if resolve_source(source) == "generated" else find_list()
+    path = None if resolve_source(source) == "generated" else find(*LIST.parts)
     require_count("train", train)
     require_count("test", test)
     generator = torch.Generator().manual_seed(seed)
@@ -312,70 +294,34 @@ def load_sudoku(
 
 
 def resolve_source(source: str = "auto") -> str:
-    """Which puzzles :func:`load_sudoku` takes for ``source``: "list" or "generated".
-
-    Raises:
-        FileNotFoundError: ``source`` is "list", and there is none.
-        ValueError: an unknown source.
-    """
+    """Which puzzles :func:`load_sudoku` takes for ``source``: "list" or "generated"."""
     if require_choice("source", source, SOURCES) == "generated":
         return source
-    if find_list() is not None:
+    if find(*LIST.parts) is not None:
         return "list"
     if source == "auto":
         return "generated"
-    places = ", ".join(str(folder / LIST) for folder in search_folders())
-    raise FileNotFoundError(f"no list of puzzles at {places}; set {DATA_VARIABLE}")
+    raise missing(str(LIST))
 
 
-def find_list() -> Path | None:
-    """The list of 17-clue puzzles in the folders of :func:`search_folders`, or None."""
-    return find(*LIST.parts)
-
-
-def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
-    """Puzzles and solutions, (N, 81) int64 each, of an ``.npz`` with ``puzzle`` and ``solution``.
+def read_list(path: str | Path, prefix: str = "") -> tuple[Tensor, Tensor]:
+    """Puzzles and solutions, (N, 81) int64, the arrays ``PREFIXpuzzle`` and ``PREFIXsolution`` of an .npz.
 
     Raises:
-        ValueError: the file is damaged, does not hold these two as integers (N, 81) with N up to
-            ``MOST_PUZZLES``, or they do not belong together.
+        ValueError: the file is damaged, does not hold these two, or they do not belong together.
     """
-    with (
-        open(path, "rb") as file,
-        damaged(path, "an .npz file with puzzle and solution"),
-        zipfile.ZipFile(file) as archive,
-    ):
-        puzzles, solutions = (_read_boards(archive, n, path) for n in ("puzzle", "solution"))
-    check_boards(str(path), puzzles, solutions)
-    return puzzles, solutions
-
-
-def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tensor:
-    """(N, 81) int64; dtype and shape that the header declares are checked before the rest is read."""
-    what = f"{path}: {name}"
-    with archive.open(f"{name}.npy") as stream:
-        version = np.lib.format.read_magic(stream)
-        if version != (1, 0):
-            raise ValueError(f"{what} has .npy version {version}, expected (1, 0)")
-        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
-        if dtype.kind not in "iu":
-            raise ValueError(f"{what} is {dtype}, expected integers")
-        if len(shape) != 2 or shape[1] != CELLS or not 1 <= shape[0] <= MOST_PUZZLES:
-            raise ValueError(f"{what} is {shape}, expected (N, 81), 1 <= N <= {MOST_PUZZLES}")
-        size = shape[0] * CELLS * dtype.itemsize
-        content = stream.read(size + 1)
-    if len(content) != size:
-        raise ValueError(f"{what} has {len(content)} bytes, expected {size}")
-    values = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
-    return torch.from_numpy(values.astype(np.int64, order="C"))
+    with open(path, "rb") as file, damaged(path, f"{prefix}puzzle and {prefix}solution"):
+        held = np.load(file)
+        arrays = [held[f"{prefix}{name}"] for name in ("puzzle", "solution")]
+        if kinds := [each.dtype for each in arrays if each.dtype.kind not in "iu"]:
+            raise ValueError(f"they must be integers, got {kinds[0]}")
+        puzzles, solutions = (torch.from_numpy(each.astype(np.int64)) for each in arrays)
+        check_boards("the list", puzzles, solutions)
+        return puzzles, solutions
 
 
 def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Generator) -> Tensor:
-    """Puzzles (N, 81) with k more random cells of their solutions each, k uniform in 0 .. more.
-
-    Raises:
-        ValueError: ``more`` is negative, or so large that a puzzle could become complete.
-    """
+    """Puzzles (N, 81) with k more random cells of their solutions each, k uniform in 0 .. more."""
     fewest = int((puzzles == 0).sum(1).min())
     if require_count("more", more, low=0) >= fewest:
         raise ValueError(f"more must be < {fewest}, the unknown cells of a puzzle, got {more}")

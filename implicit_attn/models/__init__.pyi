@@ -29,9 +29,6 @@ from implicit_attn.models.language import LanguageModel as LanguageModel
 from implicit_attn.models.language import generate as generate
 from implicit_attn.models.memories import BinaryMemory as BinaryMemory
 from implicit_attn.models.memories import fit_patterns as fit_patterns
-from implicit_attn.models.official import build_official as build_official
-from implicit_attn.models.official import load_official as load_official
-from implicit_attn.models.official import to_official as to_official
 from implicit_attn.models.potts import ConditionalModel as ConditionalModel
 from implicit_attn.models.potts import FactoredAttention as FactoredAttention
 from implicit_attn.models.potts import PottsModel as PottsModel
@@ -41,6 +38,8 @@ from implicit_attn.models.registry import BACKBONES as BACKBONES
 from implicit_attn.models.registry import build_backbone as build_backbone
 from implicit_attn.models.registry import build_model as build_model
 from implicit_attn.models.registry import load_model as load_model
+from implicit_attn.models.registry import read_settings as read_settings
+from implicit_attn.models.registry import save_model as save_model
 from implicit_attn.models.restoration import ImageRestorer as ImageRestorer
 from implicit_attn.models.restoration import Restorer as Restorer
 from implicit_attn.models.spins import SpinClassifier as SpinClassifier

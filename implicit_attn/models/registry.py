@@ -1,7 +1,8 @@
-"""Build backbones by name, and models from a JSON-compatible specification or a checkpoint."""
+"""Backbones by name; models from a specification, a dict that JSON can hold, or from a file of weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 from implicit_attn.block import DEQTransformer
-from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data.files import damaged
 from implicit_attn.models.backbones import (
     CRATE,
@@ -27,10 +27,8 @@ from implicit_attn.models.images import ImageClassifier, MaskedCodes, MaskedImag
 from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
 from implicit_attn.models.restoration import ImageRestorer
 from implicit_attn.models.spins import SpinClassifier
+from implicit_attn.optional import require
 from solvers.core.checks import require_choice
-
-MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # limits of a specification that is read from a file
-LEAST_ENTRY = 50  # minimum number of bytes of a tensor in the header of a file
 
 
 @dataclass(frozen=True)
@@ -133,58 +131,52 @@ def _layer_option(name: str, layer: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"layer": dict(layer)}
 
 
+def save_model(path: str | Path, model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Write the weights of a model as safetensors, with its settings in the header of the file.
+
+    Args:
+        path: of the file; its folder is made.
+        model: its state dict is written.
+        settings: values that JSON can hold. ``settings["model"]`` is the specification that
+            :func:`build_model` took, and ``settings["alphabet"]`` that of a language model.
+    """
+    tensors = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"settings": json.dumps(dict(settings))}
+    require("safetensors.torch", extra=None).save_file(tensors, str(path), metadata)
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The settings in the header of a file of :func:`save_model`."""
+    with (
+        damaged(path, "a file of implicit_attn.models.save_model"),
+        require("safetensors", extra=None).safe_open(str(path), framework="pt") as file,
+    ):
+        return json.loads((file.metadata() or {})["settings"])
+
+
 def load_model(
     path: str | Path, *, layer: Mapping[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the trained model of a checkpoint, in evaluation mode, and the checkpoint's ``progress``.
+    """Return the model in a file of :func:`save_model`, in evaluation mode, and its settings.
 
-    ``progress["settings"]["model"]`` must be the specification from which the model was built. Torch's
-    random state does not change.
+    Torch's random state does not change.
 
     Args:
-        path: file written by ``save_checkpoint``.
+        path: file written by :func:`save_model`.
         layer: options of ``DEQ``; see :func:`build_model`.
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if it is not a checkpoint, has no specification, or the weights do not match it.
+        ValueError: if it is damaged or does not match its settings.
     """
-    settings = read_progress(path).get("settings", {})
-    specification = settings.get("model") if isinstance(settings, Mapping) else settings
-    if not isinstance(specification, Mapping):
-        raise ValueError(
-            f"{path} has no model specification: settings['model'] must be the dict passed to "
-            f"build_model, got {specification!r}"
-        )
-    _check_specification(specification, Path(path))
-    with torch.random.fork_rng(devices=[]):  # random weights are replaced below
-        model = build_model(specification, layer=layer)
-        progress = load_checkpoint(path, model)
-    if isinstance(model, SymbolModel) and (alphabet := settings.get("alphabet")) is not None:
-        if not len(set(alphabet)) == len(alphabet) == model.vocabulary:
-            raise ValueError(
-                f"{path} has an alphabet of {len(set(alphabet))} different characters among "
-                f"{len(alphabet)}, its model expects {model.vocabulary}"
-            )
-        model.alphabet = alphabet
-    return model.eval(), progress
-
-
-def _check_specification(specification: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError, before allocating memory, for an invalid or too large specification."""
-    held = path.stat().st_size
-    with damaged(path, "a specification of a model that can be built"):
-        backbone = specification.get("backbone")
-        layers = min(MOST_LAYERS, held // LEAST_ENTRY)
-        for name, value in [*specification.items(), *(backbone or {}).items()]:
-            most = layers if name == "layers" else LARGEST_NUMBER
-            if isinstance(value, int) and abs(value) > most:
-                raise ValueError(f"{path}: {name} is {value}, expected at most {most}")
-        with torch.device("meta"):  # computes shapes without allocating memory
-            parameters = list(build_model(specification).parameters())
-    number = sum(each.numel() for each in parameters)
-    if number > held:  # a parameter has at least one byte
-        raise ValueError(
-            f"{path}: the specified model has {number} parameters, which do not fit into the {held} "
-            "bytes of the file"
-        )
+    settings = read_settings(path)
+    if not isinstance(settings.get("model"), Mapping):
+        raise ValueError(f"{path} must say how its model is built, got the settings {settings}")
+    with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
+        model = build_model(settings["model"], layer=layer)
+    with damaged(path, "the weights of the model in its settings"):
+        model.load_state_dict(require("safetensors.torch", extra=None).load_file(str(path)))
+    if isinstance(model, SymbolModel):
+        model.alphabet = settings.get("alphabet")
+    return model.eval(), settings

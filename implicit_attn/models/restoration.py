@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.data.images import join_patches, split_patches
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.energy import Energy, Sum, Weighted
 from implicit_attn.energies.restoration import DataTerm, NetworkEnergy
-from implicit_attn.models.images import count_patches
+from implicit_attn.models.images import count_patches, join_patches, split_patches
 from solvers.core.checks import require_choice, require_count
 
 NETWORKS = ("convolution", "transformer")

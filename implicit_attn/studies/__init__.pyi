@@ -7,15 +7,9 @@ from implicit_attn.studies.enumeration import exact_moments as exact_moments
 from implicit_attn.studies.enumeration import random_ising as random_ising
 from implicit_attn.studies.enumeration import random_potts as random_potts
 from implicit_attn.studies.extrapolating import Extrapolation as Extrapolation
-from implicit_attn.studies.extrapolating import Report as Report
-from implicit_attn.studies.extrapolating import TradeOff as TradeOff
 from implicit_attn.studies.extrapolating import accuracy_by_evaluations as accuracy_by_evaluations
 from implicit_attn.studies.extrapolating import accuracy_by_iterations as accuracy_by_iterations
-from implicit_attn.studies.extrapolating import adaptive_stopping as adaptive_stopping
 from implicit_attn.studies.extrapolating import extrapolation as extrapolation
-from implicit_attn.studies.extrapolating import layers_of_depth as layers_of_depth
-from implicit_attn.studies.extrapolating import report as report
-from implicit_attn.studies.extrapolating import trade_off as trade_off
 from implicit_attn.studies.states import Geometry as Geometry
 from implicit_attn.studies.states import Paths as Paths
 from implicit_attn.studies.states import average_angle as average_angle

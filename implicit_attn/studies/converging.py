@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,15 @@ from implicit_attn.optional import progress
 from implicit_attn.studies.study import (
     BLUE,
     GREY,
-    NOTE_BOX,
     ORANGE,
     Study,
-    Subject,
     Table,
     draw_band,
     has_energy,
-    histogram,
     leave_empty,
-    legend_below,
     median_and_band,
     median_and_largest,
+    new_figure,
     subject_of,
 )
 from implicit_attn.updates import GradientStep, Update
@@ -45,47 +42,56 @@ SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no z
 
 @dataclass(frozen=True)
 class Convergence(Study):
-    """What :func:`convergence` finds.
+    """What :func:`convergence` returns.
 
     Attributes:
         curves: rows with solver, evaluation, residual (median of the best so far), residual_10,
             residual_90, converged (share of samples at 1e-8), and where there is an energy
             energy_above: the median over the samples of the energy above the lowest that any solver
-            found for the sample (None for a solver that does not see the energy).
+            reached for the sample (None for a solver that does not see the energy).
         costs: rows with solver, converged (share of samples at ``rtol``), evaluations (median),
             evaluations_90, evaluations_largest, and seconds for the whole batch.
-        steps: rows with solver, evaluations, samples: how many samples took so many evaluations.
         eigenvalues: of :func:`jacobian_eigenvalues` at the fixed points.
         rtol: tolerance of the costs.
-        residual: largest residual at which the eigenvalues were taken.
     """
 
     curves: Table
     costs: Table
-    steps: Table
     eigenvalues: Table
     rtol: float
-    residual: float
     printed = ("costs",)
 
-    def draw(self, figure: Any) -> None:
-        """Six panels: residual, energy, histograms, evaluations, time, eigenvalues."""
-        colors = {row["solver"]: f"C{number}" for number, row in enumerate(self.costs)}
-        goal = f"to {self.rtol:g}, or to the limit"
-        axes = figure.subplots(2, 3)
-        draw_residuals(axes[0, 0], self.curves, colors, self.rtol)
-        draw_energies(axes[0, 1], self.curves, colors)
-        _draw_histograms(axes[0, 2], self.steps, colors)
-        axes[0, 2].set_xlabel(f"evaluations {goal}")
-        _draw_bars(axes[1, 0], self.costs, colors, "evaluations")
-        most = [row["evaluations_largest"] for row in self.costs]
-        axes[1, 0].plot(most, range(len(most)), "|", color="black", markersize=14)
-        label = "evaluations per sample (bar: median, stroke: most)"
-        axes[1, 0].set(xlabel=label, title=f"Evaluations {goal}")
-        _draw_bars(axes[1, 1], self.costs, colors, "seconds")
-        axes[1, 1].set(xlabel="seconds for all samples", title=f"Time {goal}")
-        _draw_eigenvalues(axes[1, 2], self.eigenvalues, self.residual)
-        legend_below(figure, axes[0, 0])
+    def plot(self, title: str = "") -> Any:
+        """Four panels: residual, energy, evaluations, eigenvalues."""
+        figure = new_figure((13, 8), title)
+        (residual, energy), (costs, spectrum) = figure.subplots(2, 2)
+        names = [row["solver"] for row in self.costs]
+        for number, name in enumerate(names):
+            color, rows = f"C{number}", [row for row in self.curves if row["solver"] == name]
+            draw_band(residual, rows, "evaluation", "residual", color, name, alpha=0.12)
+            seen = [row for row in rows if row.get("energy_above") is not None]
+            above = [max(row["energy_above"], SMALLEST) for row in seen]
+            energy.plot([row["evaluation"] for row in seen], above, color=color)
+        residual.axhline(self.rtol, color=GREY, linestyle="--", label=f"tolerance {self.rtol:g}")
+        label = "best relative residual |f(z) - z| / |f(z)|"
+        residual.set(xlabel="evaluations per sample", ylabel=label, yscale="log")
+        residual.set_title("Residual (median; band: 10 % to 90 %)")
+        residual.legend(frameon=False, fontsize=8)
+        energy.set(xlabel="evaluations per sample", title="Energy")
+        if energy.lines and len(energy.lines[0].get_xdata()):
+            energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
+        else:
+            leave_empty(energy, "this layer has no energy")
+        spent = [row["evaluations"] for row in self.costs]
+        drawn = costs.barh(names, spent, color=[f"C{number}" for number in range(len(names))])
+        shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
+        costs.bar_label(drawn, shares, padding=4, fontsize=8)
+        costs.set_xlim(0, 1.35 * max(spent))
+        costs.invert_yaxis()
+        label = "median evaluations per sample (share converged, time of all)"
+        costs.set(xlabel=label, title=f"Evaluations to {self.rtol:g}, or to the limit")
+        _draw_eigenvalues(spectrum, self.eigenvalues)
+        return figure
 
 
 def convergence(
@@ -115,18 +121,29 @@ def convergence(
     """
     subject = subject_of(layer, x)
     rtol = subject.rtol if rtol is None else rtol
-    exact = subject.exact()
+    exact, tolerance = subject.exact(), solvers.Tolerance(rtol=rtol)
     # Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         inner, (given, mask) = exact.layer, exact.given(exact.inputs)
-        curves = solve_curves(solver_choices(inner), given, mask, max_steps)
-        costs, steps = _costs(subject, solvers.Tolerance(rtol=rtol), max_steps, repeats)
+        curves = _curves(inner, given, mask, max_steps)
+        own, seen, costs = subject.layer, subject.given(subject.inputs), Table()
+        options: Any = {"max_steps": max_steps, "on_failure": "ignore", "tolerance": tolerance}
+        for name, (owner, solver) in progress(solver_choices(own).items(), "costs"):
+            times = list[float]()
+            with with_energies(own):
+                solution = owner.solve(*seen, solver=solver, **options)
+                for _ in range(repeats):
+                    start = time.perf_counter()
+                    owner.solve(*seen, solver=solver, **options)
+                    times.append(time.perf_counter() - start)
+            row = {"solver": name, "converged": solution.converged.double().mean().item()}
+            row |= median_and_largest("evaluations", solution.evaluations)
+            costs.append({**row, "seconds": statistics.median(times)})
         few = pytree.tree_map_only(Tensor, lambda part: part[:spectra], given)
         mask = None if mask is None else mask[:spectra]
-        options: Any = {"tolerance": solvers.Tolerance(rtol=FLOOR), "max_steps": 500}
+        options = {"tolerance": solvers.Tolerance(rtol=FLOOR), "max_steps": 500}
         end = inner.solve(few, mask, on_failure="ignore", **options)
-        eigenvalues = jacobian_eigenvalues(inner, end.value, few, mask)
-    return Convergence(curves, costs, steps, eigenvalues, rtol, end.residual.max().item())
+        return Convergence(curves, costs, jacobian_eigenvalues(inner, end.value, few, mask), rtol)
 
 
 class WithoutEnergy(Update):
@@ -177,17 +194,12 @@ def with_energies(layer: DEQ) -> Iterator[None]:
         layer.update.monitored = before
 
 
-def solve_curves(
-    choices: Mapping[str, tuple[DEQ, solvers.Solver | None]],
-    x: Any,
-    mask: Tensor | None,
-    max_steps: int,
-) -> Table:
-    """The table ``curves`` of :class:`Convergence`, of layers with their solvers by name."""
+def _curves(layer: DEQ, x: Any, mask: Tensor | None, max_steps: int) -> Table:
+    """The table ``curves`` of :class:`Convergence`."""
     traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, (layer, solver) in progress(choices.items(), "curves"):
+    for name, (owner, solver) in progress(solver_choices(layer).items(), "curves"):
         with with_energies(layer):
-            traces[name] = _trace(layer, x, mask, solver, max_steps)
+            traces[name] = _trace(owner, x, mask, solver, max_steps)
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
     lowest = torch.stack(energies).amin(0) if energies else None
     table: Table = []
@@ -205,7 +217,7 @@ def solve_curves(
 
 
 def _trace(
-    layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver | None, max_steps: int
+    layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver, max_steps: int
 ) -> tuple[list[int], Tensor, Tensor | None]:
     """Numbers of evaluations (T), and residual and energy (B, T) of the best state until then."""
     options: Any = {"solver": solver, "tolerance": solvers.Tolerance(rtol=FLOOR)}
@@ -221,28 +233,6 @@ def _trace(
     best, place = torch.where(usable, trace.residual, torch.inf).cummin(dim=1)
     energy = None if trace.energy is None else trace.energy.gather(1, place)
     return list(range(1, best.shape[1] + 1)), best, energy
-
-
-def _costs(
-    subject: Subject, tolerance: solvers.Tolerance, max_steps: int, repeats: int
-) -> tuple[Table, Table]:
-    layer, (x, mask) = subject.layer, subject.given(subject.inputs)
-    ends: Table = []
-    steps: Table = []
-    options: Any = {"tolerance": tolerance, "max_steps": max_steps, "on_failure": "ignore"}
-    for name, (owner, solver) in progress(solver_choices(layer).items(), "costs"):
-        times: list[float] = []
-        with with_energies(layer):
-            solution = owner.solve(x, mask, solver=solver, **options)
-            for _ in range(repeats):
-                start = time.perf_counter()
-                owner.solve(x, mask, solver=solver, **options)
-                times.append(time.perf_counter() - start)
-        row = {"solver": name, "converged": solution.converged.double().mean().item()}
-        row |= median_and_largest("evaluations", solution.evaluations)
-        ends.append({**row, "seconds": statistics.median(times)})
-        steps += histogram(solution.evaluations, solver=name)
-    return ends, steps
 
 
 def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Table:
@@ -287,62 +277,12 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
     return table
 
 
-def draw_residuals(axes: Any, curves: Table, colors: dict[str, str], rtol: float) -> None:
-    for name, color in colors.items():
-        rows = [row for row in curves if row["solver"] == name]
-        draw_band(axes, rows, "evaluation", "residual", color, name, alpha=0.12)
-    axes.axhline(rtol, color=GREY, linestyle="--", label=f"tolerance {rtol:g}")
-    label = "best relative residual |f(z) - z| / |f(z)|"
-    axes.set(xlabel="evaluations per sample", ylabel=label, yscale="log")
-    axes.set_title("Residual (median; band: 10 % to 90 %)")
-
-
-def draw_energies(axes: Any, curves: Table, colors: dict[str, str]) -> None:
-    axes.set(xlabel="evaluations per sample", title="Energy")
-    seen = [row for row in curves if row.get("energy_above") is not None]
-    if not seen:
-        leave_empty(axes, "this layer has no energy")
-        return
-    for name, color in colors.items():
-        rows = [row for row in seen if row["solver"] == name]
-        above = [max(row["energy_above"], SMALLEST) for row in rows]
-        axes.plot([row["evaluation"] for row in rows], above, color=color)
-    axes.set(ylabel="energy above the lowest found (median)", yscale="log")
-
-
-def _draw_histograms(axes: Any, steps: Table, colors: dict[str, str]) -> None:
-    """One histogram a solver, each on its own line and scaled to its own height."""
-    most = max(row["evaluations"] for row in steps)
-    edges = np.arange(0, most + 2 + most // 50, max(1, most // 50))
-    for place, (name, color) in enumerate(colors.items()):
-        rows = [row for row in steps if row["solver"] == name]
-        spent, samples = ([row[key] for row in rows] for key in ("evaluations", "samples"))
-        heights, _ = np.histogram(spent, edges, weights=samples)
-        axes.stairs(
-            0.8 * heights / heights.max() - place, edges, baseline=-place, color=color, fill=True
-        )
-        axes.axhline(-place, color=color, linewidth=0.8)
-    axes.set_yticks([-k for k in range(len(colors))], list(colors))
-    axes.set(title="Evaluations per sample: histograms", ylim=(-len(colors) + 0.85, 1.0))
-
-
-def _draw_bars(axes: Any, costs: Table, colors: dict[str, str], key: str) -> None:
-    axes.barh(range(len(costs)), [row[key] for row in costs], color=list(colors.values()))
-    side: Any = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-    for place, row in enumerate(costs):
-        if row["converged"] < 1:
-            text = f"{100 * row['converged']:.0f} % converged"
-            axes.text(0.97, place, text, bbox=NOTE_BOX, **side)
-    axes.set_yticks(range(len(costs)), list(colors))
-    axes.invert_yaxis()
-
-
-def _draw_eigenvalues(axes: Any, eigenvalues: Sequence[dict[str, Any]], residual: float) -> None:
+def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
     real = [row["real"] for row in eigenvalues]
     imaginary = [row["imaginary"] for row in eigenvalues]
     radius = max((a * a + b * b) ** 0.5 for a, b in zip(real, imaginary, strict=True))
     samples = len({row["sample"] for row in eigenvalues})
-    title = f"Jacobian ({samples} samples, residual {residual:.0e}):\nspectral radius {radius:.2f}"
+    title = f"Jacobian ({samples} samples): spectral radius {radius:.2f}"
     if any(imaginary):
         axes.scatter(real, imaginary, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
         around = np.linspace(0.0, 2 * np.pi, 200)

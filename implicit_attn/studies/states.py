@@ -26,6 +26,7 @@ from implicit_attn.studies.study import (
     draw_band,
     leave_empty,
     median_and_largest,
+    new_figure,
     subject_of,
 )
 
@@ -37,7 +38,7 @@ RTOL, MAX_STEPS = 1e-6, 300  # to which each start is solved
 
 @dataclass(frozen=True)
 class Paths(Study):
-    """What :func:`paths` finds.
+    """What :func:`paths` returns.
 
     Attributes:
         summary: rows with run, start, distance (median of ``|z - z_input| / |z_input|``),
@@ -51,14 +52,39 @@ class Paths(Study):
     samples: Table
     printed = ("summary",)
 
-    def draw(self, figure: Any) -> None:
+    def plot(self, title: str = "") -> Any:
         """A row of panels for each run: distances of the ends, and agreement of the predictions."""
         runs = list(dict.fromkeys(row["run"] for row in self.summary))
-        figure.set_size_inches(12, 0.4 + 4.3 * len(runs))
-        axes = figure.subplots(len(runs), 2, squeeze=False)
-        for panels, name in zip(axes, runs, strict=True):
-            _draw_distances(panels[0], name, [row for row in self.samples if row["run"] == name])
-            _draw_agreement(panels[1], name, [row for row in self.summary if row["run"] == name])
+        figure = new_figure((12, 0.4 + 4.3 * len(runs)), title)
+        for (left, right), name in zip(
+            figure.subplots(len(runs), 2, squeeze=False), runs, strict=True
+        ):
+            summary = [row for row in self.summary if row["run"] == name]
+            starts = [row["start"] for row in summary]
+            for start in starts[1:]:
+                rows = [r for r in self.samples if (r["run"], r["start"]) == (name, start)]
+                values = sorted(max(row["distance"], SMALLEST) for row in rows)
+                share = [100 * (k + 1) / len(values) for k in range(len(values))]
+                left.step(values, share, where="post", label=f"from {start}")
+            left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
+            left.set(xlabel=f"relative distance to the end from {START}", xscale="log", title=name)
+            left.set_ylabel("share of samples up to there, %")
+            left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
+            shown = {
+                "same": "same end",
+                "agreement": f"prediction as from {START}",
+                "accuracy": "accuracy",
+            }
+            shown = {key: label for key, label in shown.items() if key in summary[0]}
+            width = 0.8 / len(shown)
+            for number, (key, label) in enumerate(shown.items()):
+                places = [k + (number - (len(shown) - 1) / 2) * width for k in range(len(starts))]
+                bars = right.bar(places, [100 * row[key] for row in summary], width, label=label)
+                right.bar_label(bars, fmt="%.1f", fontsize=7)
+            right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
+            right.set(ylabel="share of samples, %", ylim=(0, 118))
+            right.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
+        return figure
 
 
 def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: int = 2) -> Paths:
@@ -140,52 +166,12 @@ def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Tab
     return summary, samples
 
 
-def _draw_distances(axes: Any, name: str, samples: Table) -> None:
-    """The cumulative distribution over the samples, a curve for each start."""
-    distances: dict[str, list[float]] = {}
-    for row in samples:
-        if row["start"] != START:
-            distances.setdefault(row["start"], []).append(max(row["distance"], SMALLEST))
-    for start, values in distances.items():
-        values.sort()
-        share = [100 * (k + 1) / len(values) for k in range(len(values))]
-        axes.step([values[0], *values], [0.0, *share], where="post", label=f"from {start}")
-    axes.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
-    every = [value for values in distances.values() for value in values]
-    axes.set(
-        xlabel=f"relative distance to the end from {START}", title=f"Distance of the ends: {name}"
-    )
-    axes.set(ylabel="share of samples up to there, %", xscale="log")
-    axes.set_xlim(min(1e-3, 0.5 * min(every)), max(10.0, 2 * max(every)))
-    axes.legend(edgecolor="none", framealpha=1)  # no line runs through its words
-
-
-def _draw_agreement(axes: Any, name: str, summary: Table) -> None:
-    starts = [row["start"] for row in summary]
-    shown = [("same", "same end", GREY)]
-    if "agreement" in summary[0]:
-        shown = [
-            ("agreement", f"same prediction as from {START}", BLUE),
-            ("accuracy", "accuracy", ORANGE),
-        ]
-    width = 0.76 / len(shown)
-    for number, (key, label, color) in enumerate(shown):
-        places = [k + (number - (len(shown) - 1) / 2) * width for k in range(len(starts))]
-        shares = [100 * row[key] for row in summary]
-        drawn = axes.bar(places, shares, width=width, color=color, label=label)
-        axes.bar_label(drawn, fmt="%.1f", fontsize=8)
-    axes.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
-    axes.set(ylabel="share of samples, %", title=f"Samples: {name}", ylim=(0, 118))
-    axes.legend(frameon=False, loc="upper right", ncols=2)
-
-
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
-TITLES = {"attention": "Attention energy", "feedforward": "Feed-forward energy", "whole": "Energy"}
 
 
 @dataclass(frozen=True)
 class Geometry(Study):
-    """What :func:`geometry` finds.
+    """What :func:`geometry` returns.
 
     Attributes:
         energies: rows with iteration, and for each energy its mean over the samples (a column
@@ -199,37 +185,30 @@ class Geometry(Study):
     heads: Table
     trained: int
     printed = ("energies",)
-    size = (12, 8.5)
 
-    def draw(self, figure: Any) -> None:
+    def plot(self, title: str = "") -> Any:
         """Four panels: two energies, effective rank and angle per head."""
+        figure = new_figure((12, 8.5), title)
         axes = figure.subplots(2, 2)
         kinds = [key.removesuffix("_energy") for key in self.energies[0] if key.endswith("_energy")]
-        for panel in axes[0]:
-            panel.set(xlabel="iteration", ylabel="energy")
-        for panel, kind in zip(axes[0], kinds, strict=False):
-            look = {"marker": "o", "markersize": 3.5}
-            key, color = f"{kind}_energy", COLORS[kind]
-            draw_band(
-                panel, self.energies, "iteration", key, color, "mean (band: 10 % to 90 %)", **look
-            )
-            panel.set_title(TITLES[kind])
-        for panel in axes[0, len(kinds) :]:
-            leave_empty(panel, "this layer has no further energy")
-        for panel, key, label, name in (
-            (axes[1, 0], "effective_rank", "effective rank", "Effective rank of a head's tokens"),
-            (axes[1, 1], "angle", "average angle, degrees", "Average angle of a head's tokens"),
-        ):
+        for panel, kind in zip(axes[0], [*kinds, None, None], strict=False):
+            if kind is None:
+                leave_empty(panel, "this layer has no further energy")
+                continue
+            key, label = f"{kind}_energy", f"{kind} energy: mean (band: 10 % to 90 %)"
+            draw_band(panel, self.energies, "iteration", key, COLORS[kind], label, marker="o")
+        for panel, key in zip(axes[1], ("effective_rank", "angle"), strict=True):
             for head in sorted({row["head"] for row in self.heads}):
                 rows = [row for row in self.heads if row["head"] == head]
                 steps, values = [row["iteration"] for row in rows], [row[key] for row in rows]
                 panel.plot(steps, values, marker="o", markersize=3, label=f"head {head + 1}")
-            panel.set(xlabel="iteration", ylabel=label, title=name)
+        axes[1, 0].set(title="Effective rank of a head's tokens")
+        axes[1, 1].set(title="Average angle of a head's tokens, degrees")
         for panel in (*axes[0, : len(kinds)], *axes[1]):
-            if self.heads[-1]["iteration"] > self.trained:
-                panel.axvline(self.trained, color=GREY, linestyle=":", label="as in training")
-            panel.xaxis.get_major_locator().set_params(integer=True)
+            panel.axvline(self.trained, color=GREY, linestyle=":", label="as in training")
+            panel.set_xlabel("iteration")
             panel.legend(frameon=False, fontsize=8)
+        return figure
 
 
 def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geometry:
@@ -251,7 +230,7 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
     kinds: dict[str, list[Tensor]] = {}
     spaces: list[Tensor] = []
     with torch.no_grad():
-        for inputs, _ in progress(list(subject.parts()), "batches"):
+        for inputs in progress(list(subject.parts()), "batches"):
             energies, seen = _observe(subject, inputs, number)
             for name, values in energies.items():
                 kinds.setdefault(name, []).append(values.double())
@@ -306,24 +285,14 @@ def _tokens(z: Any) -> Tensor:
 
 
 def effective_rank(tokens: Tensor) -> Tensor:
-    """Effective rank of sets of tokens: ``exp(-sum_i p_i log p_i)``, ``p = sigma / sum sigma``.
+    """Effective rank of sets of tokens (..., N, p): ``exp(-sum_i p_i log p_i)``, ``p = sigma / sum sigma``.
 
     ``sigma`` are the singular values. The rank is between 1 (all tokens on one line) and
-    ``min(N, p)`` (all singular values equal); it is 0 where all tokens are zero.
-
-    Args:
-        tokens: (..., N, p), rows are tokens.
-
-    Returns:
-        (...), float64.
-
-    Raises:
-        ValueError: the tokens are not floating point of at least two dimensions.
+    ``min(N, p)`` (all singular values equal); it is 0 where all tokens are zero. (...), float64.
 
     Source: O. Roy, M. Vetterli, "The effective rank" (EUSIPCO 2007); Hyper-SET, appendix D.5
     (https://arxiv.org/abs/2502.11646).
     """
-    _check_tokens(tokens)
     singular = torch.linalg.svdvals(tokens.double())
     total = singular.sum(-1, keepdim=True)
     share = singular / torch.where(total > 0, total, 1.0)
@@ -332,35 +301,17 @@ def effective_rank(tokens: Tensor) -> Tensor:
 
 
 def average_angle(tokens: Tensor) -> Tensor:
-    """``arccos`` of the mean cosine over all pairs of different tokens, in degrees.
+    """``arccos`` of the mean cosine over all pairs of different tokens (..., N, p), N >= 2, in degrees.
 
     0 where all tokens point the same way, 90 where they are orthogonal; at most
-    ``arccos(-1 / (N - 1))``. A zero token counts as orthogonal to every other.
-
-    Args:
-        tokens: (..., N, p), N >= 2.
-
-    Returns:
-        (...), float64.
-
-    Raises:
-        ValueError: there are fewer than two tokens, or they are not floating point.
+    ``arccos(-1 / (N - 1))``. A zero token counts as orthogonal to every other. (...), float64.
 
     Source: Hyper-SET, appendix D.5 (https://arxiv.org/abs/2502.11646).
     """
-    _check_tokens(tokens)
     number = tokens.shape[-2]
     if number < 2:
         raise ValueError(f"tokens must be at least two, got shape {tuple(tokens.shape)}")
     unit = F.normalize(tokens.double(), dim=-1)
     # The square of the sum of unit vectors sums the cosines of all pairs, and each with itself.
     pairs = unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))
-    cosine = pairs / (number * (number - 1))
-    return torch.rad2deg(torch.arccos(cosine.clamp(-1.0, 1.0)))
-
-
-def _check_tokens(tokens: Tensor) -> None:
-    if tokens.dim() < 2 or not tokens.is_floating_point():
-        raise ValueError(
-            f"tokens must be floating point (..., N, p), got {tokens.dtype} {tuple(tokens.shape)}"
-        )
+    return torch.rad2deg(torch.arccos((pairs / (number * (number - 1))).clamp(-1.0, 1.0)))

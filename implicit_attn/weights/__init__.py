@@ -1,8 +1,10 @@
-"""Trained models that come with the package, with their measured results and training commands."""
+"""The shipped models by name; ``models.json`` says what they are, what they reach and what trained them."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from implicit_attn.checkpoint import read_progress
 from solvers import Tolerance
 
 FOLDER = Path(__file__).resolve().parent
@@ -39,123 +40,16 @@ class Pretrained:
     command: str
 
     @property
-    def share(self) -> float:
-        """Number at the beginning of ``measured``, a percentage divided by 100."""
-        number, unit, *_ = self.measured.split()
-        return round(float(number) / (100 if unit == "%" else 1), 6)
-
-    @property
     def path(self) -> Path:
         """File of the weights."""
         return FOLDER / f"{self.name}.safetensors"
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of the training in the file, including the alphabet of a language model."""
-        return read_progress(self.path)["settings"]
 
-
-_ROWS = (
-    Pretrained(
-        "austen-equilibrium",
-        "language model of characters, one block at its fixed point",
-        "six novels by Jane Austen (text/austen)",
-        64_320,
-        "1.5769 nats a character of the held-out text",
-        "implicit-attn train language-model --text austen --model equilibrium",
-    ),
-    Pretrained(
-        "austen-language",
-        "language model of characters, 6 layers with momentum",
-        "six novels by Jane Austen (text/austen)",
-        696_792,
-        "1.4403 nats a character of the held-out text",
-        "implicit-attn train language-model --text austen --descent momentum",
-    ),
-    Pretrained(
-        "digits-hyperset",
-        "Hyper-SET, 12 iterations",
-        "digits (8x8 pixels, scikit-learn)",
-        65_098,
-        "99.72 % of 359 test images",
-        "implicit-attn train vit-images",
-    ),
-    Pretrained(
-        "digits-hyperset-equilibrium",
-        "Hyper-SET solved for its equilibrium",
-        "digits (8x8 pixels, scikit-learn)",
-        29_324,
-        "99.44 % of 359 test images",
-        "implicit-attn train vit-images --model hyperset-equilibrium",
-    ),
-    Pretrained(
-        "mnist-hyperset",
-        "Hyper-SET, 12 iterations",
-        "MNIST",
-        180_298,
-        "98.86 % of 10,000 test images",
-        "implicit-attn train vit-images --data mnist",
-    ),
-    Pretrained(
-        "mnist-restorer",
-        "energy of a convolutional network that restores images, with any data term",
-        "MNIST, 20,000 images, noisy or with missing pixels",
-        184_994,
-        "0.0118 mean squared error of 300 test images under noise of deviation 0.5",
-        "python examples/one_energy_many_tasks.py --data mnist --seeds 0",
-    ),
-    Pretrained(
-        "mnist-spins",
-        "mean-field attention of 17 coupled vector spins",
-        "MNIST",
-        25_832,
-        "99.46 % of 10,000 test images",
-        "implicit-attn train mnist-spins",
-    ),
-    Pretrained(
-        "sudoku-solver",
-        "board solver, up to 32 iterations in training",
-        "Sudoku with 17 to 28 givens",
-        42_193,
-        "97.3 % of 1,000 held-out boards (17 to 34 givens) after 32 iterations, 99.1 % after 64",
-        "implicit-attn train solve-sudoku --train 38000 --batch 64 --carried 256 --rate 2e-3 "
-        "--givens 17 28 --epochs 7 --options features=48 width=96 average=0.995 --compile --seed 2, "
-        "stopped after 6 epochs",
-    ),
-    Pretrained(
-        "sudoku-solver-easy",
-        "board solver, up to 16 iterations in training",
-        "Sudoku with 26 to 34 givens",
-        10_729,
-        "61.4 % of 1,000 held-out boards (17 to 34 givens) after 16 iterations, 95.3 % after 64",
-        "implicit-attn train solve-sudoku --compile --devices 2 --rate 3e-3 --givens 26 34 "
-        "--iterations 16 --window 5 --epochs 4",
-    ),
-)
-_BY_NAME = {row.name: row for row in _ROWS}
-
-
+@functools.cache
 def pretrained_models() -> Mapping[str, Pretrained]:
-    """Return a read-only mapping of names to :class:`Pretrained`, the models in the package."""
-    return MappingProxyType(_BY_NAME)
-
-
-def find_pretrained(name: str) -> Pretrained:
-    """Return the :class:`Pretrained` with this name.
-
-    Raises:
-        TypeError: if ``name`` is not a string.
-        ValueError: if there is no such model; the message suggests similar names.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str, got {type(name).__name__}")
-    if name not in _BY_NAME:
-        plain = name.lower().replace("_", "-").removesuffix(".safetensors")
-        near = difflib.get_close_matches(plain, _BY_NAME, cutoff=0.5) or list(_BY_NAME)
-        raise ValueError(
-            f"name must be the name of a shipped model, got {name!r}; nearest: {', '.join(near)}"
-        )
-    return _BY_NAME[name]
+    """The shipped models by name, read-only: :class:`Pretrained` with title, data, measures, command."""
+    rows = json.loads((FOLDER / "models.json").read_text("utf-8"))
+    return MappingProxyType({name: Pretrained(name, **row) for name, row in rows.items()})
 
 
 def weights_path(name: str) -> Path:
@@ -164,13 +58,18 @@ def weights_path(name: str) -> Path:
     Raises:
         ValueError: if there are no such weights; the message suggests similar names.
     """
-    return find_pretrained(name).path
+    known = pretrained_models()
+    if name not in known:
+        plain = str(name).lower().replace("_", "-").removesuffix(".safetensors")
+        near = ", ".join(difflib.get_close_matches(plain, known, cutoff=0.5) or known)
+        raise ValueError(f"name must be that of a shipped model, got {name!r}; nearest: {near}")
+    return known[name].path
 
 
-def weights_file(text: str) -> Path:
+def weights_file(text: str | Path) -> Path:
     """Return the path of a file, or of shipped weights if there is no such file."""
     path = Path(text)
-    return weights_path(text) if text in _BY_NAME and not path.is_file() else path
+    return path if path.is_file() else weights_path(str(text))
 
 
 def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.Module:
@@ -192,21 +91,21 @@ def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.
         characters in order, and ``model.generate("It was ", 40)`` continues a text.
 
     Raises:
-        ValueError: if there is no such model (the message suggests similar names), or ``layer`` is
-            passed for a model without a DEQ layer.
-        ImportError: if safetensors is not installed.
+        ValueError: there is no such model, the message has the nearest names; or ``layer`` is given
+            for one that solves nothing.
     """
-    from implicit_attn.models.registry import load_model  # importing it takes half a second
+    from implicit_attn.models.registry import load_model, read_settings  # takes half a second
 
-    row = find_pretrained(name)
-    trained = {key: row.settings[key] for key in ("max_steps",) if key in row.settings}
-    if row.settings.get("rtol") is not None:
-        trained["tolerance"] = Tolerance(rtol=row.settings["rtol"])
-    # Use the defaults with which the files were written.
+    path = weights_path(name)
+    settings = read_settings(path)
+    trained = {key: settings[key] for key in ("max_steps",) if key in settings}
+    if settings.get("rtol") is not None:
+        trained["tolerance"] = Tolerance(rtol=settings["rtol"])
+    # Torch's defaults as the files were written with, whatever the user has set.
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return load_model(row.path, layer=trained | dict(layer or {}) or None)[0]
+            return load_model(path, layer=trained | dict(layer or {}) or None)[0]
     finally:
         torch.set_default_dtype(before)

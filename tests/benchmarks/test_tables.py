@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
+pytest.importorskip("tyro", reason="the benchmarks need the extra [examples]")
 pytest.importorskip("lightning_fabric", reason="the benchmarks need the extra [examples]")
 pytest.importorskip("matplotlib", reason="the benchmarks need the extra [examples]")
 pytest.importorskip("sklearn", reason="the benchmarks need the extra [examples]")
 pytest.importorskip("safetensors", reason="the benchmarks need the extra [examples]")
 
+
+import tyro
+
 from benchmarks import boards, cost, learning, ring, trainings
 from benchmarks.learning import ABLATIONS, ROWS, TokenModel, perform, recall, task_of
 from benchmarks.ring import gather, places, scatter
 from benchmarks.trainings import Run
-from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.cli import read
 from implicit_attn.data.sudoku import read_list, solve_sudoku, units
-from implicit_attn.models import build_model
-from implicit_attn.programs.images import MaskedPatches, VitImages
-from implicit_attn.programs.language_model import Language
+from implicit_attn.models import build_model, save_model
+
+# benchmarks/trainings.py has put the examples on the path.
+Images = importlib.import_module("train_images").Images
+Language = importlib.import_module("train_language").Language
 
 # Hard boards have one solution each; a solver at its fixed points, and every method.
 
@@ -66,7 +71,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     }  # fmt: skip
     path = tmp_path / "solver.safetensors"
     settings = {"model": specification, "data": "", "train": 9, "seed": 0}
-    save_checkpoint(path, build_model(specification), progress={"settings": settings})
+    save_model(path, build_model(specification), settings)
     return str(path)
 
 
@@ -169,16 +174,16 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 @pytest.mark.parametrize(
     ("show", "program", "number"),
     [(trainings.forms, Language, 41), (trainings.equilibrium, Language, 63),
-     (trainings.cifar10, VitImages, 5), (trainings.masked, MaskedPatches, 12)],
+     (trainings.cifar10, Images, 5), (trainings.masked, Images, 12)],
 )  # fmt: skip
-def test_the_programs_take_every_command_line(
+def test_the_scripts_take_every_command_line(
     show: object, program: type, number: int, planned: list[Run]
 ) -> None:
     with pytest.raises(SystemExit):
         show()  # type: ignore[operator]
     assert len({run.folder(Path()) for run in planned}) == len(planned) == number
     for run in planned:
-        assert read(program, run.command[1:]).seed == run.seed
+        assert tyro.cli(program, args=run.command[1:]).seed == run.seed
 
 
 @pytest.mark.slow
@@ -186,11 +191,20 @@ def test_runs_are_made_once_and_failures_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 40)
-    words = ("language-model", "--text", str(tmp_path / "text.txt"), "--steps", "2", "--batch", "2")
-    small = ("dim=8", "heads=2", "length=8", "windows=3", "evaluate_every=1", "layers=1")
-    good, bad = Run("plain", 0, (*words, *small), "tiny"), Run("bad", 0, (*words, "heads=7"))
+    words = (
+        trainings.LANGUAGE,
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--steps",
+        "2",
+        "--batch",
+        "2",
+    )
+    sizes = "--dim 8 --heads 2 --length 8 --windows 3 --evaluate-every 1 --layers 1"
+    small = tuple(sizes.split(" "))
+    good, bad = Run("plain", 0, (*words, *small), "tiny"), Run("bad", 0, (*words, "--heads", "7"))
     assert trainings.perform([good, bad], tmp_path, 2) == [good]
-    assert "bad-0: ended with 2" in capsys.readouterr().err
+    assert "bad-0: ended with 1" in capsys.readouterr().err
     assert trainings.perform([good], tmp_path, 2, train=False) == [good]
     with pytest.raises(SystemExit, match="run with other options"):
         trainings.perform([Run("plain", 0, words, "tiny")], tmp_path, 2)

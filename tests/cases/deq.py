@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cases.energies import relative_error as relative_error
 from implicit_attn import DEQ, ActivationStep, Energy, Update
-from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Couplings,
@@ -23,7 +22,7 @@ from implicit_attn.energies import (
     SoftmaxAttention,
     SpinInteraction,
 )
-from implicit_attn.models import BACKBONES, build_model
+from implicit_attn.models import BACKBONES, build_model, save_model
 from implicit_attn.updates import (
     KineticAttention,
     MeanFieldAttention,
@@ -144,10 +143,9 @@ def specification(name: str, **options: Any) -> dict[str, Any]:
 
 
 def write_weights(path: Path, name: str, **options: Any) -> Path:
-    """A checkpoint of such a model as the examples write it, for the digits."""
+    """A file of such a model as the examples write it, for the digits."""
     torch.manual_seed(0)
     wanted = specification(name, **{"iterations": 3} | options)
-    row = {"epoch": 1, "loss": 1.0, "evaluations": 4} if BACKBONES[name].solves else {}
-    settings = {"data": "digits", "model": wanted}
-    save_checkpoint(path, build_model(wanted), progress={"settings": settings, "history": [row]})
+    spent = {"evaluations": 4} if BACKBONES[name].solves else {}
+    save_model(path, build_model(wanted), {"data": "digits", "model": wanted, **spent})
     return path

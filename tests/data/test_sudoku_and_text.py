@@ -29,7 +29,7 @@ from implicit_attn.data import (
     unique_puzzles,
 )
 from implicit_attn.data.files import DATA_VARIABLE, find
-from implicit_attn.data.sudoku import find_list, solved, units
+from implicit_attn.data.sudoku import LIST, solved, units
 from implicit_attn.data.text import split_text
 
 PUZZLES, SOLUTIONS = unique_puzzles(4, seed=0)
@@ -129,8 +129,6 @@ def test_counts_of_right_cells() -> None:
     right, number = board_counts(predicted, PUZZLES, SOLUTIONS)
     assert torch.equal(number, (PUZZLES == 0).sum(1))
     assert (number - right).tolist() == [0, 1, 0, 0]
-    with pytest.raises(ValueError, match="must have one shape"):
-        board_counts(predicted[:, :80], PUZZLES, SOLUTIONS)
 
 
 def changed(part: str) -> torch.Tensor:
@@ -146,9 +144,9 @@ def changed(part: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("error", "changes", "message"),
     [
-        (TypeError, {"train_puzzles": PUZZLES.int()}, r"train: puzzles are torch\.int32"),
-        (ValueError, {"test_puzzles": PUZZLES[:, :80]}, r"test: puzzles are \(4, 80\)"),
-        (ValueError, {"test_puzzles": PUZZLES}, "test: 4 puzzles and 6 solutions"),
+        (ValueError, {"train_puzzles": PUZZLES.int()}, r"train: puzzles must be int64"),
+        (ValueError, {"test_puzzles": PUZZLES[:, :80]}, r"test: puzzles must be int64 \(N, 81\)"),
+        (ValueError, {"test_puzzles": PUZZLES}, "test: solutions must be"),
         (
             ValueError,
             {"train_puzzles": changed("train_puzzles")},
@@ -232,8 +230,7 @@ def test_without_a_list_puzzles_are_generated(
 
 
 def test_the_real_list() -> None:
-    path = find_list()
-    if path is None:
+    if find(*LIST.parts) is None:
         pytest.skip("sudoku/sudoku17.npz is not at hand (IMPLICIT_ATTN_DATA)")
     data = load_sudoku()
     assert data.train_puzzles.shape == (9000, 81) and data.test_puzzles.shape == (1000, 81)
@@ -279,7 +276,7 @@ def test_any_file_of_utf_8(tmp_path: Path, suffix: str, monkeypatch: pytest.Monk
     pack = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix]
     path = tmp_path / "text" / f"my.letter.txt{suffix}"
     path.parent.mkdir()
-    with pytest.raises(FileNotFoundError, match=r"letter.txt.xz is not in .*text, .*'python-help'"):
+    with pytest.raises(FileNotFoundError, match=r"letter\.txt\.xz is not in"):
         load_text("letter")
     path.write_bytes(pack(f"\ufeff{text}".encode()))
     path.with_name(f"letter.txt{suffix}").write_bytes(path.read_bytes())
@@ -292,29 +289,14 @@ def test_any_file_of_utf_8(tmp_path: Path, suffix: str, monkeypatch: pytest.Monk
 
 def test_what_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "bytes.txt"
-    with pytest.raises(FileNotFoundError, match=r"source: there is no file .*bytes.txt"):
+    with pytest.raises(FileNotFoundError, match=r"bytes\.txt"):
         load_text(path)
-    for content, message in (
-        (b"\xff\xfe\x00", "expected a text in UTF-8"),
-        (b"", "must hold two symbols at least"),
-        (b"ab", "too short, the part for train has 1 symbols"),
-        (lzma.compress(b"abc" * 100)[:-20], "damaged or another file"),
-    ):
+    for content in (b"\xff\xfe\x00", b"", b"ab"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"bytes\.txt: damaged"):
             load_text(path)
-    with pytest.raises(ValueError, match=r"holdout is 1\.0"):
+    with pytest.raises(ValueError, match="holdout"):
         load_text(holdout=1.0)
-
-
-def test_text_data_checks_its_parts() -> None:
-    ids = torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="every symbol once"):
-        TextData("x", "aa", ids, ids)
-    with pytest.raises(ValueError, match=r"validation must lie in \[0, 1\], got \[0, 2\]"):
-        TextData("x", "ab", ids, ids * 2)
-    with pytest.raises(TypeError, match="train must be int64"):
-        TextData("x", "ab", ids.float(), ids)
 
 
 def test_counts_among_many_symbols() -> None:
@@ -332,17 +314,8 @@ def test_counts_among_many_symbols() -> None:
         chance = (seen.get(triple, 0) + 0.01) / (seen.get(triple[:2], 0) + 3.0)
         losses.append(-math.log(chance))
     assert ngram_loss(data, 3) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
-    with pytest.raises(ValueError, match="order must be <= 7 for 3800 and 200 symbols"):
+    with pytest.raises(ValueError, match="order must be at most 7"):
         ngram_loss(data, 8)
-
-
-def test_a_digest_tells_texts_apart() -> None:
-    ids = torch.tensor([0, 1, 1, 0])
-    data = TextData("t", "ab", ids, ids)
-    assert data.digest == TextData("other name", "ab", ids.clone(), ids).digest
-    others = (TextData("t", "ab", ids.flip(0)[1:], ids), TextData("t", "ba", ids, ids))
-    moved = TextData("t", "ab", torch.cat((ids, ids[:1])), ids[1:])
-    assert len({data.digest, moved.digest, *(other.digest for other in others)}) == 4
 
 
 @pytest.mark.skipif(NOVELS is None, reason="text/austen.txt.xz is not in the data folders")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import inspect
 import math
@@ -22,14 +23,13 @@ from torch.nn import functional as F
 import solvers
 from cases.spin_models import all_colours, samples_of
 from cases.spin_models import couplings as random_couplings
-from implicit_attn.cli import main
 from implicit_attn.data import solve_sudoku
-from implicit_attn.data.images import join_patches
 from implicit_attn.data.sudoku import solved, unique_puzzles
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import FactoredAttention, PottsModel
+from implicit_attn.models.images import join_patches
 
-for package in ("tyro", "matplotlib", "sklearn", "safetensors"):
+for package in ("tyro", "matplotlib", "sklearn", "safetensors", "lightning_fabric"):
     pytest.importorskip(package, reason="the gallery needs the extra [examples]")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,6 +266,26 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "spherical_saddle": ("--sites 4 --dim 6 --frames 9", the_root_is_the_minimum),
     "tap_vs_exact": ("--models 2 --ising 4 --potts 3 --strengths 0.25", theories_agree),
+    "study_convergence": (
+        "--samples 4 --max-steps 40 --spectra 1",
+        lambda t: column(t["costs"], "converged", solver="Anderson") == [1],
+    ),
+    "study_extrapolation": (
+        "--samples 20 --factor 2",
+        lambda t: column(t["reach"], "accuracy_1x", method="Anderson")[0] > 0.9,
+    ),
+    "study_paths": (
+        "--samples 6 --starts 1",
+        lambda t: max(column(t["summary"], "distance_largest")) < 1e-3,
+    ),
+    "study_geometry": (
+        "--samples 6",
+        lambda t: t["energies"][-1]["feedforward_energy"] < t["energies"][0]["feedforward_energy"],
+    ),
+    "study_tradeoff": (
+        "--depth 2 --epochs 1 --limit 64 --weights {folder}",
+        lambda t: column(t["table"], "iterations") == [2, 1],
+    ),
     "spin_pictures": ("--dim 8 --sites 6 --share 0.5", the_limit_of_bessel_ratios),
 }
 
@@ -276,7 +296,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def test_every_example_is_listed_and_imports_public_names() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    others = "masked_images couplings wrap_your_energy scale_out runner ported_from_torchdeq"
+    others = "masked_images couplings wrap_your_energy scale_out runner ported_from_torchdeq "
+    others += "options training image_tasks board_tasks train_images train_language train_boards"
     assert names == {*EXPERIMENTS, *others.split()}
     for path in EXAMPLES.rglob("*.py"):
         assert path.read_text().startswith(('"""', 'r"""')), path
@@ -612,10 +633,14 @@ def test_the_categorical_jacobian_of_known_couplings(load: Load) -> None:
 
 
 def test_two_runs(load: Load, tmp_path: Path) -> None:
-    small = "--limit 64 --epochs 1 --test 9 --iterations 4 --options dim=8 heads=2 width=8"
+    small = (
+        "--task masked --limit 64 --epochs 1 --test 9 --iterations 4 --dim 8 --heads 2 --width 8"
+    )
+    script: Any = load("train_images")
     runs = [str(tmp_path / f"run-{seed}") for seed in range(2)]
     for seed, out in enumerate(runs):
-        main([*f"train masked-images {small} --seed {seed}".split(), "--out", out])
+        words = [*f"{small} --seed {seed}".split(), "--out", out]
+        script.main(importlib.import_module("tyro").cli(script.Images, args=words))
     words = ["--runs", *runs, "--images", "2", "--out", str(tmp_path)]
     tables = load("runner").run(load("masked_images").masked_images, words)
     assert [row["seed"] for row in tables["errors"]] == [0] * 6 + [1] * 6

@@ -17,8 +17,6 @@ from torch.nn import functional as F
 import solvers
 from cases.deq import specification
 from implicit_attn import models
-from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.data import load
 from implicit_attn.models import (
     BACKBONES,
     CRATE,
@@ -33,9 +31,12 @@ from implicit_attn.models import (
     build_backbone,
     build_model,
     load_model,
+    read_settings,
+    save_model,
 )
-from implicit_attn.models.images import grid_positions
-from implicit_attn.studies.extrapolating import layers_of_depth, small_classifier
+from implicit_attn.models.images import (
+    grid_positions,
+)
 from implicit_attn.updates import ConditionedStepSizes
 from solvers import Implicit, Tolerance
 
@@ -167,13 +168,24 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     model = build_model(wanted, layer=layer)
     assert isinstance(model, ImageClassifier)
     path = tmp_path / "weights.safetensors"
-    progress = {"settings": {"model": wanted}, "history": [{"epoch": 1}]}
-    save_checkpoint(path, model, progress=progress)
+    settings = {"model": wanted, "data": "digits"}
+    save_model(path, model, settings)
     again, kept = load_model(path, layer=layer)
-    assert not again.training and kept == progress
+    assert not again.training and kept == settings == read_settings(path)
     images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(model.eval()(images), again(images))
+
+
+@pytest.mark.parametrize("wrong", ["no settings", "another model"])
+def test_files_that_do_not_say_how(wrong: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "weights.safetensors", torch.nn.Linear(2, 2)
+    settings = {} if wrong == "no settings" else {"model": specification("crate", iterations=2)}
+    save_model(path, other, settings)
+    with pytest.raises(ValueError, match=r"weights\.safetensors"):
+        load_model(path)
+    with pytest.raises(FileNotFoundError):
+        load_model(tmp_path / "none.safetensors")
 
 
 # The baselines against dense transcriptions of their papers' equations, in float64.
@@ -340,8 +352,10 @@ def row(document: str, name: str) -> list[str]:
 
 @pytest.mark.defect("D13")
 def test_layers_against_iterations() -> None:
-    specification = small_classifier(load("digits"))
-    found = [sizes(specification, *pair) for pair in layers_of_depth(12)]
+    backbone = {"name": "hyperset", "dim": 32, "heads": 2, "time_dim": 32, "initial_step": 0.1}
+    shape = {"image_size": 8, "channels": 1, "classes": 10, "patch": 2, "readout": "tokens"}
+    specification = {"kind": "image-classifier", **shape, "backbone": backbone}
+    found = [sizes(specification, number, 12 // number) for number in (1, 2, 3, 4, 6, 12)]
     assert row("docs/models.md", "parameters") == [f"{own:,}" for own, _, _ in found]
     shared = "parameters, one step-size network for all layers"
     assert row("docs/models.md", shared) == [f"{all_one:,}" for _, _, all_one in found]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.models import HyperSET, HyperSETEquilibrium
-from implicit_attn.models.official import PUBLISHED, load_official, to_official
 from implicit_attn.updates import HyperSETLayer
 from solvers import Status, Tolerance
+from tools.convert_hyperset import PUBLISHED, load_official, to_official
 
 # Hyper-SET as a backbone: iterations, trajectories, masks, parameter counts, equilibrium.
 

@@ -1,13 +1,20 @@
-"""The models of Hyper-SET's official code: built as published, loaded from its weights, written back."""
+"""The models of Hyper-SET's official code: built as published, loaded from its weights, written back.
+
+    python tools/convert_hyperset.py official.pt ours.safetensors --image-size 32
+
+reads a checkpoint of https://github.com/huyunzhe/hyper-set and writes our model's state dict as safetensors.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from implicit_attn.models.backbones import HyperSET
@@ -584,3 +591,32 @@ def build_official(name: str) -> nn.Module:
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
     """
     return PUBLISHED[require_choice("name", name, PUBLISHED)].layout.build()
+
+
+def convert(
+    official: Path,
+    ours: Path,
+    /,
+    iterations: int | None = None,
+    image_size: int | None = None,
+    channels: int = 3,
+    attention: str | None = None,
+    feedforward: str | None = None,
+    step: float | None = None,
+    lora_scale: float | None = None,
+) -> None:
+    """Write the weights of an official checkpoint as our model's; options as of ``load_official``."""
+    options: Any = {
+        name: value for name, value in locals().items() if name not in ("official", "ours")
+    }
+    model = load_official(torch.load(official, map_location="cpu", weights_only=True), **options)
+    save_model(model, str(ours))
+    print(
+        f"{ours}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+    )
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(convert)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from implicit_attn.data import ImageData, load, load_sudoku, solve_by_singles
-from implicit_attn.deq import DEQ
-from implicit_attn.optional import require
-from implicit_attn.programs import make_folder, mistakes
-from implicit_attn.programs.boards import Frame, draw_frame
-from implicit_attn.programs.restoration import (
+from implicit_attn.demo.boards import Frame, draw_frame
+from implicit_attn.demo.restoration import (
     best_linear,
     draw,
     restore,
@@ -24,6 +20,8 @@ from implicit_attn.programs.restoration import (
     title_of,
     train_digits,
 )
+from implicit_attn.deq import DEQ
+from implicit_attn.optional import progress
 from implicit_attn.studies.study import BLUE, DPI, GREY, ORANGE, Table, format_table, new_figure
 from implicit_attn.studies.study import write_table as write
 from implicit_attn.weights import load_pretrained
@@ -34,9 +32,8 @@ DIM = 32
 LAYERS = ("no layer", "your own energy", "encoder layer")
 
 
-@dataclass(kw_only=True)
-class Demo:
-    """Three things that equilibrium layers can do (two minutes on one core).
+def demo(out: Path, epochs: int = 15, steps: int = 400, boards: int = 100, seed: int = 0) -> None:
+    """Run the three parts of the demo; pictures and tables go to the folder ``out``.
 
     1. One energy, many tasks: a layer learns to remove noise from handwritten digits. With another data term
     it also fills in missing pixels, doubles the resolution and deblurs, without further training.
@@ -44,43 +41,31 @@ class Demo:
     3. Your own energy: a layer defined by ten lines learns to classify digits. It is compared with no layer
     and with an encoder layer, all trained for the same number of steps.
 
-    The pictures and tables are written to runs/demo and replace those of an earlier run.
+    Args:
+        out: folder of the results, which replace those of an earlier run.
+        epochs: training epochs of the first part.
+        steps: training steps of the third part.
+        boards: number of Sudoku boards to solve.
+        seed: random seed of the weights and the noise.
     """
-
-    epochs: int = 15
-    """training epochs of the first part"""
-    steps: int = 400
-    """training steps of the third part"""
-    boards: int = 100
-    """number of Sudoku boards to solve"""
-    seed: int = 0
-    """random seed of the weights and the noise"""
-    out: Path = Path("runs/demo")
-    """folder of the results"""
-
-    def run(self) -> None:
-        torch.set_num_threads(1)  # these models are too small for a second thread
-        with mistakes():
-            make_folder(self.out)
-            digits = load("digits")
-        restoration = restore_digits(self.out, digits, self.epochs, self.seed)
-        boards = solve_boards(self.out, self.boards)
-        classes = classify_digits(self.out, digits, self.steps, self.seed)
-        names = "\n".join(f"  {path}" for path in (restoration, boards, classes))
-        print(
-            f"\nThe pictures:\n{names}\n"
-            'Next: write an energy of your own. The tutorial is docs/notebooks/own_energy.md, or "An energy '
-            'of your own" on the site that `make docs-serve` shows.'
-        )
+    torch.set_num_threads(1)  # these models are so small that a second thread would mostly wait
+    out.mkdir(parents=True, exist_ok=True)
+    digits = load("digits")
+    paths = [
+        restore_digits(out, digits, epochs, seed),
+        solve_boards(out, boards),
+        classify_digits(out, digits, steps, seed),
+    ]
+    names = "\n".join(f"  {path}" for path in paths)
+    print(
+        f"\nThe pictures:\n{names}\n"
+        'Next: write an energy of your own. The tutorial is docs/notebooks/own_energy.md, or "An energy '
+        'of your own" on the site that `make docs-serve` shows.'
+    )
 
 
 def heading(number: int, text: str) -> None:
     print(f"\n{number}. {text}\n", flush=True)
-
-
-def progress(items: Any, title: str) -> Any:
-    """Show a progress bar around ``items`` on a terminal."""
-    return require("tqdm", extra="training").tqdm(items, title, disable=None)
 
 
 def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> Path:

@@ -1,0 +1,1 @@
+"""What ``implicit-attn demo`` shows: one energy for many tasks, Sudoku, an energy of your own."""
