@@ -45,8 +45,10 @@ def main(rounds: int = 60) -> None:
     for (name, layer), width in zip(layers.items(), (64, 16), strict=True):
         x = torch.randn(16, 16, width)
         for training in (True, False):
-            runs = {m: partial(step, layer, x, training, verify) for m, verify in modes.items()}
-            for _ in range(10):  # past the first solves, which are all looked at
+            runs: dict[str, Any] = {
+                m: partial(step, layer, x, training, verify) for m, verify in modes.items()
+            }
+            for _ in range(10):  # skips the first solves, which are all verified
                 runs["default"]()
             times = interleaved(runs, rounds, time.process_time)
             rows.append(

@@ -239,7 +239,7 @@ def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
     options: dict[str, Any] = {"compact": False, "adjoint": None, "max_steps": 400}
     plain = fixed_point(f, x, (x,), **options)
     for watched in ({"record": True}, {"callback": lambda progress: None}):
-        found = fixed_point(f, x, (x,), **options, **watched)
+        found = fixed_point(f, x, (x,), **(options | watched))
         assert found.statuses == plain.statuses == ["CONVERGED"] * 12
         assert (true_residuals(f, found.value, x) <= 2e-4).all()
 
