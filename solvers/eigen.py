@@ -142,7 +142,7 @@ METHODS = ("auto", "dense", "arpack")
 WHAT = ("largest_magnitude", "extremes")
 # Up to this many unknowns all eigenvalues are computed: as many products as there are unknowns.
 DENSE_SIZE = 64
-RESCUE_SIZE = 2048  # The same if ARPACK has failed.
+FALLBACK_SIZE = 2048  # the same after a failure of ARPACK
 BASIS = 64  # Krylov vectors between restarts of ARPACK
 SPARE = 4  # additional eigenvalues, so that none is missed and no complex pair is split
 
@@ -234,7 +234,7 @@ def spectrum(
     symmetric = what == "extremes"
     if symmetric:
         linear.require_symmetric()
-    rescue = method == "auto" and linear.size <= RESCUE_SIZE
+    dense = method == "auto" and linear.size <= FALLBACK_SIZE
     if method == "auto":
         method = "dense" if linear.size <= DENSE_SIZE else "arpack"
     wanted = 2 * count if symmetric else count
@@ -250,7 +250,7 @@ def spectrum(
         accuracy = min(max(100 * linear.eps, 1e-6), 0.01) if tolerance is None else tolerance
         budget = 20 * linear.size + 1000 if max_products is None else max_products
         samples = [
-            _arpack(linear.part(sample), count, symmetric, accuracy, budget, rescue)
+            _arpack(linear.part(sample), count, symmetric, accuracy, budget, dense)
             for sample in range(linear.batch)
         ]
         columns = zip(*(vars(sample).values() for sample in samples), strict=True)
@@ -354,9 +354,9 @@ def _dense(linear: Linearization, count: int, symmetric: bool) -> Spectrum:
 
 
 def _arpack(
-    linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
+    linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, dense: bool
 ) -> Spectrum:
-    """Return one sample's eigenvalues; ``rescue`` falls back to the dense matrix if ARPACK fails."""
+    """Return one sample's eigenvalues; ``dense`` allows the dense matrix as fallback."""
     failure = _scipy().ArpackError
     product = SampleProduct(linear)
     try:
@@ -364,7 +364,7 @@ def _arpack(
         images = numpy.stack([product(v) for v in vectors.T], axis=1)
         residual, found = _residual(images[None], values[None], vectors[None]), True
     except (FloatingPointError, failure) as error:
-        if rescue and isinstance(error, failure):
+        if dense and isinstance(error, failure):
             result = _dense(linear, count, symmetric)
             result.products += product.calls
             return result

@@ -49,10 +49,10 @@ from solvers.core.validate import count_solve, due, judge_again, refuse_change
 from solvers.krylov import GMRES
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
+from solvers.methods.fallback import solve_failed
 from solvers.methods.iterate import iterate
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
-from solvers.methods.rescue import rescue
 from solvers.methods.steps import Forward, GradientDescent
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
@@ -477,7 +477,7 @@ class Solving:
                 status = solution.status
                 if self.automatic:
                     options = (most, self.record, self.callback, self.states_at, self.rule)
-                    rescue(problem, solution, tolerance, *options)
+                    solve_failed(problem, solution, tolerance, *options)
             problem.check_last(solution.value)
             with torch.no_grad():
                 # The last evaluation was one of the returned value, with all samples, where all have

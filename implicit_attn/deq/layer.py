@@ -15,9 +15,12 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq.problem import (
-    Held,
     Map,
+<<<<<<< HEAD
     Modules,
+=======
+    MaskedMap,
+>>>>>>> words
     MonitoredMap,
     batch_and_device,
     check_batched,
@@ -287,7 +290,7 @@ class DEQ(nn.Module):
         those of :meth:`jacobian_penalty`, ``options`` and errors those of :func:`solvers.spectral_radius`.
         """
         f, args = self._equation(x, mask, z)
-        return solvers.spectral_radius(Held(f), z, args, **options)
+        return solvers.spectral_radius(MaskedMap(f), z, args, **options)
 
     def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the map and its inputs ``f(z, *args)`` of the latest solve."""

@@ -235,7 +235,7 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
             return self.update.joint(z, self.whole(x), mask=mask)
 
 
-class Held:
+class MaskedMap:
     """A map that holds masked tokens constant, so their rows and columns of the Jacobian are zero."""
 
     def __init__(self, function: Any) -> None:

@@ -64,7 +64,7 @@ class DifferenceNewton(Newton):
         return product
 
 
-def rescue(
+def solve_failed(
     problem: Problem,
     solution: Solution,
     tolerance: Tolerance,
