@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count
-from solvers.core.device import choose, ratio, surely_all
-from solvers.core.solution import Status
+from solvers.core.device import choose, ratio
 
 
 class LinearSolver(ABC):
@@ -42,6 +41,7 @@ class KrylovRun(ABC):
     def __init__(self, limit: Tensor, active: Tensor) -> None:
         self.limit, self.running = limit, active
         self.used = torch.zeros_like(active, dtype=torch.int64)  # products of each row
+        self.indefinite = torch.zeros_like(active)  # rows whose matrix is not positive definite
 
     @abstractmethod
     def absorb(self, product: Tensor) -> None:
@@ -50,10 +50,6 @@ class KrylovRun(ABC):
     @abstractmethod
     def result(self) -> tuple[Tensor, Tensor]:
         """The best ``d`` of each row, always finite, and its residual norm by the recurrence."""
-
-    @abstractmethod
-    def failure(self) -> Tensor:
-        """(n, 1) :class:`solvers.Status` of rows above the limit; MAX_STEPS if more steps may help."""
 
     def rows(self, index: Tensor) -> KrylovRun:
         """The run of the rows ``index`` alone."""
@@ -100,14 +96,15 @@ class CGRun(KrylovRun):
         self.square = dot(residual, residual)
         self.residual_norm = self.best_norm = torch.sqrt(self.square)
         # Below this norm the residual is rounding, and the curvature of its directions may underflow.
-        self.rounding = torch.finfo(residual.dtype).eps * self.best_norm
-        self.curvature = torch.ones_like(limit)
+        self.rounding = 10 * torch.finfo(residual.dtype).eps * self.best_norm
 
     def absorb(self, product: Tensor) -> None:
         self.used = self.used + self.running
-        self.curvature = torch.where(self.running, dot(self.direction, product), self.curvature)
-        active = self.running & (self.curvature > 0)
-        alpha = torch.where(active, self.square / self.curvature, 0)
+        curvature = dot(self.direction, product)
+        negative = self.running & (curvature <= 0) & (self.best_norm > self.rounding)
+        self.indefinite = self.indefinite | negative
+        active = self.running & (curvature > 0)
+        alpha = torch.where(active, self.square / curvature, 0)
         self.iterate = torch.addcmul(self.iterate, alpha, self.direction)
         self.r = torch.addcmul(self.r, alpha, product, value=-1)
         square = dot(self.r, self.r)
@@ -122,13 +119,6 @@ class CGRun(KrylovRun):
 
     def result(self) -> tuple[Tensor, Tensor]:
         return self.best, self.best_norm
-
-    def failure(self) -> Tensor:
-        exact = self.best_norm <= self.rounding
-        status = torch.where(exact, Status.STALLED, Status.INDEFINITE)
-        status = torch.where(self.curvature <= 0, status, Status.MAX_STEPS)
-        finite = torch.isfinite(self.curvature) & torch.isfinite(self.square)
-        return torch.where(finite, status, Status.NONFINITE)
 
 
 @dataclass(frozen=True)
@@ -159,14 +149,12 @@ class MINRESRun(KrylovRun):
         self.direction = residual / torch.where(length > 0, length, 1)
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
         self.beta = self.delta_bar = self.epsilon = self.sine = torch.zeros_like(limit)
-        self.cosine, self.gamma = -torch.ones_like(limit), torch.ones_like(limit)
+        self.cosine = -torch.ones_like(limit)
         self.matrix_norm = torch.zeros_like(limit)  # the largest lower bound of |A| seen
-        rounding = torch.finfo(residual.dtype).eps ** 0.5
-        self.floor = ratio(limit, 10 * length).clamp_min(rounding)
+        self.floor = ratio(limit, 10 * length).clamp_min(torch.finfo(residual.dtype).eps ** 0.5)
 
     def absorb(self, product: Tensor) -> None:
-        running = self.running
-        self.used = self.used + running
+        self.used = self.used + self.running
         v = self.direction
         u = torch.addcmul(product, self.beta, self.old_direction, value=-1)
         alpha = dot(v, u)
@@ -176,14 +164,14 @@ class MINRESRun(KrylovRun):
         # The previous rotations, applied to the new column.
         epsilon, delta = self.epsilon, self.cosine * self.delta_bar + self.sine * alpha
         gamma_bar = self.sine * self.delta_bar - self.cosine * alpha
+        gamma = torch.hypot(gamma_bar, beta)
         self.epsilon, self.delta_bar = self.sine * beta, -self.cosine * beta
-        self.gamma = torch.where(running, torch.hypot(gamma_bar, beta), self.gamma)
         # |A r| / |r| of the current iterate (Paige and Saunders, section 6).
         shrinking = torch.hypot(gamma_bar, self.delta_bar) > self.floor * self.matrix_norm
-        active = running & (self.gamma < torch.inf) & shrinking
-        self.cosine, self.sine = gamma_bar / self.gamma, beta / self.gamma
+        active = self.running & (gamma < torch.inf) & shrinking
+        self.cosine, self.sine = gamma_bar / gamma, beta / gamma
         w = torch.addcmul(v, delta, self.w, value=-1)
-        w = torch.addcmul(w, epsilon, self.old_w, value=-1) / self.gamma
+        w = torch.addcmul(w, epsilon, self.old_w, value=-1) / gamma
         moved = torch.addcmul(self.iterate, self.cosine * self.residual_norm, w)
         self.iterate = choose(active, moved, self.iterate)
         self.residual_norm = torch.where(active, self.sine * self.residual_norm, self.residual_norm)
@@ -193,9 +181,6 @@ class MINRESRun(KrylovRun):
 
     def result(self) -> tuple[Tensor, Tensor]:
         return self.iterate, self.residual_norm
-
-    def failure(self) -> Tensor:
-        return torch.where(self.gamma < torch.inf, Status.MAX_STEPS, Status.NONFINITE)
 
 
 @dataclass(frozen=True)
@@ -227,72 +212,58 @@ class GMRESRun(KrylovRun):
     """One cycle: ``basis`` is ``V`` (n, restart + 1, D), the rows of ``hessenberg`` are columns of ``H``.
 
     ``null`` is the unit vector that is orthogonal to the columns of ``H``. A new column rotates it by
-    ``(c, s)`` into ``(-s null, c)`` and multiplies the residual norm by ``s``. ``columns`` counts the
-    finite columns of ``H``; the Krylov space of a row that is ``broken`` is exhausted.
+    ``(c, s)`` into ``(-s null, c)`` and multiplies the residual norm by ``s``. Columns after the end
+    of a row are zero.
     """
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor, restart: int) -> None:
         super().__init__(limit, active)
         self.step, self.restart = 0, restart
-        self.columns, self.broken = self.used, torch.zeros_like(active)
         self.beta = self.residual_norm = length = norm(residual)
         self.direction = residual / torch.where(length > 0, length, 1)
         self.basis = residual.new_empty(len(residual), restart + 1, residual.shape[1])
         self.basis[:, 0] = self.direction
         self.hessenberg = residual.new_zeros(len(residual), restart, restart + 1)
         self.null, self.matrix_norm = torch.ones_like(limit), torch.zeros_like(limit)
-        # A column that is smaller, relative to |H|, ends the Krylov space.
-        self.floor, self.tiny = (
-            16 * torch.finfo(residual.dtype).eps,
-            torch.finfo(residual.dtype).tiny,
-        )
+        # A column that is smaller, relative to |H|, is rounding: the Krylov space ends.
+        self.floor = 16 * torch.finfo(residual.dtype).eps
 
     def absorb(self, product: Tensor) -> None:
-        running = self.running
-        self.used = self.used + running
-        basis = self.basis[:, : self.step + 1]
+        self.used = self.used + self.running
+        step, tiny = self.step, torch.finfo(product.dtype).tiny
+        basis = self.basis[:, : step + 1]
         first = basis @ product[:, :, None]
         rest = product - (first.mT @ basis)[:, 0]
         second = basis @ rest[:, :, None]
         rest = rest - (second.mT @ basis)[:, 0]
         entries, below = (first + second)[:, :, 0], norm(rest)
-        self.direction = rest / below.clamp_min(self.tiny)
-        self.basis[:, self.step + 1] = self.direction
         column = torch.cat([entries, below], dim=1)
-        self.hessenberg[:, self.step, : self.step + 2] = column
         size = norm(column)
-        good = running & (size < torch.inf)
-        size = torch.maximum(self.matrix_norm, size)
-        self.matrix_norm = torch.where(good, size, self.matrix_norm)
-        self.broken = torch.where(good, below <= self.floor * size, self.broken)
-        projection, positive = dot(self.null, entries), below + self.tiny
+        active = self.running & (size < torch.inf)
+        self.matrix_norm = torch.where(
+            active, torch.maximum(self.matrix_norm, size), self.matrix_norm
+        )
+        self.hessenberg[:, step, : step + 2] = torch.where(active, column, 0)
+        self.direction = torch.where(active, rest / below.clamp_min(tiny), 0)
+        self.basis[:, step + 1] = self.direction
+        projection, positive = dot(self.null, entries), below + tiny
         pivot = torch.hypot(projection, positive)
         cosine, sine = projection / pivot, positive / pivot
         self.null = torch.cat([-sine * self.null, cosine], dim=1)
-        self.residual_norm = torch.where(good, sine * self.residual_norm, self.residual_norm)
-        self.columns = self.columns + good
-        self.running = good & (self.residual_norm > self.limit) & ~self.broken
-        self.step += 1
-        self.exhausted = self.step == self.restart
+        self.residual_norm = torch.where(active, sine * self.residual_norm, self.residual_norm)
+        goes_on = (self.residual_norm > self.limit) & (below > self.floor * self.matrix_norm)
+        self.running = active & goes_on
+        self.step, self.exhausted = step + 1, step + 1 == self.restart
 
     def result(self) -> tuple[Tensor, Tensor]:
-        step = self.step
-        entries, basis = self.hessenberg[:, :step, : step + 1], self.basis[:, :step]
-        # Columns that were added after a row had stopped are left out; they may be NaN.
-        mask = (torch.arange(step, device=basis.device) < self.columns)[:, :, None]
-        if not surely_all(mask):
-            entries, basis = torch.where(mask, entries, 0), torch.where(mask, basis, 0)
-        rotation, triangle = torch.linalg.qr(entries.mT)
+        columns = self.hessenberg[:, : self.step, : self.step + 1]
+        rotation, triangle = torch.linalg.qr(columns.mT)
         diagonal = triangle.diagonal(dim1=1, dim2=2)
         usable = diagonal.abs() > self.floor * self.matrix_norm
         target = self.beta * rotation[:, 0] * usable
         diagonal.copy_(torch.where(usable, diagonal, 1))
         weights = torch.linalg.solve_triangular(triangle, target[:, :, None], upper=True)
-        return (weights.mT @ basis)[:, 0], self.residual_norm
-
-    def failure(self) -> Tensor:
-        status = torch.where(self.broken, Status.STALLED, Status.MAX_STEPS)
-        return torch.where(self.columns < self.used, Status.NONFINITE, status)
+        return (weights.mT @ self.basis[:, : self.step])[:, 0], self.residual_norm
 
 
 LINEAR = (CG, MINRES, GMRES)  # solvers that may be given by name

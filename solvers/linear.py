@@ -56,12 +56,11 @@ class Product:
             received = self.matvec(sent, *self.args)
         except (RuntimeError, ValueError, IndexError) as error:
             if len(vectors) < self.batch:
-                hint = (
-                    f"matvec was called with the {len(vectors)} of {self.batch} samples that are still "
-                    "being solved. If it closes over a tensor of the whole batch, pass that tensor in "
-                    "args=(...), or give compact=False."
+                error.args = (
+                    f"{error}\nmatvec was called with the {len(vectors)} of {self.batch} samples that are "
+                    "still being solved. If it closes over a tensor of the whole batch, pass that tensor "
+                    "in args=(...), or give compact=False.",
                 )
-                error.args = (f"{error}\n{hint}",)
             raise
         check_like(received, sent, "matvec(v)", "v")
         return self.layout.vector(received).detach().to(vectors.dtype)
@@ -80,14 +79,11 @@ def check_like(tree: Any, like: Any, name: str, of: str) -> None:
         came, wanted = pytree.tree_structure(tree), pytree.tree_structure(like)
         if came != wanted:
             raise TypeError(f"{name} must have the structure of {of}, {wanted}, got {came}")
+    errors = {"shape": ValueError, "dtype": TypeError, "device": ValueError}
     for leaf, other in zip(leaves_of(tree), leaves_of(like), strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} must hold tensors like {of}, got {type(leaf)}")
-        for attribute, error in (
-            ("shape", ValueError),
-            ("dtype", TypeError),
-            ("device", ValueError),
-        ):
+        for attribute, error in errors.items():
             came, wanted = getattr(leaf, attribute), getattr(other, attribute)
             if came != wanted:
                 raise error(f"{name} must have the {attribute} of {of}, {wanted}, got {came}")
@@ -110,12 +106,8 @@ class LinearLoop:
         self, product: Product, b: Tensor, tolerance: Tolerance, solver: LinearSolver, max_steps: int,
         *, compact: bool, record: bool, callback: Callable[[Progress], object] | None,
     ) -> None:  # fmt: skip
-        self.product, self.solver, self.max_steps, self.compact = (
-            product,
-            solver,
-            max_steps,
-            compact,
-        )
+        self.product, self.solver = product, solver
+        self.max_steps, self.compact = max_steps, compact
         self.columns: list[Tensor] | None = [] if record else None
         self.callback, self.noted = callback, 0  # batches of products so far
         self.scale, finite = power_of_two(b), torch.isfinite(b).all(1, keepdim=True)
@@ -125,9 +117,10 @@ class LinearLoop:
         limit = tolerance.threshold((self.reference * self.scale).squeeze(1))
         self.limit = limit.unsqueeze(1) / self.scale
         self.target = self.limit.clone()
-        status = torch.where(self.reference > 0, RUNNING, int(Status.CONVERGED))
-        self.status = torch.where(finite, status, int(Status.NONFINITE))
+        status = torch.where(self.reference > 0, RUNNING, Status.CONVERGED)
+        self.status = torch.where(finite, status, Status.NONFINITE)
         self.steps, self.evaluations = torch.zeros_like(status), torch.zeros_like(status)
+        self.all_rows = torch.arange(len(b), device=b.device)
 
     def run(self, x0: Tensor | None) -> Solution:
         """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype."""
@@ -135,19 +128,20 @@ class LinearLoop:
             x, r, norms = self._residual(x0.to(self.b.dtype)[rows] / self.scale[rows], rows)
             self._end(rows, (~(norms < torch.inf), Status.NONFINITE))
             self._move(rows, self.status[rows] == RUNNING, x, r, norms)
-        everything = torch.arange(len(self.b), device=self.b.device)
-        converged = self.residual_norm <= self.limit
-        self._end(
-            everything, (self._spent(everything), Status.MAX_STEPS), (converged, Status.CONVERGED)
-        )
+        # A step takes one product, and its residual another.
+        self._end(self.all_rows, (self.evaluations >= self.max_steps - 1, Status.MAX_STEPS))
+        self.status[self.residual_norm <= self.limit] = Status.CONVERGED
         if self.columns is not None:
-            self.columns.append(self._relative(self.residual_norm))
+            self.columns.append(ratio(self.residual_norm, self.reference).flatten())
         while len(rows := self._open_rows()) > 0:
             self._cycle(rows)
+        return self._solution()
+
+    def _solution(self) -> Solution:
         return Solution(
             value=self.x * self.scale,
             status=self.status.flatten(),
-            residual=self._relative(self.residual_norm),
+            residual=ratio(self.residual_norm, self.reference).flatten(),
             residual_norm=(self.residual_norm * self.scale).flatten(),
             steps=self.steps.flatten(),
             evaluations=self.evaluations.flatten(),
@@ -180,13 +174,10 @@ class LinearLoop:
         self.steps.index_add_(0, rows, run.used)
         self.evaluations.index_add_(0, rows, run.used)
         correction, norms = run.result()
-        claimed, failure = norms <= run.limit, run.failure()
+        claimed = norms <= run.limit
         x, r, norms = self._residual(self.x[rows] + correction, rows)
-        old, limit, active = (
-            self.residual_norm[rows],
-            self.limit[rows],
-            self.status[rows] == RUNNING,
-        )
+        old, limit = self.residual_norm[rows], self.limit[rows]
+        active = self.status[rows] == RUNNING
         self._note(rows, active, norms)
         within = norms <= limit
         # An iterate that is better by no more than rounding may be worse in every other way.
@@ -198,8 +189,8 @@ class LinearLoop:
         self._end(
             rows,
             (~gained, Status.STALLED),
-            (self._spent(rows), Status.MAX_STEPS),
-            (~claimed & (failure != Status.MAX_STEPS), failure),
+            (self.evaluations[rows] >= self.max_steps - 1, Status.MAX_STEPS),
+            (run.indefinite & ~claimed, Status.INDEFINITE),
             (~(norms < torch.inf), Status.NONFINITE),
             (within, Status.CONVERGED),
         )
@@ -207,15 +198,7 @@ class LinearLoop:
     def _open_rows(self) -> Tensor:
         """Indices of the unsolved samples, or of all where those must stay together; none if all ended."""
         rows = true_rows(self.status == RUNNING)
-        return (
-            rows
-            if self.compact or len(rows) == 0
-            else torch.arange(len(self.b), device=rows.device)
-        )
-
-    def _spent(self, rows: Tensor) -> Tensor:
-        """Whether no product is left for a step, which needs another one to verify it."""
-        return self.evaluations[rows] >= self.max_steps - 1
+        return rows if self.compact or len(rows) == 0 else self.all_rows
 
     def _end(self, rows: Tensor, *endings: tuple[Tensor, int | Tensor]) -> None:
         """End unsolved samples of ``rows``, with the status of the last of the masks (n, 1) that hold."""
@@ -240,9 +223,6 @@ class LinearLoop:
         norms = torch.where(torch.isfinite(x).all(1, keepdim=True), norm(r), torch.inf)
         return x / scale, r, norms
 
-    def _relative(self, norms: Tensor) -> Tensor:
-        return ratio(norms, self.reference).flatten()
-
     def _note(self, rows: Tensor, running: Tensor, norms: Tensor) -> None:
         """Record a product, after which ``running`` ones of the samples ``rows`` have these ``norms``."""
         self.noted += 1
@@ -250,7 +230,7 @@ class LinearLoop:
             return
         everyone = torch.full_like(self.reference, torch.nan)
         everyone[rows] = torch.where(running, norms, torch.nan)
-        column = self._relative(everyone)
+        column = ratio(everyone, self.reference).flatten()
         if self.columns is not None:
             self.columns.append(column)
         if self.callback is not None:
