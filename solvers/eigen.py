@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -35,58 +35,67 @@ from solvers.core.purity import check_energy
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.core.telling import reduce_error
 
-KINDS = ("map", "energy", "product")
 
-
+@dataclass
 class Linearization:
     """``J`` at a state ``z`` of B samples with D unknowns; :func:`solvers.spectrum` has the arguments."""
 
-    def __init__(self, f: Callable[..., Any], z: Any, args: tuple[Any, ...], kind: str) -> None:
-        require_choice("kind", kind, KINDS)
-        self.layout = Layout.of(z, "z")
+    f: Callable[..., Any]
+    z: Any
+    args: tuple[Any, ...]
+    kind: str
+
+    def __post_init__(self) -> None:
+        require_callable("f", self.f)
+        require_choice("kind", self.kind, ("map", "energy", "product"))
+        self.layout, first = Layout.of(self.z, "z"), pytree.tree_leaves(self.z)[0]
         self.size = sum(shape.numel() for shape in self.layout.shapes)
-        self.f, self.kind, self.args = f, kind, args
-        self.z = pytree.tree_map(Tensor.detach, z)
-        first = pytree.tree_leaves(z)[0]
-        self.batch, self.device = first.shape[0], first.device
-        check_args(args, self.batch, self.device, "z", "f")
+        self.batch, self.device = len(first), first.device
+        check_args(self.args, self.batch, self.device, "z", "f")
         self.eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
 
-    def part(self, number: int) -> Linearization:
+    def sample(self, number: int) -> Linearization:
         """The linearisation of one sample."""
         index = torch.tensor([number], device=self.device)
         z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
-        return Linearization(self.f, z, args, self.kind)
+        return replace(self, z=z, args=args)
 
-    def product(self) -> JacobianProduct:
-        """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
+    def product(self, *, create_graph: bool = False) -> JacobianProduct:
+        """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D); with a graph on request."""
+        tree = self.layout.tree
         if self.kind == "product":
-            return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))
+            z = pytree.tree_map(Tensor.detach, self.z)
+            return lambda v: self._vector(self.f(z, tree(v), *self.args))
         # A compiled function could not be differentiated several times.
         with recording(), constant_weights(), uncompiled():
-            point = self.layout.vector(ordinary(self.z)).detach().requires_grad_()
-            output = self.f(self.layout.tree(point), *ordinary(self.args))
+            point, args = self.layout.vector(ordinary(self.z)), ordinary(self.args)
+            if in_transform():  # whose tensors know no nested autograd.grad
+                pull = vjp(lambda z: self._vector(self.f(tree(z), *args)), point)[1]
+                return lambda v: pull(v)[0]
+            if not (create_graph and point.requires_grad):
+                point = point.detach().requires_grad_()
+            output = self.f(tree(point), *args)
             if self.kind == "energy":
                 check_energy(output, self.batch)
             else:
-                output = self._image(output)
+                output = self._vector(output)
             if not output.requires_grad:
                 raise ValueError(
                     "f(z) must depend on z through autograd, got a result without gradient"
                 )
             if self.kind == "energy":
                 output = gradients(output.sum(), [point], create_graph=True)[0]
-        return pullback(output, point)
+        return pullback(output, point, create_graph=create_graph)
 
-    def _image(self, output: Any) -> Tensor:
-        """Check that ``output`` is like z; as a matrix (n, D)."""
-        leaves, spec = pytree.tree_flatten(output)
-        if spec != self.layout.spec:
-            raise TypeError(f"f must return the structure of z, {self.layout.spec}, got {spec}")
-        for leaf, shape in zip(leaves, self.layout.shapes, strict=True):
-            if not isinstance(leaf, Tensor) or leaf.shape[1:] != shape:
-                came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
-                raise ValueError(f"f must return leaves of shape (B, *{tuple(shape)}), got {came}")
+    def _vector(self, output: Any) -> Tensor:
+        """Check that the ``output`` of ``f`` is like z; as a matrix (B, D)."""
+        leaves, spec = pytree.tree_flatten(self.layout.ordered(output))
+        came = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in leaves]
+        wanted = [(self.batch, *shape) for shape in self.layout.shapes]
+        if spec != self.layout.spec or came != wanted:
+            raise ValueError(
+                f"f must return a state like z, of shapes {wanted}, got {came} in {spec}"
+            )
         return self.layout.vector(output)
 
     def dense(self) -> Tensor:
@@ -99,47 +108,19 @@ class Linearization:
 
     def require_symmetric(self) -> None:
         """Raise ValueError unless ``u.Jv = v.Ju`` for two random vectors; two products."""
-        if self.kind == "energy":
-            return
-        product = self.product()
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.batch, self.size)
-        u, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-        images = [product(t.to(self.device, self.layout.dtype)).double().cpu() for t in (u, v)]
-        scale = (images[0].norm(dim=1) + images[1].norm(dim=1)) * self.size**0.5
-        asymmetry = ((u * images[1]).sum(1) - (v * images[0]).sum(1)).abs() / scale
+        product, generator = self.product(), torch.Generator().manual_seed(0)
+        u, v = torch.randn((2, self.batch, self.size), generator=generator, dtype=torch.float64)
+        of_u, of_v = (product(t.to(self.device, self.layout.dtype)).double().cpu() for t in (u, v))
+        scale = (of_u.norm(dim=1) + of_v.norm(dim=1)) * self.size**0.5
+        asymmetry = ((u * of_v).sum(1) - (v * of_u).sum(1)).abs() / scale
         bad = asymmetry > self.eps**0.5
         if bool(bad.any()):
-            samples = torch.nonzero(bad).flatten().tolist()
             raise ValueError(
-                "the linearisation must be symmetric for extreme eigenvalues, got a relative "
-                f"asymmetry of {asymmetry.nan_to_num(0).max().item():.1e} in samples {samples[:10]}"
+                "f must be symmetric for what='extremes', got a relative asymmetry of "
+                f"{asymmetry[bad].max():.1e} in samples {bad.nonzero().flatten().tolist()[:10]}"
             )
 
 
-class SampleProduct:
-    """v (D,) -> its product with the linearisation of one sample, both NumPy; ``calls`` counts."""
-
-    def __init__(self, linear: Linearization) -> None:
-        self._product, self._dtype = linear.product(), linear.layout.dtype
-        self._device = linear.device
-        self.calls = 0
-
-    def __call__(self, vector: Any) -> numpy.ndarray:
-        """Raises FloatingPointError where the product is not finite."""
-        if numpy.iscomplexobj(vector):
-            return self(vector.real) + 1j * self(vector.imag)
-        self.calls += 1
-        sent = torch.from_numpy(numpy.ascontiguousarray(vector).reshape(1, -1))
-        received = self._product(sent.to(self._device, self._dtype))
-        image = received.detach().double().cpu().numpy().reshape(-1)
-        if not numpy.isfinite(image).all():
-            raise FloatingPointError("a product with the Jacobian is not finite")
-        return image
-
-
-METHODS = ("auto", "dense", "arpack")
-WHAT = ("largest_magnitude", "extremes")
 # Up to this many unknowns all eigenvalues are computed: as many products as there are unknowns.
 DENSE_SIZE = 64
 RESCUE_SIZE = 2048  # and up to this many where ARPACK has failed
@@ -178,38 +159,27 @@ class Spectrum:
 
 
 def spectrum(
-    f: Callable[..., Any],
-    z: Any,
-    args: tuple[Any, ...] = (),
-    *,
-    what: str = "largest_magnitude",
-    kind: str = "map",
-    count: int = 1,
-    method: str = "auto",
-    tolerance: float | None = None,
-    max_products: int | None = None,
-    on_failure: str = "raise",
-) -> Spectrum:
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, what: str = "largest_magnitude",
+    kind: str = "map", count: int = 1, method: str = "auto", tolerance: float | None = None,
+    max_products: int | None = None, on_failure: str = "raise",
+) -> Spectrum:  # fmt: skip
     """Eigenvalues of ``J``, the linearisation of ``f`` at ``z``, sample by sample.
 
     Products are computed in the dtype of ``z`` by autograd (``J^T v``: the transpose has the same
     eigenvalues), everything else in float64.
 
     Args:
-        f: what is linearised, see ``kind``; each sample on its own.
+        f: the function that is linearised, see ``kind``; each sample on its own.
         z: state, a tensor (B, ...) or a pytree of them.
-        args: further inputs of ``f``, pytrees of tensors batched along dim 0; samples are treated
-            one at a time, so whatever is batched must come through here.
-        what: "largest_magnitude", or "extremes": the smallest and the largest eigenvalues of a
-            symmetric ``J``.
+        args: further inputs of ``f``, pytrees of tensors batched along dim 0.
+        what: "largest_magnitude", or the smallest and the largest, "extremes", of a symmetric ``J``.
         kind: "map": ``f(z, *args) -> like z``, J its Jacobian; "energy": ``f(z, *args) -> (B,)``, J
             its Hessian; "product": ``f(z, v, *args) -> like z`` is the product ``J v`` itself.
         count: eigenvalues wanted (at each end).
         method: "dense" (all eigenvalues of the matrix, D products), "arpack" (implicitly restarted
             Arnoldi or Lanczos, for D >= 2 count + 3), or "auto": dense up to D = 64; above ARPACK,
             and dense for the samples on which it fails if D <= 2048.
-        tolerance: relative accuracy that ARPACK is asked for; default 100 eps of the dtype of z,
-            but at least 1e-6 and at most 0.01.
+        tolerance: relative accuracy of ARPACK; default 100 eps of z, but within [1e-6, 0.01].
         max_products: bound on the restarts of ARPACK, in products per sample; default 20 D + 1000.
         on_failure: about samples whose eigenvalues were not found: "raise", "warn" or "ignore".
 
@@ -221,108 +191,78 @@ def spectrum(
     Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy,
     https://doi.org/10.1137/1.9780898719628.
     """
-    require_callable("f", f)
-    require_choice("what", what, WHAT)
-    require_choice("method", method, METHODS)
+    require_choice("what", what, ("largest_magnitude", "extremes"))
+    require_choice("method", method, ("auto", "dense", "arpack"))
     if tolerance is not None:
         require_number("tolerance", tolerance, low=0.0, high=1.0)
     if max_products is not None:
         require_count("max_products", max_products)
     check_on_failure(on_failure)
     require_count("count", count)
-    linear = Linearization(f, z, args, kind)
-    symmetric = what == "extremes"
-    if symmetric:
+    linear, symmetric = Linearization(f, z, args, kind), what == "extremes"
+    if symmetric and kind != "energy":
         linear.require_symmetric()
-    rescue = method == "auto" and linear.size <= RESCUE_SIZE
-    if method == "auto":
-        method = "dense" if linear.size <= DENSE_SIZE else "arpack"
-    wanted = 2 * count if symmetric else count
-    smallest = wanted if method == "dense" else 2 * count + 3
+    dense = method == "dense" or (method == "auto" and linear.size <= DENSE_SIZE)
+    smallest = (2 * count if symmetric else count) if dense else 2 * count + 3
     if linear.size < smallest:
         raise ValueError(
-            f"count={count} with method={method!r} needs at least {smallest} unknowns per sample, "
-            f"got {linear.size}"
+            f"count={count} with method={'dense' if dense else 'arpack'!r} needs at least {smallest} "
+            f"unknowns per sample, got {linear.size}"
         )
-    if method == "dense":
-        result = _dense(linear, count, symmetric)
+    if dense:
+        values, residual, converged, products = _dense(linear, count, symmetric)
     else:
         accuracy = min(max(100 * linear.eps, 1e-6), 0.01) if tolerance is None else tolerance
         budget = 20 * linear.size + 1000 if max_products is None else max_products
-        samples = [
-            _arpack(linear.part(sample), count, symmetric, accuracy, budget, rescue)
-            for sample in range(linear.batch)
-        ]
-        columns = zip(*(vars(sample).values() for sample in samples), strict=True)
-        result = Spectrum(*(torch.cat(column) for column in columns))
-    if not bool(result.converged.all()) and on_failure != "ignore":
-        failed = torch.nonzero(~result.converged).flatten().tolist()
+        rescue = method == "auto" and linear.size <= RESCUE_SIZE
+        each = map(linear.sample, range(linear.batch))
+        found = [_arpack(one, count, symmetric, accuracy, budget, rescue) for one in each]
+        values, residual, converged, products = map(numpy.concatenate, zip(*found, strict=True))
+    values = (values if symmetric else values.astype(complex), residual)
+    values, residual = (numpy.where(converged, v.T, numpy.nan).T for v in values)
+    arrays = (values, residual, converged, products)
+    result = Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
+    if not converged.all() and on_failure != "ignore":
+        failed = numpy.flatnonzero(~converged).tolist()
         message = (
             f"eigenvalues of {len(failed)} of {linear.batch} samples were not found, samples "
-            f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN "
-            "in f"
+            f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN in f"
         )
         warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
     return result
 
 
 def spectral_radius(
-    f: Callable[..., Any],
-    z: Any,
-    args: tuple[Any, ...] = (),
-    *,
-    kind: str = "map",
-    method: str = "auto",
-    tolerance: float | None = None,
-    max_products: int | None = None,
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "map",
+    method: str = "auto", tolerance: float | None = None, max_products: int | None = None,
     on_failure: str = "raise",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
 
     Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
     Arguments and errors are those of :func:`spectrum`.
     """
     result = spectrum(
-        f,
-        z,
-        args,
-        kind=kind,
-        method=method,
-        tolerance=tolerance,
-        max_products=max_products,
+        f, z, args, kind=kind, method=method, tolerance=tolerance, max_products=max_products,
         on_failure=on_failure,
-    )
+    )  # fmt: skip
     return result.eigenvalues[:, 0].abs()
 
 
 def extreme_eigenvalues(
-    f: Callable[..., Any],
-    z: Any,
-    args: tuple[Any, ...] = (),
-    *,
-    kind: str = "energy",
-    method: str = "auto",
-    tolerance: float | None = None,
-    max_products: int | None = None,
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "energy",
+    method: str = "auto", tolerance: float | None = None, max_products: int | None = None,
     on_failure: str = "raise",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
 
-    A smallest eigenvalue above zero at a stationary point makes it a strict minimum. With
-    ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
-    symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
+    A smallest eigenvalue above zero at a stationary point makes it a strict minimum. ``kind`` may also
+    be "map" or "product" if that is symmetric. Arguments and errors are those of :func:`spectrum`.
     """
     result = spectrum(
-        f,
-        z,
-        args,
-        what="extremes",
-        kind=kind,
-        method=method,
-        tolerance=tolerance,
-        max_products=max_products,
-        on_failure=on_failure,
-    )
+        f, z, args, what="extremes", kind=kind, method=method, tolerance=tolerance,
+        max_products=max_products, on_failure=on_failure,
+    )  # fmt: skip
     return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
 
 
@@ -337,133 +277,99 @@ def jacobian(
     return Linearization(f, z, args, kind).dense()
 
 
-def _dense(linear: Linearization, count: int, symmetric: bool) -> Spectrum:
+Arrays = tuple[numpy.ndarray, ...]  # eigenvalues (B, k), then (B,): residual, converged, products
+
+
+def _dense(linear: Linearization, count: int, symmetric: bool) -> Arrays:
     matrix = linear.dense().double().cpu().numpy()
     finite = numpy.isfinite(matrix).all(axis=(1, 2))
     matrix[~finite] = 0
-    if symmetric:
-        values, vectors = numpy.linalg.eigh((matrix + matrix.swapaxes(1, 2)) / 2)
-        order = numpy.tile(numpy.r_[0:count, -count:0], (len(matrix), 1))
-    else:
-        values, vectors = numpy.linalg.eig(matrix)
-        values = values.astype(complex)
-        order = numpy.argsort(-numpy.abs(values), axis=1)[:, :count]
-    values = numpy.take_along_axis(values, order % linear.size, axis=1)
-    vectors = numpy.take_along_axis(vectors, order[:, None, :] % linear.size, axis=2)
-    residual = _residual(matrix @ vectors, values, vectors)
-    return _spectrum(linear, values, residual, finite, numpy.full(len(matrix), linear.size))
+    find = numpy.linalg.eigh if symmetric else numpy.linalg.eig
+    pairs = find((matrix + matrix.swapaxes(1, 2)) / 2 if symmetric else matrix)
+    values, residual = _wanted(*pairs, lambda vectors: matrix @ vectors, count, symmetric)
+    return values, residual, finite, numpy.full(len(matrix), linear.size)
 
 
 def _arpack(
     linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
-) -> Spectrum:
+) -> Arrays:
     """One sample's eigenvalues; ``rescue`` computes the whole matrix where ARPACK fails."""
-    failure = _scipy().ArpackError
-    product = SampleProduct(linear)
     try:
-        values, vectors = _eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
-        images = numpy.stack([product(v) for v in vectors.T], axis=1)
-        residual, found = _residual(images[None], values[None], vectors[None]), True
-    except (FloatingPointError, failure) as error:
-        if rescue and isinstance(error, failure):
-            result = _dense(linear, count, symmetric)
-            result.products += product.calls
-            return result
-        values = numpy.zeros(2 * count if symmetric else count)
-        residual, found = numpy.zeros(1), False
-    values = values if symmetric else values.astype(complex)
-    calls = numpy.full(1, product.calls)
-    return _spectrum(linear, values[None], residual, numpy.array([found]), calls)
-
-
-def _scipy() -> Any:
-    """``scipy.sparse.linalg``, which nothing else of this package needs: it is large."""
-    try:
-        return importlib.import_module("scipy.sparse.linalg")
+        scipy = importlib.import_module("scipy.sparse.linalg")  # which nothing else here needs
     except ImportError as error:
         raise ImportError(
             f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy; "
             "method='dense' does without"
         ) from error
+    product, size, calls = linear.product(), linear.size, 0
 
+    def image(vector: Any) -> numpy.ndarray:
+        nonlocal calls
+        if numpy.iscomplexobj(vector):
+            return image(vector.real) + 1j * image(vector.imag)
+        calls += 1
+        sent = torch.from_numpy(numpy.ascontiguousarray(vector)).view(1, size)
+        received = product(sent.to(linear.device, linear.layout.dtype))
+        if not bool(received.isfinite().all()):
+            raise FloatingPointError("a product with the Jacobian is not finite")
+        return received.detach().double().cpu().numpy()[0]
 
-def _eigenpairs(
-    product: SampleProduct, size: int, count: int, symmetric: bool, tolerance: float, budget: int
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Eigenvalues (k,), ordered as in :class:`Spectrum`, and unit eigenvectors (D, k) by ARPACK."""
-    start = numpy.random.default_rng(0).standard_normal(size)
     wanted = 2 * count if symmetric else count
-    if not product(start).any():  # ARPACK refuses the zero matrix
-        vectors = numpy.repeat(start[:, None] / numpy.linalg.norm(start), wanted, axis=1)
-        return numpy.zeros(wanted), vectors
     asked = min(wanted + SPARE, size - 2)
     basis = min(size, max(2 * asked + 1, BASIS))
-    scipy = _scipy()
-    find = scipy.eigsh if symmetric else scipy.eigs
-    values, vectors = find(
-        scipy.LinearOperator((size, size), matvec=product, dtype=numpy.float64),
-        k=asked,
-        which="BE" if symmetric else "LM",
-        v0=start,
-        ncv=basis,
-        maxiter=max(1, budget // (basis - asked)),
-        tol=tolerance,
-    )
-    if symmetric:
-        order = numpy.argsort(values)
-        order = numpy.concatenate([order[:count], order[-count:]])
-    else:
-        order = numpy.argsort(-numpy.abs(values))[:count]
-    return values[order], vectors[:, order]
+    start, found = numpy.random.default_rng(0).standard_normal(size), numpy.ones(1, bool)
+    values, residual = numpy.zeros((1, wanted)), numpy.zeros(1)
+    find, which = (scipy.eigsh, "BE") if symmetric else (scipy.eigs, "LM")
+    operator = scipy.LinearOperator((size, size), matvec=image, dtype=numpy.float64)
+    restarts = max(1, budget // (basis - asked))
+    try:
+        if image(start).any():  # ARPACK refuses the zero matrix
+            pairs = find(
+                operator, asked, which=which, v0=start, ncv=basis, maxiter=restarts, tol=tolerance
+            )
+            images = lambda vectors: numpy.stack([image(v) for v in vectors[0].T], axis=1)  # noqa: E731
+            values, residual = _wanted(*(array[None] for array in pairs), images, count, symmetric)
+    except FloatingPointError:
+        found = ~found
+    except scipy.ArpackError:
+        if rescue:
+            values, residual, found, products = _dense(linear, count, symmetric)
+            return values, residual, found, products + calls
+        found = ~found
+    return values, residual, found, numpy.full(1, calls)
 
 
-def _residual(
-    images: numpy.ndarray, values: numpy.ndarray, vectors: numpy.ndarray
-) -> numpy.ndarray:
-    """``max |J v - lambda v| / max |lambda|`` per sample; arrays (B, D, k), (B, k), (B, D, k)."""
-    error = numpy.linalg.norm(images - values[:, None, :] * vectors, axis=1).max(axis=1)
+def _wanted(
+    values: numpy.ndarray, vectors: numpy.ndarray, image: Any, count: int, symmetric: bool
+) -> Arrays:
+    """The eigenvalues (B, k) that were asked for, in order, and their residual as in :class:`Spectrum`."""
+    order = numpy.argsort(values if symmetric else -numpy.abs(values), axis=1)
+    order = order[:, numpy.r_[0:count, -count:0] if symmetric else numpy.r_[0:count]]
+    values = numpy.take_along_axis(values, order, axis=1)
+    vectors = numpy.take_along_axis(vectors, order[:, None, :], axis=2)
+    error = numpy.linalg.norm(image(vectors) - values[:, None, :] * vectors, axis=1).max(axis=1)
     scale = numpy.abs(values).max(axis=1)
-    return numpy.divide(error, scale, out=numpy.where(error > 0, numpy.inf, 0), where=scale > 0)
-
-
-def _spectrum(
-    linear: Linearization,
-    values: numpy.ndarray,
-    residual: numpy.ndarray,
-    converged: Any,
-    products: numpy.ndarray,
-) -> Spectrum:
-    """The arrays as tensors on the device of the state, NaN where nothing was found."""
-    values = numpy.where(converged[:, None], values, numpy.nan)
-    residual = numpy.where(converged, residual, numpy.nan)
-    arrays = (values, residual, converged, products)
-    return Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
+    infinite = numpy.where(error > 0, numpy.inf, 0)
+    return values, numpy.divide(error, scale, out=infinite, where=scale > 0)
 
 
 @eager
 def jacobian_penalty(
-    f: Callable[..., Any],
-    z: Any,
-    args: tuple[Any, ...] = (),
-    *,
-    mask: Any = None,
-    samples: int | None = 1,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, mask: Any = None,
+    samples: int | None = 1, generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
     """Mean square of the singular values of ``J = df/dz`` at ``z``, ``|J|_F^2 / D``, for each sample.
 
     Hutchinson's estimate: with random signs v, ``E |J^T v|^2 = |J|_F^2``; one product with ``J^T`` for each
-    v. Added to a loss it keeps the map contracting, so that its fixed point stays cheap to find. It has
-    gradients by what ``f`` reads, and by ``z`` where that requires one: with the ``value`` of a solve the
-    whole gradient, in which the fixed point moves with the weights (its adjoint is part of the same
-    backward pass); with ``value.detach()`` that at a point held fixed, as in the paper.
+    v. Added to a loss it keeps the map contracting, so that its fixed point stays cheap to find. With the
+    ``value`` of a solve as ``z``, the fixed point moves with the weights; with ``value.detach()`` it is held
+    fixed, as in the paper.
 
     Args:
         f: ``f(z, *args)``, like z, each sample on its own.
         z: state, a tensor (B, ...) or a pytree of them, D numbers a sample.
         args: further inputs of ``f``, pytrees of tensors batched along dim 0.
-        mask: as for :func:`solvers.fixed_point`: masked tokens are held constant, and neither their rows
-            and columns of J nor their share of D count.
+        mask: as for :func:`solvers.fixed_point`; masked tokens are held constant and do not count.
         samples: random vectors, >= 1; None: all D unit vectors, which is exact.
         generator: of the random vectors; None: torch's global one of the device.
 
@@ -474,70 +380,40 @@ def jacobian_penalty(
         TypeError, ValueError: for arguments that do not fit, naming the argument; if ``f`` does not
             depend on z through autograd.
 
-    Source: Bai, Koltun, Kolter, "Stabilizing Equilibrium Models by Jacobian Regularization" (2021),
-    section 4, https://arxiv.org/abs/2106.14342; Hutchinson, "A stochastic estimator of the trace of the
-    influence matrix" (1990), https://doi.org/10.1080/03610919008812866.
+    Source: Bai, Koltun, Kolter (2021), section 4, https://arxiv.org/abs/2106.14342; Hutchinson (1990),
+    https://doi.org/10.1080/03610919008812866.
     """
-    require_callable("f", f)
-    layout = Layout.of(z, "z")
-    first = pytree.tree_leaves(z)[0]
-    check_args(args, first.shape[0], first.device, "z", "f")
+    linear = Linearization(f, z, args, "map")
     if samples is not None:
         require_count("samples", samples)
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
     keep = None
     if mask is not None:
-        check_mask(mask, layout, first.shape[0], first.device)
-        keep = layout.mask_vector(mask)
+        check_mask(mask, linear.layout, linear.batch, linear.device)
+        keep = linear.layout.mask_vector(mask)
     with recording(), constant_weights(), uncompiled():
-        total, products = None, 0
-        point = layout.vector(ordinary(z))
-        product = _product(f, layout, point, ordinary(args))
-        wide = small_dtype(point.dtype)  # a sum of squares overflows in float16
-        for v in _vectors(point, keep, samples, generator):
-            image = product(v) if keep is None else torch.where(keep, product(v), 0)
-            square = image.to(wide).square().sum(1)
-            total = square if total is None else total + square
-            products += 1
-        assert total is not None
-        size = point.shape[1] if keep is None else keep.sum(1).clamp_min(1)
-        result = total / (size if samples is None else products * size)
+        product, total = linear.product(create_graph=True), torch.zeros((), device=linear.device)
+        for v in _vectors(linear, samples, generator):
+            image = product(v if keep is None else torch.where(keep, v, 0))
+            image = image if keep is None else torch.where(keep, image, 0)
+            # A sum of squares overflows in float16.
+            total = total + image.to(small_dtype(image.dtype)).square().sum(1)
+        size = linear.size if keep is None else keep.sum(1).clamp_min(1)
+        result = total / (size * (samples or 1))
     return result if torch.is_grad_enabled() else result.detach()
 
 
-def _product(
-    f: Callable[..., Any], layout: Layout, z: Tensor, args: tuple[Any, ...]
-) -> JacobianProduct:
-    """``v -> J^T v`` (B, D) with a graph."""
-
-    def mapped(z: Tensor) -> Tensor:
-        output = layout.vector(f(layout.tree(z), *args))
-        if output.shape != z.shape:
-            raise ValueError(f"f must return a state like z, {z.shape[1]} numbers a sample")
-        return output
-
-    if in_transform():  # whose tensors know no nested autograd.grad
-        _, pull, *_ = vjp(mapped, z)
-        return lambda v: pull(v)[0]
-    point = z if z.requires_grad else z.detach().requires_grad_()
-    output = mapped(point)
-    if not output.requires_grad:
-        raise ValueError("f(z) must depend on z through autograd, got a result without gradient")
-    return pullback(output, point, create_graph=True)
-
-
 def _vectors(
-    like: Tensor, keep: Tensor | None, samples: int | None, generator: torch.Generator | None
+    linear: Linearization, samples: int | None, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
-    """Vectors (B, D) of random signs, or all unit vectors; zero at masked coordinates."""
-    shape, device = like.shape, like.device
-    for number in range(shape[1] if samples is None else samples):
-        if samples is None:
-            v = torch.zeros(shape, dtype=like.dtype, device=device)
-            v[:, number] = 1
-        else:
-            # Where the generator lives, so that its numbers are the same for every device.
-            home = device if generator is None else generator.device
-            signs = torch.randint(0, 2, shape, generator=generator, device=home)
-            v = (2 * signs - 1).to(device, like.dtype)
-        yield v if keep is None else torch.where(keep, v, 0)
+    """Vectors (B, D) of random signs, or all unit vectors."""
+    shape, like = (
+        (linear.batch, linear.size),
+        {"dtype": linear.layout.dtype, "device": linear.device},
+    )
+    if samples is None:
+        yield from (unit.expand(shape) for unit in torch.eye(linear.size, **like))
+    # The generator's device, so that its numbers are the same for every device of the state.
+    home = linear.device if generator is None else generator.device
+    for _ in range(samples or 0):
+        yield (2 * torch.randint(0, 2, shape, generator=generator, device=home) - 1).to(**like)

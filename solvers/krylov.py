@@ -18,12 +18,10 @@ class LinearSolver(ABC):
 
     @abstractmethod
     def start(self, residual: Tensor, limit: Tensor, active: Tensor) -> KrylovRun:
-        """Begin to solve ``A d = residual`` from ``d = 0``.
+        """Begin to solve ``A d = residual`` (n, D) from ``d = 0``, in float32 or float64.
 
-        Args:
-            residual: (n, D) right-hand sides, float32 or float64.
-            limit: (n, 1) residual norm at which a row has converged.
-            active: (n, 1) bool; the other rows do not move.
+        ``limit`` (n, 1) is the residual norm at which a row has converged. Only the rows that are
+        ``active`` (n, 1) move.
         """
 
 
@@ -31,12 +29,11 @@ class KrylovRun(ABC):
     """A run of a Krylov method on the rows of a batch: vectors are (n, D), numbers (n, 1).
 
     The caller passes the product of the matrix and ``direction`` to ``absorb`` until no row is
-    ``running`` or the run is ``exhausted``. Products do not change the result of a stopped row.
+    ``running``. Products do not change the result of a row that has stopped.
     """
 
     direction: Tensor  # the vector to multiply next
     residual_norm: Tensor  # ``|residual - A d|`` of the latest iterate, by the recurrence
-    exhausted: bool = False  # the run cannot take another product (the end of a GMRES cycle)
 
     def __init__(self, limit: Tensor, active: Tensor) -> None:
         self.limit, self.running = limit, active
@@ -101,8 +98,7 @@ class CGRun(KrylovRun):
     def absorb(self, product: Tensor) -> None:
         self.used = self.used + self.running
         curvature = dot(self.direction, product)
-        negative = self.running & (curvature <= 0) & (self.best_norm > self.rounding)
-        self.indefinite = self.indefinite | negative
+        self.indefinite |= self.running & (curvature <= 0) & (self.best_norm > self.rounding)
         active = self.running & (curvature > 0)
         alpha = torch.where(active, self.square / curvature, 0)
         self.iterate = torch.addcmul(self.iterate, alpha, self.direction)
@@ -127,10 +123,9 @@ class MINRES(LinearSolver):
 
     The Lanczos process ``A v = beta' v' + alpha v + beta v_old`` builds an orthonormal basis of the
     Krylov space, Givens rotations solve the tridiagonal least-squares problem in it, and
-    ``w = (v - delta w_1 - epsilon w_2) / gamma``, ``x += phi w``. The residual never rises.
-    Where ``|A r|`` becomes small against ``|A| |r|`` the method restarts from the true residual. If
-    that does not lower the residual, the sample ends as STALLED, at a least-squares solution if the
-    system has no other.
+    ``w = (v - delta w_1 - epsilon w_2) / gamma``, ``x += phi w``. The residual never rises. Where
+    ``|A r|`` is small against ``|A| |r|`` the method restarts from the true residual. A sample that
+    does not gain from that ends as STALLED, at a least-squares solution if there is no other.
 
     Source: Paige and Saunders (1975), "Solution of sparse indefinite systems of linear equations",
     https://doi.org/10.1137/0712047.
@@ -150,7 +145,7 @@ class MINRESRun(KrylovRun):
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
         self.beta = self.delta_bar = self.epsilon = self.sine = torch.zeros_like(limit)
         self.cosine = -torch.ones_like(limit)
-        self.matrix_norm = torch.zeros_like(limit)  # the largest lower bound of |A| seen
+        self.matrix_norm = torch.zeros_like(limit)  # a lower bound of |A|
         self.floor = ratio(limit, 10 * length).clamp_min(torch.finfo(residual.dtype).eps ** 0.5)
 
     def absorb(self, product: Tensor) -> None:
@@ -212,17 +207,15 @@ class GMRESRun(KrylovRun):
     """One cycle: ``basis`` is ``V`` (n, restart + 1, D), the rows of ``hessenberg`` are columns of ``H``.
 
     ``null`` is the unit vector that is orthogonal to the columns of ``H``. A new column rotates it by
-    ``(c, s)`` into ``(-s null, c)`` and multiplies the residual norm by ``s``. Columns after the end
-    of a row are zero.
+    ``(c, s)`` into ``(-s null, c)`` and multiplies the residual norm by ``s``.
     """
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor, restart: int) -> None:
         super().__init__(limit, active)
         self.step, self.restart = 0, restart
         self.beta = self.residual_norm = length = norm(residual)
-        self.direction = residual / torch.where(length > 0, length, 1)
         self.basis = residual.new_empty(len(residual), restart + 1, residual.shape[1])
-        self.basis[:, 0] = self.direction
+        self.basis[:, 0] = self.direction = residual / torch.where(length > 0, length, 1)
         self.hessenberg = residual.new_zeros(len(residual), restart, restart + 1)
         self.null, self.matrix_norm = torch.ones_like(limit), torch.zeros_like(limit)
         # A column that is smaller, relative to |H|, is rounding: the Krylov space ends.
@@ -240,20 +233,19 @@ class GMRESRun(KrylovRun):
         column = torch.cat([entries, below], dim=1)
         size = norm(column)
         active = self.running & (size < torch.inf)
-        self.matrix_norm = torch.where(
-            active, torch.maximum(self.matrix_norm, size), self.matrix_norm
-        )
+        self.matrix_norm = torch.maximum(self.matrix_norm, torch.where(active, size, 0))
+        # The columns of a stopped row are zero.
         self.hessenberg[:, step, : step + 2] = torch.where(active, column, 0)
-        self.direction = torch.where(active, rest / below.clamp_min(tiny), 0)
-        self.basis[:, step + 1] = self.direction
+        direction = torch.where(active, rest / below.clamp_min(tiny), 0)
+        self.basis[:, step + 1] = self.direction = direction
         projection, positive = dot(self.null, entries), below + tiny
         pivot = torch.hypot(projection, positive)
         cosine, sine = projection / pivot, positive / pivot
         self.null = torch.cat([-sine * self.null, cosine], dim=1)
         self.residual_norm = torch.where(active, sine * self.residual_norm, self.residual_norm)
         goes_on = (self.residual_norm > self.limit) & (below > self.floor * self.matrix_norm)
-        self.running = active & goes_on
-        self.step, self.exhausted = step + 1, step + 1 == self.restart
+        self.step = step + 1
+        self.running = active & goes_on & (self.step < self.restart)
 
     def result(self) -> tuple[Tensor, Tensor]:
         columns = self.hessenberg[:, : self.step, : self.step + 1]

@@ -30,7 +30,7 @@ from solvers.krylov import LINEAR, KrylovRun, LinearSolver, norm
 
 @dataclass
 class Product:
-    """``matvec`` as a map of matrices (n, D), which travel in the structure and dtypes of ``b``."""
+    """``matvec`` as a map of matrices (n, D), sent and received with the structure and dtypes of ``b``."""
 
     matvec: Callable[..., Any]
     layout: Layout
@@ -43,23 +43,14 @@ class Product:
         return self if whole else replace(self, args=take(self.args, rows, self.batch))
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """``A v``; below float32 ``v`` is scaled, so that small residuals do not become subnormal."""
-        if all(torch.finfo(dtype).bits >= 32 for dtype in self.layout.dtypes):
-            return self.exact(vectors)
-        scale = power_of_two(vectors)
-        return self.exact(vectors / scale) * scale
-
-    def exact(self, vectors: Tensor) -> Tensor:
-        """``A v`` for ``v`` as it is."""
         sent = self.layout.tree(vectors.to(self.layout.dtype))
         try:
             received = self.matvec(sent, *self.args)
         except (RuntimeError, ValueError, IndexError) as error:
             if len(vectors) < self.batch:
                 error.args = (
-                    f"{error}\nmatvec was called with the {len(vectors)} of {self.batch} samples that are "
-                    "still being solved. If it closes over a tensor of the whole batch, pass that tensor "
-                    "in args=(...), or give compact=False.",
+                    f"{error}\nmatvec was called with the {len(vectors)} of {self.batch} unsolved samples. "
+                    "Pass batched tensors that it closes over in args=(...), or use compact=False.",
                 )
             raise
         check_like(received, sent, "matvec(v)", "v")
@@ -95,18 +86,15 @@ class LinearLoop:
     A cycle runs the method on ``A d = r`` for the unsolved samples in lockstep, until each has
     converged by its recurrence, has broken down, has one product left, or has reached the restart of
     GMRES. Then one more product gives its true residual, and the sample ends or enters another cycle.
-
-    Right-hand sides ``b`` and iterates ``x`` (B, D) are divided by a power of two, ``scale``, so that no
-    square overflows. Of each sample are kept, (B, 1): the norm ``limit`` at which it has converged, the
-    norm ``target`` that a cycle aims at, the ``residual_norm`` of the best iterate ``x``, ``status``,
-    ``steps`` of the method, and ``evaluations``, which are products.
+    Vectors (B, D) are divided by a power of two, ``scale``, so that no square overflows.
     """
 
     def __init__(
         self, product: Product, b: Tensor, tolerance: Tolerance, solver: LinearSolver, max_steps: int,
-        *, compact: bool, record: bool, callback: Callable[[Progress], object] | None,
+        compact: bool, record: bool, callback: Callable[[Progress], object] | None,
     ) -> None:  # fmt: skip
         self.product, self.solver = product, solver
+        self.narrow = any(torch.finfo(dtype).bits < 32 for dtype in product.layout.dtypes)
         self.max_steps, self.compact = max_steps, compact
         self.columns: list[Tensor] | None = [] if record else None
         self.callback, self.noted = callback, 0  # batches of products so far
@@ -115,8 +103,8 @@ class LinearLoop:
         self.x, self.r, self.reference = torch.zeros_like(b), self.b.clone(), norm(self.b)
         self.residual_norm = torch.where(finite, self.reference, torch.inf)
         limit = tolerance.threshold((self.reference * self.scale).squeeze(1))
-        self.limit = limit.unsqueeze(1) / self.scale
-        self.target = self.limit.clone()
+        self.limit = limit.unsqueeze(1) / self.scale  # residual norm of a converged sample
+        self.target = self.limit.clone()  # that at which a cycle ends
         status = torch.where(self.reference > 0, RUNNING, Status.CONVERGED)
         self.status = torch.where(finite, status, Status.NONFINITE)
         self.steps, self.evaluations = torch.zeros_like(status), torch.zeros_like(status)
@@ -124,17 +112,17 @@ class LinearLoop:
 
     def run(self, x0: Tensor | None) -> Solution:
         """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype."""
-        if x0 is not None and len(rows := self._open_rows()) > 0:
-            x, r, norms = self._residual(x0.to(self.b.dtype)[rows] / self.scale[rows], rows)
-            self._end(rows, (~(norms < torch.inf), Status.NONFINITE))
-            self._move(rows, self.status[rows] == RUNNING, x, r, norms)
+        if x0 is not None:
+            x, r, norms = self._residual(x0.to(self.b.dtype) / self.scale, self.all_rows)
+            self._end(self.all_rows, (~(norms < torch.inf), Status.NONFINITE))
+            self._move(self.all_rows, self.status == RUNNING, x, r, norms)
         # A step takes one product, and its residual another.
         self._end(self.all_rows, (self.evaluations >= self.max_steps - 1, Status.MAX_STEPS))
         self.status[self.residual_norm <= self.limit] = Status.CONVERGED
         if self.columns is not None:
             self.columns.append(ratio(self.residual_norm, self.reference).flatten())
-        while len(rows := self._open_rows()) > 0:
-            self._cycle(rows)
+        while bool((running := self.status == RUNNING).any()):
+            self._cycle(true_rows(running) if self.compact else self.all_rows)
         return self._solution()
 
     def _solution(self) -> Solution:
@@ -157,7 +145,7 @@ class LinearLoop:
             if step in ends:  # the last product is for the residual
                 run.running = run.running & (last[rows] > step)
             running = int(run.running.sum())
-            if running == 0 or run.exhausted:
+            if running == 0:
                 break
             if self.compact and 0 < (len(rows) - running) * SHRINK >= len(rows):
                 stopped, rest = true_rows(~run.running), true_rows(run.running)
@@ -165,7 +153,9 @@ class LinearLoop:
                 run, rows = run.rows(rest), rows[rest]
                 product = self.product.of(rows)
             active = run.running
-            run.absorb(product(torch.where(active, run.direction, 0)))
+            sent = torch.where(active, run.direction, 0)
+            unit = power_of_two(sent) if self.narrow else 1  # against subnormal numbers
+            run.absorb(product(sent / unit) * unit)
             self._note(rows, active, run.residual_norm)
         self._verify(run, rows)
 
@@ -195,11 +185,6 @@ class LinearLoop:
             (within, Status.CONVERGED),
         )
 
-    def _open_rows(self) -> Tensor:
-        """Indices of the unsolved samples, or of all where those must stay together; none if all ended."""
-        rows = true_rows(self.status == RUNNING)
-        return rows if self.compact or len(rows) == 0 else self.all_rows
-
     def _end(self, rows: Tensor, *endings: tuple[Tensor, int | Tensor]) -> None:
         """End unsolved samples of ``rows``, with the status of the last of the masks (n, 1) that hold."""
         old = status = self.status[rows]
@@ -218,7 +203,7 @@ class LinearLoop:
         layout, scale, active = self.product.layout, self.scale[rows], self.status[rows] == RUNNING
         x = torch.where(active, x * scale, 0).to(layout.dtype)
         x = layout.vector(layout.tree(x)).to(self.b.dtype)
-        r = self.b[rows] - self.product.of(rows).exact(x) / scale
+        r = self.b[rows] - self.product.of(rows)(x) / scale
         self.evaluations.index_add_(0, rows, active.long())
         norms = torch.where(torch.isfinite(x).all(1, keepdim=True), norm(r), torch.inf)
         return x / scale, r, norms
@@ -261,26 +246,22 @@ def solve_linear(
             float32 the products run in the dtype of ``b`` and everything else in float32.
         solver: ``CG()`` for symmetric positive definite matrices, ``MINRES()`` for symmetric ones,
             ``GMRES(restart)`` for all; or its class, or its name (``"gmres"``).
-        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``; a number is
-            ``rtol``, None 1e-6.
-        max_steps: largest number of products with ``A`` per sample, those that verify residuals included.
+        tolerance: ``|b - A x| <= max(atol, rtol |b|)`` ends a sample; a number is ``rtol``, None 1e-6.
+        max_steps: largest number of products with ``A`` per sample, with those that verify residuals.
         x0: initial iterate, like ``b``; default zero. Costs one product, for the first residual.
         args: further inputs of ``matvec``, pytrees of tensors batched along dim 0. ``matvec`` may close
             over tensors that all samples share, but over batched ones only with ``compact=False``.
         compact: finished samples leave the batch once they are 1/16 of it.
         on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
-        record: keep the trace: column 0 is the relative residual at the start, each further column
-            the one after one more product with ``A``, NaN where the sample took none.
+        record: keep the trace: relative residuals after each product, NaN where a sample took none.
         callback: called with a :class:`Progress` after every batch of products.
 
     Returns:
-        A :class:`Solution`: ``value`` is the best iterate whose residual was verified, always finite,
-        ``steps`` counts the steps of the Krylov method, ``evaluations`` the products. Every residual is
-        verified by a product with ``A``; if that of the recurrence was too small, the method goes on.
-        Statuses: CONVERGED; MAX_STEPS; STALLED, the residual cannot be lowered (singular matrix,
-        rounding, a cycle of GMRES that gained nothing); NONFINITE, NaN or infinity in ``b`` (with an
-        infinite residual), in ``x0`` or in a product; INDEFINITE, CG met a direction of non-positive
-        curvature.
+        A :class:`Solution`: ``value`` is the best iterate, always finite, ``residual`` the true one,
+        verified by a product; ``steps`` counts steps of the Krylov method, ``evaluations`` products.
+        Statuses: CONVERGED; MAX_STEPS; STALLED by a singular matrix, by rounding or in a cycle of
+        GMRES; NONFINITE, NaN or infinity in ``b`` (with an infinite residual), in ``x0`` or in a
+        product; INDEFINITE, CG met non-positive curvature.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.
@@ -288,9 +269,8 @@ def solve_linear(
 
     Example:
         >>> import torch, solvers
-        >>> b = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
-        >>> weights = torch.tensor([2.0, 4.0])
-        >>> solvers.solve_linear(lambda v: weights * v, b, solver=solvers.CG()).value
+        >>> diagonal, b = torch.tensor([2.0, 4.0]), torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+        >>> solvers.solve_linear(lambda v: diagonal * v, b, solver=solvers.CG()).value
         tensor([[0.5000, 0.5000],
                 [0.0000, 1.0000]])
     """
@@ -309,12 +289,9 @@ def solve_linear(
         check_like(x0, b, "x0", "b")
     with torch.no_grad():
         product = Product(matvec, layout, args, len(leaf))
-        wide = torch.promote_types(layout.dtype, torch.float32)
-        loop = LinearLoop(
-            product, layout.vector(b).detach().to(wide), tolerance, chosen, max_steps,
-            compact=compact, record=record, callback=callback,
-        )  # fmt: skip
-        solution = loop.run(None if x0 is None else layout.vector(x0).detach())
+        right = layout.vector(b).to(torch.promote_types(layout.dtype, torch.float32))
+        loop = LinearLoop(product, right, tolerance, chosen, max_steps, compact, record, callback)
+        solution = loop.run(None if x0 is None else layout.vector(x0))
         solution.value = layout.tree(solution.value.to(layout.dtype))
     apply_policy(solution, on_failure, f"linear solve with {chosen}")
     return solution

@@ -130,7 +130,7 @@ class Newton(Solver):
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
         run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])
-        while not run.exhausted and bool(run.running.any()):
+        while bool(run.running.any()):
             along = torch.where(run.running, run.direction, 0)
             run.absorb(along - product(along.to(dtype)).to(working))
             run.running = run.running & (run.used < left[:, None])

@@ -198,9 +198,9 @@ def test_options_are_those_of_the_function_that_is_called(function: Any, name: s
     ({"tolerance": -1.0}, ValueError, "tolerance must be in"),
     ({"args": (torch.ones(4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,\)"),
     ({"z": torch.ones(0, 3)}, ValueError, "z must hold at least one sample"),
-    ({"what": "extremes"}, ValueError, "must be symmetric .* got a relative asymmetry"),
+    ({"what": "extremes"}, ValueError, "f must be symmetric .* got a relative asymmetry"),
     ({"f": lambda z: z.detach()}, ValueError, "f.z. must depend on z through autograd"),
-    ({"f": lambda z: z[:, :3]}, ValueError, "f must return leaves of shape"),
+    ({"f": lambda z: z[:, :3]}, ValueError, "f must return a state like z"),
 ])  # fmt: skip
 def test_errors_say_what_came_and_what_was_expected(
     change: dict[str, Any], error: type[Exception], message: str
