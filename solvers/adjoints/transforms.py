@@ -1,9 +1,8 @@
 """Fixed points under the transforms of ``torch.func``: ``grad``, ``vjp``, ``jacrev``, ``vmap``.
 
-A solve decides by the numbers that it sees, which tensors inside a transform do not show. So the solve
-is one operation for them: a custom function whose body is given ordinary tensors. Everything that
-``f`` reads is an input of this operation: the state, the arguments and the tensors that ``f`` captured,
-which are found in an evaluation.
+A solve branches on numbers, which the tensors of a transform do not show. So to a transform the solve is one
+operation, a custom autograd function that is given ordinary tensors. Its inputs are everything that ``f``
+reads: the state, the arguments and the tensors that ``f`` captured, which one evaluation finds.
 """
 
 from __future__ import annotations
@@ -36,22 +35,11 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.solution import AdjointReport, Solution, Tolerance, criterion
 
 
-def captured_by(
-    function: Callable[..., object], tree: Any, known: Sequence[Tensor]
-) -> list[Tensor]:
-    """Tensors that ``function(*tree)`` reads beside ``known`` and a derivative may be asked of.
-
-    The evaluation is an ordinary one, of the first slice of what ``vmap`` maps over.
-    """
-    reads = _Captures(known)
-    plain = pytree.tree_map(lambda t: reads.numbers(t) if isinstance(t, Tensor) else t, tree)
-    with temporarily_clear_interpreter_stack(), torch.no_grad(), uncompiled(), reads:
-        function(*plain)
-    return list(reads.found.values())
-
-
 class _Captures(TorchFunctionMode):
-    """Notes the tensors from outside of an evaluation, and lets it have their numbers."""
+    """Finds the tensors that functions read beside ``known`` and that a derivative may be asked of.
+
+    The evaluation is an ordinary one, of the first slice of everything that ``vmap`` maps over.
+    """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -59,8 +47,10 @@ class _Captures(TorchFunctionMode):
         self.inside: dict[int, Tensor] = {}
         self.found: dict[int, Tensor] = {}
 
-    def numbers(self, tensor: Tensor) -> Tensor:
+    def ordinary(self, tensor: Any) -> Any:
         """A copy of the ordinary tensor behind those of all transforms, as ``f`` may overwrite it."""
+        if not isinstance(tensor, Tensor):
+            return tensor
         while _functorch.is_functorch_wrapped_tensor(tensor):
             dim = _functorch.maybe_get_bdim(tensor) if _functorch.is_batchedtensor(tensor) else -1
             tensor = _functorch.get_unwrapped(tensor)
@@ -81,51 +71,40 @@ class _Captures(TorchFunctionMode):
         if not isinstance(value, Tensor) or id(value) in self.inside:
             return value
         wrapped = _functorch.is_functorch_wrapped_tensor(value)
-        if not wrapped and not value.requires_grad:
-            return value
-        if id(value) not in self.known:
+        if (wrapped or value.requires_grad) and id(value) not in self.known:
             self.found.setdefault(id(value), value)
-        return self.numbers(value) if wrapped else value
+        return self.ordinary(value) if wrapped else value
+
+
+class _Swap(TorchFunctionMode):
+    """Within, functions of torch get other tensors in the place of those with these identities."""
+
+    def __init__(self, others: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.others = others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        swap = lambda value: self.others.get(id(value), value)  # noqa: E731
+        args, kwargs = pytree.tree_map(swap, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Swapped:
     """A function that reads other tensors in the place of those it captured."""
 
-    def __init__(
-        self, function: Callable[..., Any], pairs: dict[int, tuple[Tensor, Tensor]]
-    ) -> None:
-        self.function, self.pairs = function, pairs
+    def __init__(self, function: Any, others: dict[int, Tensor]) -> None:
+        self.function, self.others = function, others
         self.symmetric = bool(getattr(function, "symmetric", False))
 
     def __call__(self, *args: Any) -> Any:
-        with _Swap(self.pairs):
+        with _Swap(self.others):
             return self.function(*args)
 
 
 class SwappedUpdate(Swapped, EnergyUpdate):
-    function: Any
-
     def joint(self, z: Any, *args: Any) -> Any:
-        with _Swap(self.pairs):
+        with _Swap(self.others):
             return self.function.joint(z, *args)
-
-
-class _Swap(TorchFunctionMode):
-    def __init__(self, pairs: dict[int, tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self.pairs = pairs
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self._replace(args), **self._replace(kwargs or {}))
-
-    def _replace(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.pairs[id(value)][1] if id(value) in self.pairs else value
-        if type(value) in (list, tuple):
-            return type(value)(self._replace(item) for item in value)
-        if type(value) is dict:
-            return {name: self._replace(item) for name, item in value.items()}
-        return value
 
 
 Record = tuple[Linearization, AdjointSolve]
@@ -146,31 +125,34 @@ class Operation:
     records: list[tuple[Record, list[int]]] = field(default_factory=list)  # see _Attach
 
     def parts(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """``f``, the energy, z0, args and mask that read ``tensors`` instead of what they captured."""
+        """``f``, the energy, z0, args and mask that read ``tensors`` instead of those they captured."""
         number = len(tensors) - len(self.captured)
-        own = zip(self.captured, tensors[number:], strict=True)
-        pairs = {id(tensor): (tensor, given) for tensor, given in own}
+        others = dict(zip(map(id, self.captured), tensors[number:], strict=True))
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         swap = SwappedUpdate if isinstance(self.f, EnergyUpdate) else Swapped
-        energy = None if self.energy is None else Swapped(self.energy, pairs)
-        return swap(self.f, pairs), energy, *pytree.tree_unflatten(leaves, self.tree)
+        energy = None if self.energy is None else Swapped(self.energy, others)
+        return swap(self.f, others), energy, *pytree.tree_unflatten(leaves, self.tree)
 
 
-def _each(function: Any, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """The rule of ``vmap``: slice by slice, as weights that differ between slices need it."""
-    slices = []
-    for index in range(info.batch_size):
-        pairs = zip(inputs, in_dims, strict=True)
-        slices.append(function.apply(*(t if d is None else t.select(d, index) for t, d in pairs)))
-    stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
-    return stacked, (0,) * len(stacked)
+class _Sliced(torch.autograd.Function):
+    """``vmap`` goes slice by slice, as weights that differ between slices need it."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:  # type: ignore[override]
+        pairs = list(zip(inputs, in_dims, strict=True))
+        slices = [
+            cls.apply(*(t if d is None else t.select(d, index) for t, d in pairs))
+            for index in range(info.batch_size)
+        ]
+        stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+        return stacked, (0,) * len(stacked)
 
 
 _FIELDS = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")
 
 
-class _Solve(torch.autograd.Function):
+class _Solve(_Sliced):
     """The ``_FIELDS`` of the solution and its states, (B, D) each, without a derivative."""
 
     @staticmethod
@@ -188,17 +170,17 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         return (None,) * len(ctx.needs_input_grad)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:  # type: ignore[override]
         """One solve of all slices where f knows no batch size and they share all else; or one each."""
         operation, *tensors = inputs
-        dims, number = in_dims[1:], len(tensors) - len(operation.captured)
-        shared = all(d is None for d in dims[number:])
-        given = list(zip(tensors[:number], dims[:number], strict=True))
-        scalars = any(d is not None and t.dim() == 1 for t, d in given)
-        if not (shared and operation.compact) or scalars:
-            return _each(_Solve, info, in_dims, operation, *tensors)
-        size = info.batch_size
+        number, size = len(tensors) - len(operation.captured), info.batch_size
+        given = list(zip(tensors[:number], in_dims[1 : number + 1], strict=True))
+        shared = all(d is None for d in in_dims[number + 1 :])
+        if not (shared and operation.compact) or any(
+            d is not None and t.dim() == 1 for t, d in given
+        ):
+            return super().vmap(info, in_dims, *inputs)
 
         def fold(tensor: Tensor, dim: int | None) -> Tensor:
             if dim is None and tensor.dim() == 0:
@@ -206,13 +188,12 @@ class _Solve(torch.autograd.Function):
             whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             return whole.flatten(0, 1)
 
-        folded = [fold(t, d) for t, d in given]
-        found = _Solve.apply(operation, *folded, *tensors[number:])
+        found = cls.apply(operation, *(fold(t, d) for t, d in given), *tensors[number:])
         parts = tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in found)
         return parts, (0,) * len(parts)
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(_Sliced):
     """The value with its implicit derivative, and the number of the recording behind it.
 
     The recording is made now: when a derivative is asked for, the modules that ``f`` reads may hold
@@ -246,12 +227,8 @@ class _Attach(torch.autograd.Function):
         _, *found = _Gradient.apply(ctx.operation, ticket, cotangents[0], value, *tensors)
         return None, None, *found
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _each(_Attach, info, in_dims, *inputs)
 
-
-class _Gradient(torch.autograd.Function):
+class _Gradient(_Sliced):
     """``u = (I - J^T)^-1 cotangent``, and the gradients of the tensors."""
 
     @staticmethod
@@ -274,10 +251,6 @@ class _Gradient(torch.autograd.Function):
         u, ticket, *upstream = ctx.saved_tensors
         return None, None, *_Second.apply(ctx.operation, ticket, u, *cotangents[1:], *upstream)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _each(_Gradient, info, in_dims, *inputs)
-
 
 def _placed(
     places: list[int], found: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -290,7 +263,7 @@ def _placed(
     return results
 
 
-class _Second(torch.autograd.Function):
+class _Second(_Sliced):
     """Gradients of :class:`_Gradient` by the cotangent, the value and the tensors.
 
     These follow the cotangents of the tensors in ``inputs``, for a third derivative to be noticed.
@@ -320,20 +293,14 @@ class _Second(torch.autograd.Function):
             "outside of torch.func"
         )
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _each(_Second, info, in_dims, *inputs)
-
 
 def transformed_solution(
     solve: Callable[..., Solution], adjoint: Adjoint | None, tolerance: Tolerance | None, compact: bool,
     f: Callable[..., Any], energy: Callable[..., Tensor] | None, z0: Any, args: tuple[Any, ...], mask: Any,
 ) -> Solution:  # fmt: skip
-    """One call of ``fixed_point`` whose tensors may be those of a transform.
+    """One call of ``fixed_point``, whose arguments these are, with tensors of a transform.
 
-    Args:
-        solve: ``fixed_point`` without a gradient, ``solve(f, z0, args, energy=..., mask=...)``.
-        adjoint, tolerance, compact, f, energy, z0, args, mask: those of the call.
+    ``solve(f, z0, args, energy=..., mask=...)`` is ``fixed_point`` without a gradient.
     """
     report, layout = AdjointReport(), Layout.of(z0)
 
@@ -352,13 +319,14 @@ def transformed_solution(
         solve = adjoint.adjoint_solve(report, chosen, value.shape[0], None)
         return Linearization.at(problem, value), solve
 
-    def evaluate(z0: Any, *args: Any) -> object:
-        joint = f.joint if isinstance(f, EnergyUpdate) else f
-        return joint(z0, *args), None if energy is None else energy(z0, *args)
-
     leaves, tree = pytree.tree_flatten((z0, args, mask))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    captured = captured_by(evaluate, (z0, *args), tensors)
+    reads = _Captures(tensors)
+    plain = pytree.tree_map(reads.ordinary, (z0, *args))
+    with temporarily_clear_interpreter_stack(), torch.no_grad(), uncompiled(), reads:
+        (f.joint if isinstance(f, EnergyUpdate) else f)(*plain)
+        _ = energy and energy(*plain)
+    captured = list(reads.found.values())
     operation = Operation(f, energy, leaves, tree, captured, run, recorded, compact)
     outputs = _Solve.apply(operation, *tensors, *captured)
     found: dict[str, Any] = dict(zip(_FIELDS, outputs, strict=False))
