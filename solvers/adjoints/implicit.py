@@ -17,7 +17,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.checkpoints import sequence_number
+from solvers.adjoints.checkpoints import read_by, sequence_number
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.modes import constant_weights, uncompiled, without_autocast
@@ -278,7 +278,7 @@ class Linearization:
             made = replace(problem, args=args)
             with constant_weights(repeated=True):
                 output = made.masked_map(point)
-            if output.requires_grad and _read_by(output, set(), start)[1]:
+            if output.requires_grad and read_by(output, set(), start)[1]:
                 # Again, with what was computed before the solve as further sources.
                 with constant_weights(repeated=True), _Substitution(alias, start):
                     output = made.masked_map(point)
@@ -287,7 +287,7 @@ class Linearization:
                 "f(z, *args) has no graph although an input or a weight requires a gradient: f runs under "
                 "torch.no_grad(), detaches, or leaves torch (NumPy). Give adjoint=None for no gradients"
             )
-        leaves, computed = _read_by(output, {id(leaf) for leaf in own}, start)
+        leaves, computed = read_by(output, {id(leaf) for leaf in own}, start)
         if computed:
             leaves = []  # their gradients go through the graph
         sources, aliases = [s for s, _ in pairs.values()], [a for _, a in pairs.values()]
@@ -324,26 +324,6 @@ def trained_by(f: object) -> bool:
     """Whether f is or belongs to a module with weights that are trained."""
     module = origin_of(f)
     return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
-
-
-def _read_by(output: Tensor, inside: set[int], start: int) -> tuple[list[Tensor], bool]:
-    """Leaves of the graph of ``output``, and whether it goes on to nodes made before ``start``."""
-    leaves: list[Tensor] = []
-    computed, seen, stack = False, set[Any](), [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) not in inside:
-                leaves.append(variable)
-        elif node._sequence_nr() < start:
-            computed = True
-        else:
-            stack += [edge[0] for edge in node.next_functions]
-    return leaves, computed
 
 
 def implicit_value(record: Linearization, z: Tensor, solve: AdjointSolve) -> Tensor:

@@ -22,12 +22,8 @@ from torch._functorch.pyfunctorch import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.implicit import (
-    AdjointSolve,
-    Linearization,
-    first_derivative,
-    second_derivative,
-)
+from solvers.adjoints.checkpoints import Reads
+from solvers.adjoints.implicit import Linearization, first_derivative, second_derivative
 from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, lost, without_derivative
 from solvers.core.layout import Layout
 from solvers.core.modes import uncompiled
@@ -35,17 +31,15 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.solution import AdjointReport, Solution, Tolerance, criterion
 
 
-class _Captures(TorchFunctionMode):
-    """Finds the tensors that functions read beside ``known`` and that a derivative may be asked of.
+class _Captures(Reads):
+    """Finds the tensors beside ``known`` that ``f`` reads and that a derivative may be asked of.
 
-    The evaluation is an ordinary one, of the first slice of everything that ``vmap`` maps over.
+    Within, everything is computed with ordinary tensors, those of the first slice under ``vmap``.
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
         self.known = {id(tensor) for tensor in known}
-        self.inside: dict[int, Tensor] = {}
-        self.found: dict[int, Tensor] = {}
 
     def ordinary(self, tensor: Any) -> Any:
         """A copy of the ordinary tensor behind those of all transforms, as ``f`` may overwrite it."""
@@ -59,21 +53,11 @@ class _Captures(TorchFunctionMode):
         self.inside[id(tensor)] = tensor
         return tensor
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._seen, (tuple(args), kwargs or {}))
-        result = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in self.found:
-                self.inside[id(leaf)] = leaf
-        return result
-
-    def _seen(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or id(value) in self.inside:
-            return value
-        wrapped = _functorch.is_functorch_wrapped_tensor(value)
-        if (wrapped or value.requires_grad) and id(value) not in self.known:
-            self.found.setdefault(id(value), value)
-        return self.ordinary(value) if wrapped else value
+    def seen(self, tensor: Tensor) -> Tensor:
+        wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
+        if (wrapped or tensor.requires_grad) and id(tensor) not in self.known:
+            self.found.setdefault(id(tensor), tensor)
+        return self.ordinary(tensor) if wrapped else tensor
 
 
 class _Swap(TorchFunctionMode):
@@ -84,8 +68,8 @@ class _Swap(TorchFunctionMode):
         self.others = others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        swap = lambda value: self.others.get(id(value), value)  # noqa: E731
-        args, kwargs = pytree.tree_map(swap, (tuple(args), kwargs or {}))
+        given = (tuple(args), kwargs or {})
+        args, kwargs = pytree.tree_map(lambda value: self.others.get(id(value), value), given)
         return func(*args, **kwargs)
 
 
@@ -107,32 +91,48 @@ class SwappedUpdate(Swapped, EnergyUpdate):
             return self.function.joint(z, *args)
 
 
-Record = tuple[Linearization, AdjointSolve]
-
-
 @dataclass(eq=False)
 class Operation:
-    """A solve as a function of a flat list of tensors: the state, arguments, mask, captured ones."""
+    """A call of ``fixed_point`` as a function of tensors: the state, arguments, mask, captured ones."""
 
-    f: Callable[..., Any]
-    energy: Callable[..., Tensor] | None
-    leaves: list[Any]  # of (z0, args, mask); its tensors are the first of the list
-    tree: Any  # their structure
-    captured: list[Tensor]  # as f knows them
-    run: Callable[..., Solution]  # (f, energy, z0, args, mask), without transforms and gradients
-    record: Callable[..., Record]  # (f, energy, z0, args, mask, value)
-    compact: bool = True  # f knows no batch size of its own
-    records: list[tuple[Record, list[int]]] = field(default_factory=list)  # see _Attach
+    solve: Callable[..., Solution]  # fixed_point without a gradient
+    adjoint: Adjoint | None
+    tolerance: Tolerance | None
+    compact: bool
+    f: Any
+    energy: Any
+    inputs: tuple[Any, Any, Any]  # z0, args, mask
+    report: AdjointReport = field(default_factory=AdjointReport)
+    # What first_derivative takes, and the place of each source among the tensors; see _Attach.
+    records: list[tuple[tuple[Any, Any], list[int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.leaves, self.tree = pytree.tree_flatten(self.inputs)
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        reads = _Captures(self.tensors)
+        z, args, _ = pytree.tree_map(reads.ordinary, self.inputs)
+        with temporarily_clear_interpreter_stack(), torch.no_grad(), uncompiled(), reads:
+            (self.f.joint if isinstance(self.f, EnergyUpdate) else self.f)(z, *args)
+            if self.energy is not None:
+                self.energy(z, *args)
+        self.captured = list(reads.found.values())
 
     def parts(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """``f``, the energy, z0, args and mask that read ``tensors`` instead of those they captured."""
-        number = len(tensors) - len(self.captured)
+        number = len(self.tensors)
         others = dict(zip(map(id, self.captured), tensors[number:], strict=True))
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         swap = SwappedUpdate if isinstance(self.f, EnergyUpdate) else Swapped
         energy = None if self.energy is None else Swapped(self.energy, others)
         return swap(self.f, others), energy, *pytree.tree_unflatten(leaves, self.tree)
+
+    def placed(self, ticket: Tensor, found: Sequence[Any], like: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients ``found`` for the sources of a record among zeros for the other tensors."""
+        results = [torch.zeros_like(tensor) for tensor in like]
+        for place, gradient in zip(self.records[int(ticket)][1], found, strict=True):
+            results[place] = results[place] if gradient is None else gradient
+        return results
 
 
 class _Sliced(torch.autograd.Function):
@@ -157,10 +157,14 @@ class _Solve(_Sliced):
 
     @staticmethod
     def forward(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
-        solution = operation.run(*operation.parts(tensors))
-        energy = solution.residual if solution.energy is None else solution.energy
-        found = [getattr(solution, name) for name in _FIELDS[:-1]]
-        return *found, energy.clone(), *(solution.states or ())
+        f, energy, z0, args, mask = operation.parts(tensors)
+        solution = operation.solve(f, z0, args, energy=energy, mask=mask)
+        vector = Layout.of(z0).vector
+        solution.value = vector(solution.value)
+        if solution.energy is None:  # every field is a tensor
+            solution.energy = solution.residual.clone()
+        states = [vector(state) for state in solution.states or ()]
+        return *(getattr(solution, name) for name in _FIELDS), *states
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -169,28 +173,6 @@ class _Solve(_Sliced):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         return (None,) * len(ctx.needs_input_grad)
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:  # type: ignore[override]
-        """One solve of all slices where f knows no batch size and they share all else; or one each."""
-        operation, *tensors = inputs
-        number, size = len(tensors) - len(operation.captured), info.batch_size
-        given = list(zip(tensors[:number], in_dims[1 : number + 1], strict=True))
-        shared = all(d is None for d in in_dims[number + 1 :])
-        if not (shared and operation.compact) or any(
-            d is not None and t.dim() == 1 for t, d in given
-        ):
-            return super().vmap(info, in_dims, *inputs)
-
-        def fold(tensor: Tensor, dim: int | None) -> Tensor:
-            if dim is None and tensor.dim() == 0:
-                return tensor
-            whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            return whole.flatten(0, 1)
-
-        found = cls.apply(operation, *(fold(t, d) for t, d in given), *tensors[number:])
-        parts = tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in found)
-        return parts, (0,) * len(parts)
 
 
 class _Attach(_Sliced):
@@ -202,17 +184,22 @@ class _Attach(_Sliced):
 
     @staticmethod
     def forward(operation: Operation, value: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        adjoint: Any = operation.adjoint
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-            record = operation.record(*operation.parts(leaves), value)
+            f, energy, z0, args, mask = operation.parts(leaves)
+            problem = Problem.of(f, energy, z0, args, mask, operation.compact)
+            linear = Linearization.at(problem, value)
+        given, autocast = operation.tolerance, problem.autocast
+        tolerance, _ = criterion(given, value.dtype, autocast, device=value.device)
+        solve = adjoint.adjoint_solve(operation.report, tolerance, value.shape[0], None)
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
-        inputs, computed = record[0].sources, record[0].computed
-        if computed or not all(id(tensor) in places for tensor in inputs):
+        if linear.computed or not all(id(tensor) in places for tensor in linear.sources):
             raise RuntimeError(
                 "f reads a tensor that requires a gradient by ways that torch.func does not see (in a "
                 "custom autograd function?): pass it in args"
             )
-        operation.records.append((record, [places[id(tensor)] for tensor in inputs]))
+        operation.records.append(((linear, solve), [places[id(t)] for t in linear.sources]))
         return value.clone(), torch.tensor(len(operation.records) - 1)
 
     @staticmethod
@@ -235,10 +222,9 @@ class _Gradient(_Sliced):
     def forward(
         operation: Operation, ticket: Tensor, cotangent: Tensor, value: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        record, places = operation.records[int(ticket)]
         with temporarily_clear_interpreter_stack():
-            u, found = first_derivative(*record, cotangent)
-        return u, *_placed(places, found, tensors)
+            u, found = first_derivative(*operation.records[int(ticket)][0], cotangent)
+        return u, *operation.placed(ticket, found, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -252,19 +238,8 @@ class _Gradient(_Sliced):
         return None, None, *_Second.apply(ctx.operation, ticket, u, *cotangents[1:], *upstream)
 
 
-def _placed(
-    places: list[int], found: Sequence[Tensor | None], like: Sequence[Tensor]
-) -> list[Tensor]:
-    """What was ``found`` for tensors at their ``places`` among others, for which it is zero."""
-    results = [torch.zeros_like(tensor) for tensor in like]
-    for place, gradient in zip(places, found, strict=True):
-        if gradient is not None:
-            results[place] = gradient
-    return results
-
-
 class _Second(_Sliced):
-    """Gradients of :class:`_Gradient` by the cotangent, the value and the tensors.
+    """Gradients of :class:`_Gradient` with respect to the cotangent, the value and the tensors.
 
     These follow the cotangents of the tensors in ``inputs``, for a third derivative to be noticed.
     """
@@ -275,12 +250,10 @@ class _Second(_Sliced):
     ) -> tuple[Tensor, ...]:
         record, places = operation.records[int(ticket)]
         cotangents = inputs[: len(inputs) // 2 - 1]
-        chosen = tuple(cotangents[place] for place in places)
         with torch.no_grad(), temporarily_clear_interpreter_stack():
-            along, by_value, *found = second_derivative(*record, u, chosen)
-        assert along is not None
-        by_value = torch.zeros_like(u) if by_value is None else by_value
-        return along, by_value, *_placed(places, found, cotangents)
+            found = second_derivative(*record, u, [cotangents[place] for place in places])
+        along, by_value = (torch.zeros_like(u) if each is None else each for each in found[:2])
+        return along, by_value, *operation.placed(ticket, found[2:], cotangents)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -302,51 +275,26 @@ def transformed_solution(
 
     ``solve(f, z0, args, energy=..., mask=...)`` is ``fixed_point`` without a gradient.
     """
-    report, layout = AdjointReport(), Layout.of(z0)
-
-    def run(f: Any, energy: Any, z0: Any, args: Any, mask: Any) -> Solution:
-        solution = solve(f, z0, args, energy=energy, mask=mask)
-        vector = Layout.of(z0).vector
-        solution.value = vector(solution.value)
-        if solution.states is not None:
-            solution.states = tuple(vector(state) for state in solution.states)
-        return solution
-
-    def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
-        assert isinstance(adjoint, Implicit)
-        problem = Problem.of(f, energy, z0, args, mask, compact)
-        chosen, _ = criterion(tolerance, value.dtype, problem.autocast, device=value.device)
-        solve = adjoint.adjoint_solve(report, chosen, value.shape[0], None)
-        return Linearization.at(problem, value), solve
-
-    leaves, tree = pytree.tree_flatten((z0, args, mask))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    reads = _Captures(tensors)
-    plain = pytree.tree_map(reads.ordinary, (z0, *args))
-    with temporarily_clear_interpreter_stack(), torch.no_grad(), uncompiled(), reads:
-        (f.joint if isinstance(f, EnergyUpdate) else f)(*plain)
-        _ = energy and energy(*plain)
-    captured = list(reads.found.values())
-    operation = Operation(f, energy, leaves, tree, captured, run, recorded, compact)
-    outputs = _Solve.apply(operation, *tensors, *captured)
+    layout = Layout.of(z0)
+    operation = Operation(solve, adjoint, tolerance, compact, f, energy, (z0, args, mask))
+    tensors = operation.tensors + operation.captured
+    outputs = _Solve.apply(operation, *tensors)
     found: dict[str, Any] = dict(zip(_FIELDS, outputs, strict=False))
     states = outputs[len(_FIELDS) :]
     if energy is None and not isinstance(f, EnergyUpdate):
         found["energy"] = None
-    near = adjoint
-    if isinstance(near, Implicit):
-        found["value"] = _Attach.apply(operation, found["value"], *tensors, *captured)[0]
-        near = near.states or OneStep()
+    value, near = found["value"], adjoint
+    if isinstance(adjoint, Implicit):
+        value, near = _Attach.apply(operation, value, *tensors)[0], adjoint.states or OneStep()
     if isinstance(near, (Phantom, OneStep)):
         problem = Problem.of(f, energy, z0, args, mask, compact)
-        gone = lost(Solution(**found))
-        states = [without_derivative(near.attach(problem, state), gone) for state in states]
-        if not isinstance(adjoint, Implicit):
-            found["value"] = near.attach(problem, found["value"])
-        found["value"] = without_derivative(found["value"], gone)
-    found["value"] = layout.tree(found["value"])
+        failed = lost(Solution(**found))
+        states = [without_derivative(near.attach(problem, state), failed) for state in states]
+        value = value if isinstance(adjoint, Implicit) else near.attach(problem, value)
+        value = without_derivative(value, failed)
+    found["value"] = layout.tree(value)
     found["states"] = tuple(layout.tree(state) for state in states) or None
-    return Solution(**found, adjoint=report)
+    return Solution(**found, adjoint=operation.report)
 
 
 def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
@@ -358,7 +306,6 @@ def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
         )
     if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
         raise RuntimeError(
-            "inside of torch.func's transforms fixed_point needs adjoint=Implicit(), Phantom(), "
-            "OneStep() or None, or Unrolled() without callback, and record=False; got "
-            f"adjoint={adjoint!r}, record={record}"
+            "adjoint must be Implicit(), Phantom(), OneStep() or None, or Unrolled() without callback, and "
+            f"record=False, inside of torch.func's transforms; got {adjoint!r}, record={record}"
         )

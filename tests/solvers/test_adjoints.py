@@ -968,7 +968,7 @@ def test_what_is_not_possible_is_said() -> None:
     with pytest.raises(RuntimeError, match=r"got solver=Broyden"):
         grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
     call["solver"] = Forward()
-    with pytest.raises(RuntimeError, match=r"needs adjoint=Implicit\(\).* without callback"):
+    with pytest.raises(RuntimeError, match=r"adjoint must be Implicit\(\).* without callback"):
         grad(lambda x: fixed_point(plain, x, (x,), callback=print, **call).value.sum())(x)
     call["adjoint"] = Unrolled(checkpoint=True)
     with pytest.raises(RuntimeError, match="checkpoint=False"):
