@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -271,13 +271,12 @@ def jacobian(
 ) -> Tensor:
     """The dense linearisation ``J[b, i, j] = d f_i / d z_j`` at ``z``, (B, D, D), in z's dtype.
 
-    Pytrees are flattened leaf after leaf. Takes D products for the whole batch. ``kind`` as for
-    :func:`spectrum`.
+    Takes D products for the whole batch. Pytrees are flattened. ``kind`` is that of :func:`spectrum`.
     """
     return Linearization(f, z, args, kind).dense()
 
 
-Arrays = tuple[numpy.ndarray, ...]  # eigenvalues (B, k), then (B,): residual, converged, products
+Arrays = tuple[Any, ...]  # NumPy: eigenvalues (B, k), then (B,): residual, converged, products
 
 
 def _dense(linear: Linearization, count: int, symmetric: bool) -> Arrays:
@@ -298,8 +297,8 @@ def _arpack(
         scipy = importlib.import_module("scipy.sparse.linalg")  # which nothing else here needs
     except ImportError as error:
         raise ImportError(
-            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy; "
-            "method='dense' does without"
+            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy, or "
+            "use method='dense'"
         ) from error
     product, size, calls = linear.product(), linear.size, 0
 
@@ -314,6 +313,9 @@ def _arpack(
             raise FloatingPointError("a product with the Jacobian is not finite")
         return received.detach().double().cpu().numpy()[0]
 
+    def images(vectors: numpy.ndarray) -> numpy.ndarray:
+        return numpy.stack([image(v) for v in vectors[0].T], axis=1)
+
     wanted = 2 * count if symmetric else count
     asked = min(wanted + SPARE, size - 2)
     basis = min(size, max(2 * asked + 1, BASIS))
@@ -324,24 +326,19 @@ def _arpack(
     restarts = max(1, budget // (basis - asked))
     try:
         if image(start).any():  # ARPACK refuses the zero matrix
-            pairs = find(
+            values, vectors = find(
                 operator, asked, which=which, v0=start, ncv=basis, maxiter=restarts, tol=tolerance
             )
-            images = lambda vectors: numpy.stack([image(v) for v in vectors[0].T], axis=1)  # noqa: E731
-            values, residual = _wanted(*(array[None] for array in pairs), images, count, symmetric)
-    except FloatingPointError:
-        found = ~found
-    except scipy.ArpackError:
-        if rescue:
+            values, residual = _wanted(values[None], vectors[None], images, count, symmetric)
+    except (FloatingPointError, scipy.ArpackError) as error:
+        if rescue and isinstance(error, scipy.ArpackError):
             values, residual, found, products = _dense(linear, count, symmetric)
             return values, residual, found, products + calls
         found = ~found
     return values, residual, found, numpy.full(1, calls)
 
 
-def _wanted(
-    values: numpy.ndarray, vectors: numpy.ndarray, image: Any, count: int, symmetric: bool
-) -> Arrays:
+def _wanted(values: Any, vectors: Any, image: Any, count: int, symmetric: bool) -> Arrays:
     """The eigenvalues (B, k) that were asked for, in order, and their residual as in :class:`Spectrum`."""
     order = numpy.argsort(values if symmetric else -numpy.abs(values), axis=1)
     order = order[:, numpy.r_[0:count, -count:0] if symmetric else numpy.r_[0:count]]
@@ -387,33 +384,24 @@ def jacobian_penalty(
     if samples is not None:
         require_count("samples", samples)
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
-    keep = None
+    layout, shape = linear.layout, (linear.batch, linear.size)
     if mask is not None:
-        check_mask(mask, linear.layout, linear.batch, linear.device)
-        keep = linear.layout.mask_vector(mask)
+        check_mask(mask, layout, linear.batch, linear.device)
     with recording(), constant_weights(), uncompiled():
+        keep = torch.ones((), dtype=torch.bool, device=linear.device)
+        keep = keep if mask is None else layout.mask_vector(ordinary(mask))
+        if samples is None:
+            units = torch.eye(linear.size, dtype=layout.dtype, device=linear.device)
+            vectors = units[:, None].expand(-1, *shape)
+        else:
+            # On the generator's device, so that its numbers are the same for every device of z.
+            home = linear.device if generator is None else generator.device
+            signs = 2 * torch.randint(0, 2, (samples, *shape), generator=generator, device=home) - 1
+            vectors = signs.to(linear.device, layout.dtype)
         product, total = linear.product(create_graph=True), torch.zeros((), device=linear.device)
-        for v in _vectors(linear, samples, generator):
-            image = product(v if keep is None else torch.where(keep, v, 0))
-            image = image if keep is None else torch.where(keep, image, 0)
+        for v in vectors:
+            image = torch.where(keep, product(v * keep), 0)
             # A sum of squares overflows in float16.
             total = total + image.to(small_dtype(image.dtype)).square().sum(1)
-        size = linear.size if keep is None else keep.sum(1).clamp_min(1)
-        result = total / (size * (samples or 1))
+        result = total / (keep.expand(shape).sum(1).clamp_min(1) * (samples or 1))
     return result if torch.is_grad_enabled() else result.detach()
-
-
-def _vectors(
-    linear: Linearization, samples: int | None, generator: torch.Generator | None
-) -> Iterator[Tensor]:
-    """Vectors (B, D) of random signs, or all unit vectors."""
-    shape, like = (
-        (linear.batch, linear.size),
-        {"dtype": linear.layout.dtype, "device": linear.device},
-    )
-    if samples is None:
-        yield from (unit.expand(shape) for unit in torch.eye(linear.size, **like))
-    # The generator's device, so that its numbers are the same for every device of the state.
-    home = linear.device if generator is None else generator.device
-    for _ in range(samples or 0):
-        yield (2 * torch.randint(0, 2, shape, generator=generator, device=home) - 1).to(**like)

@@ -40,12 +40,7 @@ def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tens
 
 def sequence_number() -> int:
     """Number that autograd gives to the next node of this thread."""
-    known = getattr(torch.autograd, "_get_sequence_nr", None)
-    if known is not None:  # not in every version of torch
-        return known()
-    with torch.enable_grad():
-        node: Any = (torch.ones((), requires_grad=True) * 1).grad_fn
-    return node._sequence_nr()
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Reads(TorchFunctionMode):
@@ -74,7 +69,7 @@ class Reads(TorchFunctionMode):
 
 
 class _Versions(Reads):
-    """Finds what an evaluation at ``z`` reads, with versions; a repetition reads no ``new`` parameters."""
+    """Finds the tensors that an evaluation at ``z`` reads; all parameters must be ``known``, if given."""
 
     def __init__(self, z: Tensor, known: WeakTensorKeyDictionary | None = None) -> None:
         super().__init__(z)
@@ -82,34 +77,35 @@ class _Versions(Reads):
 
     def seen(self, tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
-        if node is not None and node._sequence_nr() >= self.start:
-            return tensor
-        self.found.setdefault(id(tensor), (tensor, version_of(tensor)))
-        # Other tensors may be results that a nested backward pass has made.
-        if self.known is not None and isinstance(tensor, Parameter) and tensor not in self.known:
-            raise RuntimeError(
-                f"f reads a tensor of shape {tuple(tensor.shape)} that it did not read in the forward pass "
-                "(a weight was replaced, or torch.func.functional_call has ended?), so "
-                "Unrolled(checkpoint=True) cannot repeat its evaluations: call backward before, or use "
-                "Unrolled()"
-            )
+        if node is None or node._sequence_nr() < self.start:
+            self.found.setdefault(id(tensor), (tensor, version_of(tensor)))
+            # Other tensors may be results that a nested backward pass has made.
+            if (
+                self.known is not None
+                and isinstance(tensor, Parameter)
+                and tensor not in self.known
+            ):
+                raise RuntimeError(_CHANGED.format(tuple(tensor.shape), "it did not read in"))
         return tensor
+
+
+_CHANGED = (
+    "f reads a tensor of shape {} that {} the forward pass (an optimizer's step, a replaced weight, or the "
+    "end of torch.func.functional_call?): call backward before, or use Unrolled() without checkpoints"
+)
 
 
 class Checkpoints:
     """Evaluations of one solve; a repetition must find everything as it was in the forward pass.
 
-    The first evaluation of each batch size finds the tensors that ``f`` reads; a backward pass repeats one of
-    these. RuntimeError is raised where one of these tensors has been changed in place since, as by
-    autograd for the tensors that it saves, and where ``f`` reads another parameter (one was replaced).
+    The first evaluation of each batch size finds the tensors that ``f`` reads. A backward pass raises
+    RuntimeError if one of them has changed in place or if ``f`` reads another parameter.
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         self.read = {id(leaf): (leaf, version_of(leaf)) for leaf in leaves}
-        self.known = (
-            WeakTensorKeyDictionary()
-        )  # its keys: tensors that f reads, or has made and keeps
+        self.known = WeakTensorKeyDictionary()  # its keys: tensors that f reads or keeps
         self.batch = -1  # samples of the latest evaluation
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
@@ -123,13 +119,11 @@ class Checkpoints:
         def run(z: Tensor) -> Any:
             nonlocal calls
             calls += 1
-            watch: Any = nullcontext()
-            if calls == 1:
-                watch = reads if watched else watch
-            else:
+            if calls > 1:
                 self._check()
-                if noted:  # else f itself takes a derivative, and is being watched
-                    watch = _Versions(z, self.known)
+            watch: Any = reads if calls == 1 and watched else nullcontext()
+            if calls > 1 and noted:  # else f itself takes a derivative, and is being watched
+                watch = _Versions(z, self.known)
             # A compiler would take the watch for a part of the evaluation.
             with uncompiled() if watched else nullcontext(), weights.constant(), watch:
                 return function(z)
@@ -138,11 +132,10 @@ class Checkpoints:
         if watched:
             self._note(reads, output)
             noted = True
-            self.known.update(dict.fromkeys(t for t, _ in weights.computed.values()))
         return output
 
     def _note(self, reads: Reads, output: Any) -> None:
-        """Remember what an evaluation read; versions, but of what it changed itself (a counter)."""
+        """Remember the tensors that were read, without those that the evaluation changed (a counter)."""
         found = self.read | reads.found
         inside = {number for number, tensor in reads.inside.items() if tensor.is_leaf}
         for leaf in pytree.tree_leaves(output):
@@ -151,15 +144,11 @@ class Checkpoints:
         for tensor in (*reads.inside.values(), *(t for t, _ in found.values())):
             self.known[tensor] = None
         reads.inside, reads.found = {}, {}
-        self.read = {
-            n: (t, version) for n, (t, version) in found.items() if version == version_of(t)
-        }
+        self.read = {n: pair for n, pair in found.items() if pair[1] == version_of(pair[0])}
 
     def _check(self) -> None:
         for tensor, version in self.read.values():
             if version_of(tensor) != version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that f reads was changed in place after the "
-                    "forward pass (by an optimizer's step?), so Unrolled(checkpoint=True) cannot repeat "
-                    "its evaluations: call backward before, or use Unrolled()"
+                    _CHANGED.format(tuple(tensor.shape), "was changed in place after")
                 )

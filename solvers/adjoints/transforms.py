@@ -119,8 +119,7 @@ class Operation:
 
     def parts(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """``f``, the energy, z0, args and mask that read ``tensors`` instead of those they captured."""
-        number = len(self.tensors)
-        others = dict(zip(map(id, self.captured), tensors[number:], strict=True))
+        others = dict(zip(map(id, self.captured), tensors[len(self.tensors) :], strict=True))
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         swap = SwappedUpdate if isinstance(self.f, EnergyUpdate) else Swapped
@@ -136,16 +135,16 @@ class Operation:
 
 
 class _Sliced(torch.autograd.Function):
-    """``vmap`` goes slice by slice, as weights that differ between slices need it."""
+    """``vmap`` goes slice by slice, because weights may differ between slices."""
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:  # type: ignore[override]
         pairs = list(zip(inputs, in_dims, strict=True))
-        slices = [
+        each = [
             cls.apply(*(t if d is None else t.select(d, index) for t, d in pairs))
             for index in range(info.batch_size)
         ]
-        stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+        stacked = tuple(map(torch.stack, zip(*each, strict=True)))
         return stacked, (0,) * len(stacked)
 
 
@@ -219,9 +218,8 @@ class _Gradient(_Sliced):
     """``u = (I - J^T)^-1 cotangent``, and the gradients of the tensors."""
 
     @staticmethod
-    def forward(
-        operation: Operation, ticket: Tensor, cotangent: Tensor, value: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(operation: Operation, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ticket, cotangent, _, *tensors = inputs  # the third is the value
         with temporarily_clear_interpreter_stack():
             u, found = first_derivative(*operation.records[int(ticket)][0], cotangent)
         return u, *operation.placed(ticket, found, tensors)
@@ -245,11 +243,10 @@ class _Second(_Sliced):
     """
 
     @staticmethod
-    def forward(
-        operation: Operation, ticket: Tensor, u: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(operation: Operation, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ticket, u, *others = inputs
         record, places = operation.records[int(ticket)]
-        cotangents = inputs[: len(inputs) // 2 - 1]
+        cotangents = others[: len(others) // 2 - 1]
         with torch.no_grad(), temporarily_clear_interpreter_stack():
             found = second_derivative(*record, u, [cotangents[place] for place in places])
         along, by_value = (torch.zeros_like(u) if each is None else each for each in found[:2])
@@ -301,8 +298,8 @@ def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
     """Raise where a transform cannot pass: forward mode, a recorded or an unrolled solve."""
     if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
         raise NotImplementedError(
-            "forward-mode differentiation through a fixed point is not implemented; use reverse mode "
-            "(torch.func.grad, vjp, jacrev; jacrev(jacrev(f)) instead of hessian(f))"
+            "forward-mode differentiation through a fixed point is not implemented; use torch.func.grad, "
+            "vjp or jacrev, and jacrev(jacrev(f)) instead of hessian(f)"
         )
     if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
         raise RuntimeError(
