@@ -57,7 +57,7 @@ class Linearization:
     def sample(self, number: int) -> Linearization:
         """The linearisation of one sample."""
         index = torch.tensor([number], device=self.device)
-        z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
+        z, args = take((self.z, self.args), index, self.batch)
         return replace(self, z=z, args=args)
 
     def product(self, *, create_graph: bool = False) -> JacobianProduct:
@@ -80,9 +80,7 @@ class Linearization:
             else:
                 output = self._vector(output)
             if not output.requires_grad:
-                raise ValueError(
-                    "f(z) must depend on z through autograd, got a result without gradient"
-                )
+                raise ValueError("f(z) must depend on z through autograd, got no gradient")
             if self.kind == "energy":
                 output = gradients(output.sum(), [point], create_graph=True)[0]
         return pullback(output, point, create_graph=create_graph)
@@ -93,9 +91,7 @@ class Linearization:
         came = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in leaves]
         wanted = [(self.batch, *shape) for shape in self.layout.shapes]
         if spec != self.layout.spec or came != wanted:
-            raise ValueError(
-                f"f must return a state like z, of shapes {wanted}, got {came} in {spec}"
-            )
+            raise ValueError(f"f must return a state like z, shapes {wanted}, got {came}, {spec}")
         return self.layout.vector(output)
 
     def dense(self) -> Tensor:
@@ -185,7 +181,7 @@ def spectrum(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit; if ``f`` does not depend on z through
-            autograd; if "extremes" are asked for and J is not symmetric.
+            autograd; if J is not symmetric for "extremes".
         SpectrumError: under "raise", if a sample did not converge.
 
     Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy,
@@ -210,17 +206,16 @@ def spectrum(
             f"unknowns per sample, got {linear.size}"
         )
     if dense:
-        values, residual, converged, products = _dense(linear, count, symmetric)
+        found = [_dense(linear, count, symmetric)]
     else:
         accuracy = min(max(100 * linear.eps, 1e-6), 0.01) if tolerance is None else tolerance
         budget = 20 * linear.size + 1000 if max_products is None else max_products
         rescue = method == "auto" and linear.size <= RESCUE_SIZE
         each = map(linear.sample, range(linear.batch))
         found = [_arpack(one, count, symmetric, accuracy, budget, rescue) for one in each]
-        values, residual, converged, products = map(numpy.concatenate, zip(*found, strict=True))
-    values = (values if symmetric else values.astype(complex), residual)
-    values, residual = (numpy.where(converged, v.T, numpy.nan).T for v in values)
-    arrays = (values, residual, converged, products)
+    values, residual, converged, products = map(numpy.concatenate, zip(*found, strict=True))
+    values[~converged], residual[~converged] = numpy.nan, numpy.nan
+    arrays = (values if symmetric else values.astype(complex), residual, converged, products)
     result = Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
     if not converged.all() and on_failure != "ignore":
         failed = numpy.flatnonzero(~converged).tolist()
@@ -307,14 +302,11 @@ def _arpack(
         if numpy.iscomplexobj(vector):
             return image(vector.real) + 1j * image(vector.imag)
         calls += 1
-        sent = torch.from_numpy(numpy.ascontiguousarray(vector)).view(1, size)
+        sent = torch.from_numpy(numpy.ascontiguousarray(vector).reshape(1, size))
         received = product(sent.to(linear.device, linear.layout.dtype))
         if not bool(received.isfinite().all()):
             raise FloatingPointError("a product with the Jacobian is not finite")
         return received.detach().double().cpu().numpy()[0]
-
-    def images(vectors: numpy.ndarray) -> numpy.ndarray:
-        return numpy.stack([image(v) for v in vectors[0].T], axis=1)
 
     wanted = 2 * count if symmetric else count
     asked = min(wanted + SPARE, size - 2)
@@ -329,7 +321,8 @@ def _arpack(
             values, vectors = find(
                 operator, asked, which=which, v0=start, ncv=basis, maxiter=restarts, tol=tolerance
             )
-            values, residual = _wanted(values[None], vectors[None], images, count, symmetric)
+            pairs = values[None], vectors[None]
+            values, residual = _wanted(*pairs, lambda v: operator @ v[0], count, symmetric)
     except (FloatingPointError, scipy.ArpackError) as error:
         if rescue and isinstance(error, scipy.ArpackError):
             values, residual, found, products = _dense(linear, count, symmetric)

@@ -153,9 +153,9 @@ class LinearLoop:
                 run, rows = run.rows(rest), rows[rest]
                 product = self.product.of(rows)
             active = run.running
-            sent = torch.where(active, run.direction, 0)
-            unit = power_of_two(sent) if self.narrow else 1  # against subnormal numbers
-            run.absorb(product(sent / unit) * unit)
+            sent = run.direction if running == len(rows) else torch.where(active, run.direction, 0)
+            unit = power_of_two(sent) if self.narrow else None  # against subnormal numbers
+            run.absorb(product(sent) if unit is None else product(sent / unit) * unit)
             self._note(rows, active, run.residual_norm)
         self._verify(run, rows)
 

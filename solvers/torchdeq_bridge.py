@@ -58,8 +58,9 @@ class TorchDEQ(ExternalSolver):
         try:
             get_solver(self.name)
         except AssertionError as error:
-            message = f"name must be a solver known to torchdeq, got {self.name!r}"
-            raise ValueError(message) from error
+            raise ValueError(
+                f"name must be a solver known to torchdeq, got {self.name!r}"
+            ) from error
 
     def run(
         self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int,
@@ -121,7 +122,6 @@ class _Finished(Exception):
 def register(name: str, solver: Solver | None = None) -> None:
     """Register one of our solvers with torchdeq, as ``f_solver=name`` or ``b_solver=name``.
 
-    torchdeq's ``tol`` and ``stop_mode`` become our :class:`Tolerance`, ``max_iter`` our ``max_steps``.
     The statistics are torchdeq's, measured at the returned value, with our "status" and "evaluations"
     of each sample. ``indexing`` gives a state for each of its numbers, like ``states_at``.
     """

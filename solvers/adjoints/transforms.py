@@ -195,8 +195,8 @@ class _Attach(_Sliced):
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
         if linear.computed or not all(id(tensor) in places for tensor in linear.sources):
             raise RuntimeError(
-                "f reads a tensor that requires a gradient by ways that torch.func does not see (in a "
-                "custom autograd function?): pass it in args"
+                "f reads a tensor that requires a gradient, but torch.func does not see it (in a custom "
+                "autograd function?): pass it in args"
             )
         operation.records.append(((linear, solve), [places[id(t)] for t in linear.sources]))
         return value.clone(), torch.tensor(len(operation.records) - 1)
