@@ -16,11 +16,8 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.deq.problem import (
     Map,
-<<<<<<< HEAD
-    Modules,
-=======
     MaskedMap,
->>>>>>> words
+    Modules,
     MonitoredMap,
     batch_and_device,
     check_batched,

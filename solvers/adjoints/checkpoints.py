@@ -1,4 +1,4 @@
-"""Recompute the evaluations of an unrolled solve in the backward pass, and record what they read."""
+"""Evaluations of an unrolled solve that are repeated in the backward pass, and the tensors that f reads."""
 
 from __future__ import annotations
 
@@ -19,67 +19,112 @@ from solvers.core.modes import uncompiled
 from solvers.core.purity import version_of
 
 
-def other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
-    """Return the leaves of the graph of ``output`` that are not in ``inside``, by identity."""
-    found: list[Tensor] = []
-    seen: set[Any] = set()
-    stack: list[Any] = [output.grad_fn]
+def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tensor], bool]:
+    """Leaves of the graph of ``output``, and whether it goes on to nodes made before ``start``."""
+    leaves: list[Tensor] = []
+    computed, seen, stack = False, set[Any](), [output.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in inside:
-            found.append(variable)
-        for edge in node.next_functions:
-            stack.append(edge[0])
-    return found
+        if variable is not None:
+            if id(variable) not in inside:
+                leaves.append(variable)
+        elif node._sequence_nr() < start:
+            computed = True
+        else:
+            stack += [edge[0] for edge in node.next_functions]
+    return leaves, computed
 
 
 def sequence_number() -> int:
-    """Return the sequence number of the next autograd node of this thread."""
-    known = getattr(torch.autograd, "_get_sequence_nr", None)
-    if known is not None:  # not in every version of torch
-        return known()
-    with torch.enable_grad():
-        probe = torch.ones((), requires_grad=True) * 1
-    node = probe.grad_fn
-    assert node is not None
-    return node._sequence_nr()
+    """Number that autograd gives to the next node of this thread."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Reads(TorchFunctionMode):
+    """Within, ``seen`` gets every tensor that a function of torch takes and that was not made within."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.inside = {id(tensor): tensor for tensor in given}  # kept, so that no id is used again
+        self.found: dict[int, Any] = {}
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        """The tensor that the function gets instead."""
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def see(value: Any) -> Any:
+            outside = isinstance(value, Tensor) and id(value) not in self.inside
+            return self.seen(value) if outside else value
+
+        args, kwargs = pytree.tree_map(see, (tuple(args), kwargs or {}))
+        result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.found:
+                self.inside[id(leaf)] = leaf
+        return result
+
+
+class _Versions(Reads):
+    """Finds the tensors that an evaluation at ``z`` reads; all parameters must be ``known``, if given."""
+
+    def __init__(self, z: Tensor, known: WeakTensorKeyDictionary | None = None) -> None:
+        super().__init__(z)
+        self.start, self.known = sequence_number(), known
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        node = tensor.grad_fn
+        if node is None or node._sequence_nr() < self.start:
+            self.found.setdefault(id(tensor), (tensor, version_of(tensor)))
+            # Other tensors may be results that a nested backward pass has made.
+            if (
+                self.known is not None
+                and isinstance(tensor, Parameter)
+                and tensor not in self.known
+            ):
+                raise RuntimeError(_CHANGED.format(tuple(tensor.shape), "it did not read in"))
+        return tensor
+
+
+_CHANGED = (
+    "f reads a tensor of shape {} that {} the forward pass (an optimizer's step, a replaced weight, or the "
+    "end of torch.func.functional_call?): call backward before, or use Unrolled() without checkpoints"
+)
 
 
 class Checkpoints:
-    """Evaluations of one solve that the backward pass recomputes.
+    """Evaluations of one solve; a repetition must find everything as it was in the forward pass.
 
-    The tensors that ``f`` reads are recorded at the first evaluation of each batch size. As for tensors
-    saved by autograd, a RuntimeError is raised if one of them was modified in place before it is read
-    again, or if ``f`` reads a parameter that it did not read before (one was replaced).
+    The first evaluation of each batch size finds the tensors that ``f`` reads. A backward pass raises
+    RuntimeError if one of them has changed in place or if ``f`` reads another parameter.
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        self.read = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.versions = [version_of(leaf) for leaf in self.read]
-        self.known = WeakTensorKeyDictionary()  # its keys: what f reads, and what it made and keeps
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        self.read = {id(leaf): (leaf, version_of(leaf)) for leaf in leaves}
+        self.known = WeakTensorKeyDictionary()  # its keys: tensors that f reads or keeps
         self.batch = -1  # samples of the latest evaluation
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
-        """Return ``function(z)`` with a graph."""
+        """``function(z)``, recorded."""
         weights = CONTEXT.weights
         assert weights is not None
         weights.checkpointed = True
         watched, self.batch = z.shape[0] != self.batch, z.shape[0]
-        reads = _Reads(z)
-        repeating = noted = False
+        reads, calls, noted = _Versions(z), 0, False
 
         def run(z: Tensor) -> Any:
-            nonlocal repeating
-            if repeating:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
                 self._check()
-            watch = nullcontext() if not watched else _Repetition(self, z) if repeating else reads
-            if repeating and not noted:  # by a derivative that f itself takes: it is being watched
-                watch = nullcontext()
-            repeating = True
+            watch: Any = reads if calls == 1 and watched else nullcontext()
+            if calls > 1 and noted:  # else f itself takes a derivative, and is being watched
+                watch = _Versions(z, self.known)
             # A compiler would take the watch for a part of the evaluation.
             with uncompiled() if watched else nullcontext(), within(weights=weights), watch:
                 return function(z)
@@ -88,78 +133,23 @@ class Checkpoints:
         if watched:
             self._note(reads, output)
             noted = True
-            self.known.update(dict.fromkeys(t for t, _ in weights.computed.values()))
         return output
 
-    def _note(self, reads: _Reads, output: Any) -> None:
-        """Remember what an evaluation read, with versions except for tensors that it changed itself."""
-        given = zip(self.read, self.versions, strict=True)
-        found = {id(t): (t, version) for t, version in given} | reads.found
-        leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-        for leaf in leaves:
-            if leaf.requires_grad:
-                inside = {number: t for number, t in reads.inside.items() if t.is_leaf}
-                found |= {id(t): (t, version_of(t)) for t in other_leaves(leaf, inside)}
+    def _note(self, reads: Reads, output: Any) -> None:
+        """Remember the tensors that were read, without those that the evaluation changed (a counter)."""
+        found = self.read | reads.found
+        inside = {number for number, tensor in reads.inside.items() if tensor.is_leaf}
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                found |= {id(t): (t, version_of(t)) for t in read_by(leaf, inside)[0]}
         for tensor in (*reads.inside.values(), *(t for t, _ in found.values())):
             self.known[tensor] = None
         reads.inside, reads.found = {}, {}
-        kept = [(t, version) for t, version in found.values() if version == version_of(t)]
-        self.read, self.versions = [t for t, _ in kept], [version for _, version in kept]
+        self.read = {n: pair for n, pair in found.items() if pair[1] == version_of(pair[0])}
 
     def _check(self) -> None:
-        for tensor, version in zip(self.read, self.versions, strict=True):
+        for tensor, version in self.read.values():
             if version_of(tensor) != version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that f reads was modified in place after "
-                    "the forward pass (by optimizer.step()?), so Unrolled(checkpoint=True) cannot "
-                    "recompute its evaluations: call backward first, or use Unrolled()"
+                    _CHANGED.format(tuple(tensor.shape), "was changed in place after")
                 )
-
-
-class _Reads(TorchFunctionMode):
-    """Record the external tensors that an evaluation at ``z`` reads, with their versions."""
-
-    def __init__(self, z: Tensor) -> None:
-        super().__init__()
-        self.start = sequence_number()
-        self.inside: dict[int, Tensor] = {id(z): z}
-        self.found: dict[int, tuple[Tensor, int]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and self._outside(leaf):
-                self.note(leaf)
-        result = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in self.found:
-                self.inside[id(leaf)] = leaf
-        return result
-
-    def _outside(self, tensor: Tensor) -> bool:
-        node = tensor.grad_fn
-        made_here = node is not None and node._sequence_nr() >= self.start
-        return id(tensor) not in self.inside and not made_here
-
-    def note(self, tensor: Tensor) -> None:
-        """Called before each use."""
-        self.found.setdefault(id(tensor), (tensor, version_of(tensor)))
-
-
-class _Repetition(_Reads):
-    """Raise RuntimeError if an evaluation reads a tensor that the forward pass did not read."""
-
-    def __init__(self, record: Checkpoints, z: Tensor) -> None:
-        super().__init__(z)
-        self.record = record
-
-    def note(self, tensor: Tensor) -> None:
-        # Others may be results that a nested backward pass has made.
-        parameter = isinstance(tensor, Parameter)
-        if parameter and tensor not in self.record.known:
-            raise RuntimeError(
-                f"f reads a tensor of shape {tuple(tensor.shape)} that it did not read in the forward "
-                "pass (was a weight replaced, or has torch.func.functional_call returned?), so "
-                "Unrolled(checkpoint=True) cannot recompute its evaluations: call backward first, or "
-                "use Unrolled()"
-            )

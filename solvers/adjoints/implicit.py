@@ -18,7 +18,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.checkpoints import sequence_number
+from solvers.adjoints.checkpoints import read_by, sequence_number
 from solvers.core.context import constant_weights
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
@@ -284,10 +284,10 @@ class Linearization:
             # Modules seldom read what was computed before the solve. Plain functions often do.
             module = isinstance(origin_of(problem.f), nn.Module)
             output = evaluate(nullcontext() if module else _Substitution(alias, start))
-            leaves, computed = _read_by(output, own, start)
+            leaves, computed = read_by(output, {id(leaf) for leaf in own}, start)
             if module and computed:
                 output = evaluate(_Substitution(alias, start))
-                leaves, computed = _read_by(output, own, start)
+                leaves, computed = read_by(output, {id(leaf) for leaf in own}, start)
         if not output.requires_grad and (pairs or trained_by(problem.f)):
             raise RuntimeError(
                 "f(z, *args) does not require grad although an input or a weight does: f uses "
@@ -350,28 +350,6 @@ def trained_by(f: object) -> bool:
     """Whether f is or belongs to a module with weights that are trained."""
     module = origin_of(f)
     return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
-
-
-def _read_by(output: Tensor, own: list[Tensor], start: int) -> tuple[list[Tensor], bool]:
-    """Leaves of the graph of ``output`` but its ``own``, and whether it goes on to nodes before ``start``."""
-    leaves: list[Tensor] = []
-    inside = {id(leaf) for leaf in own}
-    computed, seen, stack = False, set[Any](), [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) not in inside:
-                leaves.append(variable)
-        elif node._sequence_nr() < start:
-            computed = True
-        else:
-            for following, _ in node.next_functions:
-                stack.append(following)
-    return leaves, computed
 
 
 def implicit_value(record: Linearization, z: Tensor, solve: AdjointSolve) -> Tensor:

@@ -130,12 +130,11 @@ class Newton(Solver):
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
         run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])
-        while not run.exhausted and bool(run.running.any()):
-            run.zero_stopped()
-            along = run.direction
+        while bool(run.running.any()):
+            along = torch.where(run.running, run.direction, 0)
             run.absorb(along - product(along.to(dtype)).to(working))
-            run.stop(run.used >= left[:, None])
-        return (run.solution() * size).to(dtype), run.used.flatten()
+            run.running = run.running & (run.used < left[:, None])
+        return (run.result()[0] * size).to(dtype), run.used.flatten()
 
 
 @dataclass
