@@ -475,7 +475,7 @@ class Solving:
                     self.callback, self.states_at, self.rule,
                 )  # fmt: skip
                 most = self.max_steps
-                looks = last is None and self._may_be_coupled(problem)
+                looks = last is None and self.verify is not False and self._may_be_coupled(problem)
                 if looks and int(solution.evaluations.max()) + 2 < most:
                     last, most = problem.exact(problem.evaluate(solution.value)), most - 1
                 if last is not None:

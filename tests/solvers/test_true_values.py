@@ -238,7 +238,8 @@ def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
 
     options: dict[str, Any] = {"compact": False, "adjoint": None, "max_steps": 400}
     plain = fixed_point(f, x, (x,), **options)
-    for watched in ({"record": True}, {"callback": lambda progress: None}):
+    watches: list[dict[str, Any]] = [{"record": True}, {"callback": lambda progress: None}]
+    for watched in watches:
         found = fixed_point(f, x, (x,), **options, **watched)
         assert found.statuses == plain.statuses == ["CONVERGED"] * 12
         assert (true_residuals(f, found.value, x) <= 2e-4).all()
