@@ -314,6 +314,7 @@ def test_no_later_token_changes_a_bit_of_an_earlier_one_in_a_block(
             assert not torch.equal(outputs[0], outputs[1])
 
 
+@torch.no_grad()
 def test_a_causal_block_is_causal_when_it_is_compiled() -> None:
     block, x = EquilibriumBlock(8, 2, causal=True), torch.randn(2, 6, 8)
     compiled: Any = torch.compile(block, backend="eager")
