@@ -310,6 +310,7 @@ class EquilibriumBlock(EncoderLayer):
         self.deq = DEQ(step, **(layer or {}))
         step.monitored = self.deq.solver is not None and self.deq.solver.needs_energy
 
+    @eager  # what a compiler traces has no numbers, either
     def _options(
         self,
         x: Tensor,

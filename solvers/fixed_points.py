@@ -468,7 +468,7 @@ class Solving:
                     self.callback, self.states_at, self.rule,
                 )  # fmt: skip
                 most = self.max_steps
-                looks = last is None and self._may_be_coupled(problem)
+                looks = last is None and self.verify is not False and self._may_be_coupled(problem)
                 if looks and int(solution.evaluations.max()) + 2 < most:
                     last, most = problem.exact(problem.evaluate(solution.value)), most - 1
                 if last is not None:
@@ -536,11 +536,10 @@ class Solving:
             fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
             self.goal.vanishing = bool(fallen.any())
         wanted = due(self.number, self.verify)
-        if self.verify is None and not problem.compact:
-            # Rows that influence each other are meant to be there, and some of them have failed.
-            wanted |= bool(solution.status.any())
         precision = self.goal.precision
-        if wanted and verify:
+        # With compact=False rows that influence each other are meant to be there, and some have failed.
+        failed = not problem.compact and self.verify is None and bool(solution.status.any())
+        if verify and (wanted or failed):
             point = problem.exact(problem.evaluate(solution.value.detach()))
             judge_again(solution, point, self.goal.tolerance, precision)
         if wanted and first is not None and (self.number == 0 or self.verify):

@@ -52,7 +52,7 @@ def count_solve(f: object) -> int:
                     known = [_reference(each) for each in captured]
                 _LATEST[origin] = known, count
             _COUNTS[home] = count
-    except TypeError:  # not hashable, or built in
+    except (TypeError, ValueError):  # not hashable, built in, or an empty cell of a closure
         return 0
     count[0] += 1
     return count[0] - 1

@@ -231,6 +231,15 @@ def test_no_later_token_changes_a_bit_of_an_earlier_one_in_a_block(
             assert not torch.equal(outputs[0], outputs[1])
 
 
+@torch.no_grad()
+def test_a_causal_block_is_causal_when_it_is_compiled() -> None:
+    block, x = EquilibriumBlock(8, 2, causal=True), torch.randn(2, 6, 8)
+    compiled: Any = torch.compile(block, backend="eager")
+    later = torch.cat((x[:, :4], torch.randn(2, 2, 8)), 1)
+    assert torch.equal(compiled(x)[:, :4], compiled(later)[:, :4])
+    assert torch.equal(compiled(x), block(x))
+
+
 def test_a_causal_block_is_solved_and_differentiated() -> None:
     block, x = build(causal=True), inputs().requires_grad_()
     solution = block.solve(x, tolerance=1e-9, max_steps=400)

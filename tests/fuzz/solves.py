@@ -411,6 +411,7 @@ def draw_options(draw: Draw, problem: FixedPoint) -> dict[str, Any]:
         "record": draw.note("record", not external and draw.chance(0.3)),
         "compact": draw.note("compact", draw.chance(0.7)),
         "on_failure": draw.note("on_failure", draw.random.choice(("ignore", "warn", "raise"))),
+        "verify": False,  # whose evaluations do not count; ``truths`` looks at what it finds
     }
 
 
