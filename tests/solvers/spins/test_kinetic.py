@@ -287,3 +287,26 @@ def test_mistakes(call: Any, changes: dict[str, Any], error: type[Exception], me
     }  # fmt: skip
     with pytest.raises(error, match=message):
         call(**((step if call is kinetic_step else run) | changes))
+
+
+@pytest.mark.parametrize("dim", [2, 8])
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
+    """The field is read off a mean near the sphere up to what rounding leaves of ``R^2 - |m|^2``."""
+    radius = (dim / 2) ** 0.5
+    site, law = SphericalSite(radius), law_of(SphericalSite(radius), dim)
+    strength = torch.logspace(-2, 5, 50, dtype=dtype)  # R |h|
+    field = torch.zeros(1, 50, dim, dtype=dtype)
+    field[0, :, 0] = strength / radius
+    mean = law.mean(field)
+    slope = mean[0, :, 0] / field[0, :, 0]
+    found = law.response(mean).slope[0, :, 0]  # pyright: ignore[reportAttributeAccessIssue]
+    allowed = (40 * strength * torch.finfo(dtype).eps).clamp_min(1e-12 if dtype == F64 else 1e-5)
+    assert bool(((found / slope - 1).abs() <= allowed).all())
+    covariance = law.covariance(mean)
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    assert bool((variances > 0).all())
+    exact = site.covariance(field.double(), torch.zeros(1, 50, dim, dim, dtype=F64))
+    torch.testing.assert_close(
+        covariance.double(), exact, rtol=0, atol=(1e-12 if dtype == F64 else 1e-4) * radius**2
+    )
