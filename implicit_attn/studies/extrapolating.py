@@ -15,6 +15,7 @@ from implicit_attn.optional import progress
 from implicit_attn.studies.converging import solver_choices, with_energies
 from implicit_attn.studies.study import (
     GREY,
+    LINES,
     Study,
     Subject,
     Table,
@@ -62,7 +63,7 @@ class Extrapolation(Study):
                     row for row in self.curves if row["method"] == name and row.get(key) is not None
                 ]
                 values = [(100 if key == "accuracy" else 1) * row[key] for row in rows]
-                look: Any = {"marker": "osv^DP*"[number], "markersize": 4, "color": f"C{number}"}
+                look: Any = {"marker": "osv^DP*"[number], "markersize": 4, "color": LINES[number]}
                 axes.plot([row["evaluations"] for row in rows], values, label=name, **look)
                 best = max(best, *values, 0.0)
             axes.set(xlabel="iterations (evaluations) at test time", ylabel=label)
