@@ -35,7 +35,7 @@ class Extrapolation(Study):
 
     Attributes:
         curves: rows with method, evaluations, accuracy and loss where there are targets, residual
-            (median; of a recurrence the last relative change), and energy (mean) where there is one.
+            (median; of a recurrence the last relative change), and energy (mean; None without one).
             The first method is the one the others are compared with.
         reach: rows with method, accuracy_1x, accuracy_2x and accuracy_4x (at so many times the
             training iterations), and to_accuracy, to_loss, to_residual: the fewest evaluations
@@ -127,8 +127,7 @@ def accuracy_by_evaluations(
         layer, solver: in place of the subject's layer and of its solver.
 
     Returns:
-        Rows with evaluations, accuracy and loss, residual (median) and, for a layer with an energy,
-        energy (mean).
+        Rows with evaluations, accuracy and loss, residual (median) and energy (mean; None without one).
     """
     own = subject.layer if layer is None else layer
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
@@ -185,7 +184,7 @@ def _by_budget(
         residual, *energy = (torch.cat(each) for each in zip(*parts, strict=True))
         means = subject.judge(torch.cat(logits)) if logits else {}
         row = {"evaluations": number, **means, "residual": residual.median().item()}
-        table.append(row | ({"energy": energy[0].mean().item()} if energy else {}))
+        table.append(row | {"energy": energy[0].mean().item() if energy else None})
     return table
 
 
