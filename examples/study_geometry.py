@@ -41,7 +41,7 @@ def draw_couplings(norms: Any) -> Any:
     graph.invert_yaxis()
     graph.set_aspect("equal")
     graph.set_axis_off()
-    graph.set_title(f"Strongest {100 * SHARE:.0f} % of the couplings, sites at their positions")
+    graph.set_title(f"Strongest {100 * SHARE:.0f} % of the couplings,\nsites at their positions")
     return figure
 
 

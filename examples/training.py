@@ -106,6 +106,8 @@ class Training:
         self.forward, self.optimizer = self.fabric.setup(model, options.build_optimizer(model))
         average = get_ema_multi_avg_fn(options.average) if options.average else None
         self.averaged = AveragedModel(model, multi_avg_fn=average) if average else None
+        for layer in self.averaged.modules() if self.averaged else ():
+            vars(layer).pop("advance", None)  # a compiled one is bound to the weights of the model
         task.inputs, task.targets = (x.to(self.fabric.device) for x in (task.inputs, task.targets))
         self.layers = [module for module in model.modules() if isinstance(module, DEQ)]
         self.batches = -(-len(task.inputs) // options.batch)

@@ -21,6 +21,7 @@ from implicit_attn.optional import progress
 from implicit_attn.studies.study import (
     BLUE,
     GREY,
+    LINES,
     ORANGE,
     Study,
     Table,
@@ -67,7 +68,7 @@ class Convergence(Study):
         (residual, energy), (costs, spectrum) = figure.subplots(2, 2)
         names = [row["solver"] for row in self.costs]
         for number, name in enumerate(names):
-            color, rows = f"C{number}", [row for row in self.curves if row["solver"] == name]
+            color, rows = LINES[number], [row for row in self.curves if row["solver"] == name]
             draw_band(residual, rows, "evaluation", "residual", color, name, alpha=0.12)
             seen = [row for row in rows if row.get("energy_above") is not None]
             above = [max(row["energy_above"], SMALLEST) for row in seen]
@@ -78,12 +79,12 @@ class Convergence(Study):
         residual.set_title("Residual (median; band: 10 % to 90 %)")
         residual.legend(frameon=False, fontsize=8)
         energy.set(xlabel="evaluations per sample", title="Energy")
-        if energy.lines and len(energy.lines[0].get_xdata()):
+        if any(row.get("energy_above") is not None for row in self.curves):
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
         else:
             leave_empty(energy, "this layer has no energy")
         spent = [row["evaluations"] for row in self.costs]
-        drawn = costs.barh(names, spent, color=[f"C{number}" for number in range(len(names))])
+        drawn = costs.barh(names, spent, color=LINES[: len(names)])
         shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
         costs.bar_label(drawn, shares, padding=4, fontsize=8)
         costs.set_xlim(0, 1.35 * max(spent))

@@ -15,6 +15,7 @@ from implicit_attn.optional import progress
 from implicit_attn.studies.converging import solver_choices, with_energies
 from implicit_attn.studies.study import (
     GREY,
+    LINES,
     Study,
     Subject,
     Table,
@@ -34,7 +35,7 @@ class Extrapolation(Study):
 
     Attributes:
         curves: rows with method, evaluations, accuracy and loss where there are targets, residual
-            (median; of a recurrence the last relative change), and energy (mean) where there is one.
+            (median; of a recurrence the last relative change), and energy (mean; None without one).
             The first method is the one the others are compared with.
         reach: rows with method, accuracy_1x, accuracy_2x and accuracy_4x (at so many times the
             training iterations), and to_accuracy, to_loss, to_residual: the fewest evaluations
@@ -62,7 +63,7 @@ class Extrapolation(Study):
                     row for row in self.curves if row["method"] == name and row.get(key) is not None
                 ]
                 values = [(100 if key == "accuracy" else 1) * row[key] for row in rows]
-                look: Any = {"marker": "osv^DP*"[number], "markersize": 4, "color": f"C{number}"}
+                look: Any = {"marker": "osv^DP*"[number], "markersize": 4, "color": LINES[number]}
                 axes.plot([row["evaluations"] for row in rows], values, label=name, **look)
                 best = max(best, *values, 0.0)
             axes.set(xlabel="iterations (evaluations) at test time", ylabel=label)
@@ -126,8 +127,7 @@ def accuracy_by_evaluations(
         layer, solver: in place of the subject's layer and of its solver.
 
     Returns:
-        Rows with evaluations, accuracy and loss, residual (median) and, for a layer with an energy,
-        energy (mean).
+        Rows with evaluations, accuracy and loss, residual (median) and energy (mean; None without one).
     """
     own = subject.layer if layer is None else layer
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
@@ -184,7 +184,7 @@ def _by_budget(
         residual, *energy = (torch.cat(each) for each in zip(*parts, strict=True))
         means = subject.judge(torch.cat(logits)) if logits else {}
         row = {"evaluations": number, **means, "residual": residual.median().item()}
-        table.append(row | ({"energy": energy[0].mean().item()} if energy else {}))
+        table.append(row | {"energy": energy[0].mean().item() if energy else None})
     return table
 
 

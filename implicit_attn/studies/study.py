@@ -30,6 +30,15 @@ Table = list[dict[str, Any]]
 DPI = 110
 BATCH = 128
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"
+LINES = [
+    BLUE,
+    ORANGE,
+    GREEN,
+    RED,
+    "#7b4fa3",
+    "#8c6d46",
+    "#c65fa0",
+]  # of solvers, as many as there are
 
 
 def write_table(path: str | Path, table: Table) -> None:

@@ -107,7 +107,7 @@ def test_a_training_in_pieces_ends_as_a_whole_one(
 
 @pytest.mark.slow
 def test_an_equilibrium_learns_the_digits(tmp_path: Path) -> None:
-    words = "--model block --epochs 3 --limit 800 --dim 32"
+    words = "--model block --epochs 5 --limit 800 --dim 32"
     rows = train("train_images", f"{words} --out {tmp_path}")
     assert rows[-1]["test_accuracy"] > 0.9 and min(row["converged"] for row in rows) > 0.99
 
