@@ -124,7 +124,7 @@ def held_out(options: Sudoku) -> dict[str, Boards]:
 
 
 def hard_sets(options: Sudoku) -> dict[str, Boards]:
-    """The public sets of hard puzzles; each begins with the hardest, so a part is evenly spaced."""
+    """Evenly spaced puzzles of the public sets of hard ones, and their solutions."""
     path = find("sudoku", "hard.npz")
     if path is None:
         raise missing("sudoku/hard.npz")
