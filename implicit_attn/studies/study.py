@@ -213,7 +213,9 @@ class Subject:
         found = next((each for each in self.model.modules() if isinstance(each, DEQ)), None)
         if found is None:
             kind = type(self.model).__name__
-            raise TypeError(f"model must hold a DEQ or a RecurrentBackbone, got a {kind} without")
+            raise TypeError(
+                f"model must contain a DEQ or a RecurrentBackbone, got a {kind} without"
+            )
         return found
 
     @torch.no_grad()

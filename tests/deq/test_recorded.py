@@ -153,7 +153,7 @@ OUTSIDE = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=True)
         (HostRead(), "_local_scalar_dense"),
         (DataShape(), "nonzero"),
         (Drawing(), "rand_like"),
-        (lambda z, x: OUTSIDE * z.cos() + x, "tensor with a gradient"),
+        (lambda z, x: OUTSIDE * z.cos() + x, "no parameter or input"),
     ],
     ids=["host read", "data shape", "random", "closure"],
 )
