@@ -26,8 +26,7 @@ PLACES = (
     "solvers/spins", "solvers/eigen.py", "solvers/krylov.py", "solvers/linear.py", "solvers/adjoints",
     "solvers/core", "solvers/methods", "solvers/fixed_points.py", "implicit_attn/kernels",
     "implicit_attn/energies", "implicit_attn/updates", "implicit_attn/deq",
-    "implicit_attn/regularization.py", "implicit_attn/models", "implicit_attn/training",
-    "implicit_attn/data", "implicit_attn/checkpoint.py",
+    "implicit_attn/regularization.py", "implicit_attn/models", "implicit_attn/data",
 )  # fmt: skip
 TOGETHER = {"solvers/linear": "solvers/krylov"}  # tested in one file
 # Tests of other rooms that look at these, too.

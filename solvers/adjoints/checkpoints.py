@@ -35,7 +35,8 @@ def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tens
         elif node._sequence_nr() < start:
             computed = True
         else:
-            stack += [edge[0] for edge in node.next_functions]
+            for following, _ in node.next_functions:
+                stack.append(following)
     return leaves, computed
 
 
