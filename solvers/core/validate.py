@@ -26,61 +26,45 @@ SLACK, ROUNDINGS = 2.0, 32.0
 SAME = 0.01  # relative difference of the residuals at the start that shows another function
 
 _COUNTS: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-# The function of a code that was counted last: what it captured, and its count.
-_LATEST: WeakKeyDictionary[object, tuple[list[Callable[[], Any]], list[int]]] = WeakKeyDictionary()
+# By the code of functions that are no modules: what the latest of them has captured, and its count.
+_LATEST: WeakKeyDictionary[CodeType, tuple[list[Any], list[int]]] = WeakKeyDictionary()
 
 
 def count_solve(f: object) -> int:
-    """How many solves of ``f`` there have been before this one.
+    """Return how many solves of ``f`` there have been before this one.
 
-    A function is another one where it has captured other objects; one that is made anew for every call with
-    the same objects goes on counting.
+    A function that is made anew for every call goes on counting, as long as it captures the same modules and
+    functions. The tensors and numbers that it captures may differ.
     """
     origin = origin_of(f)
     try:
-        home = f if origin is None or isinstance(origin, CodeType) else origin
-        count = _COUNTS.get(home)
-        if count is None:
-            count = [0]
-            if home is f and origin is not None:
-                captured = _captured(f)
-                known, counted = _LATEST.get(origin, ([], count))
-                same = len(known) == len(captured)
-                if same and all(r() is c for r, c in zip(known, captured, strict=True)):
-                    count = counted
-                else:
-                    known = [_reference(each) for each in captured]
-                _LATEST[origin] = known, count
-            _COUNTS[home] = count
-    except (TypeError, ValueError):  # not hashable, built in, or an empty cell of a closure
+        if not isinstance(origin, CodeType):
+            count = _COUNTS.setdefault(f if origin is None else origin, [0])
+        else:
+            count = _COUNTS.get(f)
+            if count is None:
+                captured = [ref(each) for each in _captured(f)]
+                known, count = _LATEST.get(origin, (None, [0]))
+                if known is None or [r() for r in known] != [r() for r in captured]:
+                    count = [0]
+                _LATEST[origin] = captured, count
+                _COUNTS[f] = count
+    except (TypeError, ValueError):  # no weak references, or an empty cell of a closure
         return 0
     count[0] += 1
     return count[0] - 1
 
 
 def _captured(f: Any) -> list[Any]:
-    """What a function has captured: in its closure, by its defaults, as its ``self`` or by ``partial``."""
-    captured = []
+    """Return the callables that a function captures, and the object of a bound method."""
+    captured: list[Any] = []
     while isinstance(f, partial):
         captured += [*f.args, *f.keywords.values()]
         f = f.func
-    cells = [cell.cell_contents for cell in getattr(f, "__closure__", None) or ()]
-    return [
-        *captured,
-        *cells,
-        *(getattr(f, "__defaults__", None) or ()),
-        getattr(f, "__self__", None),
-    ]
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """A weak reference; numbers and texts are kept, and containers are never the same again."""
-    if value is None or isinstance(value, (int, float, str)):
-        return lambda: value
-    try:
-        return ref(value)
-    except TypeError:
-        return object
+    captured += [cell.cell_contents for cell in getattr(f, "__closure__", None) or ()]
+    captured += getattr(f, "__defaults__", None) or ()
+    own = getattr(f, "__self__", None)
+    return [each for each in captured if callable(each)] + ([] if own is None else [own])
 
 
 def due(number: int, wanted: bool | None) -> bool:
