@@ -471,7 +471,8 @@ class Solving:
                 looks = last is None and self.verify is not False and self._may_be_coupled(problem)
                 if looks and int(solution.evaluations.max()) + 2 < most:
                     last, most = problem.exact(problem.evaluate(solution.value)), most - 1
-                if last is not None:
+                # Without ``verify`` the caller judges the value once more anyway.
+                if last is not None and (verify or self._may_be_coupled(problem)):
                     judge_again(solution, last, tolerance, self.goal.precision, converged=True)
                     self._solve_together(problem, solution, tolerance, most)
                 status = solution.status
