@@ -23,6 +23,9 @@ from tqdm import tqdm
 from implicit_attn import DEQ
 from implicit_attn.models import save_model
 
+# Options that may differ when a training is resumed.
+FREE = ("out", "resume", "minutes", "devices", "accelerator", "strategy", "compile")
+
 
 def seeded(seed: int, epoch: int, *batch: int, stream: int = 1) -> torch.Generator:
     """A generator for an epoch, or for a batch of it."""
@@ -114,10 +117,13 @@ class Training:
         self.steps = options.epochs * self.batches
         # What a checkpoint holds besides: the sums are those of the current epoch.
         self.step, self.history, self.sums = 0, list[dict[str, float]](), dict[str, float]()
+        ours = vars(options).items()  # paths and devices may differ, what is computed may not
+        self.recipe = {name: str(value) for name, value in ours if name not in FREE}
         if options.resume:
-            state = self.fabric.load(self.path, self._parts())
-            if state.pop("settings") != self.settings:
+            state = self.fabric.load(self.path)
+            if (state["settings"], state["recipe"]) != (self.settings, self.recipe):
                 raise SystemExit(f"{self.path} was made with other options, or other data")
+            state = self.fabric.load(self.path, self._parts())
             vars(self).update({name: state[name] for name in ("step", "history", "sums")})
             task.restore(state["task"])
 
@@ -126,7 +132,9 @@ class Training:
         return parts | ({"averaged": self.averaged} if self.averaged else {})
 
     def save(self) -> None:
-        kept = {name: getattr(self, name) for name in ("step", "history", "sums", "settings")}
+        kept = {
+            name: getattr(self, name) for name in ("step", "history", "sums", "settings", "recipe")
+        }
         kept["task"] = self.task.state()
         self.fabric.save(self.path.with_suffix(".part"), self._parts() | kept)
         if self.fabric.global_rank == 0:

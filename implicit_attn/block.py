@@ -140,7 +140,7 @@ class EncoderLayer(nn.Module):
         refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
         step: Any = self.deq.update
         at = getattr(step, "at", None)  # evaluates the tokens alone that do not rest
-        with constant_weights(list(step.modules())):
+        with constant_weights(list(step.modules()), read=True):
             held = step.prepare(given, mask=mask)
             z = initial_state(step, self.deq.init, given, held)
             seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask

@@ -69,6 +69,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
             demo(**options)
         elif command == "weights":
+            if options["path"] and options["name"] is None:
+                raise ValueError("weights path must be followed by the NAME of a model")
             weights(options["name"]) if options["path"] else weights()
         else:
             info()

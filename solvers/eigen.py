@@ -67,7 +67,11 @@ class Linearization:
             z = pytree.tree_map(Tensor.detach, self.z)
             return lambda v: self._vector(self.f(z, tree(v), *self.args))
         # Neither a compiled function nor fused attention can be differentiated twice.
-        with recording(), constant_weights(modules_of(self.f)), twice_differentiable():
+        with (
+            recording(),
+            constant_weights(modules_of(self.f), repeated=True),
+            twice_differentiable(),
+        ):
             point, args = self.layout.vector(ordinary(self.z)), ordinary(self.args)
             if in_transform():  # whose tensors know no nested autograd.grad
                 pull = vjp(lambda z: self._vector(self.f(tree(z), *args)), point)[1]
@@ -380,7 +384,7 @@ def jacobian_penalty(
     layout, shape = linear.layout, (linear.batch, linear.size)
     if mask is not None:
         check_mask(mask, layout, linear.batch, linear.device)
-    with recording(), constant_weights(modules_of(f)), twice_differentiable():
+    with recording(), constant_weights(modules_of(f), repeated=True), twice_differentiable():
         keep = torch.ones((), dtype=torch.bool, device=linear.device)
         keep = keep if mask is None else layout.mask_vector(ordinary(mask))
         if samples is None:

@@ -201,7 +201,7 @@ def fixed_point(
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
 
     if start.numel() == 0:
-        return _with_aux(_nothing(problem, start, adjoint), whole, args, adjoint)
+        return _with_aux(_nothing(problem, start, adjoint, states_at), whole, args, adjoint)
     number = count_solve(f)
     rule = None if stop is None else Rule(stop, layout, start)
     solve = Solving(
@@ -265,11 +265,17 @@ def _read_bounds(
         raise ValueError(f"bounds need solver=Forward(...) or GradientDescent(...), got {solver}")
     vectors = []
     for limit, none in zip(bounds, (-torch.inf, torch.inf), strict=True):
-        limit = torch.as_tensor(none if limit is None else limit).to(start)
-        if limit.dim():
-            if not layout.spec.is_leaf():
-                raise ValueError("bounds must be numbers for a state of several tensors")
-            limit = layout.vector(limit.expand(1, *layout.shapes[0]))[0]
+        try:
+            limit = torch.as_tensor(none if limit is None else limit).to(start)
+            if limit.dim():
+                if not layout.spec.is_leaf():
+                    raise ValueError("bounds must be numbers for a state of several tensors")
+                limit = layout.vector(limit.expand(1, *layout.shapes[0]))[0]
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(
+                "bounds must be numbers, or tensors that broadcast to the state of one sample, "
+                f"{tuple(layout.shapes[0])}, got {bounds!r}"
+            ) from error
         vectors.append(limit.expand(start.shape[1]))
     low, high = vectors
     if not bool((low <= high).all()):
@@ -281,12 +287,16 @@ class _Root(partial[Any]):
     """The map ``z - F(z)``."""
 
     def __call__(self, z: Any, *args: Any) -> Any:
-        image, spec = pytree.tree_flatten(super().__call__(z, *args))
+        image, spec = pytree.tree_flatten(Layout.of(z).ordered(super().__call__(z, *args)))
         leaves, like = pytree.tree_flatten(z)
-        shapes, wanted = ([getattr(t, "shape", None) for t in some] for some in (image, leaves))
-        if spec != like or shapes != wanted:
-            raise ValueError(f"F must return tensors like z0, of shapes {wanted}, got {shapes}")
+        found, wanted = ([_kind(t) for t in some] for some in (image, leaves))
+        if spec != like or found != wanted:
+            raise ValueError(f"F must return tensors like z0, {like} {wanted}, got {spec} {found}")
         return pytree.tree_unflatten([a - b for a, b in zip(leaves, image, strict=True)], spec)
+
+
+def _kind(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def root(
@@ -294,7 +304,7 @@ def root(
     z0: Any,
     args: tuple[Any, ...] | Tensor = (),
     *,
-    solver: Solver | type[Solver] | str = _NEWTON,
+    solver: Solver | type[Solver] | str | None = None,
     adjoint: Adjoint | type[Adjoint] | str | None = _BY_GMRES,
     **options: Any,
 ) -> Solution:
@@ -308,11 +318,12 @@ def root(
         F: map from a state to a state of the same structure and shapes, each sample on its own.
         z0: initial state, a tensor (B, ...) or a pytree of them.
         args: further inputs of ``F``, batched along dim 0.
-        solver: by default Newton's method, which needs an F that autograd differentiates twice. The others,
-            such as ``Anderson()``, need a derivative of F near 1.
+        solver: None for Newton's method, which needs an F that autograd differentiates twice, or with bounds
+            for ``Forward()``. All but Newton's method need a derivative of F near 1.
         adjoint: by default ``Implicit(GMRES())``: with ``J = dF/dz`` and the gradient g of the loss by z it
             solves ``J^T u = g``; the gradient of an input is ``-(dF/dinput)^T u``.
-        options: the other options of :func:`fixed_point`, except ``energy`` and ``has_aux``.
+        options: the other options of :func:`fixed_point`, except ``energy`` and ``has_aux``. With ``bounds``
+            a solution has F = 0, or lies at a bound where -F points outside.
 
     Raises:
         TypeError, ValueError, SolveError: as :func:`fixed_point`; ValueError where F returns other shapes.
@@ -327,6 +338,8 @@ def root(
     require_callable("F", F)
     if wrong := sorted({"energy", "has_aux"} & set(options)):
         raise TypeError(f"root takes no {wrong}")
+    if solver is None and options.get("bounds") is None:
+        solver = _NEWTON
     return fixed_point(_Root(F), z0, args, solver=solver, adjoint=adjoint, **options)
 
 
@@ -367,15 +380,20 @@ def _transformed(
     return transformed_solution(outside, adjoint, tolerance, compact, f, energy, z0, args, mask)
 
 
-def _nothing(problem: Problem, start: Tensor, adjoint: Adjoint | None) -> Solution:
+def _nothing(
+    problem: Problem, start: Tensor, adjoint: Adjoint | None, states_at: Sequence[int]
+) -> Solution:
     """Return the solution of an empty state, with a graph to the tensors that ``f`` reads."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint is not None):
         value = problem.layout.tree(problem.masked_map(start))
     status = torch.zeros(len(start), dtype=torch.int64, device=start.device)
     none = torch.zeros(len(start), dtype=small_dtype(start.dtype), device=start.device)
-    return Solution(
+    solution = Solution(
         value, status, none, none.clone(), steps=status.clone(), evaluations=status.clone()
     )
+    if states_at:
+        solution.states = tuple(pytree.tree_map(torch.clone, value) for _ in states_at)
+    return solution
 
 
 def _as_trees(solution: Solution, layout: Layout) -> None:
@@ -451,7 +469,9 @@ class Solving:
 
         ``verify=False``: the caller evaluates the returned value again.
         """
-        with constant_weights(problem.modules), without_autocast(start.device.type):
+        external = isinstance(self.solver, ExternalSolver)
+        weights = constant_weights(problem.modules, read=external)
+        with weights as hold_weights, without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
                 first, last, tolerance = None, None, self.goal.tolerance
                 solution = self.solver.run(
@@ -461,6 +481,7 @@ class Solving:
             else:
                 with self.goal.watching():
                     evaluated = [problem.evaluate_first(start)]
+                hold_weights()
                 tolerance, first = self.goal.tolerance, evaluated[0].norm.detach()
                 # Popped, so that the loop can free it when it has moved on.
                 solution, last = iterate(

@@ -25,6 +25,7 @@ from implicit_attn.optional import progress
 from implicit_attn.studies.study import BLUE, DPI, GREY, ORANGE, Table, format_table, new_figure
 from implicit_attn.studies.study import write_table as write
 from implicit_attn.weights import load_pretrained
+from solvers.core.checks import require_count
 
 MARKS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations on Sudoku boards
 FRAMES = (1, 8, 16, 32, 64)
@@ -48,6 +49,8 @@ def demo(out: Path, epochs: int = 15, steps: int = 400, boards: int = 100, seed:
         boards: number of Sudoku boards to solve.
         seed: random seed of the weights and the noise.
     """
+    for name, number in {"epochs": epochs, "steps": steps, "boards": boards}.items():
+        require_count(name, number)
     torch.set_num_threads(1)  # these models are so small that a second thread would mostly wait
     out.mkdir(parents=True, exist_ok=True)
     digits = load("digits")

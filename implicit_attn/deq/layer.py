@@ -484,14 +484,14 @@ class UnrolledLayer(nn.Module):
         return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
-def _weights_once(parts: Modules) -> AbstractContextManager[None]:
+def _weights_once(parts: Modules) -> AbstractContextManager[Any]:
     """Compute parametrised weights once inside the context.
 
     It has no effect while Dynamo traces, which merges equal computations itself.
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    return constant_weights(list(parts.values()))
+    return constant_weights(list(parts.values()), read=True)
 
 
 def bake(module: Module) -> Module:

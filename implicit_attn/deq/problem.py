@@ -208,7 +208,7 @@ class Map:
         parts: Modules,
     ) -> None:
         self.update, self.symmetric = update, update.symmetric
-        self.modules = list(parts.values())
+        self.walked_modules = list(parts.values())
         self.layer = layer  # warnings include its name
         self.spec, self.dropped = spec, dropped
 

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from solvers.core.context import CONTEXT, within
+from solvers.core.context import CONTEXT, constant_weights, within
 from solvers.core.modes import uncompiled
 from solvers.core.purity import version_of
 
@@ -104,7 +104,8 @@ class Checkpoints:
     RuntimeError if one of them has changed in place or if ``f`` reads another parameter.
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: tuple[Any, ...], modules: list[nn.Module]) -> None:
+        self.modules = modules  # that f may call
         leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         self.read = {id(leaf): (leaf, version_of(leaf)) for leaf in leaves}
         self.known = WeakTensorKeyDictionary()  # its keys: tensors that f reads or keeps
@@ -126,8 +127,10 @@ class Checkpoints:
             watch: Any = reads if calls == 1 and watched else nullcontext()
             if calls > 1 and noted:  # else f itself takes a derivative, and is being watched
                 watch = _Versions(z, self.known)
+            again = calls > 1 and constant_weights(self.modules, repeated=True)
             # A compiler would take the watch for a part of the evaluation.
-            with uncompiled() if watched else nullcontext(), within(weights=weights), watch:
+            uncompiled_if_watched = uncompiled() if watched else nullcontext()
+            with again or nullcontext(), uncompiled_if_watched, within(weights=weights), watch:
                 return function(z)
 
         output = checkpoint(run, z, use_reentrant=False)

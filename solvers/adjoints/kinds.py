@@ -20,6 +20,7 @@ from solvers.core.checks import (
     require_kind,
     require_number,
 )
+from solvers.core.context import constant_weights
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
 from solvers.core.solution import (
@@ -54,8 +55,8 @@ class Implicit(Adjoint):
     raise. DIVERGED and NONFINITE samples contribute zero gradient. If the loss gradient of a sample is not
     finite, or ``u`` overflows, its gradient is NaN.
 
-    Tensors that ``f`` reads from a closure receive gradients, too. If such a tensor was computed before the
-    solve, such as an embedding, pass it in ``args`` for second derivatives.
+    Tensors that ``f`` reads from a closure receive gradients, too. If a custom ``autograd.Function`` in ``f``
+    reads such a tensor, and it was computed before the solve, pass it in ``args`` for second derivatives.
 
     Args:
         solver: linear solver, its class or its name (``"gmres"``). None: Anderson acceleration of
@@ -168,7 +169,7 @@ class Unrolled(Adjoint):
 
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         if self.checkpoint:
-            problem = replace(problem, recorder=Checkpoints(problem.args))
+            problem = replace(problem, recorder=Checkpoints(problem.args, problem.modules))
 
         again: list[Solution] = []
 
@@ -222,8 +223,9 @@ class Phantom(Adjoint):
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """Return ``anchor`` (B, D) with the gradient of the iterations that start there."""
         z = anchor
-        for _ in range(self.steps):
-            z = torch.lerp(z, problem.masked_map(z), self.damping)
+        with constant_weights(problem.modules, repeated=True):
+            for _ in range(self.steps):
+                z = torch.lerp(z, problem.masked_map(z), self.damping)
         return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,70 +65,117 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class _Held:
+    """Parts of parametrizations that are in evaluation mode during solves, counted over all threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.counts = threading.Lock(), dict[nn.Module, int]()
+
+    def hold(self, modules: list[nn.Module]) -> list[nn.Module]:
+        """Return the parts that change buffers when a weight is read, now in evaluation mode."""
+        parts: list[nn.Module] = []
+        with self.lock:
+            for module in modules:
+                if isinstance(module, parametrize.ParametrizationList):
+                    for part in module.modules():
+                        if part._buffers and (part.training or part in self.counts):
+                            self.counts[part] = self.counts.get(part, 0) + 1
+                            part.training = False
+                            parts.append(part)
+        return parts
+
+    def release(self, parts: list[nn.Module]) -> None:
+        with self.lock:
+            for part in parts:
+                self.counts[part] -= 1
+                if self.counts[part] == 0:
+                    del self.counts[part]
+                    part.training = True
+
+
+_HELD = _Held()
+
+
 @contextmanager
-def constant_weights(modules: list[nn.Module], *, repeated: bool = False) -> Iterator[None]:
+def constant_weights(
+    modules: list[nn.Module], *, repeated: bool = False, read: bool = False
+) -> Iterator[Callable[[], None]]:
     """Within the context, every parametrised weight has one value.
 
     A parametrization with buffers may change them whenever its weight is read in training mode, as torch's
-    ``spectral_norm`` does by a power iteration. It is read once before the solve, and is in evaluation mode
-    during the solve. A cache of ``parametrize.cached()`` is filled before the solve, with weights that have a
-    graph.
+    ``spectral_norm`` does by a power iteration. The first evaluation of a solve does that. Then the solve
+    calls the function that the context gives, and the parametrizations are in evaluation mode until its end.
 
     Args:
         modules: what f calls, by :func:`modules_of`.
-        repeated: the weights have the values of an earlier evaluation, so none is read before.
+        repeated: the weights have the values of an earlier evaluation, so nothing changes.
+        read: every weight is read once at the beginning, and nothing changes afterwards. It is so, too, under
+            ``parametrize.cached()``, whose cache is filled with weights that have a graph.
     """
-    changing = []
-    for module in modules:
-        if isinstance(module, parametrize.ParametrizationList):
-            changing += [part for part in module.modules() if part.training and part._buffers]
-    if not repeated and (changing or parametrize._cache_enabled):
+    held: list[nn.Module] = []
+
+    def hold() -> None:
+        if not held:
+            held.extend(_HELD.hold(modules))
+
+    if not repeated and (read or parametrize._cache_enabled):
         with recording():
             for module in filter(parametrize.is_parametrized, modules):
                 lists: Any = module.parametrizations
                 for name in lists:
                     getattr(module, name)
-    for part in changing:
-        part.training = False
+        repeated = True
+    if repeated:
+        hold()
     try:
         with within(weights=Weights()):
-            yield
+            yield hold
     finally:
-        for part in changing:
-            part.training = True
+        _HELD.release(held)
 
 
-def modules_of(f: object, depth: int = 4) -> list[nn.Module]:
-    """The modules that ``f`` may call, with all of their parts.
+MOST = 100  # entries of a container, and objects, that are looked through
 
-    These are ``f`` itself, attributes of an object, the object of a bound method, arguments of a ``partial``,
-    and what a function reads from its closure or from global variables.
+
+def modules_of(f: object, depth: int = 5) -> list[nn.Module]:
+    """Return the modules that ``f`` may call, with all of their parts.
+
+    These are ``f`` itself, what an object has as attributes, the object of a bound method, the arguments of a
+    ``partial``, and what a function reads from its closure or from global variables, also in lists and dicts.
     """
     found: dict[int, nn.Module] = {}
-    pending: list[tuple[object, int]] = [(f, depth)]
+    pending, seen = [(f, depth)], set[int]()
     while pending:
-        part, left = pending.pop()
-        # The map of a layer has a list of the modules of its update.
-        listed = part.modules() if isinstance(part, nn.Module) else getattr(part, "modules", None)
-        if isinstance(listed, (list, Iterator)):
-            for module in listed:
-                if found.setdefault(id(module), module) is module and "function" in vars(module):
+        part, left = pending.pop(0)
+        if isinstance(part, nn.Module):
+            listed: Any = part.modules() if id(part) not in found else ()
+        else:
+            listed = getattr(part, "walked_modules", ())  # the map of a layer has them
+        for module in listed:
+            if id(module) not in found:
+                found[id(module)] = module
+                if "function" in vars(module):
                     pending.append((vars(module)["function"], left))
-        elif left and callable(part) and not isinstance(part, type):
-            pending += [(each, left - 1) for each in _reads(part)]
+        plain = not (listed or isinstance(part, (nn.Module, Tensor, type, ModuleType)))
+        if plain and left and len(seen) < MOST and id(part) not in seen:
+            seen.add(id(part))
+            pending += [(each, left - 1) for each in _reads(part) if each is not None]
     return list(found.values())
 
 
 def _reads(f: Any) -> list[object]:
-    """What a callable that is no module reads."""
+    """Return what a container holds, or what an object or function that is no module reads."""
+    if isinstance(f, (list, tuple, dict)):
+        return list(f.values() if isinstance(f, dict) else f) if len(f) <= MOST else []
     if isinstance(f, partial):
         return [f.func, *f.args, *f.keywords.values()]
     reads: list[object] = [getattr(f, "__self__", None), getattr(f, "__func__", None)]
     reads += getattr(f, "__dict__", {}).values()
     code = getattr(f, "__code__", None)
     if code is not None:
-        reads += [f.__globals__.get(name) for name in code.co_names]
-        reads += [_content(cell) for cell in f.__closure__ or ()]
+        known = getattr(f, "__globals__", {})
+        reads += [known.get(name) for name in code.co_names]
+        reads += [_content(cell) for cell in getattr(f, "__closure__", None) or ()]
     return reads
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -221,15 +222,16 @@ class NormWitness:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = [m for m in modules if isinstance(m, _NormBase) and m.training]
+        self.modules = [m for m in modules if isinstance(m, _NormBase) and _by_batch(m)]
         self.known: list[dict[str, Tensor]] = []
         self.hooks: list[RemovableHandle] = []
         self.called: list[nn.Module] = []
 
     def __enter__(self) -> None:
         for module in self.modules:
-            self.known.append({name: b.clone() for name, b in module.named_buffers(recurse=False)})
-            if isinstance(module, _BatchNorm) and not module.track_running_stats:
+            buffers = module.named_buffers(recurse=False)
+            self.known.append({name: b.clone() for name, b in buffers if not is_lazy(b)})
+            if isinstance(module, _BatchNorm) and module.running_mean is None:
                 self.hooks.append(
                     module.register_forward_pre_hook(lambda m, _: self.called.append(m))
                 )
@@ -239,14 +241,19 @@ class NormWitness:
             hook.remove()
         for module, before in zip(self.modules, self.known, strict=True):
             now = dict(module.named_buffers(recurse=False))
-            if any(not torch.equal(now[name], copy) for name, copy in before.items()):
+            if not all(same_numbers(now[name], copy) for name, copy in before.items()):
                 self.called.append(module)
                 with torch.no_grad():
                     for name, copy in before.items():
                         now[name].copy_(copy)
         if self.called and error[0] is None:
             raise ValueError(
-                f"f calls {self.called[0]} in training mode, which normalises over the batch or updates its "
+                f"f calls {self.called[0]}, which normalises over the batch or updates its "
                 "running statistics at every evaluation: call eval(), or normalise each sample separately "
                 "(LayerNorm, GroupNorm)"
             )
+
+
+def _by_batch(norm: _NormBase) -> bool:
+    """Return whether a norm learns from the batch, or always normalises over it."""
+    return norm.training or (isinstance(norm, _BatchNorm) and norm.running_mean is None)

@@ -272,7 +272,7 @@ class RecordedSolve:
     def solve(self, tolerance: Tolerance) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
         self.turns.set_tolerance(tolerance)
-        with constant_weights(self.modules):
+        with constant_weights(self.modules, read=True):
             self.replay("_start")
             self._until_done("_turn", self.turns.max_steps)
             if isinstance(self.f, EnergyUpdate):
