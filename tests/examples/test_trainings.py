@@ -103,6 +103,8 @@ def test_a_training_in_pieces_ends_as_a_whole_one(
         train(script, f"{words} --out {whole}")
     with pytest.raises(SystemExit, match="other options"):
         train(script, f"{words} --out {whole} --seed 5 --resume")
+    with pytest.raises(SystemExit, match="other options"):
+        train(script, f"{words} --out {whole} --rate 0.5 --resume")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrizations import spectral_norm
 
 import solvers
 from cases.solves import plain_batch, tanh_layer
@@ -750,3 +751,36 @@ def test_unrolling_inside_a_transform_equals_unrolling_outside(solver: Any) -> N
         return torch.cat(fixed_point(plain, z0, (row[None],), states_at=(1, 2), **call).states)
 
     close(vmap(states)(x).transpose(0, 1), torch.stack(short.states))
+
+
+@pytest.mark.parametrize(
+    "adjoint", [Implicit(), Phantom(), OneStep(), Unrolled(), Unrolled(checkpoint=True)], ids=repr
+)
+def test_a_solve_makes_one_power_iteration_of_a_spectral_norm(adjoint: Adjoint) -> None:
+    torch.manual_seed(0)
+    linear = spectral_norm(nn.Linear(4, 4, dtype=torch.float64))
+    other = spectral_norm(nn.Linear(4, 4, dtype=torch.float64))
+    other.load_state_dict(linear.state_dict())
+    x = torch.randn(3, 4, dtype=torch.float64)
+    options: dict[str, Any] = {"adjoint": adjoint, "tolerance": 1e-10, "max_steps": 200}
+    options |= {"solver": "forward"}
+    found = fixed_point(lambda z, x: 0.5 * torch.tanh(linear(z)) + x, x, (x,), **options)
+    found.value.sum().backward()
+    weight = other.weight  # one power iteration
+    for mine, theirs in zip(linear.buffers(), other.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(part.training for part in linear.modules())
+    exact = fixed_point(
+        lambda z, x: 0.5 * torch.tanh(z @ weight.mT + linear.bias) + x, x, (x,),
+        tolerance=1e-10, max_steps=200, adjoint=None,
+    )  # fmt: skip
+    assert (found.value - exact.value).norm() <= 1e-8 * exact.value.norm()
+
+
+def test_weights_that_a_solve_does_not_read_do_not_change() -> None:
+    read, other = nn.Linear(4, 4), spectral_norm(nn.Linear(4, 4))
+    both = nn.ModuleList([read, other])
+    before = [buffer.clone() for buffer in other.buffers()]
+    fixed_point(lambda z: 0.1 * torch.tanh(both[0](z)), torch.randn(3, 4))
+    for buffer, value in zip(other.buffers(), before, strict=True):
+        assert torch.equal(buffer, value)
