@@ -323,7 +323,7 @@ class EquilibriumBlock(EncoderLayer):
         chosen = self.deq._options() | super()._options(x, given, mask, is_causal, options)
         own = any(chosen.get(name) is not None for name in ("solver", "z0", "callback", "stop"))
         own |= bool(chosen.get("record")) or chosen["bounds"] is not None or in_transform()
-        own |= self.deq._recorder is not None and on_cuda(x)
+        own |= (self.deq._recorder is not None and on_cuda(x)) or 0 in x.shape
         if own or not (self.causal or is_causal):
             return chosen
         limit, most = (

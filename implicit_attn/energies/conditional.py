@@ -184,7 +184,8 @@ class ConditionalAttention(HasHeads, Energy):
         tokens = query.shape[2]
         key, key_mask, pairs = fit_keys(given, query, key, key_mask, self.exclude_self)
         value = value if value.shape[2] else torch.zeros_like(key)
-        options: dict[str, Any] = {"mask": key_mask, "causal": self.causal, "backend": self.backend}
+        causal = self.causal and tokens > 0
+        options: dict[str, Any] = {"mask": key_mask, "causal": causal, "backend": self.backend}
         options |= {"pairs": pairs.allowed, "bias": pairs.bias}
         wide = accumulation_dtype(query.dtype)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
@@ -195,7 +196,7 @@ class ConditionalAttention(HasHeads, Energy):
                 attends = key_mask.any(1)[:, None, None].expand(-1, 1, tokens)
             pairs = Pairs(*(None if t is None else _expanded(t, batch) for t in pairs))
             return FrozenAttention(None, value, attends, query, key, lse, key_mask, pairs)
-        pairs = pairs.intersect(token_pairs(None, self.causal, tokens, query.device))
+        pairs = pairs.intersect(token_pairs(None, causal, tokens, query.device))
         pairs = pairs.intersect(None if key_mask is None else key_mask[:, None, None, :])
         scores = query.to(wide) @ key.to(wide).mT
         if pairs.bias is not None:
@@ -269,7 +270,8 @@ class ConditionalAttention(HasHeads, Energy):
         assert frozen.query is not None and frozen.key is not None
         query = torch.cat((frozen.query, y * self.tau), -1)
         key = torch.cat((frozen.key, frozen.value), -1)
-        options: dict[str, Any] = {"mask": frozen.mask, "causal": self.causal}
+        causal = self.causal and frozen.query.shape[2] > 0
+        options: dict[str, Any] = {"mask": frozen.mask, "causal": causal}
         options |= {"pairs": frozen.pairs.allowed, "bias": frozen.pairs.bias}
         options |= {"backend": self.backend}
         mean, lse = frozen_key_attention(query, key, 1.0, need_lse=need_lse, **options)

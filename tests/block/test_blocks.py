@@ -503,3 +503,8 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
 def test_mistakes(call: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_no_tokens_stay_no_tokens() -> None:
+    for causal in (False, True):
+        assert EquilibriumBlock(8, 2, causal=causal)(torch.zeros(2, 0, 8)).shape == (2, 0, 8)
