@@ -152,9 +152,10 @@ print(f"MyEnergy: test accuracy {accuracy(model):.1%}")
 print(deq.last.summary())
 
 # %% [markdown]
-# The layer learns. `deq.last` holds a status, a residual and a number of evaluations for each test image,
-# and `summary()` puts them in one line. After a backward pass, `deq.last.adjoint.solution` describes the
-# solve for the gradients in the same way.
+# The layer learns. It was trained for 184 steps and on another split of the digits than the program in
+# the README, which takes 400 steps and has an accuracy of 96.7 %. `deq.last` holds a status, a residual
+# and a number of evaluations for each test image, and `summary()` puts them in one line. After a backward
+# pass, `deq.last.adjoint.solution` describes the solve for the gradients in the same way.
 #
 # ## Without the bounds
 #
