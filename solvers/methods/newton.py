@@ -127,6 +127,10 @@ class Newton(Solver):
         solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
         product = self._product(problem, point)
         dtype = point.z.dtype
+        if point.z.shape[1] == 1:  # one product is the whole Jacobian
+            found = point.residual / (1 - product(torch.ones_like(point.z)))
+            found = torch.where(wanted[:, None] & torch.isfinite(found), found, 0)
+            return found, torch.ones_like(left)
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
         run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])
