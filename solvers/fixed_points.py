@@ -21,7 +21,7 @@ from solvers.core.checks import (
     require_increasing,
     require_kind,
 )
-from solvers.core.context import constant_weights, modules_of
+from solvers.core.context import Weights, constant_weights, modules_of, sequence_number
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.loop import ExternalSolver, Loop, Rule, Solver
@@ -208,6 +208,8 @@ def fixed_point(
         solver, automatic, goal, max_steps, record, callback, states_at, number, verify, rule
     )
     if adjoint is not None and torch.is_grad_enabled():
+        if not isinstance(adjoint, Unrolled):
+            problem.weights = Weights(graded=True, start=sequence_number())
         solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:
         with torch.no_grad():
@@ -470,7 +472,7 @@ class Solving:
         ``verify=False``: the caller evaluates the returned value again.
         """
         external = isinstance(self.solver, ExternalSolver)
-        weights = constant_weights(problem.modules, read=external)
+        weights = constant_weights(problem.modules, problem.weights, read=external)
         with weights as hold_weights, without_autocast(start.device.type):
             if isinstance(self.solver, ExternalSolver):
                 first, last, tolerance = None, None, self.goal.tolerance
@@ -486,15 +488,16 @@ class Solving:
                 # Popped, so that the loop can free it when it has moved on.
                 solution, last = iterate(
                     problem, evaluated.pop(), self.solver, tolerance, self.max_steps, self.record,
-                    self.callback, self.states_at, self.rule,
+                    self.callback, self.states_at, self.rule, automatic=self.automatic,
                 )  # fmt: skip
                 most = self.max_steps
                 looks = last is None and self.verify is not False and self._may_be_coupled(problem)
                 if looks and int(solution.evaluations.max()) + 2 < most:
-                    last, most = problem.exact(problem.evaluate(solution.value)), most - 1
+                    point = problem.exact(problem.evaluate(solution.value))
+                    last, most = (lambda: point), most - 1
                 # Without ``verify`` the caller judges the value once more anyway.
                 if last is not None and (verify or self._may_be_coupled(problem)):
-                    judge_again(solution, last, tolerance, self.goal.precision, converged=True)
+                    judge_again(solution, last(), tolerance, self.goal.precision, converged=True)
                     self._solve_together(problem, solution, tolerance, most)
                 status = solution.status
                 if self.automatic:
@@ -505,7 +508,7 @@ class Solving:
                 # The last evaluation was one of the returned value, with all samples, where all have
                 # converged: of the others another iterate is the best.
                 seen = last is not None and solution.status is status
-                seen = seen and not bool(solution.status.any())
+                seen = seen and solution.all_converged()
                 seen = seen and self.verify is None
                 self._verify(problem, start.detach(), first, solution, verify and not seen)
         return solution
@@ -551,7 +554,7 @@ class Solving:
         verify: bool,
     ) -> None:
         """Evaluate again at the returned value and, in the first solve of a function, at the start."""
-        if first is not None and bool(solution.status.any()):
+        if first is not None and not solution.all_converged():
             # |f(z)| that has fallen to nothing with the residual belongs to a fixed point at zero.
             reference = solution.residual_norm / solution.residual
             fallen = (solution.status == Status.MAX_STEPS) | (solution.status == Status.STALLED)
@@ -560,7 +563,7 @@ class Solving:
         wanted = due(self.number, self.verify)
         precision = self.goal.precision
         # With compact=False rows that influence each other are meant to be there, and some have failed.
-        failed = not problem.compact and self.verify is None and bool(solution.status.any())
+        failed = not problem.compact and self.verify is None and not solution.all_converged()
         if verify and (wanted or failed):
             point = problem.exact(problem.evaluate(solution.value.detach()))
             judge_again(solution, point, self.goal.tolerance, precision)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from solvers.core.context import CONTEXT, constant_weights, within
+from solvers.core.context import CONTEXT, constant_weights, sequence_number, within
 from solvers.core.modes import uncompiled
 from solvers.core.purity import version_of
 
@@ -38,11 +37,6 @@ def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tens
             for following, _ in node.next_functions:
                 stack.append(following)
     return leaves, computed
-
-
-def sequence_number() -> int:
-    """Number that autograd gives to the next node of this thread."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Reads(TorchFunctionMode):

@@ -18,8 +18,8 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.checkpoints import read_by, sequence_number
-from solvers.core.context import constant_weights
+from solvers.adjoints.checkpoints import read_by
+from solvers.core.context import constant_weights, sequence_number
 from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.modes import twice_differentiable, uncompiled, without_autocast
@@ -63,30 +63,29 @@ class AdjointSolve:
             )
         wide = small_dtype(right.dtype)
         size = scaled_norm(right).to(wide)
-        given = torch.isfinite(size)
-        right_given = right.to(wide).masked_fill(~given[:, None], 0)
+        given = size < torch.inf
+        right_given, size = right.to(wide).where(given[:, None], 0.0), size.where(given, 0.0)
         with torch.no_grad(), without_autocast(right.device.type):
-            solution = self._each(
-                product, right_given, size.masked_fill(~given, 0), right.dtype, symmetric
-            )
+            solution = self._each(product, right_given, size, right.dtype, symmetric)
             if solution is None:
                 solution = self._together(product, right_given, right.dtype)
         u = solution.value.to(right.dtype)
-        failed = solution.status == Status.NONFINITE
-        lost = ~given | failed | ~torch.isfinite(u).all(1)
-        u = u.masked_fill(lost[:, None], torch.nan)
-        self.report.solution = self._of_whole_batch(
-            replace(
+        finite = torch.linalg.vector_norm(u, torch.inf, dim=1) < torch.inf
+        lost = ~(given & finite & (solution.status != Status.NONFINITE))
+        known = reported = replace(solution, value=u)
+        if bool(lost.any()):
+            u = u.masked_fill(lost[:, None], torch.nan)
+            # A gradient that is not finite shows itself, as everywhere in torch.
+            known = replace(solution, status=solution.status.masked_fill(lost, 0))
+            reported = replace(
                 solution,
                 value=u,
-                status=torch.where(lost, int(Status.NONFINITE), solution.status),
-                residual_norm=torch.where(lost, torch.inf, solution.residual_norm),
-                residual=torch.where(lost, torch.inf, solution.residual),
+                status=solution.status.masked_fill(lost, int(Status.NONFINITE)),
+                residual_norm=solution.residual_norm.masked_fill(lost, torch.inf),
+                residual=solution.residual.masked_fill(lost, torch.inf),
             )
-        )
+        self.report.solution = self._of_whole_batch(reported)
         self.report.solves += 1
-        # A gradient that is not finite shows itself, as everywhere in torch.
-        known = replace(solution, status=torch.where(lost, 0, solution.status))
         apply_policy(known, self.on_failure, "adjoint solve", self.f)
         return u
 
@@ -105,7 +104,7 @@ class AdjointSolve:
         """
         limit = self.tolerance.rtol or float(self.tolerance.atol > 0)
         scale = self.tolerance.threshold(size) / (limit or 1.0)
-        scale = torch.where(scale > 0, scale, 1.0)
+        scale = scale.masked_fill(scale == 0, 1.0)
         unit = right / scale[:, None]
         # The scales of samples that influence each other matter. Half precision has no numbers for small
         # ones.
@@ -120,7 +119,7 @@ class AdjointSolve:
         if found is None:
             return None
         norm = found.residual_norm * scale
-        residual = norm / torch.where(size > 0, size, 1.0)
+        residual = norm / size.masked_fill(size == 0, 1.0)
         value = found.value * scale[:, None]
         return replace(found, value=value, residual_norm=norm, residual=residual)
 
@@ -139,18 +138,17 @@ class AdjointSolve:
 
         if self.solver is not None:
             return by_krylov(self.solver, unit, self.max_steps, None)
-        solution, last = _anderson(image, unit, allowed, self.first_try)
-        if last is None:
-            last = row_norm(unit + image(solution.value) - solution.value)
+        solution, norm = _anderson(image, unit, allowed, self.first_try)
+        last = row_norm(unit + image(solution.value) - solution.value) if norm is None else norm()
         length = torch.linalg.vector_norm(solution.value, dim=1)
         open_rows = ~solution.converged
         # A sample that had ended has another residual when those that it depends on have moved on.
-        changed = exceeds(last, allowed.atol, length, unit.dtype) & torch.isfinite(last)
-        wrong = bool((~open_rows & changed).any())
-        if wrong or (bool(open_rows.any()) and _coupled(image, unit)):
+        changed = exceeds(last, allowed.atol, length, unit.dtype) & (last < torch.inf)
+        wrong, unsolved = torch.stack((changed & ~open_rows, open_rows)).any(1).tolist()
+        if wrong or (unsolved and _coupled(image, unit)):
             return None
-        left = self.max_steps - int(solution.evaluations.max())
-        if left < 2 or not bool(open_rows.any()):
+        left = self.max_steps - int(solution.evaluations.max()) if unsolved else 0
+        if left < 2:
             return solution
         # A right-hand side of zero keeps the solved samples out of the second attempt.
         b, start = (where_rows(open_rows, t, torch.zeros_like(t)) for t in (unit, solution.value))
@@ -211,17 +209,18 @@ class AdjointSolve:
 
 def _anderson(
     image: JacobianProduct, unit: Tensor, allowed: Tolerance, max_steps: int
-) -> tuple[Solution, Tensor | None]:
+) -> tuple[Solution, Callable[[], Tensor] | None]:
     """``u = unit + image(u)`` by Anderson's method from zero, whose evaluation is known: no product is
     needed.
 
-    Also the residual norms (B,) of all samples in the last evaluation, where they are known.
+    Also a function that gives the residual norms (B,) of all samples in the last evaluation, where they are
+    known.
     """
     problem = VectorProblem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
     first = problem.exact(problem.point(torch.zeros_like(unit), unit))
     solution, last = iterate(problem, first, _ANDERSON, allowed, max_steps + 1)
     solution.evaluations, solution.steps = solution.evaluations - 1, solution.steps - 1
-    return solution, None if last is None else last.norm
+    return solution, None if last is None else lambda: last().norm
 
 
 def _coupled(image: JacobianProduct, unit: Tensor) -> bool:
@@ -271,11 +270,13 @@ class Linearization:
             return pairs[id(leaf)][1]
 
         def evaluate(substitution: AbstractContextManager[Any]) -> Tensor:
-            with constant_weights(problem.modules, repeated=True), substitution:
+            weights = constant_weights(problem.modules, problem.weights, repeated=True)
+            with weights, substitution:
                 return replace(problem, args=args).masked_map(point)
 
         with torch.enable_grad(), uncompiled():
-            start = sequence_number()
+            known = problem.weights
+            start = sequence_number() if known is None else known.start
             args = problem.args
             if any(_trained(leaf) for leaf in leaves_of(args)):
                 args = pytree.tree_map(alias, args)

@@ -120,7 +120,7 @@ class Implicit(Adjoint):
             solve = self.adjoint_solve(solution.adjoint, solved, start.shape[0], rows, part.f)
             return implicit_value(record, z, solve)
 
-        gone, start = lost(solution), start.detach()
+        gone, start = lost_in(solution), start.detach()
         _attach(self.states or OneStep(), problem, start, gone, solution.states or ())
         solution.value = differentiated(problem, solution.value, start, gone, attach)
         return solution
@@ -217,20 +217,24 @@ class Phantom(Adjoint):
         with torch.no_grad():
             solution = run(problem, start.detach())
         each = [*(solution.states or ()), solution]
-        _attach(self, problem, start.detach(), lost(solution), each)
+        _attach(self, problem, start.detach(), lost_in(solution), each)
         return solution
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """Return ``anchor`` (B, D) with the gradient of the iterations that start there."""
         z = anchor
-        with constant_weights(problem.modules, repeated=True):
+        with constant_weights(problem.modules, problem.weights, repeated=True):
             for _ in range(self.steps):
                 z = torch.lerp(z, problem.masked_map(z), self.damping)
         return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
 
 
 def _attach(
-    adjoint: Phantom | OneStep, problem: Problem, start: Tensor, gone: Tensor, each: Sequence[Any]
+    adjoint: Phantom | OneStep,
+    problem: Problem,
+    start: Tensor,
+    gone: Tensor | None,
+    each: Sequence[Any],
 ) -> None:
     """Attach the gradient of ``adjoint`` to the ``value`` of a solution or of its states."""
 
@@ -286,15 +290,16 @@ Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
 
 
 def differentiated(
-    problem: Problem, value: Tensor, start: Tensor, left_out: Tensor, attach: Attach
+    problem: Problem, value: Tensor, start: Tensor, left_out: Tensor | None, attach: Attach
 ) -> Tensor:
     """Return ``value`` (B, D) with the gradient of ``attach(problem, value, rows)``.
 
-    Samples in ``left_out`` contribute zero gradient. Their NaN would reach the gradients of shared weights,
-    so ``attach`` receives only the other samples: ``rows`` (n,), or None for all. With ``compact=False`` no
-    sample can be removed, and the cotangents of ``left_out`` are set to zero instead.
+    Samples in ``left_out`` (None: there are none) contribute zero gradient. Their NaN would reach the
+    gradients of shared weights, so ``attach`` receives only the other samples: ``rows`` (n,), or None for
+    all. With ``compact=False`` no sample can be removed, and the cotangents of ``left_out`` are set to zero
+    instead.
     """
-    if not bool(left_out.any()):
+    if left_out is None or not bool(left_out.any()):
         return attach(problem, value, None)
     if bool(left_out.all()):
         return zero_derivative(problem, value.detach(), start)
@@ -311,7 +316,12 @@ def without_derivative(value: Tensor, left_out: Tensor) -> Tensor:
     return torch.where(left_out.unsqueeze(1), value.detach(), value)
 
 
+def lost_in(solution: Solution) -> Tensor | None:
+    """Return the mask of :func:`lost`; None if all samples converged."""
+    return None if solution.all_converged() else lost(solution)
+
+
 def lost(solution: Solution) -> Tensor:
     """Return a mask (B,) of the samples that failed and have no derivative."""
     away = (solution.status == Status.DIVERGED) | (solution.status == Status.NONFINITE)
-    return away | ~torch.isfinite(solution.residual)
+    return away | ~(solution.residual < torch.inf)

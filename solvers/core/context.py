@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
@@ -45,9 +46,14 @@ class Weights:
 
     They serve the weights of :func:`implicit_attn.parametrised.parametrise`. Those of a user's own
     parametrizations are computed at every evaluation, as everywhere in torch.
+
+    With ``graded``, the weights have a graph even if the solve computes them without gradients, so that the
+    evaluation that is differentiated can use them. The nodes of the graph have numbers from ``start``.
     """
 
     computed: dict[int, tuple[Callable[[], Tensor], Tensor]] = field(default_factory=dict)
+    graded: bool = False
+    start: int = 0
     # Within torch.utils.checkpoint: what the computation saves must not be computed again.
     checkpointed: bool = False
 
@@ -55,10 +61,16 @@ class Weights:
         """The weight, which is computed at the first call."""
         found = self.computed.get(id(parametrization))
         if found is None:
-            with saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext():
+            hooks = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
+            with hooks, torch.set_grad_enabled(self.graded or torch.is_grad_enabled()):
                 found = (parametrization, parametrization())
             self.computed[id(parametrization)] = found
         return found[1]
+
+
+def sequence_number() -> int:
+    """Return the number that autograd gives to the next node of this thread."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -98,7 +110,11 @@ _HELD = _Held()
 
 @contextmanager
 def constant_weights(
-    modules: list[nn.Module], *, repeated: bool = False, read: bool = False
+    modules: list[nn.Module],
+    weights: Weights | None = None,
+    *,
+    repeated: bool = False,
+    read: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Within the context, every parametrised weight has one value.
 
@@ -108,9 +124,10 @@ def constant_weights(
 
     Args:
         modules: what f calls, by :func:`modules_of`.
+        weights: those that the solve has computed already; None for new ones.
         repeated: the weights have the values of an earlier evaluation, so nothing changes.
-        read: every weight is read once at the beginning, and nothing changes afterwards. It is so, too, under
-            ``parametrize.cached()``, whose cache is filled with weights that have a graph.
+        read: every weight with buffers is read once at the beginning, and nothing changes afterwards. Under
+            ``parametrize.cached()`` every weight is read, so that its cache holds weights with a graph.
     """
     held: list[nn.Module] = []
 
@@ -118,17 +135,19 @@ def constant_weights(
         if not held:
             held.extend(_HELD.hold(modules))
 
-    if not repeated and (read or parametrize._cache_enabled):
+    cached = parametrize._cache_enabled
+    if not repeated and (read or cached):
         with recording():
             for module in filter(parametrize.is_parametrized, modules):
                 lists: Any = module.parametrizations
                 for name in lists:
-                    getattr(module, name)
+                    if cached or next(lists[name].buffers(), None) is not None:
+                        getattr(module, name)
         repeated = True
     if repeated:
         hold()
     try:
-        with within(weights=Weights()):
+        with within(weights=Weights() if weights is None else weights):
             yield hold
     finally:
         _HELD.release(held)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from solvers.core.context import CONTEXT
+from solvers.core.cuda import on_cuda
 from solvers.core.modes import in_transform
 
 
 def readable(device: torch.device) -> bool:
     """Whether the host may decide by tensors of the device: they show their numbers, without waiting."""
     hidden = CONTEXT.recording or in_transform()
-    return device.type == "cpu" and not hidden
+    return device.type == "cpu" and not hidden and not on_cuda(device)
 
 
 def leaves_alone(compact: bool, device: torch.device) -> bool:
@@ -24,7 +25,7 @@ def leaves_alone(compact: bool, device: torch.device) -> bool:
 
 def lag_of(device: torch.device) -> int:
     """How many steps old the host's knowledge may be: 0 where reading a tensor is free."""
-    return 2 if device.type == "cuda" else 0  # enough to keep the queue of kernels filled
+    return 2 if on_cuda(device) else 0  # enough to keep the queue of kernels filled
 
 
 class Watch:

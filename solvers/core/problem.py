@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.context import modules_of
+from solvers.core.context import Weights, modules_of
 from solvers.core.device import readable
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
@@ -189,6 +189,7 @@ class Problem:
     draws: Draws | None = None  # since the first evaluation
     goal: Goal | None = None  # of the call of fixed_point
     modules: list[nn.Module] = field(default_factory=list)  # that f may call
+    weights: Weights | None = None  # that the solve shares with what differentiates it
 
     @classmethod
     def of(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from solvers.core.cuda import on_cuda
 from solvers.core.device import maybe_any, readable, small_dtype
 from solvers.core.solution import Status, Tolerance, Trace
 
@@ -72,8 +73,8 @@ class Point:
 
     def finite(self) -> Tensor:
         """(B,) bool. Both norms count: a residual over an overflowed f(z) would look converged."""
-        finite = torch.isfinite(self.norm + self.reference)
-        return finite if self.energy is None else finite & torch.isfinite(self.energy.detach())
+        finite = self.norm + self.reference < math.inf
+        return finite if self.energy is None else finite & (self.energy.detach().abs() < math.inf)
 
 
 @dataclass
@@ -309,7 +310,7 @@ def row_norm(vector: Tensor) -> Tensor:
 
     On the CPU a norm whose squares over- or underflow is wrong; see :meth:`Problem.exact`.
     """
-    if vector.device.type != "cpu":  # whether it is would have to be awaited there
+    if on_cuda(vector):  # whether it is would have to be awaited there
         return scaled_norm(vector)
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 

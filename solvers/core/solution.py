@@ -276,6 +276,16 @@ class Solution:
     states: Any = None
     aux: Any = None
 
+    def all_converged(self) -> bool:
+        """Return whether every sample converged. The host reads this once from a CUDA device."""
+        known = vars(self).get("_known")
+        if known is None or known[0] is not self.status:
+            known = vars(self)["_known"] = (
+                self.status,
+                not bool(self.status.any()),
+            )  # CONVERGED is 0
+        return known[1]
+
     @property
     def converged(self) -> Tensor:
         """Whether each sample converged, (B,) bool; False if a rule stopped it."""
@@ -374,7 +384,7 @@ def apply_policy(
     warning points at the user's line, names the layer, and is shown once for each set of statuses and
     ``f``, the function or layer that failed.
     """
-    if on_failure == "ignore" or not bool(solution.status.any()):  # CONVERGED is 0
+    if on_failure == "ignore" or solution.all_converged():
         return
     failures = [name for name in solution.counts() if name not in ("CONVERGED", "STOPPED")]
     if not failures:

@@ -98,19 +98,27 @@ def judge_again(
         rows: (n,) samples of ``point``; None: all.
         converged: ``point`` is at the returned value where a sample has converged, and only there.
     """
-    wrong = exceeds(point.norm, tolerance.threshold(point.reference), point.reference, precision)
-    relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
-    rows = torch.arange(len(wrong), device=wrong.device) if rows is None else rows
-    status, finite = solution.status[rows], point.finite()
+    norm, reference = point.norm, point.reference
+    wrong = exceeds(norm, tolerance.threshold(reference), reference, precision)
+    relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
+    finite = point.finite()
+
+    def part(whole: Tensor) -> Tensor:
+        return whole if rows is None else whole[rows]
+
+    def write(whole: Tensor, new: Tensor) -> Tensor:
+        return new if rows is None else whole.index_copy(0, rows, new)
+
+    known = part(solution.status) == Status.CONVERGED
     if converged:
-        finite = finite & (status == Status.CONVERGED)
-    status = torch.where(wrong & (status == Status.CONVERGED), int(Status.INCONSISTENT), status)
-    solution.status = solution.status.index_copy(0, rows, status)
-    for name, new in (("residual", relative), ("residual_norm", point.norm)):
+        finite = finite & known
+    status = torch.where(wrong & known, int(Status.INCONSISTENT), part(solution.status))
+    solution.status = write(solution.status, status)
+    # A sample without a finite evaluation keeps its infinite residual.
+    finite = finite & (part(solution.residual) < torch.inf)
+    for name, new in (("residual", relative), ("residual_norm", norm)):
         old = getattr(solution, name)
-        # A sample without a finite evaluation keeps its infinite residual.
-        new = torch.where(finite & torch.isfinite(old[rows]), new.to(old.dtype), old[rows])
-        setattr(solution, name, old.index_copy(0, rows, new))
+        setattr(solution, name, write(old, torch.where(finite, new.to(old.dtype), part(old))))
 
 
 def refuse_change(

@@ -159,8 +159,6 @@ class RecordedSolve:
         self.mask = None if mask is None else self.layout.mask_vector(mask).contiguous().clone()
         self.z0 = start.clone()
         self.turns = Turns(self.z0, options.solver, options.max_steps, mask=self.mask)
-        cuda = self.device.type == "cuda"
-        self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=cuda)
         self.weights = Weights()  # parametrised weights, computed once a solve
         self.caller, self.module, self.modules = _Caller(f, module), module, list(module.modules())
         runs: list[Callable[[], object]] = [self._start, self._turn]
@@ -178,7 +176,7 @@ class RecordedSolve:
                 if p.requires_grad
             }
             runs += [self._linearise, self._adjoint_turn, self._gradients]
-        pool = torch.cuda.graph_pool_handle() if cuda else None
+        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         with constant_weights(self.modules, repeated=True):
             self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
 
@@ -200,7 +198,6 @@ class RecordedSolve:
             value = self.layout.vector(self.f(self._state(self.turns.z), *self._args()))
         with torch.no_grad():
             self.turns.turn(value)
-            self.flag.copy_(self.turns.left, non_blocking=True)
 
     def _compare_energies(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True):
@@ -229,7 +226,6 @@ class RecordedSolve:
         (product,) = self._pull([self.point], self.adjoint_turns.z)
         with torch.no_grad():
             self.adjoint_turns.turn(self.cotangent + product)
-            self.flag.copy_(self.adjoint_turns.left, non_blocking=True)
 
     def _gradients(self) -> None:
         wanted = [t for t in self.inputs if t.requires_grad] + list(self.aliases.values())
@@ -274,7 +270,7 @@ class RecordedSolve:
         self.turns.set_tolerance(tolerance)
         with constant_weights(self.modules, read=True):
             self.replay("_start")
-            self._until_done("_turn", self.turns.max_steps)
+            self._until_done("_turn", self.turns)
             if isinstance(self.f, EnergyUpdate):
                 self.replay("_compare_energies")
         failed, energy = self.turns.status > int(Status.MAX_STEPS), None
@@ -293,7 +289,7 @@ class RecordedSolve:
         turns = self.adjoint_turns
         turns.set_tolerance(tolerance)
         turns.start(self.cotangent)
-        self._until_done("_adjoint_turn", turns.max_steps)
+        self._until_done("_adjoint_turn", turns)
         self.replay("_gradients")
         return turns.solution(), [t.clone() for t in self.found]
 
@@ -301,12 +297,10 @@ class RecordedSolve:
         graph = self.graphs[name]
         getattr(self, name)() if graph is None else graph.replay()
 
-    def _until_done(self, name: str, most: int) -> None:
-        for _ in range(most):
+    def _until_done(self, name: str, turns: Turns) -> None:
+        for _ in range(turns.max_steps):
             self.replay(name)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            if not int(self.flag):
+            if not int(turns.left):
                 return
 
 

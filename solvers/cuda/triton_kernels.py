@@ -31,19 +31,20 @@ def _products(
         if MASKED:
             keep = tl.load(mask + here, there, 0) != 0
             r, fi = tl.where(keep, r, 0.0), tl.where(keep, fi, 0.0)
-        before, last = tl.load(residual + here, there, 0.0), tl.load(previous + here, there, 0.0)
+        old = there & (k > 0)  # what a buffer holds before the first turn does not count
+        before, last = tl.load(residual + here, old, 0.0), tl.load(previous + here, old, 0.0)
         change = tl.where(k > 0, r - before, 0.0)
         step = zi - last + damping.to(zi.dtype) * change
         tl.store(previous + here, zi, there)
         tl.store(residual + here, r, there)
         slot = (k + M - 1) % M
         newest = (row * M + slot) * size + at
-        tl.store(steps + newest, step, there & (k > 0))
-        tl.store(changes + newest, change, there & (k > 0))
+        tl.store(steps + newest, step, old)
+        tl.store(changes + newest, change, old)
         out = partial + (row * chunks + chunk) * (2 * P + 2)
         for j in tl.static_range(0, M):  # type: ignore[attr-defined]
-            old = there & (j < k) & (j != slot)
-            other = tl.load(changes + (row * M + j) * size + at, old, 0.0)
+            known = there & (j < k) & (j != slot)
+            other = tl.load(changes + (row * M + j) * size + at, known, 0.0)
             other = tl.where(j == slot, change, other)
             tl.store(out + j, tl.sum(change * other).to(tl.float64))
             tl.store(out + P + j, tl.sum(r * other).to(tl.float64))
@@ -90,10 +91,11 @@ def _judge(
         new = tl.where(converged, 0, tl.where(k + 1 >= most, 1, -1))
         new = tl.where(fits, new, tl.where(finite, 3, 4))
         relative = tl.minimum(norm / tl.where(scale == 0, tiny, scale), largest)
-        least = tl.load(best + row)
+        least = tl.where(k == 0, float("inf"), tl.load(best + row))
+        norm_before = tl.where(k == 0, float("inf"), tl.load(norm_at_best + row))
         better_now = fits & ((relative < least) | converged)
         tl.store(best + row, tl.where(better_now, relative, least))
-        tl.store(norm_at_best + row, tl.where(better_now, norm, tl.load(norm_at_best + row)))
+        tl.store(norm_at_best + row, tl.where(better_now, norm, norm_before))
         improved = better_now.to(tl.int32)
         tl.store(status + row, new)
         tl.store(evaluations + row, k + 1)
@@ -136,7 +138,7 @@ def _combine(
     there = at < size
     here = row * size + at
     zi = tl.load(z + here, there, 0.0)
-    if tl.load(better + row) != 0:
+    if (tl.load(better + row) != 0) | (tl.load(evaluations + row) == 1):
         tl.store(kept + here, zi, there)
     if tl.load(status + row) == -1:
         k = tl.load(evaluations + row) - 1

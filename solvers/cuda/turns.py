@@ -1,20 +1,27 @@
-"""Anderson's method on buffers that keep their place: turns that a CUDA graph can record.
+"""Anderson's method on buffers that keep their place, for CUDA devices.
 
 A turn takes the value of the map at the current points and moves every row: it stores the newest
 difference, judges the row, and combines the differences to the next point, as
 :class:`solvers.Anderson` does. The host reads one number a turn, how many rows are left. The turn here
-is written in torch, and the one in ``kernels`` is three Triton kernels.
+is written in torch, and the one in ``triton_kernels`` is three Triton kernels. :func:`solve_in_turns` calls
+the map and a turn alternately; ``recording`` does the same with CUDA graphs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from math import prod
 
 import torch
 from torch import Tensor
 
+from solvers.core.cuda import on_cuda
 from solvers.core.loop import DIVERGENCE
-from solvers.core.rows import RUNNING
+from solvers.core.modes import in_transform
+from solvers.core.problem import Problem
+from solvers.core.rows import RUNNING, Point
+from solvers.core.safeguard import rounding
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.methods.anderson import Anderson
 
@@ -34,6 +41,7 @@ class Turns:
         like: Tensor,
         solver: Anderson,
         max_steps: int,
+        tolerance: Tolerance | None = None,
         *,
         mask: Tensor | None = None,
         fused: bool | None = None,
@@ -47,26 +55,23 @@ class Turns:
         chunks = -(-size // self.chunk)
 
         def new(*shape: int, dtype: torch.dtype = wide) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=like.device)
+            return torch.empty(*shape, dtype=dtype, device=like.device)
 
-        self.z, self.kept, self.previous, self.residual = (new(batch, size) for _ in range(4))
-        self.steps, self.changes = (new(batch, self.memory, size) for _ in range(2))
+        self.z, self.kept, self.previous, self.residual = new(4, batch, size).unbind()
+        self.steps, self.changes = new(2, batch, self.memory, size).unbind()
         # What is small is in float64, in which no square of a float32 number over- or underflows.
         small = torch.float64
-        self.partial = new(batch, chunks, 2 * width + 2, dtype=small)
-        self.gram, self.weights = (
-            new(batch, width, width, dtype=small),
-            new(batch, width, dtype=small),
-        )
-        self.best, self.norm, self.limit = (new(batch, dtype=small) for _ in range(3))
-        self.status, self.evaluations, self.better = (
-            new(batch, dtype=torch.int32) for _ in range(3)
-        )
-        self.left = new(1, dtype=torch.int32)
-        self.slots = torch.arange(width, device=like.device)
-        self.identity = torch.eye(width, dtype=small, device=like.device)
+        shapes = (chunks, 2 * width + 2), (width, width), (width,), (), (), ()
+        sizes = [batch * prod(shape) for shape in shapes]
+        pieces = new(sum(sizes), dtype=small).split(sizes)
+        views = (t.view(batch, *shape) for t, shape in zip(pieces, shapes, strict=True))
+        self.partial, self.gram, self.weights, self.best, self.norm, self.limit = views
+        counts = new(3 * batch + 1, dtype=torch.int32)
+        self.counts, self.left = counts[:-1].view(3, batch), counts[-1:]
+        self.status, self.evaluations, self.better = self.counts.unbind()
         ridge, tiny = solver.ridge(wide)
-        numbers = (0.0, 0.0, solver.damping, ridge, tiny, torch.finfo(wide).max)
+        allowed = tolerance or Tolerance()
+        numbers = (allowed.rtol, allowed.atol, solver.damping, ridge, tiny, torch.finfo(wide).max)
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
 
     def set_tolerance(self, tolerance: Tolerance) -> None:
@@ -77,15 +82,8 @@ class Turns:
     def start(self, z: Tensor) -> None:
         """Begin a solve at ``z`` (B, ...)."""
         self.z.copy_(z.reshape(self.z.shape))
-        self.kept.copy_(self.z)
+        self.counts.zero_()
         self.status.fill_(RUNNING)
-        self.best.fill_(torch.inf)
-        self.norm.fill_(torch.inf)
-        for buffer in (self.evaluations, self.previous, self.residual):
-            buffer.zero_()
-        if not self.fused:  # the kernels know which slots are in use
-            for buffer in (self.steps, self.changes):
-                buffer.zero_()
 
     def turn(self, value: Tensor) -> None:
         """Move every row by the ``value`` of the map at ``z``, (B, ...) of any floating dtype."""
@@ -98,14 +96,14 @@ class Turns:
             turn(self, value)
 
     def solution(self) -> Solution:
-        """Copies of the results, the value (B, D)."""
-        evaluations = self.evaluations.long()
+        """Return copies of the results, the value (B, D)."""
+        status, evaluations, _ = self.counts.long().unbind()
         return Solution(
             value=self.kept.clone(),
-            status=self.status.long(),
+            status=status,
             residual=self.best.to(self.z.dtype),
             residual_norm=self.norm.to(self.z.dtype),
-            steps=(evaluations - 1).clamp_min(0),
+            steps=evaluations - 1,
             evaluations=evaluations,
         )
 
@@ -114,13 +112,22 @@ def turn(s: Turns, value: Tensor) -> None:
     """Move every row of ``s`` by ``value`` (B, D), in torch."""
     rtol, atol, damping, ridge, tiny, largest = s.settings.unbind()
     running, first, count = s.status == RUNNING, s.evaluations == 0, s.evaluations + 1
+    width, slots = s.gram.shape[1], torch.arange(s.gram.shape[1], device=s.z.device)
     residual = value - s.z
     if s.mask is not None:
         residual, value = residual.where(s.mask, 0.0), value.where(s.mask, 0.0)
+    # What a buffer holds before the first turn does not count.
+    begins = first[:, None]
+    s.previous.masked_fill_(begins, 0)
+    s.residual.masked_fill_(begins, 0)
+    for buffer in (s.steps, s.changes):
+        buffer.masked_fill_(begins[:, :, None], 0)
+    s.best.masked_fill_(first, torch.inf)
+    s.norm.masked_fill_(first, torch.inf)
     # Store the newest difference in the place of the oldest.
     change = residual - s.residual
     step = torch.addcmul(s.z - s.previous, damping.to(change.dtype), change)
-    fresh = (s.slots == ((count + (s.memory - 2)) % s.memory)[:, None]) & ~first[:, None]
+    fresh = (slots == ((count + (s.memory - 2)) % s.memory)[:, None]) & ~begins
     newest = fresh[:, : s.memory, None]
     torch.where(newest, change[:, None], s.changes, out=s.changes)
     torch.where(newest, step[:, None], s.steps, out=s.steps)
@@ -138,19 +145,21 @@ def turn(s: Turns, value: Tensor) -> None:
     status = torch.where(fits, status, failed).int()
     relative = (norm / torch.where(scale == 0, tiny, scale)).minimum(largest)
     better = running & fits & ((relative < s.best) | converged)
+    s.better.copy_(better)
     torch.where(better, relative, s.best, out=s.best)
     torch.where(better, norm, s.norm, out=s.norm)
-    torch.where(better[:, None], s.z, s.kept, out=s.kept)
+    torch.where((better | first)[:, None], s.z, s.kept, out=s.kept)
     torch.where(running, status, s.status, out=s.status)
     torch.where(running, count, s.evaluations, out=s.evaluations)
     goes_on = s.status == RUNNING
     s.left.copy_(goes_on.sum())
     # Empty slots have a row and a column of the identity, and so the weight 0.
     sums = torch.bmm(s.changes, torch.stack((change, residual), 2)).to(s.gram.dtype)
-    sums = torch.nn.functional.pad(sums, (0, 0, 0, s.gram.shape[1] - s.memory))
+    sums = torch.nn.functional.pad(sums, (0, 0, 0, width - s.memory))
     by_change, by_residual = sums.unbind(2)
     row = torch.where(fresh, by_change * ridge + tiny, by_change)
-    torch.where(first[:, None, None], s.identity, s.gram, out=s.gram)
+    identity = torch.eye(width, dtype=s.gram.dtype, device=s.z.device)
+    torch.where(begins[:, :, None], identity, s.gram, out=s.gram)
     torch.where(fresh[:, :, None], row[:, None], s.gram, out=s.gram)
     torch.where(fresh[:, None], row[:, :, None], s.gram, out=s.gram)
     weights = torch.linalg.solve_ex(s.gram, by_residual[:, :, None])[0][:, : s.memory, 0]
@@ -162,6 +171,54 @@ def turn(s: Turns, value: Tensor) -> None:
     s.previous.copy_(s.z)
     s.residual.copy_(residual)
     torch.where(goes_on[:, None], new, s.z, out=s.z)
+
+
+def serves(like: Tensor) -> bool:
+    """Return whether :func:`solve_in_turns` serves states (B, D) like this one.
+
+    In float64 the squares of a norm could over- or underflow.
+    """
+    plain = not (torch.is_grad_enabled() or in_transform())
+    return on_cuda(like) and like.dtype != torch.float64 and plain
+
+
+def solve_in_turns(
+    problem: Problem, first: Point, solver: Anderson, tolerance: Tolerance, max_steps: int
+) -> tuple[Solution | None, Callable[[], Point] | None]:
+    """Solve from the ``first`` evaluation, at the start (B, D).
+
+    Returns:
+        The solution, and a function that gives the last evaluation, which was at the returned values of the
+        samples that have converged. None, None if a sample failed, for which the ordinary loop knows more;
+        also if the map descends an energy and a sample did not converge or ended at a higher energy than it
+        began.
+    """
+    turns = Turns(first.z, solver, max_steps, tolerance, mask=problem.mask)
+    turns.start(first.z)
+    dtype, value, energy = first.z.dtype, first.z + first.residual, first.energy
+    kept = energy
+    while True:
+        turns.turn(value)
+        if energy is not None and kept is not None and energy is not first.energy:
+            kept = torch.where(turns.better.bool(), energy, kept)
+        if not int(turns.left):
+            break
+        point = turns.z.to(dtype)
+        if energy is None:
+            value = problem.image(point)
+        else:
+            value, energy, _ = problem.joint(point)
+    solution = turns.solution()
+    if kept is not None and first.energy is not None:
+        rose = kept > first.energy + rounding(first.energy)
+        failed = bool((rose | (turns.status > int(Status.CONVERGED))).any())
+    else:
+        failed = not solution.all_converged()
+        failed = failed and bool((turns.status > int(Status.MAX_STEPS)).any())
+    if failed:
+        return None, None
+    solution.value, solution.energy = solution.value.to(dtype), kept
+    return solution, lambda: problem.point(turns.z.to(dtype), value, energy)
 
 
 def _power_of_two(number: int, least: int = 4) -> int:

@@ -79,7 +79,7 @@ def solve_failed(
     All evaluations of a sample count towards ``max_steps``; with ``compact=False`` those of any sample.
     An unrolled solve has no fallback, because its steps are recorded.
     """
-    if torch.is_grad_enabled() or bool((solution.status == int(Status.CONVERGED)).all()):
+    if torch.is_grad_enabled() or solution.all_converged():
         return
     batch = solution.status.numel()
     stages: list[Solver] = [Forward()]

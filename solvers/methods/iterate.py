@@ -1,4 +1,4 @@
-"""Run one solver, in C++ if it is supported there and otherwise in torch."""
+"""Run one solver: in C++ on CPUs, in turns on CUDA devices, and otherwise by the loop in torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from solvers.core.loop import Loop, Rule, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, Progress
 from solvers.core.solution import Solution, Tolerance
+from solvers.cuda import turns
 from solvers.methods.anderson import Anderson
 from solvers.methods.steps import Forward
 from solvers.native import MOST, serves, solve_in_turns
@@ -23,18 +24,30 @@ def iterate(
     callback: Callable[[Progress], object] | None = None,
     states_at: Sequence[int] = (),
     rule: Rule | None = None,
-) -> tuple[Solution, Point | None]:
+    *,
+    automatic: bool = False,
+) -> tuple[Solution, Callable[[], Point] | None]:
     """Solve from the evaluation ``first`` at the start.
 
-    The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU, for maps
-    without an energy, bounds, a trace or a callback, and without autograd.
+    The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU. The turns
+    support Anderson acceleration in float32 and half precision on CUDA devices. Both need maps without
+    bounds, a trace or a callback, and no autograd. If the solver of an energy was chosen automatically,
+    the turns are tried first: they accelerate its gradient step.
 
     Returns:
-        The solution, with a value (B, D), and the last evaluation if it included all samples at their
-        returned values, else None.
+        The solution, with a value (B, D), and a function that gives the last evaluation if it included all
+        samples at their returned values, else None.
     """
     watched = record or callback is not None or bool(states_at) or rule is not None
-    plain = not (watched or problem.has_energy or problem.bounds)
+    watched = watched or problem.bounds is not None
+    plain = not (watched or problem.has_energy)
+    anderson = type(solver) is Anderson and plain
+    descends = automatic and solver.needs_energy and not watched
+    if (anderson or descends) and turns.serves(first.z):
+        chosen = solver if isinstance(solver, Anderson) else Anderson()
+        solution, last = turns.solve_in_turns(problem, first, chosen, tolerance, max_steps)
+        if solution is not None:
+            return solution, last
     if plain and serves(first.z):
         if type(solver) is Anderson and solver.memory <= MOST:
             numbers = (solver.damping, *solver.ridge(first.z.dtype))

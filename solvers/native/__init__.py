@@ -176,12 +176,12 @@ def solve_in_turns(
     numbers: tuple[float, float, float],
     tolerance: Tolerance,
     max_steps: int,
-) -> tuple[Solution, Point | None]:
+) -> tuple[Solution, Callable[[], Point] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D), whose residual is overwritten.
 
     Returns:
-        The solution and the last evaluation, or None if samples have left the batch. It evaluates
-        the samples that had ended before at their best iterates.
+        The solution and a function that gives the last evaluation, or None if samples have left the batch.
+        It evaluates the samples that had ended before at their best iterates.
 
     Args:
         memory: number of stored differences; 0 for plain steps.
@@ -226,7 +226,9 @@ def solve_in_turns(
         value = part.image(trial)
     del own  # the engine only held addresses
     del following
-    last = problem.exact(problem.point(trial, value)) if len(index) == batch else None
+    last: Any = None
+    if len(index) == batch:
+        last = lambda: problem.exact(problem.point(trial, value))  # noqa: E731
     solution = Solution(
         value=best,
         status=status.clone(),

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import solvers
+import solvers.cuda.turns as turns_module
 from solvers import Status, Tolerance
+from solvers.core.cuda import forced
 from solvers.core.rows import RUNNING
 from solvers.cuda.turns import Turns
 
@@ -163,6 +166,109 @@ def test_masked_entries_keep_their_value_and_enter_no_norm() -> None:
     residual = (value - solution.value)[mask].view(2, -1).norm(dim=1)
     relative = residual / value[mask].view(2, -1).norm(dim=1)
     torch.testing.assert_close(relative, solution.residual, rtol=1e-3, atol=1e-6)
+
+
+def on_both(f: Any, start: Tensor, *args: Tensor, **options: Any) -> list[solvers.Solution]:
+    """Solve by the ordinary loop of a CPU, and as on a CUDA device."""
+    plain = solvers.fixed_point(f, start.cpu(), args, on_failure="ignore", **options)
+    with forced():
+        return [plain, solvers.fixed_point(f, start, args, on_failure="ignore", **options)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/deq/test_cuda.py solves on the card")
+@pytest.mark.parametrize("case", ["plain", "mask", "half", "few steps"])
+def test_solves_in_turns(case: str) -> None:
+    dtype = torch.bfloat16 if case == "half" else torch.float32
+    x, _ = contraction(4, 30, dtype)
+    rates = torch.linspace(-0.9, 0.9, 30, dtype=dtype)
+    options: dict[str, Any] = {"max_steps": 3 if case == "few steps" else 50}
+    if case == "mask":
+        options["mask"] = torch.arange(30).expand(4, 30) % 3 > 0
+    x.requires_grad_()
+    gradients = []
+    for solution in (
+        found := on_both(
+            lambda z, x: rates * torch.sin(z.flip(1)) + x, torch.zeros_like(x), x, **options
+        )
+    ):
+        gradients.append(torch.autograd.grad(solution.value.float().square().sum(), x)[0])
+        assert solution.value.dtype == dtype
+    assert (found[0].status == found[1].status).all()
+    assert (found[0].evaluations - found[1].evaluations).abs().max() <= 1
+    close = 3e-2 if case == "half" else 1e-3
+    assert (found[0].value - found[1].value).norm() <= close * found[0].value.norm()
+    if case != "few steps":
+        assert (gradients[0] - gradients[1]).norm() <= 2 * close * gradients[0].norm()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/deq/test_cuda.py solves on the card")
+@pytest.mark.parametrize("kind", ["convex", "two wells", "unbounded below"])
+def test_energies_descend_in_turns(kind: str) -> None:
+    x, _ = contraction(3, 8, torch.float32)
+    quartic = {"convex": 0.1, "two wells": 1.0, "unbounded below": -1.0}[kind]
+    curvature = -1.0 if kind == "two wells" else 1.0
+
+    def energy(z: Tensor, x: Tensor) -> Tensor:
+        return (quartic * z**4 / 4 + curvature * z**2 / 2 - 0.3 * x * z).sum(1)
+
+    descent = solvers.Descent(energy, step_size=0.3)
+    plain, found = on_both(descent, 0.1 * x, x, tolerance=1e-5, max_steps=200)
+    assert (plain.status == found.status).all()
+    assert found.converged.all() == (kind != "unbounded below")
+    if kind == "unbounded below":
+        return
+    assert found.energy is not None
+    torch.testing.assert_close(found.energy, energy(found.value, x), rtol=1e-4, atol=1e-5)
+    assert (found.energy <= energy(0.1 * x, x)).all()
+    gradient = torch.func.grad(lambda z: energy(z, x).sum())(found.value)
+    assert gradient.abs().max() < 1e-4
+
+
+def test_a_failing_sample_is_left_to_the_ordinary_loop() -> None:
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return z * (1 + x) / 2 + 1 + 0 * x / (2 - x)  # no fixed point for x = 1, NaN for x = 2
+
+    x = torch.tensor([[0.0], [2.0], [1.0], [0.0]])
+    plain, found = on_both(f, torch.zeros_like(x), x, max_steps=300)
+    assert (plain.status == found.status).all()
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that launch a kernel, and reads of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.reads = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        view = func.is_view or "empty" in func.name() or "_unsafe_view" in func.name()
+        read = "_local_scalar_dense" in func.name()
+        self.reads += read
+        self.kernels += not (view or read)
+        return result
+
+
+def test_what_a_turn_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside f and the three kernels an evaluation costs nothing, and the host reads one number."""
+    plain, counts = turns_module.turn, []
+    monkeypatch.setattr(turns_module, "turn", lambda s, value: quiet(plain, s, value))
+
+    def quiet(turn: Any, s: Turns, value: Tensor) -> None:
+        with _disable_current_modes():
+            turn(s, value)
+
+    for rtol in (1e-2, 1e-6):
+        x, f = contraction(4, 30, torch.float32)
+        with Counted() as alone:
+            f(x)
+        with forced(), torch.no_grad(), Counted() as seen:
+            found = solvers.fixed_point(f, x, tolerance=rtol, verify=False, compact=False)
+        counts.append((int(found.evaluations.max()), seen.kernels, seen.reads))
+    (few, kernels, reads), (many, more_kernels, more_reads) = counts
+    assert many > few
+    assert more_kernels - kernels <= (many - few) * alone.kernels
+    assert more_reads - reads == many - few
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's ptxas is looked for on x86-64")
