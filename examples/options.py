@@ -65,12 +65,13 @@ class Recipe:
             left = min(1.0, (1 - done) / (1 - options.warmup))
         return options.rate * rise * (options.floor + (1 - options.floor) * left)
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
         least = 0 if self.decayed == "all" else 2  # dimensions of a parameter that decays
         groups: list[Any] = [{"params": [p for p in model.parameters() if p.dim() >= least]}]
         if rest := [p for p in model.parameters() if p.dim() < least]:
             groups.append({"params": rest, "weight_decay": 0.0})
         options: Any = {"lr": self.rate, "betas": self.betas, "weight_decay": self.weight_decay}
+        options["fused"] = fused or None  # None lets PyTorch choose
         return (torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW)(
             groups, **options
         )
@@ -98,7 +99,8 @@ class Run(Recipe):
     """cpu, cuda, ..."""
     strategy: str = "auto"
     """of Lightning Fabric"""
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true"] = "32-true"
+    precision: Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "64-true"] = "32-true"
+    """of Lightning Fabric; tf32 is 32-true with products in TF32 on a card"""
     compile: bool = False
     """compile the repeated layer (a minute at the start)"""
     arguments: tuple[str, ...] = ()

@@ -102,18 +102,21 @@ class NextCharacter(Task):
 
     def read(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Windows (B, n) that begin at ``starts`` (B,), and the characters that follow each of theirs."""
-        found = ids[starts[:, None] + torch.arange(self.length + 1)]
+        found = ids[starts[:, None] + torch.arange(self.length + 1, device=starts.device)]
         return found[:, :-1], found[:, 1:]
 
     def augmented(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         most = len(self.text) - self.length
-        starts = torch.randint(most, (len(inputs),), generator=generator)
-        found, following = self.read(self.text, starts)
-        return found.to(inputs.device), following.to(inputs.device)
+        size, device = (len(inputs),), generator.device
+        return self.read(self.text, torch.randint(most, size, generator=generator, device=device))
 
-    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self.text = self.text.to(device)
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         logits = outputs.flatten(0, 1).float()
         return F.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from implicit_attn.data.files import damaged, find, missing
 from solvers.core.checks import require_choice, require_count
@@ -110,13 +110,13 @@ class SudokuSymmetries:
     def __call__(
         self, puzzles: Tensor, solutions: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        number = len(puzzles)
+        number, device = len(puzzles), generator.device
         rows, columns = _lines(number, generator), _lines(number, generator)
         cells = (SIDE * rows[:, :, None] + columns[:, None, :]).view(number, CELLS)
-        turned = torch.rand(number, 1, generator=generator) < 0.5
+        turned = torch.rand(number, 1, generator=generator, device=device) < 0.5
         cells = torch.where(turned, cells.view(-1, SIDE, SIDE).mT.reshape(number, CELLS), cells)
-        digits = torch.rand(number, SIDE, generator=generator).argsort(1) + 1
-        digits = torch.cat([torch.zeros(number, 1, dtype=torch.int64), digits], dim=1)
+        digits = torch.rand(number, SIDE, generator=generator, device=device).argsort(1) + 1
+        digits = nn.functional.pad(digits, (1, 0))
         cells, digits = cells.to(puzzles.device), digits.to(puzzles.device)
         moved = [digits.gather(1, boards.gather(1, cells)) for boards in (puzzles, solutions)]
         return moved[0], moved[1]
@@ -124,8 +124,9 @@ class SudokuSymmetries:
 
 def _lines(number: int, generator: torch.Generator) -> Tensor:
     """(number, 9) permutations of the lines of a board that keep the bands together."""
-    bands = torch.rand(number, 3, generator=generator).argsort(1)
-    within = torch.rand(number, 3, 3, generator=generator).argsort(2)
+    device = generator.device
+    bands = torch.rand(number, 3, generator=generator, device=device).argsort(1)
+    within = torch.rand(number, 3, 3, generator=generator, device=device).argsort(2)
     return (3 * bands[:, :, None] + within).view(number, SIDE)
 
 
@@ -338,9 +339,10 @@ def reveal_up_to(
     Args:
         puzzles, solutions: (B, N), 0 = unknown.
         givens: of all puzzles, or (B, 1), one for each; a puzzle with more keeps them.
-        generator: on the CPU.
+        generator: draws on its own device.
     """
-    order = torch.rand(puzzles.shape, generator=generator).to(puzzles.device)
+    order = torch.rand(puzzles.shape, generator=generator, device=generator.device)
+    order = order.to(puzzles.device)
     place = order.masked_fill(puzzles != 0, -1.0).argsort(1).argsort(1)  # the givens come first
     most = givens.to(puzzles.device) if isinstance(givens, Tensor) else givens
     return torch.where(place < most, solutions, puzzles)
