@@ -17,6 +17,16 @@ DEFAULTS = {
     "warmup": 0.05, "floor": 0.01, "weight_decay": 1e-2, "clip": 1.0, "optimizer": "adamw",
     "betas": (0.9, 0.999), "decay": "cosine", "decayed": "all", "average": 0.0,
 }  # fmt: skip
+# Other numbers must be positive.
+MAY_BE_ZERO = (
+    "seed", "warmup", "floor", "weight_decay", "average", "dropout", "initial_step", "rtol", "temperature",
+    "minutes", "carried", "guesses",
+)  # fmt: skip
+
+
+def refuse(option: str, value: Any, error: Exception) -> SystemExit:
+    """Return the end of a script whose ``--option`` leads to an error, as one line."""
+    return SystemExit(f"--{option} {value}: {error}")
 
 
 @dataclass(kw_only=True)
@@ -48,6 +58,14 @@ class Recipe:
     """least and most iterations of a recurrent model, drawn for each step"""
     seed: int = 0
     """of the weights and of all that is drawn"""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+                least = "0 or more" if name in MAY_BE_ZERO else "positive"
+                raise SystemExit(f"--{name.replace('_', '-')} must be {least}, got {value:g}")
 
     def fill(self, preset: dict[str, Any]) -> Any:
         """Set what is None to the value in ``preset``, or else in ``DEFAULTS``; return the options."""

@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import torch
 import tyro
 from board_tasks import Boards, CarriedStates, Completion, row_of
-from options import Backbone
+from options import Backbone, refuse
 from runner import STYLE, Table
 from training import Training
 
@@ -96,19 +96,27 @@ class Sudoku(Backbone):
     """file, or name of shipped weights: train these on, with their puzzles and seed"""
 
 
-def load_solver(name: str) -> tuple[BoardSolver, dict[str, Any]]:
+def load_solver(name: str, option: str = "weights") -> tuple[BoardSolver, dict[str, Any]]:
     """A board solver by a file or by the name of shipped weights, and the settings of its training."""
-    model, settings = load_model(weights_file(name))
+    try:
+        model, settings = load_model(weights_file(name))
+    except ValueError as error:
+        raise refuse(option, name, error) from None
     if not isinstance(model, BoardSolver):
-        raise SystemExit(f"{name} must hold a board solver, got a {type(model).__name__}")
+        raise SystemExit(f"--{option} must be a board solver, got a {type(model).__name__}")
     return model, settings
 
 
 def puzzles_of(options: Sudoku, more: int | None) -> Any:
     """Puzzles with no further givens (``more`` = 0), or with up to 17."""
-    source = resolve_source(options.source)
     counts = options.train, options.test
-    return load_sudoku(*counts, source=source, more=more, seed=options.seed)
+    try:
+        source = resolve_source(options.source)
+        return load_sudoku(*counts, source=source, more=more, seed=options.seed)
+    except FileNotFoundError as error:
+        raise refuse("source", options.source, error) from None
+    except ValueError as error:
+        raise refuse("train", options.train, error) from None
 
 
 def held_out(options: Sudoku) -> dict[str, Boards]:
@@ -173,7 +181,7 @@ def build_solver(options: Sudoku) -> tuple[Any, dict[str, Any], Completion]:
     options.fill(SOLVE)
     before = None
     if options.start is not None:
-        before, settings = load_solver(options.start)
+        before, settings = load_solver(options.start, "start")
         options.train, options.seed = settings["train"], settings["seed"]
         options.features, options.width = before.update.features, before.update.width
     few, mixed = puzzles_of(options, 0), puzzles_of(options, None)

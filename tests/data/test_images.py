@@ -182,7 +182,7 @@ def test_a_missing_file_is_downloaded_once(folder: Path, monkeypatch: pytest.Mon
     contents = [
         idx_bytes(shape, bytes(int(np.prod(shape)))) for shape in ((4, 2, 2), (4,), (2, 2, 2), (2,))
     ]
-    files = dict(zip(images.IDX_FILES, contents, strict=True))
+    files: dict[str, bytes] = dict(zip(images.IDX_FILES, contents, strict=True))
     md5s = [hashlib.md5(content).hexdigest() for content in contents]
     monkeypatch.setitem(images.IDX_MD5, "mnist", md5s)
     asked: list[str] = []
