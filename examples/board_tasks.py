@@ -52,16 +52,13 @@ class CarriedStates:
             states (C, N, q, m), or (0,) where C = 0.
         """
         number = len(inputs) if len(self) >= len(inputs) else 0
-        index = torch.randperm(len(self), generator=generator)[:number].to(inputs.device)
+        draw: Any = {"generator": generator, "device": inputs.device}
+        index = torch.randperm(len(self), **draw)[:number]
         if number == 0:
             return index, inputs, targets, torch.empty(0, device=inputs.device)
         puzzles, solutions, states = (rows[index] for rows in self.rows[:3])
-        strength = self.noise * torch.rand(number, generator=generator).to(states)
-        if states.device.type != "cpu":  # the processor would draw longer than a step takes
-            seed = int(torch.randint(2**62, (), generator=generator))
-            generator = torch.Generator(states.device).manual_seed(seed)
-        drawn = torch.randn(states.shape, generator=generator, device=states.device)
-        states = states + strength.view(-1, *[1] * (drawn.dim() - 1)) * drawn.to(states)
+        strength = self.noise * torch.rand(number, *[1] * (states.dim() - 1), **draw)
+        states = states + (strength * torch.randn(states.shape, **draw)).to(states)
         return index, torch.cat([inputs, puzzles]), torch.cat([targets, solutions]), states
 
     def put(
@@ -69,19 +66,23 @@ class CarriedStates:
         generator: torch.Generator,
     ) -> None:  # fmt: skip
         """Keep what a step of so many ``iterations`` left of the batch that :meth:`join` made."""
-        number = len(inputs) - len(index)
+        number, carried = len(inputs) - len(index), len(index)
         least, most = (math.log(life) for life in self.lives)
-        lives = torch.exp(least + (most - least) * torch.rand(number, generator=generator))
+        drawn = torch.rand(number, generator=generator, device=inputs.device)
         ages = torch.full((number,), iterations, device=inputs.device)
-        fresh = inputs[:number], targets[:number], states[:number], ages, lives.to(inputs.device)
+        lives = torch.exp(least + (most - least) * drawn)
+        fresh = inputs[:number], targets[:number], states[:number], ages, lives
         rows = self.rows or tuple(new[:0].clone() for new in fresh)
-        rows[2][index], rows[3][index] = states[number:], rows[3][index] + iterations
-        retired = index[rows[3][index] >= rows[4][index]][:number]
-        for kept, new in zip(rows, fresh, strict=True):
-            kept[retired] = new[: len(retired)]
-        room = slice(len(retired), len(retired) + self.size - len(rows[0]))
-        pairs = zip(rows, fresh, strict=True)
-        self.rows = tuple(torch.cat([kept, new[room]]) for kept, new in pairs)
+        if carried:  # every shape is known to the host, which need not wait for the device
+            rows[2][index], rows[3][index] = states[number:], rows[3][index] + iterations
+            retired = rows[3][index] >= rows[4][index]
+            for kept, new in zip(rows, fresh, strict=True):
+                where = retired.view(-1, *[1] * (new.dim() - 1))
+                kept[index] = torch.where(where, new[:carried], kept[index])
+        room = self.size - len(rows[0])
+        self.rows = tuple(
+            torch.cat([kept, new[:room]]) for kept, new in zip(rows, fresh, strict=True)
+        )
 
 
 class Completion(Task):
@@ -110,15 +111,12 @@ class Completion(Task):
     ) -> tuple[Tensor, Tensor]:
         if self.givens is not None:
             least, most = self.givens
-            number = torch.randint(least, most + 1, (len(inputs), 1), generator=generator)
+            size, device = (len(inputs), 1), generator.device
+            number = torch.randint(least, most + 1, size, generator=generator, device=device)
             inputs = reveal_up_to(inputs, targets, number, generator)
         return (
             SudokuSymmetries()(inputs, targets, generator) if self.symmetries else (inputs, targets)
         )
-
-    def begin(self) -> None:
-        if self.carried is not None:
-            self.carried.rows = ()
 
     def state(self) -> dict[str, Any]:
         return {} if self.carried is None else {"rows": self.carried.rows}
@@ -138,13 +136,13 @@ class Completion(Task):
         # The mean is taken over the terms of the fresh boards and the carried ones.
         return self.loss(outputs, inputs, targets)
 
-    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of logits (B, 81, 9), or the mean over K answers (K, B, 81, 9)."""
         answers = outputs if outputs.dim() == 4 else outputs.unsqueeze(0)
         unknown = inputs == 0
-        wanted = (targets[unknown] - 1).repeat(len(answers))
-        total = F.cross_entropy(answers[:, unknown].flatten(0, 1), wanted, reduction="sum")
-        return total / len(answers), int(unknown.sum())
+        wanted = torch.where(unknown, targets - 1, -1).expand(answers.shape[:-1]).flatten()
+        total = F.cross_entropy(answers.flatten(0, 2), wanted, reduction="sum", ignore_index=-1)
+        return total / len(answers), unknown.sum()
 
     def measures(
         self, outputs: Tensor, inputs: Tensor, targets: Tensor

@@ -1,6 +1,7 @@
 """Images to be classified, or with hidden patches to be filled in: what train_images.py learns."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from implicit_attn.models.images import hidden_patches, hide_patches, split_patc
 def affine(images: Tensor, generator: torch.Generator) -> Tensor:
     """Images turned, scaled, sheared and shifted at random by up to 10 degrees, 10 %, 0.1 and 2 pixels."""
     height, width = images.shape[2:]
-    draws = torch.rand(5, len(images), generator=generator).mul_(2).sub_(1).to(images)
+    draws = torch.rand(5, len(images), generator=generator, device=generator.device)
+    draws = draws.mul_(2).sub_(1).to(images)
     angle, size = draws[0] * math.radians(10), 1 + 0.1 * draws[1]
     cosine, sine = angle.cos() * size, angle.sin() * size
     # affine_grid maps the output to the input, in units of half the image.
@@ -27,14 +29,16 @@ def affine(images: Tensor, generator: torch.Generator) -> Tensor:
 def crop_and_flip(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
     """Images shifted by up to ``padding`` pixels, and mirrored with probability 1/2."""
     number, channels, height, width = images.shape
-    places = torch.randint(2 * padding + 1, (2, number, 1), generator=generator).to(images.device)
+    device = generator.device
+    places = torch.randint(2 * padding + 1, (2, number, 1), generator=generator, device=device)
     rows, columns = (
-        p + torch.arange(n, device=p.device) for p, n in zip(places, (height, width), strict=True)
+        p + torch.arange(n, device=p.device)
+        for p, n in zip(places.to(images.device), (height, width), strict=True)
     )
     padded = F.pad(images, 4 * [padding])
     padded = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded.shape[3]))
     cut = padded.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
-    mirrored = torch.rand(number, 1, 1, 1, generator=generator) < 0.5
+    mirrored = torch.rand(number, 1, 1, 1, generator=generator, device=device) < 0.5
     return torch.where(mirrored.to(images.device), cut.flip(3), cut)
 
 
@@ -56,7 +60,7 @@ class Classification(Task):
             inputs = crop_and_flip(inputs, 2 if self.name == "fashion-mnist" else 4, generator)
         return inputs, targets
 
-    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         return F.cross_entropy(outputs, targets, reduction="sum"), len(inputs)
 
     def measures(
@@ -81,14 +85,16 @@ class MaskedImages(Task):
 
     def hide(self, images: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
         """NaN in ``counts`` (B,) patches of each image."""
-        order = torch.rand(len(counts), self.patches, generator=generator).argsort(1)
+        size, device = (len(counts), self.patches), generator.device
+        order = torch.rand(size, generator=generator, device=device).argsort(1)
         hidden = order.argsort(1) < counts.unsqueeze(1)
         return hide_patches(images, hidden.to(images.device), self.patch)
 
     def augmented(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        counts = torch.randint(1, self.most + 1, (len(inputs),), generator=generator)
+        size, device = (len(inputs),), generator.device
+        counts = torch.randint(1, self.most + 1, size, generator=generator, device=device)
         return self.hide(inputs, counts, generator), inputs
 
     def errors(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -97,8 +103,8 @@ class MaskedImages(Task):
         error = (split_patches(outputs.to(wanted.dtype), self.patch) - wanted).square().mean(-1)
         return error.masked_fill(~hidden_patches(inputs, self.patch), 0.0)
 
-    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        number = int(hidden_patches(inputs, self.patch).sum())
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+        number = hidden_patches(inputs, self.patch).sum()
         return self.errors(outputs, inputs, targets).sum(), number
 
     def measures(

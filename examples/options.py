@@ -17,6 +17,16 @@ DEFAULTS = {
     "warmup": 0.05, "floor": 0.01, "weight_decay": 1e-2, "clip": 1.0, "optimizer": "adamw",
     "betas": (0.9, 0.999), "decay": "cosine", "decayed": "all", "average": 0.0,
 }  # fmt: skip
+# Other numbers must be positive.
+MAY_BE_ZERO = (
+    "seed", "warmup", "floor", "weight_decay", "average", "dropout", "initial_step", "rtol", "temperature",
+    "minutes", "carried", "guesses",
+)  # fmt: skip
+
+
+def refuse(option: str, value: Any, error: Exception) -> SystemExit:
+    """Return the end of a script whose ``--option`` leads to an error, as one line."""
+    return SystemExit(f"--{option} {value}: {error}")
 
 
 @dataclass(kw_only=True)
@@ -49,6 +59,14 @@ class Recipe:
     seed: int = 0
     """of the weights and of all that is drawn"""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+                least = "0 or more" if name in MAY_BE_ZERO else "positive"
+                raise SystemExit(f"--{name.replace('_', '-')} must be {least}, got {value:g}")
+
     def fill(self, preset: dict[str, Any]) -> Any:
         """Set what is None to the value in ``preset``, or else in ``DEFAULTS``; return the options."""
         for name, value in (DEFAULTS | preset).items():
@@ -65,12 +83,13 @@ class Recipe:
             left = min(1.0, (1 - done) / (1 - options.warmup))
         return options.rate * rise * (options.floor + (1 - options.floor) * left)
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
         least = 0 if self.decayed == "all" else 2  # dimensions of a parameter that decays
         groups: list[Any] = [{"params": [p for p in model.parameters() if p.dim() >= least]}]
         if rest := [p for p in model.parameters() if p.dim() < least]:
             groups.append({"params": rest, "weight_decay": 0.0})
         options: Any = {"lr": self.rate, "betas": self.betas, "weight_decay": self.weight_decay}
+        options["fused"] = fused or None  # None lets PyTorch choose
         return (torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW)(
             groups, **options
         )
@@ -98,7 +117,8 @@ class Run(Recipe):
     """cpu, cuda, ..."""
     strategy: str = "auto"
     """of Lightning Fabric"""
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true"] = "32-true"
+    precision: Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "64-true"] = "32-true"
+    """of Lightning Fabric; tf32 is 32-true with products in TF32 on a card"""
     compile: bool = False
     """compile the repeated layer (a minute at the start)"""
     arguments: tuple[str, ...] = ()

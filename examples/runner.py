@@ -16,6 +16,8 @@ import tyro
 from cycler import cycler
 from matplotlib.figure import Figure
 
+from implicit_attn import studies
+
 Table = list[dict[str, Any]]  # the rows have the same keys
 Result = tuple[dict[str, Table], Figure]
 COLOURS = ["#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"]  # C0 to C4: blue to grey
@@ -63,6 +65,16 @@ def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict
                 print("", *values, sep="\t")
     print(f"\n{folder}: {folder.name}.png, {', '.join(f'{name}.csv' for name in tables)}")
     return tables
+
+
+def open_subject(weights: str, samples: int) -> Any:
+    """Return a trained model with test samples to study, by a file or by the name of shipped weights."""
+    if samples < 1:
+        raise SystemExit(f"--samples must be positive, got {samples}")
+    try:
+        return studies.open_subject(weights, samples=samples)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(f"--weights {weights}: {error}") from None
 
 
 def columns(table: Table, *keys: str, **where: Any) -> list[list[Any]]:

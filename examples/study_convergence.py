@@ -7,7 +7,7 @@
 implicit_attn.studies.convergence.
 """
 
-from runner import Result, run
+from runner import Result, open_subject, run
 
 from implicit_attn import studies
 
@@ -19,7 +19,7 @@ def study_convergence(
     max_steps: int = 100,  # evaluations per sample
     spectra: int = 2,  # samples whose Jacobian is studied
 ) -> Result:
-    subject = studies.open_subject(weights, samples=samples)
+    subject = open_subject(weights, samples)
     found = studies.convergence(subject, rtol=rtol, max_steps=max_steps, spectra=spectra)
     return found.tables, found.plot(f"{subject.title}\n{samples} test samples")
 

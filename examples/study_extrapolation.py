@@ -7,7 +7,7 @@ Equilibria are solved by forward iteration and by accelerated solvers, all charg
 of your own call implicit_attn.studies.extrapolation.
 """
 
-from runner import Result, run
+from runner import Result, open_subject, run
 
 from implicit_attn import studies
 
@@ -17,7 +17,7 @@ def study_extrapolation(
     samples: int = 1000,  # test samples, at most
     factor: int = 4,  # up to so many times the iterations of training
 ) -> Result:
-    subject = studies.open_subject(weights, samples=samples)
+    subject = open_subject(weights, samples)
     found = studies.extrapolation(subject, factor=factor)
     return found.tables, found.plot(f"{subject.title}\n{len(subject.inputs)} test samples")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Result, run
+from runner import Result, open_subject, run
 
 from implicit_attn import studies
 from implicit_attn.models import SpinClassifier
@@ -50,7 +50,7 @@ def study_geometry(
     samples: int = 256,  # test samples, at most
     iterations: int | None = None,  # how many (default: as in training)
 ) -> Result:
-    subject = studies.open_subject(weights, samples=samples)
+    subject = open_subject(weights, samples)
     if isinstance(subject.model, SpinClassifier):
         with torch.no_grad():
             norms = subject.model.attention.couplings.site_norms()

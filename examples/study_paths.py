@@ -6,7 +6,7 @@
 For a layer of your own call implicit_attn.studies.paths.
 """
 
-from runner import Result, run
+from runner import Result, open_subject, run
 
 from implicit_attn import studies
 
@@ -16,7 +16,7 @@ def study_paths(
     samples: int = 128,  # test samples, at most
     starts: int = 2,  # random starts
 ) -> Result:
-    subject = studies.open_subject(weights, samples=samples)
+    subject = open_subject(weights, samples)
     found = studies.paths(subject, starts=starts)
     return found.tables, found.plot(f"{subject.title}\n{len(subject.inputs)} test samples")
 

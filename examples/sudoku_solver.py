@@ -58,10 +58,7 @@ def sudoku_solver(
     seed: int = 0,  # random seed of additional givens and generated puzzles
     animation: Path | None = None,  # GIF file for an animation of the board over the iterations
 ) -> Result:
-    try:
-        model, settings = load_solver(weights)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    model, settings = load_solver(weights)
     if animation is not None:
         if animation.suffix != ".gif":
             raise SystemExit(f"--animation must end in .gif, got {animation}")

@@ -5,6 +5,8 @@
     python examples/train_boards.py --evaluate list --weights sudoku-solver    # no training, only the table
     python examples/train_boards.py --evaluate hard --weights sudoku-solver    # public sets of hard puzzles
     python examples/train_boards.py --task complete     # Hyper-SET, or a baseline by --model transformer
+    python examples/train_boards.py --features 96 --width 192 --iterations 48 --batch 192 --carried 768
+        --train 36864 --precision tf32 --compile --minutes 4    # a larger update, on a card
 
 Which cells constrain each other is learned first, in seconds: a head of factored attention predicts every
 cell of complete boards from the other 80. The maximal cliques of its strong pairs are the groups of the
@@ -21,11 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning_fabric
 import matplotlib.pyplot as plt
 import torch
 import tyro
 from board_tasks import Boards, CarriedStates, Completion, row_of
-from options import Backbone
+from options import Backbone, refuse
 from runner import STYLE, Table
 from training import Training
 
@@ -93,19 +96,27 @@ class Sudoku(Backbone):
     """file, or name of shipped weights: train these on, with their puzzles and seed"""
 
 
-def load_solver(name: str) -> tuple[BoardSolver, dict[str, Any]]:
+def load_solver(name: str, option: str = "weights") -> tuple[BoardSolver, dict[str, Any]]:
     """A board solver by a file or by the name of shipped weights, and the settings of its training."""
-    model, settings = load_model(weights_file(name))
+    try:
+        model, settings = load_model(weights_file(name))
+    except ValueError as error:
+        raise refuse(option, name, error) from None
     if not isinstance(model, BoardSolver):
-        raise SystemExit(f"{name} must hold a board solver, got a {type(model).__name__}")
+        raise SystemExit(f"--{option} must be a board solver, got a {type(model).__name__}")
     return model, settings
 
 
 def puzzles_of(options: Sudoku, more: int | None) -> Any:
     """Puzzles with no further givens (``more`` = 0), or with up to 17."""
-    source = resolve_source(options.source)
     counts = options.train, options.test
-    return load_sudoku(*counts, source=source, more=more, seed=options.seed)
+    try:
+        source = resolve_source(options.source)
+        return load_sudoku(*counts, source=source, more=more, seed=options.seed)
+    except FileNotFoundError as error:
+        raise refuse("source", options.source, error) from None
+    except ValueError as error:
+        raise refuse("train", options.train, error) from None
 
 
 def held_out(options: Sudoku) -> dict[str, Boards]:
@@ -170,7 +181,7 @@ def build_solver(options: Sudoku) -> tuple[Any, dict[str, Any], Completion]:
     options.fill(SOLVE)
     before = None
     if options.start is not None:
-        before, settings = load_solver(options.start)
+        before, settings = load_solver(options.start, "start")
         options.train, options.seed = settings["train"], settings["seed"]
         options.features, options.width = before.update.features, before.update.width
     few, mixed = puzzles_of(options, 0), puzzles_of(options, None)
@@ -215,6 +226,8 @@ def main(options: Sudoku) -> Table:
     folder = options.out or Path("runs") / f"sudoku-{options.evaluate}"
     if options.evaluate is not None:
         solver, settings = load_solver(options.weights)
+        place = lightning_fabric.Fabric(accelerator=options.accelerator, devices=1)
+        solver.to(place.device)
         if options.evaluate == "list":  # the puzzles that the training has held out
             options.train, options.seed = settings["train"], settings["seed"]
         sets = held_out(options) if options.evaluate == "list" else hard_sets(options)

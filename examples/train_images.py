@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from training import Training
 
 from implicit_attn.data import ImageData, load
-from implicit_attn.models import ImageClassifier, build_model
+from implicit_attn.models import BACKBONES, ImageClassifier, build_model
 
 Preset = dict[str, Any]
 SMALL: Preset = {
@@ -117,6 +117,8 @@ def build(options: Images, data: ImageData) -> tuple[nn.Module, dict[str, Any]]:
     shape: dict[str, Any] = {"image_size": size, "channels": channels}
     name, small = options.model, options.preset == "small"
     if options.task == "masked":
+        if name not in BACKBONES:
+            raise SystemExit(f"--model must be a backbone with --task masked, got {name}")
         digits = options.data == "digits"
         preset = MASKED | {"width": WIDTHS.get(name)} | (MASKED_DIGITS if digits else {})
         more = {"batch": 32, "rate": 2e-3} if digits else {}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from options import Run
+from options import Run, refuse
 from runner import STYLE
 from torch import Tensor
 from torch.nn import functional as F
@@ -102,18 +102,21 @@ class NextCharacter(Task):
 
     def read(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Windows (B, n) that begin at ``starts`` (B,), and the characters that follow each of theirs."""
-        found = ids[starts[:, None] + torch.arange(self.length + 1)]
+        found = ids[starts[:, None] + torch.arange(self.length + 1, device=starts.device)]
         return found[:, :-1], found[:, 1:]
 
     def augmented(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         most = len(self.text) - self.length
-        starts = torch.randint(most, (len(inputs),), generator=generator)
-        found, following = self.read(self.text, starts)
-        return found.to(inputs.device), following.to(inputs.device)
+        size, device = (len(inputs),), generator.device
+        return self.read(self.text, torch.randint(most, size, generator=generator, device=device))
 
-    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self.text = self.text.to(device)
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         logits = outputs.flatten(0, 1).float()
         return F.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
 
@@ -148,11 +151,17 @@ def write(options: Language, folder: Path) -> None:
     path: str | Path = options.weights or (options.out or folder) / "weights.safetensors"
     if options.weights is None and options.out is None and not Path(path).exists():
         path = SHIPPED[options.model]
-    model: Any = load_model(weights_file(path))[0]
+    try:
+        model: Any = load_model(weights_file(path))[0]
+    except ValueError as error:
+        raise refuse("weights", path, error) from None
     generator = torch.Generator().manual_seed(options.seed)
     drawn: Any = {"temperature": options.temperature, "most": options.most, "generator": generator}
     iterations = options.iterations[0] if options.iterations else None
-    print(model.generate(options.prompt, options.generate, iterations=iterations, **drawn))
+    try:
+        print(model.generate(options.prompt, options.generate, iterations=iterations, **drawn))
+    except ValueError as error:  # a symbol that the model does not know
+        raise refuse("prompt", repr(options.prompt), error) from None
 
 
 def main(options: Language) -> list[dict[str, float]]:
@@ -161,7 +170,10 @@ def main(options: Language) -> list[dict[str, float]]:
     if options.generate is not None:
         write(options, folder)
         return []
-    data = load_text(options.text)
+    try:
+        data = load_text(options.text)
+    except (FileNotFoundError, ValueError) as error:
+        raise refuse("text", options.text, error) from None
     options.epochs = max(
         1, round(options.steps / options.evaluate_every)
     )  # each ends in a validation

@@ -2,8 +2,12 @@
 
 What a step draws depends on the seed and the number of the step alone. A training that stops after some
 minutes and is resumed therefore ends with the weights of one that ran through.
+
+Samples, draws and sums stay on the device, and the host reads the sums only every ``LOOK`` steps and before
+it saves. A card therefore seldom waits for the host; an equilibrium layer is read in each step.
 """
 
+import copy
 import csv
 import json
 import math
@@ -17,7 +21,7 @@ import lightning_fabric
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from implicit_attn import DEQ
@@ -25,6 +29,7 @@ from implicit_attn.models import save_model
 
 # Options that may differ when a training is resumed.
 FREE = ("out", "resume", "minutes", "devices", "accelerator", "strategy", "compile")
+LOOK = 50  # steps after which the host reads the loss
 
 
 def seeded(seed: int, epoch: int, *batch: int, stream: int = 1) -> torch.Generator:
@@ -49,8 +54,8 @@ class Task:
     ) -> tuple[Tensor, Tensor]:
         return inputs, targets
 
-    def loss(self, outputs: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """The sum of the terms, and their number."""
+    def loss(self, outputs: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+        """The sum of the terms, and their number, an int or a tensor."""
         raise NotImplementedError
 
     def measures(
@@ -64,8 +69,9 @@ class Task:
     ) -> Any:
         return self.loss(forward(inputs, **options), inputs, targets)
 
-    def begin(self) -> None:
-        """Called before every epoch."""
+    def to(self, device: torch.device) -> None:
+        """Move the training samples to a device."""
+        self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint within an epoch must hold."""
@@ -90,7 +96,8 @@ class Training:
         self.settings = json.loads(json.dumps(settings | {"seed": options.seed}))
         several = options.devices > 1 and options.strategy == "auto"
         self.fabric = lightning_fabric.Fabric(
-            accelerator=options.accelerator, devices=options.devices, precision=options.precision,
+            accelerator=options.accelerator, devices=options.devices,
+            precision="32-true" if options.precision == "tf32" else options.precision,
             strategy="ddp_find_unused_parameters_true" if several else options.strategy,
         )  # fmt: skip
         self.fabric.launch()
@@ -106,17 +113,21 @@ class Training:
         for layer in model.modules() if options.compile else ():
             if hasattr(layer, "advance"):  # of a recurrent layer, or of a BoardUpdate
                 layer.advance = torch.compile(layer.advance)
-        self.forward, self.optimizer = self.fabric.setup(model, options.build_optimizer(model))
-        average = get_ema_multi_avg_fn(options.average) if options.average else None
-        self.averaged = AveragedModel(model, multi_avg_fn=average) if average else None
+        card = self.fabric.device.type == "cuda"
+        if options.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        optimizer = options.build_optimizer(model, card and options.precision != "16-mixed")
+        self.forward, self.optimizer = self.fabric.setup(model, optimizer)
+        self.averaged = copy.deepcopy(model) if options.average else None
         for layer in self.averaged.modules() if self.averaged else ():
             vars(layer).pop("advance", None)  # a compiled one is bound to the weights of the model
-        task.inputs, task.targets = (x.to(self.fabric.device) for x in (task.inputs, task.targets))
+        task.to(self.fabric.device)
         self.layers = [module for module in model.modules() if isinstance(module, DEQ)]
         self.batches = -(-len(task.inputs) // options.batch)
         self.steps = options.epochs * self.batches
         # What a checkpoint holds besides: the sums are those of the current epoch.
         self.step, self.history, self.sums = 0, list[dict[str, float]](), dict[str, float]()
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.fabric.device)
         ours = vars(options).items()  # paths and devices may differ, what is computed may not
         self.recipe = {name: str(value) for name, value in ours if name not in FREE}
         if options.resume:
@@ -125,20 +136,32 @@ class Training:
                 raise SystemExit(f"{self.path} was made with other options, or other data")
             state = self.fabric.load(self.path, self._parts())
             vars(self).update({name: state[name] for name in ("step", "history", "sums")})
+            self.totals = self.totals.new_tensor(state["totals"])
             task.restore(state["task"])
 
     def _parts(self) -> dict[str, Any]:
         parts = {"model": self.forward, "optimizer": self.optimizer}
         return parts | ({"averaged": self.averaged} if self.averaged else {})
 
+    def mean_loss(self) -> float:
+        """The mean loss of the epoch until now, which waits for the device."""
+        value, terms = self.totals.tolist()
+        if not math.isfinite(value):
+            raise SystemExit(f"the loss is {value} by step {self.step}; nothing was saved of it")
+        return value / terms if terms else 0.0
+
     def save(self) -> None:
+        self.mean_loss()
         kept = {
             name: getattr(self, name) for name in ("step", "history", "sums", "settings", "recipe")
         }
-        kept["task"] = self.task.state()
+        kept |= {"totals": self.totals.tolist(), "task": self.task.state()}
         self.fabric.save(self.path.with_suffix(".part"), self._parts() | kept)
         if self.fabric.global_rank == 0:
             self.path.with_suffix(".part").replace(self.path)
+            spent = self.history[-1].get("evaluations") if self.history else None
+            settings = self.settings | ({} if spent is None else {"evaluations": spent})
+            save_model(self.folder / "weights.safetensors", self.averaged or self.model, settings)
             if self.history:
                 with (self.folder / "history.csv").open("w", newline="") as file:
                     writer = csv.DictWriter(file, list(self.history[0]))
@@ -152,17 +175,17 @@ class Training:
         bar = tqdm(total=self.steps, initial=self.step, disable=rank > 0 or None, leave=False)
         while self.step < self.steps:
             epoch, batch = divmod(self.step, self.batches)
-            if batch == 0:
-                self.task.begin()
             order = torch.randperm(len(self.task.inputs), generator=seeded(options.seed, epoch))
-            for index in order.split(options.batch)[batch:]:
-                begun = time.perf_counter()
-                self._step(epoch, self.step % self.batches, index.to(self.fabric.device))
-                self._count(seconds=time.perf_counter() - begun)
+            begun = time.perf_counter()
+            for index in order.to(self.fabric.device).split(options.batch)[batch:]:
+                self._step(epoch, self.step % self.batches, index)
                 bar.update()
-                bar.set_postfix(loss=self.sums["loss"] / self.sums["terms"])
+                if self.step % LOOK == 0:
+                    bar.set_postfix(loss=self.mean_loss())
                 if time.perf_counter() - start > 60 * options.minutes and self.step % self.batches:
                     break
+            self.mean_loss()
+            self._count(seconds=time.perf_counter() - begun)
             if self.step % self.batches == 0:
                 self._finish_epoch(epoch)
             self.save()
@@ -172,11 +195,7 @@ class Training:
                 )
                 return False
         if self.averaged is not None:
-            self.model.load_state_dict(self.averaged.module.state_dict())
-        if rank == 0:
-            spent = self.history[-1].get("evaluations")
-            settings = self.settings | ({} if spent is None else {"evaluations": spent})
-            save_model(self.folder / "weights.safetensors", self.model, settings)
+            self.model.load_state_dict(self.averaged.state_dict())
         return True
 
     def _step(self, epoch: int, batch: int, index: Tensor) -> None:
@@ -186,6 +205,8 @@ class Training:
         generator = seeded(options.seed, epoch, batch)
         iterations = options.draw_iterations(generator)
         drawn = {} if iterations is None else {"iterations": iterations}
+        if fabric.device.type != "cpu":
+            generator = torch.Generator(fabric.device).manual_seed(generator.initial_seed())
         whole = self.task.augmented(self.task.inputs[index], self.task.targets[index], generator)
         inputs, targets = (each.tensor_split(fabric.world_size)[rank] for each in whole)
         own = len(inputs) > 0  # in a last batch of fewer samples than processes, some count none
@@ -194,23 +215,20 @@ class Training:
         dropout = seeded(options.seed, epoch, batch, rank, stream=2).initial_seed()
         torch.manual_seed(dropout)
         total, number = self.task.run(self.forward, inputs, targets, generator, **drawn)
-        sums = own * torch.stack([total.detach().double(), total.new_tensor(number).double()])
-        reduced: Any = fabric.all_reduce(sums, reduce_op="sum")
-        value, terms = reduced.tolist()
-        if not math.isfinite(value):
-            raise SystemExit(
-                f"the loss is {value} in step {self.step + 1}; nothing was saved of it"
-            )
+        terms = number if isinstance(number, Tensor) else torch.full_like(total, number)
+        sums: Any = own * torch.stack([total.detach().double(), terms.double()])
+        sums = fabric.all_reduce(sums, reduce_op="sum")
         self.optimizer.zero_grad()
         # Gradients are averaged over the processes: each counts its terms that many times.
-        fabric.backward(total * (own * fabric.world_size / terms))
+        fabric.backward(total * (own * fabric.world_size / sums[1]).to(total.dtype))
         if options.clip is not None:
-            fabric.clip_gradients(self.forward, self.optimizer, max_norm=options.clip)
+            clip: Any = {"max_norm": options.clip, "error_if_nonfinite": False}
+            fabric.clip_gradients(self.forward, self.optimizer, **clip)
         self.optimizer.step()
-        if self.averaged is not None:
-            self.averaged.update_parameters(self.model)
         self.step += 1
-        self._count(loss=value, terms=terms)
+        self.totals += sums
+        if self.averaged is not None:
+            self._average(self.averaged)
         for layer in self.layers:
             if layer.last is not None:
                 self._count(
@@ -222,13 +240,21 @@ class Training:
                     right = int(adjoint.converged.sum())
                     self._count(adjoints=len(adjoint.status), adjoints_converged=right)
 
+    @torch.no_grad()
+    def _average(self, averaged: torch.nn.Module) -> None:
+        """Move the averaged weights towards those of the model, which they equal after the first step."""
+        move = get_ema_multi_avg_fn(self.options.average if self.step > 1 else 0.0)
+        move(list(averaged.parameters()), list(self.model.parameters()), 0)
+        for kept, new in zip(averaged.buffers(), self.model.buffers(), strict=True):
+            kept.copy_(new)
+
     def _count(self, **numbers: float) -> None:
         for name, number in numbers.items():
             self.sums[name] = self.sums.get(name, 0) + number
 
     def _finish_epoch(self, epoch: int) -> None:
         sums = self.sums
-        row = {"epoch": epoch + 1, "loss": sums["loss"] / sums["terms"]}
+        row = {"epoch": epoch + 1, "loss": self.mean_loss()}
         for part in ("solves", "adjoints"):
             if part in sums:
                 name = "converged" if part == "solves" else "adjoints_converged"
@@ -239,13 +265,14 @@ class Training:
         row |= {"seconds": sums["seconds"], **self.evaluate()}
         self.history.append(row)
         self.sums = {}
+        self.totals.zero_()
         if self.fabric.global_rank == 0:
             tqdm.write("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
 
     @torch.no_grad()
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
         """The means of the task's measures on the test samples, with so many iterations."""
-        model = self.model if self.averaged is None else self.averaged.module
+        model = self.averaged or self.model
         model.eval()
         options = {} if iterations is None else {"iterations": iterations}
         sums: dict[str, Any] = {}

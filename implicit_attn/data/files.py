@@ -15,16 +15,20 @@ from typing import Any
 from implicit_attn.optional import require
 
 DATA_VARIABLE = "IMPLICIT_ATTN_DATA"
-LARGEST = 2**30  # bytes of a file, once decompressed
+LARGEST = 2**30  # bytes of a file after decompression
+KINDS: dict[bytes, Any] = {
+    b"\xfd7": lzma.LZMAFile,
+    b"\x1f\x8b": partial(gzip.GzipFile, None, "rb", 9),
+}
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/implicit-attn``, or ``~/.cache/implicit-attn``."""
+    """Return ``$XDG_CACHE_HOME/implicit-attn``, or ``~/.cache/implicit-attn``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "implicit-attn"
 
 
 def search_folders() -> list[Path]:
-    """The folders searched, in order: ``$IMPLICIT_ATTN_DATA`` where it is set, then the cache."""
+    """Return the folders to search: ``$IMPLICIT_ATTN_DATA`` if it is set, then the cache."""
     named = os.environ.get(DATA_VARIABLE)
     if named and not Path(named).is_dir():
         raise NotADirectoryError(f"{DATA_VARIABLE} is {named!r}, expected an existing folder")
@@ -32,29 +36,28 @@ def search_folders() -> list[Path]:
 
 
 def find(folder: str, *names: str) -> Path | None:
-    """The first of the files ``folder/name`` in the folders searched; None where there is none."""
+    """Return the first of the files ``folder/name`` in the search folders, or None."""
     places = (base / folder / name for base in search_folders() for name in names)
     return next((place for place in places if place.is_file()), None)
 
 
 def missing(path: str) -> FileNotFoundError:
-    """The error for a file ``FOLDER/NAME`` that is in none of the folders searched."""
+    """Return the error for a file ``FOLDER/NAME`` that is in no search folder."""
     places = ", ".join(map(str, search_folders()))
     return FileNotFoundError(f"{path} is not in {places}; set {DATA_VARIABLE} to a folder with it")
 
 
-def download(folder: str, name: str, urls: Sequence[str], md5: str) -> Path:
-    """``folder/name`` in the cache, downloaded by pooch from the first URL that has it."""
-    error = missing(f"{folder}/{name}")
+def download(folder: str, name: str, urls: Sequence[str], known: str | None = None) -> Path:
+    """Download ``folder/name`` into the cache with pooch, from the first URL that works."""
+    error, causes = missing(f"{folder}/{name}"), []
     try:
         pooch = require("pooch", extra="examples")
     except ImportError as cause:
         raise ImportError(f"{error}, or download it: {cause}") from cause
-    causes = []
     for url in urls:
         try:
             cache = cache_folder() / folder
-            return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=name, path=cache))
+            return Path(pooch.retrieve(url, known_hash=known, fname=name, path=cache))
         except (OSError, ValueError) as cause:  # no connection, or another checksum
             causes.append(f"{url}: {type(cause).__name__}: {cause}")
     raise FileNotFoundError(f"{error}. The download failed: {'; '.join(causes)}")
@@ -67,26 +70,24 @@ def damaged(path: str | Path, expected: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, PermissionError, ImportError):
         raise
-    except Exception as error:  # decoders raise many kinds on a file that is not theirs
+    except Exception as error:  # a decoder raises many kinds of errors on a file of another format
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"{path}: damaged, expected {expected}: {kind}{error}") from error
 
 
 def read_content(path: Path, md5: str | None = None) -> bytes:
-    """The bytes of a file, decompressed if it is gzip or xz, whatever its name says.
+    """Return the bytes of a file, decompressed if they are gzip or xz.
 
     Raises:
         ValueError: the file is damaged or too long, or its decompressed content has another md5.
     """
     with path.open("rb") as file, damaged(path, "a whole file"):
-        start = file.read(2)
+        kind = KINDS.get(file.read(2))
         file.seek(0)
-        kinds = {b"\xfd7": lzma.LZMAFile, b"\x1f\x8b": partial(gzip.GzipFile, None, "rb", 9)}
-        kind: Any = kinds.get(start)
-        content = (file if kind is None else kind(file)).read(LARGEST + 1)
+        content = (kind(file) if kind else file).read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"it has over {LARGEST} bytes")
         digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        if md5 is not None and digest != md5:
+        if md5 not in (None, digest):
             raise ValueError(f"its content has the md5 {digest}, expected {md5}; replace the file")
     return content

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from implicit_attn.data.files import damaged, find, missing
 from solvers.core.checks import require_choice, require_count
@@ -72,29 +72,24 @@ def sudoku_pairs() -> Tensor:
 
 
 def solve_by_singles(puzzles: Tensor) -> Tensor:
-    """Fill in naked and hidden singles until there are none, (B, 81); 0 where nothing follows.
+    """Fill in naked and hidden singles until none are left, (B, 81); 0 where nothing follows.
 
-    A naked single is a cell that only one digit is left for, a hidden single a digit that only one
-    cell of a row, column or box is left for.
+    A naked single is the only digit left for a cell, a hidden single the only cell of a unit for a digit.
     """
     pairs, cells = sudoku_pairs().float(), units()
-    digits = torch.arange(1, SIDE + 1)
-    clues = puzzles.unsqueeze(2) == digits
-    possible = clues | (puzzles == 0).unsqueeze(2)  # (B, 81, 9)
+    possible = puzzles.unsqueeze(2) == torch.arange(1, SIDE + 1)
+    possible |= (puzzles == 0).unsqueeze(2)  # (B, 81, 9)
     while True:
-        single = possible.sum(2, keepdim=True) == 1
-        seen = torch.einsum("ij,bjd->bid", pairs, (possible & single).float()) > 0
-        left = possible & ~seen
+        single = possible & (possible.sum(2, keepdim=True) == 1)
+        left = possible & ~(torch.einsum("ij,bjd->bid", pairs, single.float()) > 0)
         in_units = left[:, cells]  # (B, 27, 9 cells, 9 digits)
         hidden = in_units & (in_units.sum(2, keepdim=True) == 1)
-        forced = torch.zeros_like(left, dtype=torch.int64)
-        forced.index_add_(1, cells.flatten(), hidden.flatten(1, 2).long())
-        is_forced = forced > 0
-        left = torch.where(is_forced.any(2, keepdim=True), left & is_forced, left)
+        counts = torch.zeros_like(left, dtype=torch.int64)
+        forced = counts.index_add_(1, cells.flatten(), hidden.flatten(1, 2).long()) > 0
+        left = torch.where(forced.any(2, keepdim=True), left & forced, left)
         if torch.equal(left, possible):
-            break
+            return torch.where(possible.sum(2) == 1, possible.long().argmax(2) + 1, 0)
         possible = left
-    return torch.where(possible.sum(2) == 1, possible.long().argmax(2) + 1, 0)
 
 
 @dataclass(frozen=True)
@@ -110,13 +105,13 @@ class SudokuSymmetries:
     def __call__(
         self, puzzles: Tensor, solutions: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        number = len(puzzles)
+        number, device = len(puzzles), generator.device
         rows, columns = _lines(number, generator), _lines(number, generator)
         cells = (SIDE * rows[:, :, None] + columns[:, None, :]).view(number, CELLS)
-        turned = torch.rand(number, 1, generator=generator) < 0.5
+        turned = torch.rand(number, 1, generator=generator, device=device) < 0.5
         cells = torch.where(turned, cells.view(-1, SIDE, SIDE).mT.reshape(number, CELLS), cells)
-        digits = torch.rand(number, SIDE, generator=generator).argsort(1) + 1
-        digits = torch.cat([torch.zeros(number, 1, dtype=torch.int64), digits], dim=1)
+        digits = torch.rand(number, SIDE, generator=generator, device=device).argsort(1) + 1
+        digits = nn.functional.pad(digits, (1, 0))
         cells, digits = cells.to(puzzles.device), digits.to(puzzles.device)
         moved = [digits.gather(1, boards.gather(1, cells)) for boards in (puzzles, solutions)]
         return moved[0], moved[1]
@@ -124,94 +119,86 @@ class SudokuSymmetries:
 
 def _lines(number: int, generator: torch.Generator) -> Tensor:
     """(number, 9) permutations of the lines of a board that keep the bands together."""
-    bands = torch.rand(number, 3, generator=generator).argsort(1)
-    within = torch.rand(number, 3, 3, generator=generator).argsort(2)
+    device = generator.device
+    bands = torch.rand(number, 3, generator=generator, device=device).argsort(1)
+    within = torch.rand(number, 3, 3, generator=generator, device=device).argsort(2)
     return (3 * bands[:, :, None] + within).view(number, SIDE)
 
 
 def solve_sudoku(
     puzzle: Sequence[int], most: int = 2, chooser: random.Random | None = None
 ) -> list[list[int]]:
-    """Up to ``most`` solutions of a puzzle, by depth-first search in the most constrained cell.
+    """Return up to ``most`` solutions of a puzzle, by depth-first search in the most constrained cell.
 
     Args:
         puzzle: 81 digits, 0 = unknown.
-        most: stop when so many are found; 2 tells whether a solution is the only one.
+        most: number of solutions at which the search stops; 2 shows whether a solution is unique.
         chooser: draws the order in which digits are tried; None: increasing.
 
     Raises:
-        ValueError: not 81 digits in 0 .. 9.
+        ValueError: if the puzzle is not 81 digits in 0 .. 9.
     """
     if len(puzzle) != CELLS or not all(0 <= digit <= SIDE for digit in puzzle):
         raise ValueError(f"puzzle must be 81 digits in 0 .. 9, got {list(puzzle)!r}")
-    rows, columns, boxes = [ALL] * SIDE, [ALL] * SIDE, [ALL] * SIDE  # digits still free in each
-    board = list(puzzle)
-    found: list[list[int]] = []
+    board, found = list(puzzle), list[list[int]]()
+    rows, columns, boxes = ([ALL] * SIDE for _ in range(3))  # free digits, a bit each
 
-    def toggle(cell: int, bit: int) -> None:
+    def allowed(cell: int) -> int:
         row, column, box = PLACES[cell]
-        rows[row] ^= bit
-        columns[column] ^= bit
-        boxes[box] ^= bit
+        return rows[row] & columns[column] & boxes[box]
+
+    def toggle(cell: int, digit: int) -> None:
+        for free, place in zip((rows, columns, boxes), PLACES[cell], strict=True):
+            free[place] ^= 1 << digit
 
     for cell, digit in enumerate(board):
         if digit:
-            row, column, box = PLACES[cell]
-            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
+            if not allowed(cell) >> (digit - 1) & 1:
                 return []  # two clues contradict each other
-            toggle(cell, 1 << (digit - 1))
+            toggle(cell, digit - 1)
 
-    def search(open_cells: list[int]) -> None:
-        if not open_cells:
+    def search(unknown: list[int]) -> None:
+        if not unknown:
             found.append(board.copy())
             return
-        fewest, chosen, allowed = SIDE + 1, -1, 0
-        for cell in open_cells:
-            row, column, box = PLACES[cell]
-            free = rows[row] & columns[column] & boxes[box]
-            count = free.bit_count()
-            if count < fewest:
-                fewest, chosen, allowed = count, cell, free
-                if count <= 1:
-                    break
-        rest = [cell for cell in open_cells if cell != chosen]
-        digits = [digit for digit in range(SIDE) if allowed >> digit & 1]
+        fewest, chosen, free = SIDE + 1, -1, 0
+        for cell in unknown:
+            digits = allowed(cell)
+            if digits.bit_count() < fewest:
+                fewest, chosen, free = digits.bit_count(), cell, digits
+            if fewest <= 1:
+                break
+        order = [digit for digit in range(SIDE) if free >> digit & 1]
         if chooser is not None:
-            chooser.shuffle(digits)
-        for digit in digits:
-            board[chosen] = digit + 1
-            toggle(chosen, 1 << digit)
-            search(rest)
-            toggle(chosen, 1 << digit)
-            if len(found) >= most:
-                return
+            chooser.shuffle(order)
+        for digit in order:
+            if len(found) < most:
+                board[chosen] = digit + 1
+                toggle(chosen, digit)
+                search([cell for cell in unknown if cell != chosen])
+                toggle(chosen, digit)
 
     search([cell for cell, digit in enumerate(board) if digit == 0])
     return found
 
 
 def unique_puzzles(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Minimal puzzles: one solution each, and without any one of the clues more than one.
+    """Return minimal puzzles and their only solutions, (number, 81) int64 each.
 
-    The cells of a random full board are emptied in random order, but for those without which there
-    would be a second solution. About 24 clues are left.
-
-    Returns:
-        Puzzles and solutions, (number, 81) int64 each.
+    The cells of a random full board are emptied in random order, except those without which there would
+    be a second solution. About 24 clues are left.
     """
-    require_count("number", number)
-    chooser = random.Random(seed)
-    puzzles, solutions = [], []
-    for _ in range(number):
+    chooser, pairs = random.Random(seed), list[tuple[list[int], list[int]]]()
+    for _ in range(require_count("number", number)):
         solution = solve_sudoku([0] * CELLS, most=1, chooser=chooser)[0]
         puzzle = solution.copy()
         for cell in chooser.sample(range(CELLS), CELLS):
             puzzle[cell] = 0
             if len(solve_sudoku(puzzle)) > 1:
                 puzzle[cell] = solution[cell]
-        puzzles.append(puzzle)
-        solutions.append(solution)
-    return torch.tensor(puzzles), torch.tensor(solutions)
+        pairs.append((puzzle, solution))
+    puzzles, solutions = torch.tensor(pairs).unbind(1)
+    return puzzles, solutions
 
 
 # Puzzles with their solutions.
@@ -246,11 +233,6 @@ class SudokuData:
         for part in ("train", "test"):
             check_boards(part, getattr(self, f"{part}_puzzles"), getattr(self, f"{part}_solutions"))
 
-    def to(self, device: torch.device | str) -> SudokuData:
-        """The same data on another device."""
-        names = ("train_puzzles", "train_solutions", "test_puzzles", "test_solutions")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
 
 def load_sudoku(
     train: int = 9000,
@@ -262,39 +244,56 @@ def load_sudoku(
 ) -> SudokuData:
     """Sudoku puzzles of 17 to 34 clues, made from the list of 17-clue puzzles, or generated ones.
 
-    Puzzles with different solutions are drawn from the list and split, so that no solution is in
-    both parts. Then k more cells of its solution are revealed in each, k uniform in 0 .. ``more``.
-    Generated puzzles are random symmetries of a few minimal ones (one solution, no clue redundant),
-    different ones for training and test.
+    No solution is in both parts. In each puzzle k more cells are revealed, k uniform in 0 .. ``more``.
+    Generated puzzles are random symmetries of a few minimal ones.
 
     Args:
         train, test: numbers of puzzles.
         source: "list" reads ``sudoku/sudoku17.npz`` from ``$IMPLICIT_ATTN_DATA`` or the cache,
-            "generated" makes puzzles, "auto" takes the list where it is found.
-        more: largest k; None: 17 for the list (17 to 34 clues), 11 for generated
-            puzzles (about 22 to 37 clues).
+            "generated" makes puzzles, "auto" uses the list if it is there.
+        more: largest k; None: 17 for the list (17 to 34 clues), 11 for generated puzzles (about 22 to 37).
         seed: of the draw, the split, the revealed cells and the generated puzzles.
 
     Raises:
         FileNotFoundError: ``source`` is "list", and there is none.
         ValueError: a number is out of range, or the list holds too few puzzles.
     """
-    path = None if resolve_source(source) == "generated" else find(*LIST.parts)
     require_count("train", train)
     require_count("test", test)
     generator = torch.Generator().manual_seed(seed)
-    if path is None:
+    if resolve_source(source) == "generated":
         name, most = "generated Sudoku", GENERATED_MORE
-        puzzles, solutions = _generated(train, test, generator, seed)
+        bases = [min(BASES, train), min(BASES // 4, test)]
+        puzzles, solutions = unique_puzzles(sum(bases), seed)
+        # Every base is used equally often; training and test share none.
+        parts = [torch.arange(train) % bases[0], bases[0] + torch.arange(test) % bases[1]]
+        puzzles, solutions = SudokuSymmetries()(
+            *_rows(torch.cat(parts), puzzles, solutions), generator
+        )
     else:
         name, most = "Sudoku, 17-clue list", 17
-        puzzles, solutions = _drawn(path, train + test, generator)
+        puzzles, solutions = read_list(find(*LIST.parts) or LIST)
+        order = torch.randperm(len(puzzles), generator=generator)
+        puzzles, solutions = _rows(order, puzzles, solutions)
+        # A few solutions belong to several puzzles, of which the first one drawn is kept.
+        kinds, which = solutions.unique(dim=0, return_inverse=True)
+        if train + test > len(kinds):
+            raise ValueError(
+                f"train + test is {train + test}, but {LIST} holds {len(kinds)} solutions"
+            )
+        first = torch.full((len(kinds),), len(which))
+        first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
+        puzzles, solutions = _rows(first.sort().values[: train + test], puzzles, solutions)
     puzzles = reveal(puzzles, solutions, most if more is None else more, generator)
     return SudokuData(name, puzzles[:train], solutions[:train], puzzles[train:], solutions[train:])
 
 
+def _rows(index: Tensor, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
+    return puzzles[index], solutions[index]
+
+
 def resolve_source(source: str = "auto") -> str:
-    """Which puzzles :func:`load_sudoku` takes for ``source``: "list" or "generated"."""
+    """Return which puzzles :func:`load_sudoku` uses for ``source``: "list" or "generated"."""
     if require_choice("source", source, SOURCES) == "generated":
         return source
     if find(*LIST.parts) is not None:
@@ -338,33 +337,10 @@ def reveal_up_to(
     Args:
         puzzles, solutions: (B, N), 0 = unknown.
         givens: of all puzzles, or (B, 1), one for each; a puzzle with more keeps them.
-        generator: on the CPU.
+        generator: draws on its own device.
     """
-    order = torch.rand(puzzles.shape, generator=generator).to(puzzles.device)
+    order = torch.rand(puzzles.shape, generator=generator, device=generator.device)
+    order = order.to(puzzles.device)
     place = order.masked_fill(puzzles != 0, -1.0).argsort(1).argsort(1)  # the givens come first
     most = givens.to(puzzles.device) if isinstance(givens, Tensor) else givens
     return torch.where(place < most, solutions, puzzles)
-
-
-def _drawn(path: Path, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    puzzles, solutions = read_list(path)
-    order = torch.randperm(len(puzzles), generator=generator)
-    puzzles, solutions = puzzles[order], solutions[order]
-    # A few solutions belong to several puzzles: the first one drawn stands for them.
-    kinds, which = solutions.unique(dim=0, return_inverse=True)
-    if number > len(kinds):
-        raise ValueError(f"train + test is {number}, but {path} holds {len(kinds)} solutions")
-    places = torch.arange(len(which))
-    first = torch.full((len(kinds),), len(which)).scatter_reduce(0, which, places, "amin")
-    chosen = first.sort().values[:number]
-    return puzzles[chosen], solutions[chosen]
-
-
-def _generated(
-    train: int, test: int, generator: torch.Generator, seed: int
-) -> tuple[Tensor, Tensor]:
-    bases = [min(BASES, train), min(BASES // 4, test)]
-    puzzles, solutions = unique_puzzles(sum(bases), seed)
-    # Every base is used as often as every other; the two parts share none.
-    index = torch.cat([torch.arange(train) % bases[0], bases[0] + torch.arange(test) % bases[1]])
-    return SudokuSymmetries()(puzzles[index], solutions[index], generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 
@@ -45,10 +45,6 @@ class TextData:
     def decode(self, ids: Tensor) -> str:
         """The text of numbers (N,)."""
         return decode(ids, self.alphabet)
-
-    def to(self, device: torch.device | str) -> TextData:
-        """The same data on another device."""
-        return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 
 
 def encode(text: str, alphabet: str) -> Tensor:
@@ -120,17 +116,15 @@ def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> 
     if require_count("order", order) > most:
         raise ValueError(f"order must be at most {most} for this text, got {order}")
 
-    def read(ids: Tensor) -> Tensor:
-        """The number of the sequence that ends at each place."""
-        windows = ids.unfold(0, order, 1)
-        return (windows * size ** torch.arange(order - 1, -1, -1, device=ids.device)).sum(1)
+    # Each sequence of ``order`` symbols is one number.
+    powers = size ** torch.arange(order - 1, -1, -1)
+    seen, sought = ((x.unfold(0, order, 1) * powers).sum(1) for x in (data.train, data.validation))
 
     def count(seen: Tensor, sought: Tensor) -> Tensor:
-        """How often each number of ``sought`` is in ``seen``."""
+        """Return how often each number of ``sought`` is in ``seen``."""
         numbers, counts = seen.unique(return_counts=True)
         places = torch.searchsorted(numbers, sought).clamp(max=len(numbers) - 1)
         return torch.where(numbers[places] == sought, counts[places], 0).double()
 
-    seen, sought = read(data.train), read(data.validation)
     together, before = count(seen, sought), count(seen // size, sought // size)
     return -((together + pseudocount) / (before + pseudocount * size)).log().mean().item()

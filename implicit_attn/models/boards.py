@@ -388,7 +388,7 @@ class BoardSolver(nn.Module):
             raise ValueError(f"iterations must be >= the window, {window}, got {iterations}")
         prepared, z = self._begin(puzzles)
         if state is not None:
-            z = torch.cat([z[: len(z) - len(state)], state])
+            z = torch.cat([z[: len(z) - len(state)], state.to(z)])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.training):
             for _ in range(count - window):
                 z = self.update.advance(z, prepared)

@@ -61,19 +61,16 @@ def random_ising(
     samples: int = 1,
     field_scale: float = 0.5,
 ) -> SpinModel:
-    """Ising spins: couplings ``N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64.
+    """Return Ising spins with couplings ``N(0, strength^2 / N)`` and fields ``N(0, field_scale^2)``, float64.
 
-    For one seed, models of different strengths differ by that factor of the couplings alone.
+    For one seed, models of different strengths differ only by that factor of the couplings.
 
     Args:
-        sites: N.
-        strength: of the couplings, >= 0.
+        sites: number of spins N.
+        strength: strength of the couplings, >= 0.
         generator: on the CPU; the couplings are drawn first.
         samples: number of fields for the same couplings.
         field_scale: standard deviation of the fields, >= 0.
-
-    Raises:
-        TypeError, ValueError: a number below its bound, or one that is no integer and must be.
     """
     values = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     drawn = _draw((samples, sites, 1), strength, field_scale, generator)
@@ -81,18 +78,12 @@ def random_ising(
 
 
 def random_potts(
-    sites: int,
-    states: int,
-    strength: float,
-    generator: torch.Generator,
-    *,
-    samples: int = 1,
+    sites: int, states: int, strength: float, generator: torch.Generator, *, samples: int = 1,
     field_scale: float = 0.5,
-) -> SpinModel:
-    """Potts spins, one-hot in ``states`` dimensions: every pair of states has its own coupling.
+) -> SpinModel:  # fmt: skip
+    """Return Potts spins, one-hot in ``states`` dimensions: every pair of states has its own coupling.
 
-    Couplings ``J_ij^{ab} ~ N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64. The
-    other arguments are those of :func:`random_ising`.
+    Couplings are ``J_ij^{ab} ~ N(0, strength^2 / N)``; the other arguments are those of :func:`random_ising`.
     """
     values = torch.eye(require_count("states", states, low=2), dtype=torch.float64)
     drawn = _draw((samples, sites, states), strength, field_scale, generator)

@@ -59,9 +59,7 @@ class Extrapolation(Study):
         for axes, (key, label) in zip(panels, keys.items(), strict=True):
             best = 0.0
             for number, name in enumerate(dict.fromkeys(row["method"] for row in self.curves)):
-                rows = [
-                    row for row in self.curves if row["method"] == name and row.get(key) is not None
-                ]
+                rows = [r for r in self.curves if r["method"] == name and r.get(key) is not None]
                 values = [(100 if key == "accuracy" else 1) * row[key] for row in rows]
                 look: Any = {"marker": "osv^DP*"[number], "markersize": 4, "color": LINES[number]}
                 axes.plot([row["evaluations"] for row in rows], values, label=name, **look)
@@ -70,10 +68,9 @@ class Extrapolation(Study):
             if not any(len(line.get_xdata()) for line in axes.lines):
                 leave_empty(axes, f"no {key} is defined")
                 continue
-            for multiple in range(
-                1, max(row["evaluations"] for row in self.curves) // self.trained + 1
-            ):
-                axes.axvline(multiple * self.trained, color=GREY, linestyle=":", linewidth=1)
+            most = max(row["evaluations"] for row in self.curves)
+            for place in range(self.trained, most + 1, self.trained):
+                axes.axvline(place, color=GREY, linestyle=":", linewidth=1)
             if key == "accuracy":
                 axes.set_ylim(best - WINDOW, best + 0.5)
                 axes.set_title(f"dotted: 1, 2, ... times the {self.trained} of training")
@@ -189,13 +186,12 @@ def _by_budget(
 
 
 def budgets_up_to(trained: int, factor: int = 4) -> list[int]:
-    """About twenty numbers of iterations from 1 to ``factor * trained``, the multiples among them."""
+    """Return about twenty numbers of iterations from 1 to ``factor * trained``, with all multiples."""
     if trained < 1 or factor < 1:
         raise ValueError(f"trained and factor must be >= 1, got {trained} and {factor}")
-    dense = range(1, trained + 1) if trained <= 8 else range(1, trained + 1, -(-trained // 8))
+    dense = range(1, trained + 1, max(1, -(-trained // 8)))
     later = range(trained, factor * trained + 1, max(1, trained // 4))
-    multiples = (k * trained for k in range(1, factor + 1))
-    return sorted({*dense, *later, *multiples})
+    return sorted({*dense, *later, *(k * trained for k in range(1, factor + 1))})
 
 
 def _reach(curves: Table, trained: int, factor: int) -> Table:

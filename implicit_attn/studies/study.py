@@ -30,15 +30,7 @@ Table = list[dict[str, Any]]
 DPI = 110
 BATCH = 128
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"
-LINES = [
-    BLUE,
-    ORANGE,
-    GREEN,
-    RED,
-    "#7b4fa3",
-    "#8c6d46",
-    "#c65fa0",
-]  # of solvers, as many as there are
+LINES = [BLUE, ORANGE, GREEN, RED, "#7b4fa3", "#8c6d46", "#c65fa0"]  # one for each solver
 
 
 def write_table(path: str | Path, table: Table) -> None:
@@ -52,20 +44,15 @@ def write_table(path: str | Path, table: Table) -> None:
 
 
 def format_table(table: Table) -> str:
-    """The table as aligned text."""
+    """Return the table as aligned text."""
     if not table:
         return "(empty)"
-    names = list(table[0])
-    lines = [names, *([_cell(row[name]) for name in names] for row in table)]
+    cells = [
+        [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in table
+    ]
+    lines = [list(table[0]), *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 @dataclass(frozen=True)
@@ -134,21 +121,13 @@ def new_figure(size: tuple[float, float], title: str = "") -> Any:
 
 
 def draw_band(
-    axes: Any,
-    rows: Table,
-    step: str,
-    key: str,
-    color: str,
-    label: str | None,
-    *,
-    alpha: float = 0.2,
+    axes: Any, rows: Table, step: str, key: str, color: str, label: str | None, *, alpha: float = 0.2,
     **line: Any,
-) -> None:
-    """Column ``key`` against column ``step``, with the band from ``key_10`` to ``key_90``."""
-    steps = [row[step] for row in rows]
-    low, high = ([row[f"{key}_{percent}"] for row in rows] for percent in (10, 90))
+) -> None:  # fmt: skip
+    """Draw column ``key`` against column ``step``, and the band from ``key_10`` to ``key_90``."""
+    steps, middle, low, high = ([r[k] for r in rows] for k in (step, key, f"{key}_10", f"{key}_90"))
     axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0)
-    axes.plot(steps, [row[key] for row in rows], color=color, label=label, **line)
+    axes.plot(steps, middle, color=color, label=label, **line)
 
 
 def leave_empty(axes: Any, reason: str) -> None:
@@ -220,37 +199,33 @@ class Subject:
 
     @torch.no_grad()
     def given(self, inputs: Any) -> tuple[Any, Tensor | None]:
-        """What the layer is given for these inputs of the model: its input and its mask."""
+        """Return the input and the mask that the layer receives for these inputs of the model."""
         if isinstance(self.model, DEQ):
             return inputs, None
         if self.recurrence is not None:
             return self.model.tokens(inputs), None
         seen: dict[str, Any] = {}
-
-        def keep(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            seen.update(zip(("x", "mask"), args, strict=False))
-            seen.update({k: v for k, v in options.items() if k in ("x", "mask")})
-            return args, options | {"max_steps": 1, "on_failure": "ignore"}
-
-        with self.layer.register_forward_pre_hook(keep, with_kwargs=True):
-            self.model(inputs)
+        self._call(inputs, seen)
         return seen["x"], seen.get("mask")
 
     def outputs(self, inputs: Any, z: Any) -> Any:
-        """The model's outputs where ``z`` is the layer's state."""
+        """Return the model's outputs with ``z`` as the layer's state."""
         if isinstance(self.model, DEQ):
             return z
         if self.recurrence is not None:
             return self.model.classify(z)
+        with self.layer.register_forward_hook(lambda *_: z):
+            return self._call(inputs, {})
 
-        def shorten(layer: Any, args: Any, options: dict[str, Any]) -> Any:
+    def _call(self, inputs: Any, seen: dict[str, Any]) -> Any:
+        """Call the model with one evaluation of its layer, and note the layer's arguments in ``seen``."""
+
+        def note(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            seen.update(zip(("x", "mask"), args, strict=False))
+            seen.update({k: v for k, v in options.items() if k in ("x", "mask")})
             return args, options | {"max_steps": 1, "on_failure": "ignore"}
 
-        layer = self.layer
-        with (
-            layer.register_forward_pre_hook(shorten, with_kwargs=True),
-            layer.register_forward_hook(lambda *_: z),
-        ):
+        with self.layer.register_forward_pre_hook(note, with_kwargs=True):
             return self.model(inputs)
 
     def judge(self, logits: Tensor) -> dict[str, float]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from implicit_attn.data import (
-    SudokuData,
     SudokuSymmetries,
     TextData,
     board_counts,
@@ -62,7 +61,7 @@ def test_the_solver_counts_solutions() -> None:
     dead_end = [0, 2, 3, 4, 5, 6, 7, 8, 9] + [1] + [0] * 71  # the first cell could only be 1
     assert solve_sudoku(dead_end) == []
     for bad in ([0] * 80, [10] + [0] * 80, [-1] + [0] * 80):
-        with pytest.raises(ValueError, match="puzzle must be 81 digits"):
+        with pytest.raises(ValueError, match="puzzle"):
             solve_sudoku(bad)
 
 
@@ -87,9 +86,8 @@ def test_symmetries_keep_the_rules_and_the_clues() -> None:
     assert torch.equal((puzzles != 0).sum(1), (PUZZLES[many] != 0).sum(1))
     assert len(keys(solutions)) == 200
     assert solve_sudoku(puzzles[0].tolist()) == [solutions[0].tolist()]
-    # Cells move as rows, columns and their exchange do: the first may go anywhere.
-    numbered = torch.arange(1, 82).expand(200, 81)
-    marked = torch.where(numbered == 1, SOLUTIONS[:1], 0).contiguous()
+    marked = torch.zeros_like(SOLUTIONS[:1]).expand(200, 81).clone()
+    marked[:, 0] = SOLUTIONS[0, 0]  # the first cell may move anywhere
     moved, _ = SudokuSymmetries()(marked, SOLUTIONS[:1].expand(200, 81), drawn(1))
     assert len(set(moved.nonzero()[:, 1].tolist())) > 60
 
@@ -133,55 +131,33 @@ def test_counts_of_right_cells() -> None:
 
 def changed(part: str) -> torch.Tensor:
     """With a wrong digit in the first unknown cell of the third puzzle."""
-    boards, cell = (
-        getattr(GENERATED, part).clone(),
-        int((GENERATED.train_puzzles[2] == 0).nonzero()[0]),
-    )
+    boards = getattr(GENERATED, part).clone()
+    cell = int((GENERATED.train_puzzles[2] == 0).nonzero()[0])
     boards[2, cell] = int(GENERATED.train_solutions[2, cell]) % 9 + 1
     return boards
 
 
 @pytest.mark.parametrize(
-    ("error", "changes", "message"),
+    ("changes", "message"),
     [
-        (ValueError, {"train_puzzles": PUZZLES.int()}, r"train: puzzles must be int64"),
-        (ValueError, {"test_puzzles": PUZZLES[:, :80]}, r"test: puzzles must be int64 \(N, 81\)"),
-        (ValueError, {"test_puzzles": PUZZLES}, "test: solutions must be"),
-        (
-            ValueError,
-            {"train_puzzles": changed("train_puzzles")},
-            "2 has a clue that is not in its",
-        ),
-        (
-            ValueError,
-            {"train_solutions": changed("train_solutions")},
-            "2 has a solution that breaks",
-        ),
-        (
-            ValueError,
-            {"test_puzzles": GENERATED.test_solutions},
-            "test: puzzle 0 has no unknown cell",
-        ),
+        ({"train_puzzles": PUZZLES.int()}, "train"),
+        ({"test_puzzles": PUZZLES[:, :80]}, "test"),
+        ({"test_puzzles": PUZZLES}, "test"),
+        ({"train_puzzles": changed("train_puzzles")}, "puzzle 2"),
+        ({"train_solutions": changed("train_solutions")}, "puzzle 2"),
+        ({"test_puzzles": GENERATED.test_solutions}, "puzzle 0"),
     ],
 )
-def test_bad_boards_are_refused(
-    error: type[Exception], changes: dict[str, torch.Tensor], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_boards_are_refused(changes: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         replace(GENERATED, **changes)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"source": "internet"}, "source must be one of .* got 'internet'"),
-        ({"test": 1.5}, r"test must be an integer, got 1\.5"),
-        ({"more": -1}, "more must be >= 0, got -1"),
-        ({"more": 64}, r"more must be < \d\d, the unknown cells of a puzzle, got 64"),
-    ],
+    "options", [{"source": "internet"}, {"test": 1.5}, {"more": -1}, {"more": 64}]
 )
-def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_bad_requests_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
         load_sudoku(**({"train": 2, "test": 1, "source": "generated"} | options))
 
 
@@ -238,7 +214,6 @@ def test_the_real_list() -> None:
     assert counts[:17].sum() == 0 and len(counts) == 35
     assert (counts[17:] - 10_000 / 18).abs().max() < 120
     assert not keys(data.train_solutions) & keys(data.test_solutions)
-    assert isinstance(data.to("cpu"), SudokuData)
 
 
 NOVELS = find("text", "austen.txt.xz")
@@ -261,7 +236,7 @@ def test_the_help_topics_need_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_end_of_every_book_is_held_out() -> None:
     data = split_text("two", ["aaaabb", "cccd"], 0.3)
     assert data.alphabet == "abcd"
-    with pytest.raises(ValueError, match="symbols of the alphabet only, got 'xé' besides"):
+    with pytest.raises(ValueError, match="xé"):
         data.encode("abxé")
     assert data.decode(data.train) == "aaaa" + "cc"
     assert data.decode(data.validation) == "bb" + "cd"
