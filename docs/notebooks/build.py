@@ -1,7 +1,7 @@
 """Runs the notebooks of this folder and writes their pages: text, code, what it printed, its pictures.
 
     python docs/notebooks/build.py                     # every NAME.py -> NAME.md and NAME-1.png, ...
-    python docs/notebooks/build.py first_layer         # one of them
+    python docs/notebooks/build.py own_energy          # one of them
 
 A notebook is a Python file in the percent format, which Jupytext, VS Code and PyCharm open as one: cells
 begin with ``# %%``, or with ``# %% [markdown]`` for text in comments. Its cells share their variables, the
