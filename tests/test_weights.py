@@ -15,12 +15,7 @@ from implicit_attn import studies
 from implicit_attn.data import SudokuData, load, load_sudoku, load_text
 from implicit_attn.models import load_model, read_settings
 from implicit_attn.models.language import SymbolModel
-from implicit_attn.weights import (
-    load_pretrained,
-    pretrained_models,
-    weights_file,
-    weights_path,
-)
+from implicit_attn.weights import load_pretrained, pretrained_models, weights_file, weights_path
 
 pytest.importorskip("safetensors", reason="the weights are read by safetensors")
 DATA = Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere"))

@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cases.deq import (
-    DIM,
-    EXACT,
-    LAYERS,
-    gradients,
-    make,
-    relative_error,
-    tokens,
-    with_parameters,
-)
+from cases.deq import DIM, EXACT, LAYERS, gradients, make, relative_error, tokens, with_parameters
 from implicit_attn import DEQ, Energy
 from implicit_attn.energies import (
     AttentionInput,

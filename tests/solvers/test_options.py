@@ -138,8 +138,7 @@ def test_a_partial_function_keeps_what_it_has_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("f", "error"),
-    [(lambda z: z, TypeError), (Descent(lambda z: z.square().sum(1)), ValueError)],
+    ("f", "error"), [(lambda z: z, TypeError), (Descent(lambda z: z.square().sum(1)), ValueError)]
 )
 def test_auxiliary_output_must_be_there(f: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="has_aux"):
