@@ -133,15 +133,6 @@ def test_mistakes(call: Callable[[], object], message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("policy", "raised"), [("warn", solvers.SolveWarning), ("raise", solvers.SolveError)]
-)
-def test_failure_is_never_silent(policy: str, raised: Any) -> None:
-    layer = make("gradient", max_steps=1, tolerance=Tolerance(rtol=1e-14), on_failure=policy)
-    with (pytest.warns if policy == "warn" else pytest.raises)(raised):
-        layer(tokens())
-
-
 each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -392,13 +383,6 @@ def test_images_keep_their_layout(init: str) -> None:
     (slope,) = torch.autograd.grad(y.pow(3).sum(), moved)
     x.requires_grad_()
     torch.testing.assert_close(slope, torch.autograd.grad(layer(x).pow(3).sum(), x)[0])
-
-
-def test_a_mask_of_channels_that_lie_last() -> None:
-    x = torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last)
-    mask = torch.tensor([[True, False, True]]).expand(2, 3)
-    found = solvers.fixed_point(half_tanh, x, (x,), mask=mask).value
-    assert torch.equal(found[:, 1], x[:, 1]) and not torch.equal(found[:, 0], x[:, 0])
 
 
 def test_what_has_no_numbers_is_told_a_way() -> None:

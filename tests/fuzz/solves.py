@@ -88,49 +88,36 @@ IN_PLACE = {"in place", "relu in place"}
 
 
 class Potential(NamedTuple):
-    """A sum of ``density`` over D, and ``map`` is ``z - dE/dz`` in closed form."""
+    """A sum of ``density`` over D, and ``map`` is ``z - dE/dz``."""
 
     density: Formula
     map: Map
 
 
-def _descent(gradient: Formula, terms: Formula) -> Map:
-    return Map(
-        lambda z, s, b, w: z - gradient(z, s, b, w), lambda z, s, b, w: z.abs() + terms(z, s, b, w)
-    )
+def _potential(density: Formula, terms: Formula) -> Potential:
+    """``terms`` are the magnitudes of the gradient."""
+
+    def step(z: Tensor, *given: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = z.detach().requires_grad_()
+            total = density(point, *(t.detach() for t in given)).sum()
+            return z - torch.autograd.grad(total, point)[0]
+
+    return Potential(density, Map(step, lambda z, s, b, w: z.abs() + terms(z, s, b, w)))
 
 
 POTENTIALS: dict[str, Potential] = {
-    "quadratic": Potential(
-        lambda z, s, b, w: 0.5 * s * (z - b) ** 2,
-        _descent(lambda z, s, b, w: s * (z - b), lambda z, s, b, w: s.abs() * (z.abs() + b.abs())),
-    ),
-    "coupled": Potential(
-        lambda z, s, b, w: 0.25 * s * z * (z @ (w + w.T)) + 0.5 * z * z - b * z,
-        _descent(
-            lambda z, s, b, w: 0.5 * s * (z @ (w + w.T)) + z - b,
-            lambda z, s, b, w: s.abs() * (z.abs() @ (w.abs() + w.abs().T)) + z.abs() + b.abs(),
-        ),
-    ),
-    "cosh": Potential(
-        lambda z, s, b, w: torch.cosh(z - b) + 0 * s,
-        _descent(
-            lambda z, s, b, w: torch.sinh(z - b) + 0 * s,
-            lambda z, s, b, w: torch.cosh(z - b) * (1 + z.abs() + b.abs()),
-        ),
-    ),
-    "quartic": Potential(
-        lambda z, s, b, w: 0.25 * z**4 - 0.5 * z**2 - s * b * z,
-        _descent(
-            lambda z, s, b, w: z**3 - z - s * b,
-            lambda z, s, b, w: z.abs() ** 3 + z.abs() + (s * b).abs(),
-        ),
-    ),
-    "unbounded": Potential(
-        lambda z, s, b, w: -0.3 * z**2 - b * z + 0 * s,
-        _descent(lambda z, s, b, w: -0.6 * z - b, lambda z, s, b, w: z.abs() + b.abs()),
-    ),
-}
+    "quadratic": _potential(lambda z, s, b, w: 0.5 * s * (z - b) ** 2,
+        lambda z, s, b, w: s.abs() * (z.abs() + b.abs())),
+    "coupled": _potential(lambda z, s, b, w: 0.25 * s * z * (z @ (w + w.T)) + 0.5 * z * z - b * z,
+        lambda z, s, b, w: s.abs() * (z.abs() @ (w.abs() + w.abs().T)) + z.abs() + b.abs()),
+    "cosh": _potential(lambda z, s, b, w: torch.cosh(z - b) + 0 * s,
+        lambda z, s, b, w: torch.cosh(z - b) * (1 + z.abs() + b.abs())),
+    "quartic": _potential(lambda z, s, b, w: 0.25 * z**4 - 0.5 * z**2 - s * b * z,
+        lambda z, s, b, w: z.abs() ** 3 + z.abs() + (s * b).abs()),
+    "unbounded": _potential(lambda z, s, b, w: -0.3 * z**2 - b * z + 0 * s,
+        lambda z, s, b, w: z.abs() + b.abs()),
+}  # fmt: skip
 
 
 POWERS = {torch.float64: 400, torch.float32: 100, torch.bfloat16: 100, torch.float16: 7}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -130,11 +129,6 @@ def test_gradients_pass_through_the_auxiliary_output() -> None:
     assert not layer.last.aux["inner"].requires_grad  # type: ignore[union-attr]
     assert layer.jacobian_penalty(x.detach(), x.detach()).shape == (3,)
     torch.testing.assert_close(layer.unrolled(100)(x), z)
-
-
-def test_a_partial_function_keeps_what_it_has_bound() -> None:
-    bound = partial(lambda z, k: (k * torch.cos(z), k), k=0.3)
-    assert fixed_point(bound, torch.ones(2, 2), has_aux=True).aux == 0.3
 
 
 @pytest.mark.parametrize(
@@ -277,17 +271,6 @@ def test_an_equation_without_a_root_is_named() -> None:
         root(lambda z: z.sum(1, keepdim=True), torch.ones(2, 3))
     with pytest.raises(TypeError, match="energy"):
         root(lambda z: z, torch.ones(2, 3), energy=lambda z: z.sum(1))
-
-
-def test_the_keys_of_a_root_may_come_in_another_order() -> None:
-    start = {"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)}
-    found = solvers.root(lambda z: {"b": z["b"] - 2, "a": z["a"] - 1}, start).value
-    torch.testing.assert_close(found, {"a": torch.ones(2, 1), "b": 2 * torch.ones(2, 1)})
-
-
-def test_a_root_within_bounds_lies_at_a_bound_or_is_a_root() -> None:
-    found = solvers.root(lambda z: 0.5 * (z - 2), torch.zeros(1, 3), bounds=(0, 1))
-    assert torch.equal(found.value, torch.ones(1, 3))
 
 
 def test_an_empty_batch_has_the_states_that_were_asked_for() -> None:
