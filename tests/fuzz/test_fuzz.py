@@ -112,27 +112,6 @@ def test_a_call_that_changes_the_world_is_found() -> None:
     assert {invariant for invariant, _ in draw.broken} == {"inputs", "global state", "warnings"}
 
 
-def _odd(draw: Draw) -> None:
-    draw.note("number", draw.number)
-    draw.expect(draw.number % 3, "third", "is broken")
-    if draw.number == 4:
-        raise KeyError("four")
-
-
-def test_the_command_tells_what_is_broken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(FAMILIES, "linear", _odd)
-    assert run.main(["--families", "linear", "--cases", "10"]) == 1
-    said = capsys.readouterr().out
-    assert "linear: 10 cases, 5 broken" in said
-    assert "third: 4 times" in said
-    assert 'make fuzz ARGS="--family linear --case 3"' in said
-    assert "KeyError at test_fuzz.py" in said
-    assert run.main(["--family", "linear", "--case", "3"]) == 1
-    assert run.main(["--family", "linear", "--case", "5"]) == 0
-
-
 @pytest.mark.defect("C6")
 @pytest.mark.parametrize(
     ("option", "value"),

@@ -160,21 +160,6 @@ def leaves(dim: int = 4) -> tuple[Tensor, Tensor]:
     return weight.requires_grad_(), x.requires_grad_()
 
 
-class Multiply(torch.autograd.Function):
-    """``z w^T`` as a custom function, twice differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(z, weight)
-        return z @ weight.mT
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
-        (cotangent,) = grad_outputs
-        z, weight = ctx.saved_tensors
-        return cotangent @ weight, cotangent.mT @ z
-
-
 def through_args(weight: Tensor, x: Tensor) -> Any:
     wide = weight.expand(3, -1, -1)
     return (lambda z, w, x: torch.tanh(torch.einsum("bij,bj->bi", w, z) + x)), (wide, x)
@@ -189,10 +174,6 @@ def through_a_captured_result(weight: Tensor, x: Tensor) -> Any:
     return (lambda z, x: torch.tanh(0.5 * (z @ half) + x)), (x,)
 
 
-def through_a_custom_function(weight: Tensor, x: Tensor) -> Any:
-    return (lambda z, x: torch.tanh(Multiply.apply(z, weight) + x)), (x,)
-
-
 def through_nested_args(weight: Tensor, x: Tensor) -> Any:
     def f(z: Tensor, inputs: dict[str, Any]) -> Tensor:
         return torch.tanh(z @ weight.mT + inputs["list"][0] + inputs["zero"])
@@ -201,7 +182,7 @@ def through_nested_args(weight: Tensor, x: Tensor) -> Any:
 
 
 MAKES: list[Make] = [
-    through_a_closure, through_a_captured_result, through_a_custom_function, through_nested_args,
+    through_a_closure, through_a_captured_result, through_nested_args,
 ]  # fmt: skip
 
 

@@ -153,55 +153,6 @@ def test_a_failed_sample_keeps_a_gradient_of_zero() -> None:
     assert x.grad is not None and x.grad[1] == 0 and x.grad.isfinite().all()
 
 
-def test_closures_of_one_factory_count_their_solves_for_themselves() -> None:
-    calls = 0
-
-    def made(module: nn.Module) -> Any:
-        offset = torch.full((2,), 0.5)  # another tensor in every function
-
-        def f(z: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            return 0.5 * module(z) + offset
-
-        return f
-
-    def spent(f: Any) -> int:
-        """Evaluations that were not counted."""
-        nonlocal calls
-        calls = 0
-        start = torch.tensor([[0.8, 0.8], [5.0, -9.0]])
-        counted = int(fixed_point(f, start, adjoint=None).evaluations.max())
-        return calls - counted
-
-    one, two = nn.Tanh(), nn.Softsign()
-    first = made(one)
-    assert [spent(first) for _ in range(9)] == [2, *[1] * 7, 0]
-    assert [spent(made(one)) for _ in range(2)] == [0, 0]  # the same, made anew
-    assert spent(made(two)) == 2
-    assert spent(first) == 0
-
-
-@pytest.mark.parametrize("solver", ["forward", None])
-def test_coupled_rows_that_did_not_all_converge(solver: Any) -> None:
-    """Those that did not are returned with another iterate than the last one, which the others saw."""
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        return x + torch.tanh(0.6 * (z + z.mean(0, keepdim=True)))
-
-    options: dict[str, Any] = {"compact": False, "adjoint": None, "on_failure": "ignore"}
-    some = False
-    for seed in range(9):  # more than the solves of a function that are verified in any case
-        x = normal(40, 1, seed=seed)
-        for most in (5, 10, 20):
-            found = fixed_point(
-                f, x, (x,), max_steps=most, tolerance=1e-3, solver=solver, **options
-            )
-            assert (true_residuals(f, found.value, x)[found.converged] <= 2.1e-3).all()
-            some |= bool(found.converged.any() and not found.converged.all())
-    assert some
-
-
 def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
     x = normal(12, 4, dtype=torch.float64) * torch.logspace(-2, 0, 12)[:, None]
 
@@ -276,11 +227,6 @@ def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
     x[2] = 0
     with pytest.warns(solvers.SolveWarning, match="atol"):
         fixed_point(lambda z, x: torch.tanh(0.5 * z) + x, torch.ones(4, 8), (x,), solver="forward")
-
-
-def test_a_complex_state_is_told_a_way() -> None:
-    with pytest.raises(TypeError, match="view_as_real"):
-        fixed_point(lambda z: 0.4j * z, torch.zeros(2, 3, dtype=torch.complex128))
 
 
 def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> None:
