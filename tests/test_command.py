@@ -11,7 +11,6 @@ import pytest
 
 import implicit_attn
 from implicit_attn.cli import main
-from implicit_attn.optional import requirements
 
 
 def test_the_weights_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,13 +77,3 @@ def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = ("one-energy", "sudoku", "own-energy")
     assert names == {f"{part}.{kind}" for part in parts for kind in ("csv", "png")}
     assert "a quarter missing" in capsys.readouterr().out
-
-
-def test_requirements_by_extra() -> None:
-    lines = [
-        "torch>=2",
-        'a; extra == "one"',
-        'implicit-attn[one]; extra == "all"',
-        "b; extra == 'all'",
-    ]
-    assert requirements(lines) == {"": ["torch"], "one": ["a"], "all": ["b", "a"]}

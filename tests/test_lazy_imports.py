@@ -5,24 +5,19 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import json
 import logging
 import os
-import pickle
 import pkgutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 import implicit_attn
 import solvers
-from implicit_attn import kernels
-from implicit_attn.optional import progress, require
+from implicit_attn.optional import require
 
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = sorted(
@@ -76,24 +71,6 @@ def test_the_core_is_what_dir_shows() -> None:
     assert vars(implicit_attn)["__all__"] == sorted(names)
 
 
-def modules() -> list[str]:
-    packages = (solvers, implicit_attn)
-    found = [m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]
-    # implicit_attn.solvers is the module solvers, which keeps its own name.
-    return [name for name in found if not name.endswith(("__main__", "attn.solvers"))]
-
-
-def test_modules_are_found_under_their_names() -> None:
-    """``import package.module as m`` gives the module, not a function of the same name."""
-    for name in modules():
-        if ".triton" in name and importlib.util.find_spec("triton") is None:
-            continue
-        scope: dict[str, object] = {}
-        exec(f"import {name} as found", scope)
-        found = scope["found"]
-        assert isinstance(found, ModuleType) and found.__name__ == name
-
-
 @pytest.mark.parametrize("stub", STUBS, ids=lambda stub: stub.parent.name)
 def test_a_lazy_name_is_what_its_stub_states(stub: Path) -> None:
     package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
@@ -106,14 +83,6 @@ def test_a_lazy_name_is_what_its_stub_states(stub: Path) -> None:
             assert getattr(package, alias.name) is getattr(home, alias.name)
             assert alias.name in package.__all__ and alias.name == alias.asname
             assert home is package or alias.name not in below, "a module would hide the name"
-
-
-@pytest.mark.slow
-def test_sub_packages_and_their_modules_are_attributes() -> None:
-    packages = [m.name for m in pkgutil.iter_modules(implicit_attn.__path__) if m.ispkg]
-    lines = [f"implicit_attn.{name}.__path__" for name in packages]
-    run("\n".join(["import implicit_attn", *lines, "implicit_attn.deq.layer.DEQ"]))
-    run("import solvers; solvers.eigen, solvers.spins")
 
 
 SOLVERS = """
@@ -139,10 +108,6 @@ assert solvers.core.__spec__.name == "solvers.core"
 def test_solvers_are_a_part_of_the_package_too(first: str) -> None:
     """The very same modules, whichever name is imported first."""
     run(SOLVERS.format(first=first))
-
-
-def test_lazy_classes_can_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(solvers.AdaptiveTAP)) is solvers.AdaptiveTAP
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -185,15 +150,6 @@ def test_another_module_named_solvers_is_refused(
     assert str(other) in last and "Rename that file" in last
 
 
-def test_a_folder_without_a_file_is_named() -> None:
-    other = types.ModuleType("solvers")
-    other.__path__ = ["/work/of/mine/solvers"]
-    check = vars(implicit_attn)["_check_solvers"]
-    with pytest.raises(ImportError, match="/work/of/mine/solvers"):
-        check(other)
-    check(solvers)
-
-
 def test_the_bridge_says_that_torchdeq_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchdeq"]:
         monkeypatch.delitem(sys.modules, name)
@@ -212,52 +168,12 @@ def test_the_logs_are_silent_unless_asked(name: str) -> None:
     assert log.level == logging.NOTSET
 
 
-def test_the_choice_of_a_kernel_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    z = torch.randn(1, 2, 5, 4)
-    with caplog.at_level(logging.INFO, logger="implicit_attn"):
-        kernels.bisoftmax(z, 1.0)
-    assert not caplog.records
-    with caplog.at_level(logging.DEBUG, logger="implicit_attn"):
-        kernels.bisoftmax(z, 1.0)
-        kernels.frozen_key_attention(z, z, 1.0)
-    chosen = kernels.explain(z, 1.0)
-    assert f"bi-softmax: {chosen.backend} ({chosen.reason})" in caplog.messages
-    assert any(text.startswith("frozen keys: ") for text in caplog.messages)
-
-
-def test_an_installed_module_is_returned() -> None:
-    assert require("json", extra="examples") is json
-    assert require("os.path", extra="examples") is sys.modules["os.path"]
-
-
 def test_a_missing_module_names_the_extra_and_the_cause() -> None:
     with pytest.raises(
         ImportError, match=r"no_such_module.*pip install \"\.\[examples\]\"` in a checkout"
     ) as caught:
         require("no_such_module.part", extra="examples")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-
-
-def test_a_module_blocked_by_its_own_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(ImportError, match=r"pooch could not be imported.*\[test\]"):
-        require("pooch", extra="test")
-
-
-def test_a_bar_is_drawn_on_a_terminal_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And only where tqdm is installed."""
-    pytest.importorskip("tqdm", reason="it draws the bar")
-
-    def drawn(terminal: bool) -> str:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-        assert list(progress([3, 5], "numbers")) == [3, 5]
-        return capsys.readouterr().err
-
-    assert "numbers" in drawn(True) and not drawn(False)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert not drawn(True)
 
 
 WITHOUT_SCIPY_AND_TORCHDEQ = """

@@ -9,8 +9,6 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-import pytest
-
 import implicit_attn
 from implicit_attn.optional import requirements
 from workers.distribution import imported, unnamed
@@ -44,23 +42,6 @@ def sources() -> list[str]:
 
 def test_the_metadata_name_what_is_imported() -> None:
     assert unnamed(sources(), stated_requirements()) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "lacking"),
-    [
-        ("import torch\nimport torch.nn", []),
-        ("import yaml", ["yaml (extra None)"]),
-        ("require('sklearn.datasets', extra='examples')", []),
-        ("require('sklearn.datasets', extra='training')", ["sklearn (extra 'training')"]),
-        ("require('safetensors', extra=None)", []),
-        ("require('torch.utils.tensorboard', extra='tensorboard')", []),
-        ("import matplotlib", ["matplotlib (extra None)"]),
-        ("import json\nimport solvers.core\nimport triton.language", []),
-    ],
-)
-def test_what_the_metadata_lack_is_seen(source: str, lacking: list[str]) -> None:
-    assert unnamed([source], stated_requirements()) == lacking
 
 
 def test_nothing_is_required_that_nothing_imports() -> None:
@@ -98,11 +79,3 @@ def test_the_version_stands_in_one_place() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     headings = re.findall(r"^## \[(.+)\] - (.+)$", changes, re.M)
     assert headings[0] == ("Unreleased", stated[0]) or headings[0][0] == stated[0]
-
-
-def test_the_command_is_an_entry_point() -> None:
-    line = setup()["options.entry_points"]["console_scripts"].strip()
-    name, _, target = line.partition(" = ")
-    module, _, function = target.partition(":")
-    assert (name, module, function) == ("implicit-attn", "implicit_attn.cli", "main")
-    assert callable(getattr(importlib.import_module(module), function))

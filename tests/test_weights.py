@@ -15,12 +15,7 @@ from implicit_attn import studies
 from implicit_attn.data import SudokuData, load, load_sudoku, load_text
 from implicit_attn.models import load_model, read_settings
 from implicit_attn.models.language import SymbolModel
-from implicit_attn.weights import (
-    load_pretrained,
-    pretrained_models,
-    weights_file,
-    weights_path,
-)
+from implicit_attn.weights import load_pretrained, pretrained_models, weights_path
 
 pytest.importorskip("safetensors", reason="the weights are read by safetensors")
 DATA = Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere"))
@@ -58,20 +53,6 @@ def test_a_model_is_loaded_as_it_is_described(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == row.parameters
     assert float(row.measured.split()[0]) > 0 and row.command.startswith("python examples/")
     assert (ROOT / row.command.split()[1]).is_file()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_defaults_of_torch_do_not_matter(name: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            model = load_pretrained(name)
-        assert torch.get_default_dtype() == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    found, plain = model.state_dict(), load_pretrained(name).state_dict()
-    assert list(found) == list(plain)
-    assert all(torch.equal(found[key], plain[key]) for key in plain)  # device and dtype, too
 
 
 @pytest.mark.parametrize(
@@ -155,19 +136,6 @@ def test_an_unknown_name_has_the_nearest_ones(name: str, nearest: str) -> None:
     for call in (load_pretrained, weights_path):
         with pytest.raises(ValueError, match=f"name must be .*got '{name}'; {nearest}"):
             call(name)
-
-
-def test_an_option_takes_a_file_before_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert weights_file("mnist-spins") == weights_path("mnist-spins")
-    Path("digits-hyperset").mkdir()  # of results, say
-    assert weights_file("digits-hyperset") == weights_path("digits-hyperset")
-    Path("mnist-spins").touch()
-    assert weights_file("mnist-spins") == Path("mnist-spins")
-    with pytest.raises(ValueError, match="nearest: "):
-        weights_file("mine.safetensors")
 
 
 @pytest.mark.parametrize("name", ["austen-language", "austen-equilibrium"])

@@ -312,7 +312,12 @@ def _definite(start: SpinState | None, model: CoupledSites) -> SpinState:
     )
 
 
-ORDERS = ("naive", "second", "adaptive")
+# What an error calls the solve of a theory.
+ORDERS = {
+    "naive": "mean-field solve",
+    "second": "second-order TAP solve",
+    "adaptive": "adaptive TAP solve",
+}
 State = tuple[Tensor, Tensor, Tensor]  # means, cavity variances, covariances
 
 
@@ -395,11 +400,6 @@ def free_energy(
 
 
 _DEFAULT_ADJOINT = Implicit()
-_WHAT = {
-    "adaptive": "adaptive TAP solve",
-    "second": "second-order TAP solve",
-    "naive": "mean-field solve",
-}
 
 
 class SpinMarginals(NamedTuple):
@@ -505,8 +505,7 @@ def adaptive_tap(
         TypeError, ValueError: if an argument is invalid.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
-    Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
-    theory for probabilistic modeling", https://doi.org/10.1103/PhysRevE.64.056131.
+    Source: :mod:`solvers.spins.adaptive_tap`.
     """
     require_flag("response", response)
     require_flag("log_partition", log_partition)
@@ -532,17 +531,14 @@ def adaptive_tap(
             values, clamped = read_given(given, field)
             clamped = clamped if mask is None else clamped & mask
             values = zero_masked(values, clamped)
-            with without_autocast(
-                field.device.type
-            ):  # clamped sites act as fields on the free ones
+            # Clamped sites act as fields on the free ones.
+            with without_autocast(field.device.type):
                 wide = as_wide(values)
                 pull = (wide.flatten(1) @ as_matrix(couplings)).view_as(wide)
                 energy = (wide * (as_wide(field) + pull / 2)).flatten(1).sum(1)
             held = values, clamped, energy
-            field, mask = (
-                field + pull.to(field.dtype),
-                ~clamped if mask is None else ~clamped & mask,
-            )
+            field = field + pull.to(field.dtype)
+            mask = ~clamped if mask is None else ~clamped & mask
         earlier: list[Solution] = []
         for beta in betas[:-1]:
             model = CoupledSites(beta * couplings, beta * field, site, mask)
@@ -561,7 +557,7 @@ def adaptive_tap(
             mean = torch.where(clamped.unsqueeze(-1), values, found.mean)
             log_z = found.log_partition + beta * energy if log_partition else None
             solution.value = found._replace(mean=mean, log_partition=log_z)
-    apply_policy(solution, on_failure, _WHAT[order])
+    apply_policy(solution, on_failure, ORDERS[order])
     return solution
 
 

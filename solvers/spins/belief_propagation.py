@@ -101,11 +101,6 @@ class Graph:
         ordered = (source[order], target[order], reverse, order < number, place[order])
         return cls(sites, *ordered, degree)
 
-    @property
-    def number(self) -> int:
-        """Number of directed edges, 2E."""
-        return len(self.source)
-
     def blocks(self, couplings: Tensor) -> Tensor:
         """Return ``J`` (2E, d, d) of every edge, rows for the target, from couplings (E, d, d)."""
         found = couplings[self.place // 2]
@@ -123,15 +118,11 @@ class Graph:
         """Return ``total`` (B, N, d) at the source of every edge minus the message from its target."""
         return total.index_select(1, self.source) - messages.index_select(1, self.reverse)
 
-    def packed_shape(self, batch: int, states: int) -> tuple[int, ...]:
-        """Return (B, E, 2, d)."""
-        return batch, self.number // 2, 2, states
-
     def packed(self, messages: Tensor) -> Tensor:
         """Return messages (B, E, 2, d), where ``[e, k]`` is the message into the site ``edges[e, k]``."""
-        batch, _, states = messages.shape
+        batch, edges, states = messages.shape
         whole = torch.zeros_like(messages).index_copy(1, self.place, messages)
-        return whole.view(self.packed_shape(batch, states))
+        return whole.view(batch, edges // 2, 2, states)
 
     def unpacked(self, messages: Tensor) -> Tensor:
         """Invert :meth:`packed`."""
@@ -156,7 +147,7 @@ def find_support(
     open_pairs = allowed.float().mT  # (2E, d of the source, d of the target)
     partner = allowed.any(1)  # (2E, d): the state of the source has some partner
     dead = None if live is None else ~live.unsqueeze(2)
-    messages = torch.ones(batch, graph.number, states, dtype=torch.bool, device=domain.device)
+    messages = torch.ones(batch, len(graph.source), states, dtype=torch.bool, device=domain.device)
     while True:  # every step except the last rules out at least one state
         ruled_out = (~messages).float()
         total = graph.gather(ruled_out)
@@ -253,7 +244,9 @@ def gather_evidence(
     # Inconsistent samples are solved without constraints and their results discarded.
     states, messages, cavities = (left | ~consistent[:, None, None] for left in support)
     live = (
-        consistent[:, None].expand(-1, graph.number) if live is None else live & consistent[:, None]
+        consistent[:, None].expand(-1, len(graph.source))
+        if live is None
+        else live & consistent[:, None]
     )
     bounds = _bound(field, domain, blocks, allowed, bound)
     evidence = Evidence(field, live, states, messages, cavities, bounds)
@@ -588,7 +581,7 @@ def belief_propagation(
         # Messages are normalised again, because the constraints of the earlier result may differ.
         first = where_left(_read_start(start, graph, x), evidence.messages)
         first = step.normalised(first, evidence)
-        solve = fixed_point if graph.number else _nothing_to_solve
+        solve = fixed_point if len(graph.source) else _nothing_to_solve
         solution = solve(step, first, (evidence,), **options)
         messages = solution.value
         mean = marginals(step, messages, sample, clamped)
@@ -618,9 +611,9 @@ def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
     """Return messages (B, 2E, d) of an earlier result, or zeros."""
     batch, _, states = field.shape
     if start is None:
-        return field.new_zeros(batch, graph.number, states)
+        return field.new_zeros(batch, len(graph.source), states)
     require_instance("start", start, Beliefs, "a solvers.Beliefs")
-    shape = graph.packed_shape(batch, states)
+    shape = (batch, len(graph.source) // 2, 2, states)
     return graph.unpacked(read_start("start.messages", start.messages, shape, field))
 
 
@@ -740,10 +733,8 @@ def decimate(
         out = rows[ended]
         states = torch.where(clamped, values.argmax(2), found.mean[rows].argmax(2))
         found.states[out], found.accepted[out] = states[ended], accepted[ended]
-        found.status[out], found.fixed[out] = (
-            solution.status[ended],
-            (clamped.sum(1) - known)[ended],
-        )
+        found.status[out] = solution.status[ended]
+        found.fixed[out] = (clamped.sum(1) - known)[ended]
         stay = torch.nonzero(~ended).flatten()
         start = take(solution.value, stay, len(rows))
         rows, known, mean = rows[stay], known[stay], mean[stay]

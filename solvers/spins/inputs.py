@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import require_instance
+from solvers.core.checks import require_instance, require_positive
 from solvers.core.solution import Tolerance, read_tolerance
 
 
@@ -30,10 +30,11 @@ def with_dimensions(couplings: Any, field: Any) -> tuple[Any, Any]:
 
 
 def with_symmetries(couplings: Tensor) -> Tensor:
-    """Return the couplings with a gradient that has their symmetry and zeros."""
-    sites = len(couplings)
-    outside = 1 - torch.eye(sites, dtype=couplings.dtype, device=couplings.device)
-    return (couplings + couplings.permute(1, 0, 3, 2)) / 2 * outside[:, :, None, None]
+    """Return couplings (N, N, d, d), (N, N) or (B, N, N) with a gradient of their symmetry and zeros."""
+    blocks = couplings.dim() == 4
+    unit = torch.eye(couplings.shape[1], dtype=couplings.dtype, device=couplings.device)
+    outside = (1 - unit)[:, :, None, None] if blocks else 1 - unit
+    return (couplings + (couplings.permute(1, 0, 3, 2) if blocks else couplings.mT)) / 2 * outside
 
 
 def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
@@ -160,17 +161,9 @@ def usual_tolerance(given: Any, dtype: torch.dtype) -> Tolerance:
 def read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
     """Return one or several inverse temperatures, finite and > 0."""
     betas = tuple(given) if isinstance(given, Sequence) else (given,)
-    for beta in betas:
-        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-            raise TypeError(
-                "inverse_temperature must be a number or a list of numbers (call tolist() on tensors and "
-                f"arrays), got {given!r}"
-            )
-        if not 0 < beta < math.inf:
-            raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
     if not betas:
         raise ValueError("inverse_temperature must contain at least one number, got none")
-    return betas
+    return tuple(require_positive("inverse_temperature", beta) for beta in betas)
 
 
 def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,16 +193,6 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(values.detach()).all()):
         raise ValueError("given must contain finite values at the clamped sites")
     return values, clamped
-
-
-def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
-    """Return (B or 1, N, N) with masked sites uncoupled and a gradient with symmetry and zeros."""
-    k = couplings if couplings.dim() == 3 else couplings.unsqueeze(0)
-    outside = 1 - torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    k = (k + k.mT) / 2 * outside
-    if mask is None:
-        return k
-    return torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
 
 
 def stationary_value(function: Callable[[Any, Any], Tensor], args: Any, state: Any) -> Tensor:

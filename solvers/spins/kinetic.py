@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_choice, require_count, require_instance
+from solvers.core.checks import require_choice, require_count, require_finite, require_instance
 from solvers.core.device import maybe_any
 from solvers.core.modes import without_autocast
 from solvers.core.solution import Solution, Tolerance, check_on_failure
@@ -251,11 +251,7 @@ def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
     """Raise ValueError for the first of ``tensors`` (B, N, d) with NaN or infinity at an unmasked site;
     not on a GPU, where this would wait for the device."""
     for name, value in tensors.items():
-        if value.device.type != "cpu" or bool(value.detach().sum().isfinite()):
-            continue
-        known = zero_masked(value.detach(), None if name == "couplings" else mask)
-        if not bool(known.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got NaN or infinity")
+        require_finite(name, zero_masked(value.detach(), None if name == "couplings" else mask))
 
 
 def check_network(mean: Any, field: Any, couplings: Any, mask: Any, start: str = "mean") -> None:

@@ -25,7 +25,7 @@ from solvers.spins.inputs import (
     as_wide,
     check_inputs,
     usual_tolerance,
-    with_scalar_symmetries,
+    with_symmetries,
     zero_masked,
 )
 
@@ -130,7 +130,9 @@ def spherical_saddle(
     rtol = usual_tolerance(tolerance, field.dtype).rtol
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
-        k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)
+        k = with_symmetries(as_wide(couplings)).expand(len(x), -1, -1)
+        if mask is not None:  # masked sites are uncoupled
+            k = torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
         search = _search(k.detach(), x.detach(), per_site, mask, rtol, max_steps)
         found_at, status, residual, count = search
         multiplier = _Multiplier.apply(k, x, found_at, per_site, mask)

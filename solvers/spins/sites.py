@@ -12,7 +12,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from solvers.core.checks import require_count, require_flag, require_instance, require_positive
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_positive,
+)
 from solvers.core.modes import ordinary, recording, without_autocast
 from solvers.spins.inputs import as_wide
 from solvers.spins.spheres import (
@@ -55,6 +61,8 @@ class Site(nn.Module):
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
         """Return ``d log Z / dh``, (B, N, d)."""
+        if type(self).moments is not Site.moments:
+            return self.moments(field, variance)[0]
         return self._derivatives(field, variance, 1)[0]
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
@@ -254,9 +262,6 @@ class GaussianSite(Site):
         log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return inner.square().sum((-2, -1)) / 2 - log_det
 
-    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        return self.moments(field, variance)[0]
-
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
         half, factor = self._factors(field, variance)
         rows = torch.linalg.solve_triangular(factor, half.mT.expand_as(factor), upper=False)
@@ -405,9 +410,6 @@ class SphericalSite(Site):
             return _saddle(field, variance, rho)[0] - at_zero
         value = LogPartition.apply(field, _unless_zero(variance), rho)
         return value - LogPartition.apply(origin, None, rho)
-
-    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        return self.moments(field, variance)[0]
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         if self.large_dimension:
@@ -563,10 +565,7 @@ NAMES: dict[str, type[Site]] = {
 def read_site(value: Any) -> Site:
     """Return a site from an instance, a class or a name ("ising")."""
     if isinstance(value, str):
-        if value.lower() not in NAMES:
-            known = ", ".join(NAMES)
-            raise ValueError(f"site must be one of {known} or a solvers.Site, got {value!r}")
-        return NAMES[value.lower()]()
+        value = NAMES[require_choice("site", value.lower(), NAMES)]
     if value in NAMES.values():
         value = value()
     return require_instance("site", value, Site, "a solvers.Site such as IsingSite(), or its name")

@@ -336,7 +336,15 @@ class BesselRatio(torch.autograd.Function):
         return cotangents[0] * slope / 2, None
 
 
-class RadialVariance(torch.autograd.Function):
+class OfTensors(torch.autograd.Function):
+    """A function whose backward pass needs its inputs alone."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class RadialVariance(OfTensors):
     r"""``1 - A/r - A^2`` with ``A = I_1(r) / I_0(r)``, ``r = sqrt s``: the variance along the field.
 
     It requires ``s >= FORWARD_FROM``. It decays as ``1 / (2 s)``, where the formula cancels; an asymptotic
@@ -355,17 +363,13 @@ class RadialVariance(torch.autograd.Function):
         return torch.where(s < SERIES_FROM, direct, series * inverse.square()).to(square.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (square,) = ctx.saved_tensors
         ratio, variance = BesselRatio.apply(square, 0), RadialVariance.apply(square)
         return cotangents[0] * ((ratio - variance) / (2 * square) - ratio * variance)
 
 
-class CircleMean(torch.autograd.Function):
+class CircleMean(OfTensors):
     """``I_1(r) / I_0(r) h / r`` of fields h (..., 2), whose derivative is :func:`circle_covariance`."""
 
     @staticmethod
@@ -376,26 +380,18 @@ class CircleMean(torch.autograd.Function):
         )
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (parts,) = ctx.saved_tensors
         return (circle_covariance(parts) @ cotangents[0].unsqueeze(-1)).squeeze(-1)
 
 
-class LogBessel(torch.autograd.Function):
+class LogBessel(OfTensors):
     """``log I_0(|h|)`` of fields h (..., 2), whose derivative is :class:`CircleMean`."""
 
     @staticmethod
     def forward(parts: Tensor) -> Tensor:
         root = _radius(parts)
         return torch.special.i0e(root).log() + root
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:

@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cases.deq import (
-    DIM,
-    EXACT,
-    LAYERS,
-    gradients,
-    make,
-    relative_error,
-    tokens,
-    with_parameters,
-)
+from cases.deq import DIM, EXACT, LAYERS, gradients, make, relative_error, tokens, with_parameters
 from implicit_attn import DEQ, Energy
 from implicit_attn.energies import (
     AttentionInput,
@@ -29,7 +20,7 @@ from implicit_attn.energies import (
     Quadratic,
     ReLUFeedForward,
 )
-from solvers import Implicit, OneStep, Phantom, Tolerance, Unrolled
+from solvers import Implicit, Tolerance
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -70,24 +61,6 @@ def test_dense_reference(name: str, seed: int = 0) -> None:
             value = found[key]
             assert value is not None
             assert relative_error(value, reference) <= 1e-9, key
-
-
-@pytest.mark.parametrize(("adjoint", "training"), [
-    (None, False), (OneStep(), True), (Phantom(steps=40), True),
-    (Unrolled(), False), (Unrolled(checkpoint=True), True),
-])  # fmt: skip
-def test_both_modes_carry_a_gradient(training: bool, adjoint: Any) -> None:
-    """Evaluation mode is for dropout and such; it says nothing about gradients."""
-    options: dict[str, Any] = {} if adjoint is None else {"adjoint": adjoint}
-    layer = make("update", tolerance=Tolerance(rtol=1e-12), max_steps=60, **options).train(training)
-    found = []
-    for each in (layer, make("update", **EXACT)):
-        x = tokens().requires_grad_()
-        given = [x, *each.parameters()]
-        found.append(torch.autograd.grad(each(x).square().sum(), given))
-    for one, other in zip(*found, strict=True):
-        assert one.abs().max() > 0
-        assert isinstance(adjoint, OneStep) or relative_error(one, other) <= 1e-5
 
 
 @each_layer
@@ -205,18 +178,6 @@ def test_sample_without_any_token(name: str) -> None:
     assert bool(torch.isfinite(x.grad).all())
     for gradient in gradients(layer).values():
         assert bool(torch.isfinite(gradient).all())
-
-
-@pytest.mark.parametrize(("mask", "error", "message"), [
-    (PADDING.float(), TypeError, "mask"),
-    (PADDING[:2], ValueError, "mask"),
-    (PADDING[:, :3], ValueError, "mask"),
-    (PADDING[0], TypeError, "mask"),
-    ([[True]], TypeError, "mask"),
-], ids=["float", "batch", "tokens", "one-dimension", "list"])  # fmt: skip
-def test_bad_masks(mask: Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make("gradient")(padded(), mask)
 
 
 B, N, M = 3, 3, 4

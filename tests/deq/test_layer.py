@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import solvers
-from cases.deq import DIM, LAYERS, gradients, make, relative_error, tokens
+from cases.deq import DIM, LAYERS, Cell, gradients, make, relative_error, tokens
 from implicit_attn import DEQ, Energy, EquilibriumBlock, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
@@ -133,15 +133,6 @@ def test_mistakes(call: Callable[[], object], message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("policy", "raised"), [("warn", solvers.SolveWarning), ("raise", solvers.SolveError)]
-)
-def test_failure_is_never_silent(policy: str, raised: Any) -> None:
-    layer = make("gradient", max_steps=1, tolerance=Tolerance(rtol=1e-14), on_failure=policy)
-    with (pytest.warns if policy == "warn" else pytest.raises)(raised):
-        layer(tokens())
-
-
 each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -167,24 +158,22 @@ def test_copies_pickles_and_state_dicts(name: str) -> None:
 
 
 @each_layer
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_half_precision(name: str) -> None:
+    dtype = torch.bfloat16
     exact = make(name, max_steps=200, tolerance=Tolerance(rtol=1e-10))
     reference = exact(tokens())
-    single = dtype == torch.float32
-    tolerance = Tolerance(rtol=1e-5 if single else 2e-2)
-    layer = make(name, tolerance=tolerance).to(dtype)
+    layer = make(name, tolerance=2e-2).to(dtype)
     x = tokens().to(dtype).requires_grad_()
     solution = layer.solve(x)
     assert bool(solution.converged.all()), solution.summary()
     assert solution.value.dtype == dtype
-    assert relative_error(solution.value, reference) <= (1e-4 if single else 5e-2)
+    assert relative_error(solution.value, reference) <= 5e-2
     solution.value.square().sum().backward()
     y = tokens().requires_grad_()
     exact(y).square().sum().backward()
     assert x.grad is not None and y.grad is not None
     assert x.grad.dtype == dtype
-    assert relative_error(x.grad, y.grad) <= (1e-3 if single else 1e-1)
+    assert relative_error(x.grad, y.grad) <= 1e-1
     for key, gradient in gradients(layer).items():
         assert gradient.dtype == dtype, key
         assert bool(torch.isfinite(gradient).all()), key
@@ -195,29 +184,6 @@ TIGHT: dict[str, Any] = {
     "adjoint": Implicit(tolerance=Tolerance(rtol=1e-11)),
     "max_steps": 300,
 }
-
-
-def mixed() -> Tensor:
-    """Samples of different scales: easy and hard ones."""
-    scales = torch.tensor([0.1, 1.0, 5.0, 0.5, 20.0], dtype=torch.float64)
-    return tokens(batch=5) * scales[:, None, None]
-
-
-@each_layer
-@pytest.mark.parametrize("solver", [None], ids=str)
-def test_samples_do_not_depend_on_their_neighbours(name: str, solver: Any) -> None:
-    layer = make(name, solver=solver, max_steps=200)
-    x = mixed()
-    together = layer.solve(x)
-    for i in range(len(x)):
-        alone = layer.solve(x[i : i + 1])
-        assert torch.equal(alone.status, together.status[i : i + 1])
-        assert torch.equal(alone.evaluations, together.evaluations[i : i + 1])
-        torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-9, atol=1e-10)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    shuffled = layer.solve(x[order])
-    assert torch.equal(shuffled.evaluations, together.evaluations[order])
-    torch.testing.assert_close(shuffled.value, together.value[order], rtol=1e-9, atol=1e-10)
 
 
 def structured() -> DEQ:
@@ -319,23 +285,12 @@ def energy_layer(**options: object) -> tuple[DEQ, Tensor]:
     return DEQ(energy, **options), torch.randn(8, 17, 64)  # type: ignore[arg-type]
 
 
-class TanhLayer(nn.Module):
-    """``tanh(W z + x)``, a contraction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(0.8 * self.linear(z) + x)
-
-
 @pytest.mark.defect("D9")
 @pytest.mark.parametrize(("kind", "dtype"), [("energy", torch.bfloat16), ("map", torch.float16)])
 def test_a_default_layer_converges_under_autocast(kind: str, dtype: torch.dtype) -> None:
     layer, x = energy_layer()
     if kind == "map":
-        layer = DEQ.from_update(TanhLayer())
+        layer = DEQ.from_update(Cell(64))
     exact = layer.solve(x, tolerance=Tolerance(1e-6), max_steps=500).value
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype):
@@ -394,13 +349,6 @@ def test_images_keep_their_layout(init: str) -> None:
     torch.testing.assert_close(slope, torch.autograd.grad(layer(x).pow(3).sum(), x)[0])
 
 
-def test_a_mask_of_channels_that_lie_last() -> None:
-    x = torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last)
-    mask = torch.tensor([[True, False, True]]).expand(2, 3)
-    found = solvers.fixed_point(half_tanh, x, (x,), mask=mask).value
-    assert torch.equal(found[:, 1], x[:, 1]) and not torch.equal(found[:, 0], x[:, 0])
-
-
 def test_what_has_no_numbers_is_told_a_way() -> None:
     layer, x = DEQ.from_update(half_tanh), torch.randn(2, 3, 4)
     deprecated = pytest.warns(DeprecationWarning, match="jit.trace")
@@ -432,14 +380,6 @@ def test_a_number_among_the_inputs_and_a_compiled_module_of_one_argument() -> No
 
 
 def test_operations_of_a_backward_pass_are_counted_or_refused() -> None:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, z: Tensor, x: Tensor) -> Tensor:
-            return 0.5 * torch.tanh(self.linear(z)) + x
-
     def counted(model: nn.Module) -> int:
         with FlopCounterMode(display=False) as counter:
             model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()

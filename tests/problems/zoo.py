@@ -5,11 +5,12 @@
 
 The numbers are drawn in float64 on the CPU, so one seed gives the same problem everywhere. Adding a
 problem is one builder and one entry in the table of its family: linear maps, other maps, energies,
-pathological ones, and the systems beside this file.
+pathological ones, and the systems of ``collected.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -42,6 +43,15 @@ RADII = (0.5, 0.9, 0.98)
 SCALES = (1e-3, 1.0, 1e3)
 SAAD = "Y. Saad, Iterative Methods for Sparse Linear Systems (2nd ed., 2003), section 4.2"
 WALKER_NI = "H. Walker and P. Ni, SIAM J. Numer. Anal. 49 (2011) 1715, theorem 2.2"
+
+
+def descent(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``z - dE/dz``, row by row; differentiable again."""
+
+    def f(z: Tensor, *args: Tensor) -> Tensor:
+        return z - torch.func.grad(lambda z: energy(z, *args).sum())(z)
+
+    return f
 
 
 def affine(z: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
@@ -414,18 +424,8 @@ def quadratic(generator: Generator, *, condition: float) -> ZooProblem:
     return affine_problem(matrix, offset, z0, source)
 
 
-def valley_map(z: Tensor, steepness: Tensor) -> Tensor:
-    """``z - s dV/dz`` of the valley ``V = (1 - z1)^2 + steepness (z2 - z1^2)^2``."""
-    first, second = z.unbind(1)
-    gap = second - first**2
-    gradient = torch.stack(
-        [2 * (first - 1) - 4 * steepness[:, 0] * first * gap, 2 * steepness[:, 0] * gap], 1
-    )
-    return z - gradient / (20 * steepness)
-
-
 def valley_energy(z: Tensor, steepness: Tensor) -> Tensor:
-    """``V / (20 steepness)``."""
+    """``V / (20 steepness)`` of the valley ``V = (1 - z1)^2 + steepness (z2 - z1^2)^2``."""
     first, second = z.unbind(1)
     value = (1 - first) ** 2 + steepness[:, 0] * (second - first**2) ** 2
     return value / (20 * steepness[:, 0])
@@ -437,17 +437,11 @@ def valley(generator: Generator, *, steepness: float) -> ZooProblem:
     z0 = torch.tensor([-1.2, 1.0], dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, 2)
     return ZooProblem(
-        f=valley_map, z0=z0, args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
+        f=descent(valley_energy), z0=z0, args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
         symmetric=True,
         source="H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1),
         reference=lambda: torch.ones(batch, 2, dtype=torch.float64), energy=valley_energy,
     )  # fmt: skip
-
-
-def log_sum_exp_map(z: Tensor, design: Tensor, offset: Tensor, centre: Tensor) -> Tensor:
-    """``z - s dE/dz`` of :func:`log_sum_exp_energy`, with the same s."""
-    weights = (matvec(design, z) + offset).softmax(1)
-    return z - _step(design) * (matvec(design.mT, weights) + 0.1 * (z - centre))
 
 
 def log_sum_exp_energy(z: Tensor, design: Tensor, offset: Tensor, centre: Tensor) -> Tensor:
@@ -468,16 +462,11 @@ def log_sum_exp(generator: Generator) -> ZooProblem:
     args = (design, normal(generator, batch, terms), normal(generator, batch, dim))
     z0 = normal(generator, batch, dim)
     return ZooProblem(
-        f=log_sum_exp_map, z0=z0, args=args, symmetric=True,
+        f=descent(log_sum_exp_energy), z0=z0, args=args, symmetric=True,
         source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2",
-        reference=lambda: minimum(log_sum_exp_map, log_sum_exp_energy, z0, args),
+        reference=lambda: minimum(descent(log_sum_exp_energy), log_sum_exp_energy, z0, args),
         energy=log_sum_exp_energy,
     )  # fmt: skip
-
-
-def wells_map(z: Tensor, coupling: Tensor) -> Tensor:
-    """``z - 0.2 (z^3 - z + K z)``."""
-    return z - 0.2 * (z**3 - z + matvec(coupling, z))
 
 
 def wells_energy(z: Tensor, coupling: Tensor) -> Tensor:
@@ -493,9 +482,9 @@ def wells(generator: Generator) -> ZooProblem:
     z0 = 0.05 * normal(generator, batch, dim)
     args = (coupling,)
     return ZooProblem(
-        f=wells_map, z0=z0, args=args, symmetric=True,
+        f=descent(wells_energy), z0=z0, args=args, symmetric=True,
         source="D. Wales, Energy Landscapes (2003): coupled quartic double wells",
-        reference=lambda: minimum(wells_map, wells_energy, z0, args), energy=wells_energy,
+        reference=lambda: minimum(descent(wells_energy), wells_energy, z0, args), energy=wells_energy,
         unique=False,
     )  # fmt: skip
 
@@ -508,13 +497,6 @@ def squares_energy(z: Tensor, origin: Tensor, system: str, step: float) -> Tenso
     return 0.5 * step * LEAST_SQUARES[system](z - origin).square().sum(1)
 
 
-def squares_map(z: Tensor, origin: Tensor, system: str, step: float) -> Tensor:
-    """``z - step F'(z - o)^T F(z - o)``, F' by automatic differentiation; differentiable again."""
-    value, *rest = torch.func.vjp(LEAST_SQUARES[system], z - origin)
-    (gradient,) = rest[0](value)
-    return z - step * gradient
-
-
 def least_squares(
     generator: Generator, *, system: str, start: tuple[float, ...], answer: tuple[float, ...],
     step: float, source: str, origin: float = 0.0, expect: Expect = "converges",
@@ -525,7 +507,7 @@ def least_squares(
     z0[1:] += 0.1 * normal(generator, batch - 1, len(start))
     moved = torch.full_like(z0, origin)
     return ZooProblem(
-        f=partial(squares_map, system=system, step=step), z0=z0 + moved, args=(moved,),
+        f=descent(partial(squares_energy, system=system, step=step)), z0=z0 + moved, args=(moved,),
         symmetric=True, expect=expect, source=source,
         reference=lambda: moved + torch.tensor(answer, dtype=torch.float64),
         energy=partial(squares_energy, system=system, step=step),
@@ -585,34 +567,9 @@ def mean_field(generator: Generator, *, gain: float) -> ZooProblem:
     )  # fmt: skip
 
 
-def soft_norm(y: Tensor) -> tuple[Tensor, Tensor]:
-    """``y / sqrt(mean(y^2) + 1)`` along the last dimension, and the factor."""
-    factor = (y.square().mean(-1, keepdim=True) + 1).rsqrt()
-    return y * factor, factor
-
-
-def soft_norm_pullback(gradient: Tensor, y: Tensor, factor: Tensor) -> Tensor:
-    """Gradient with respect to y of a function with ``gradient`` with respect to its soft norm."""
-    along = (gradient * y).mean(-1, keepdim=True)
-    return factor * gradient - factor**3 * along * y
-
-
-def bisoftmax_map(z: Tensor, heads: Tensor, memories: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """``z - dE/dz`` of :func:`bisoftmax_energy`, in closed form.
-
-    z, x (B, N, d); heads (B, h, d, p); memories (B, d, M); weights (B, 2).
-    """
-    beta = heads.shape[-1] ** -0.5
-    attention, feedforward = weights.reshape(-1, 2, 1, 1, 1).unbind(1)
-    query = torch.einsum("bnd,bhdp->bhnp", z, heads)
-    unit, factor = soft_norm(query)
-    probability = (beta * unit @ unit.mT).softmax(-1)
-    pulled = soft_norm_pullback((probability + probability.mT) @ unit, query, factor)
-    descent = torch.einsum("bhnp,bhdp->bnd", attention * pulled, heads)
-    key = z @ memories
-    unit, factor = soft_norm(key)
-    pulled = soft_norm_pullback(-unit.relu(), key, factor)
-    return x - descent - feedforward.squeeze(1) * (pulled @ memories.mT)
+def soft_norm(y: Tensor) -> Tensor:
+    """``y / sqrt(mean(y^2) + 1)`` along the last dimension."""
+    return y * (y.square().mean(-1, keepdim=True) + 1).rsqrt()
 
 
 def bisoftmax_energy(
@@ -623,9 +580,9 @@ def bisoftmax_energy(
     ``q`` and ``k`` are the soft norms of ``W_h^T z`` and ``D^T z``, ``beta = 1 / sqrt(p)``.
     """
     beta = heads.shape[-1] ** -0.5
-    query, _ = soft_norm(torch.einsum("bnd,bhdp->bhnp", z, heads))
+    query = soft_norm(torch.einsum("bnd,bhdp->bhnp", z, heads))
     attention = (beta * query @ query.mT).logsumexp(-1).sum((1, 2)) / beta
-    key, _ = soft_norm(z @ memories)
+    key = soft_norm(z @ memories)
     feedforward = -0.5 * key.relu().square().sum((1, 2))
     distance = 0.5 * (z - x).square().sum((1, 2))
     return weights[:, 0] * attention + weights[:, 1] * feedforward + distance
@@ -640,9 +597,9 @@ def bisoftmax(generator: Generator, *, attention: float, feedforward: float) -> 
     weights = torch.tensor([attention, feedforward], dtype=torch.float64).repeat(batch, 1)
     args = (heads, memory, x, weights)
     return ZooProblem(
-        f=bisoftmax_map, z0=x.clone(), args=args, symmetric=True,
+        f=descent(bisoftmax_energy), z0=x.clone(), args=args, symmetric=True,
         source="Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7",
-        reference=lambda: minimum(bisoftmax_map, bisoftmax_energy, x, args),
+        reference=lambda: minimum(descent(bisoftmax_energy), bisoftmax_energy, x, args),
         energy=bisoftmax_energy, unique=False,
     )  # fmt: skip
 

@@ -442,20 +442,15 @@ def test_trace_and_callback(solver: LinearSolver) -> None:
     ({"b": [1.0]}, TypeError, r"\bb\b"),
     ({"b": (torch.ones(3, 4), torch.ones(2, 4))}, ValueError,
         r"\bb\b"),
-    ({"solver": "cgs"}, ValueError, "solver"),
     ({"solver": 3}, TypeError, "solver"),
-    ({"tolerance": "1e-3"}, TypeError, "tolerance"),
-    ({"max_steps": 0}, ValueError, "max_steps"),
     ({"on_failure": "shout"}, ValueError, "on_failure"),
     ({"args": [torch.ones(3)]}, TypeError, "args"),
     ({"args": (torch.ones(4, 4),)}, ValueError, "args"),
     ({"x0": torch.ones(3, 5)}, ValueError, "x0"),
     ({"x0": torch.ones(3, 4).double()}, TypeError, "x0"),
-    ({"x0": (torch.ones(3, 4),)}, TypeError, r"\bx0\b"),
     ({"x0": torch.ones(3, 4, device="meta")}, ValueError, "x0"),
     ({"matvec": lambda v: v[:, :2]}, ValueError, "matvec"),
     ({"matvec": lambda v: v.double()}, TypeError, "matvec"),
-    ({"matvec": lambda v: (v,)}, TypeError, "matvec"),
 ])  # fmt: skip
 def test_errors_say_what_came_and_what_was_expected(
     change: dict[str, Any], error: type[Exception], message: str

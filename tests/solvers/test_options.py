@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -75,12 +74,6 @@ def test_a_stopped_sample_has_the_gradient_of_the_chosen_adjoint() -> None:
     torch.testing.assert_close(gradient, 1 / (1 - slope), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("answer", [torch.ones(4), torch.ones(3, dtype=torch.bool), True])
-def test_a_rule_must_answer_for_each_sample(answer: Any) -> None:
-    with pytest.raises(TypeError, match="stop must return a bool tensor of shape"):
-        fixed_point(step, torch.ones(4, 3), (torch.ones(4, 3),), stop=lambda z: answer)
-
-
 def test_a_layer_stops_by_its_rule() -> None:
     x = normal(3, 2, 4)
     layer = DEQ.from_update(step, stop=lambda z: z.flatten(1).norm(dim=1) > 0)
@@ -130,20 +123,6 @@ def test_gradients_pass_through_the_auxiliary_output() -> None:
     assert not layer.last.aux["inner"].requires_grad  # type: ignore[union-attr]
     assert layer.jacobian_penalty(x.detach(), x.detach()).shape == (3,)
     torch.testing.assert_close(layer.unrolled(100)(x), z)
-
-
-def test_a_partial_function_keeps_what_it_has_bound() -> None:
-    bound = partial(lambda z, k: (k * torch.cos(z), k), k=0.3)
-    assert fixed_point(bound, torch.ones(2, 2), has_aux=True).aux == 0.3
-
-
-@pytest.mark.parametrize(
-    ("f", "error"),
-    [(lambda z: z, TypeError), (Descent(lambda z: z.square().sum(1)), ValueError)],
-)
-def test_auxiliary_output_must_be_there(f: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="has_aux"):
-        fixed_point(f, torch.ones(2, 3), has_aux=True)
 
 
 # --- bounds ---
@@ -212,26 +191,6 @@ def test_bounds_of_each_coordinate_and_of_one_side() -> None:
         layer.unrolled(3)
 
 
-@pytest.mark.parametrize("solver", ["anderson", "broyden", "newton", "lbfgs"])
-def test_methods_that_leave_a_box_refuse_bounds(solver: str) -> None:
-    with pytest.raises(ValueError, match="bounds need solver="):
-        fixed_point(
-            Descent(quadratic),
-            torch.ones(2, 4).double(),
-            (normal(2, 4),),
-            solver=solver,
-            bounds=(0, 1),
-        )
-
-
-@pytest.mark.parametrize(
-    ("bounds", "error"), [((1, 0), ValueError), ((torch.nan, 1), ValueError), (1.0, TypeError)]
-)
-def test_bounds_must_be_a_box(bounds: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="bounds must be"):
-        fixed_point(step, torch.ones(2, 3), (torch.ones(2, 3),), bounds=bounds)
-
-
 # --- root ---
 
 
@@ -278,17 +237,6 @@ def test_an_equation_without_a_root_is_named() -> None:
         root(lambda z: z.sum(1, keepdim=True), torch.ones(2, 3))
     with pytest.raises(TypeError, match="energy"):
         root(lambda z: z, torch.ones(2, 3), energy=lambda z: z.sum(1))
-
-
-def test_the_keys_of_a_root_may_come_in_another_order() -> None:
-    start = {"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)}
-    found = solvers.root(lambda z: {"b": z["b"] - 2, "a": z["a"] - 1}, start).value
-    torch.testing.assert_close(found, {"a": torch.ones(2, 1), "b": 2 * torch.ones(2, 1)})
-
-
-def test_a_root_within_bounds_lies_at_a_bound_or_is_a_root() -> None:
-    found = solvers.root(lambda z: 0.5 * (z - 2), torch.zeros(1, 3), bounds=(0, 1))
-    assert torch.equal(found.value, torch.ones(1, 3))
 
 
 def test_an_empty_batch_has_the_states_that_were_asked_for() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +11,6 @@ from torchdeq.solver.stat import SolverStat
 
 import solvers
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
-from problems import residual_norms, rows
-from problems import torchdeq_counts as oracle
 from problems.zoo import make
 from solvers import Anderson, Broyden, GradientDescent, Implicit, Solver, Status, fixed_point
 from solvers.torchdeq_bridge import OPTIONS, TorchDEQ, register
@@ -176,26 +172,3 @@ def test_a_singular_system_ends_nothing_but_its_sample() -> None:
     assert solution.converged.all()
     growing = fixed_point(lambda z: z + 1, b - 40, solver=solver, max_steps=60, on_failure="ignore")
     assert (growing.status == Status.STALLED).all()
-
-
-def plain_count(name: str, tolerance: float, limit: int) -> list[float]:
-    """First evaluation of plain iteration within the tolerance, by hand, sample by sample."""
-    found = []
-    for i in range(make(name).batch):
-        problem = rows(make(name), torch.tensor([i]))
-        z, number = problem.z0, math.inf
-        for k in range(1, limit + 1):
-            fz = problem.f(z, *problem.args)
-            residual, reference = residual_norms(z, fz)
-            if float(residual) <= tolerance * float(reference):
-                number = float(k)
-                break
-            z = fz
-        found.append(number)
-    return found
-
-
-@pytest.mark.parametrize(("name", "limit"), [("cos", 9), ("linear_one_hard_sample", 500)])
-def test_forward_counts_are_those_by_hand(name: str, limit: int) -> None:
-    counted = oracle.evaluations_to(1e-6, make(name), "fixed_point_iter", limit)
-    assert counted.tolist() == plain_count(name, 1e-6, limit)

@@ -58,21 +58,6 @@ def test_rows_that_see_each_other_are_not_called_converged(f: Any, gradients: bo
     torch.testing.assert_close(found.residual, true, rtol=0.05, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (5, 5)])
-def test_an_argument_that_was_cut_with_the_batch(sizes: tuple[int, int]) -> None:
-    x = normal(*sizes) * torch.logspace(-3, 1, sizes[0])[:, None]
-    p = torch.linspace(0.9, 0.1, sizes[1])
-
-    def f(z: Tensor, x: Tensor, p: Tensor) -> Tensor:
-        return p[: z.shape[1]] * torch.tanh(z) + x if len(p) > 1 else p * torch.tanh(z) + x
-
-    try:
-        found = fixed_point(f, torch.ones_like(x), (x, p), on_failure="ignore")
-    except RuntimeError:  # shapes that do not fit
-        return
-    assert (true_residuals(f, found.value, x, p)[found.converged] <= 3e-4).all()
-
-
 class Averaged:
     """``z + (g(z) - z) / k^2`` at call k: the residual shrinks because the steps do."""
 
@@ -161,75 +146,11 @@ def test_an_adjoint_that_leaves_float16_gives_nan() -> None:
     assert x.grad is not None and x.grad.isnan().all()
 
 
-def test_a_gradient_scaler_backs_off() -> None:
-    layer = DEQ.from_update(Cell())
-    optimizer = torch.optim.SGD(layer.parameters(), 1e-4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    before, x = [p.detach().clone() for p in layer.parameters()], normal(8, 3, 4)
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = layer(x).half().sum().float()  # 2**20 is beyond float16
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() < 2.0**17
-    assert any(bool((p != old).any()) for p, old in zip(layer.parameters(), before, strict=True))
-
-
 def test_a_failed_sample_keeps_a_gradient_of_zero() -> None:
     x = torch.tensor([[2.0], [-1.0]], requires_grad=True)
     found = fixed_point(lambda z, x: x.log() + 0.1 * z, torch.ones(2, 1), (x,), on_failure="ignore")
     found.value[0].sum().backward()
     assert x.grad is not None and x.grad[1] == 0 and x.grad.isfinite().all()
-
-
-def test_closures_of_one_factory_count_their_solves_for_themselves() -> None:
-    calls = 0
-
-    def made(module: nn.Module) -> Any:
-        offset = torch.full((2,), 0.5)  # another tensor in every function
-
-        def f(z: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            return 0.5 * module(z) + offset
-
-        return f
-
-    def spent(f: Any) -> int:
-        """Evaluations that were not counted."""
-        nonlocal calls
-        calls = 0
-        start = torch.tensor([[0.8, 0.8], [5.0, -9.0]])
-        counted = int(fixed_point(f, start, adjoint=None).evaluations.max())
-        return calls - counted
-
-    one, two = nn.Tanh(), nn.Softsign()
-    first = made(one)
-    assert [spent(first) for _ in range(9)] == [2, *[1] * 7, 0]
-    assert [spent(made(one)) for _ in range(2)] == [0, 0]  # the same, made anew
-    assert spent(made(two)) == 2
-    assert spent(first) == 0
-
-
-@pytest.mark.parametrize("solver", ["forward", None])
-def test_coupled_rows_that_did_not_all_converge(solver: Any) -> None:
-    """Those that did not are returned with another iterate than the last one, which the others saw."""
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        return x + torch.tanh(0.6 * (z + z.mean(0, keepdim=True)))
-
-    options: dict[str, Any] = {"compact": False, "adjoint": None, "on_failure": "ignore"}
-    some = False
-    for seed in range(9):  # more than the solves of a function that are verified in any case
-        x = normal(40, 1, seed=seed)
-        for most in (5, 10, 20):
-            found = fixed_point(
-                f, x, (x,), max_steps=most, tolerance=1e-3, solver=solver, **options
-            )
-            assert (true_residuals(f, found.value, x)[found.converged] <= 2.1e-3).all()
-            some |= bool(found.converged.any() and not found.converged.all())
-    assert some
 
 
 def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
@@ -306,11 +227,6 @@ def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
     x[2] = 0
     with pytest.warns(solvers.SolveWarning, match="atol"):
         fixed_point(lambda z, x: torch.tanh(0.5 * z) + x, torch.ones(4, 8), (x,), solver="forward")
-
-
-def test_a_complex_state_is_told_a_way() -> None:
-    with pytest.raises(TypeError, match="view_as_real"):
-        fixed_point(lambda z: 0.4j * z, torch.zeros(2, 3, dtype=torch.complex128))
 
 
 def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> None:

@@ -52,10 +52,8 @@ for name, row in implicit_attn.pretrained_models().items():
 print("imported from", Path(implicit_attn.__file__).parent, "version", implicit_attn.__version__)
 """
 
-# Extras that hold what a module imports from within torch.
 # By extras of their own, of the only modules that import them.
 OF_ONE_MODULE = {"triton": "gpu", "torchdeq": "torchdeq"}
-WITHIN: dict[str, str] = {}
 
 
 def imported(sources: Iterable[str]) -> dict[str, set[str | None]]:
@@ -66,7 +64,7 @@ def imported(sources: Iterable[str]) -> dict[str, set[str | None]]:
     found: dict[str, set[str | None]] = {}
     for text in sources:
         for module, extra in _imports(ast.parse(text)):
-            top = WITHIN.get(module, module.partition(".")[0])
+            top = module.partition(".")[0]
             if top not in PACKAGES and top not in sys.stdlib_module_names:
                 found.setdefault(top, set()).add(extra)
     return found

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from cases.solves import FEW, SOLVERS, plain_batch, solve, true_residuals
@@ -102,31 +101,10 @@ def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> N
     assert type(solution.value) is type(build(a, b))
 
 
-@pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT), Unrolled()])
-@pytest.mark.parametrize("structure", ["nest"])
-def test_gradients_flow_through_every_leaf(structure: str, adjoint: Any) -> None:
-    f, build, parts = structured(structure)
-    a, b, x = start()
-    x.requires_grad_()
-    call: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 100, "adjoint": adjoint}
-    first, second = parts(fixed_point(f, build(a, b), (x,), **call).value)
-    mine = torch.autograd.grad(first.pow(3).sum() + second.cos().sum(), x)[0]
-    value = fixed_point(joined, torch.zeros(4, 7, dtype=torch.float64), (x,), **call).value
-    expected = torch.autograd.grad(value[:, :3].pow(3).sum() + value[:, 3:].cos().sum(), x)[0]
-    torch.testing.assert_close(mine, expected, rtol=1e-7, atol=1e-9)
-
-
-# dtype, tolerance that it can reach
-DTYPES = [
-    (torch.float64, 1e-9),
-    (torch.float32, 1e-4),
-    (torch.float16, 1e-2),
-    (torch.bfloat16, 3e-2),
-]
-
-
 @pytest.mark.parametrize("solver", ["anderson", "broyden", "newton", "lbfgs"])
-@pytest.mark.parametrize(("dtype", "rtol"), DTYPES[1:])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 3e-2)]
+)
 def test_every_floating_dtype(solver: str, dtype: torch.dtype, rtol: float) -> None:
     problem = make("linear_symmetric_0.5", dtype=dtype)
     solution = solve(problem, solver, rtol=rtol, max_steps=100)
@@ -220,28 +198,10 @@ BATCH, SIZE = 2, 4096
 STATE = BATCH * SIZE * 8  # bytes
 
 
-class Storages(TorchDispatchMode):
-    """Bytes of live storages made since it was entered; ``highest`` is the largest sum seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.highest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                if key not in self.live or self.live[key][0]() is None:
-                    self.live[key] = (weakref.ref(storage), storage.nbytes())
-                    weakref.finalize(storage, self.live.pop, key, None)
-        self.highest = max(self.highest, self.now())
-        return result
-
-    def now(self) -> int:
-        return sum(size for _, size in self.live.values())
+def alive() -> int:
+    """States in the storages of living tensors."""
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor]
+    return round(sum({each.data_ptr(): each.nbytes() for each in storages}.values()) / STATE)
 
 
 def rotation(z: Tensor) -> Tensor:
@@ -249,29 +209,27 @@ def rotation(z: Tensor) -> Tensor:
     return torch.roll(z, 1, dims=1).mul_(0.999).add_(1)  # makes one state, its result
 
 
-def held(solver: Solver, steps: int, energy: bool = False) -> tuple[int, list[int]]:
-    """States alive at the peak, and at each call of f before it has made anything."""
+def held(solver: Solver, steps: int, energy: bool = False) -> list[int]:
+    """States alive at each call of f before it has made anything."""
     counts: list[int] = []
-    storages = Storages()
+    before = alive()
 
     def f(z: Tensor) -> Tensor:
-        counts.append(round(storages.now() / STATE))
+        counts.append(alive() - before)
         return rotation(z)
 
     def quartic(z: Tensor) -> Tensor:
-        counts.append(round(storages.now() / STATE))
+        counts.append(alive() - before)
         weights = torch.linspace(1, 50, SIZE, dtype=z.dtype)
         return (weights * (z - 1).square()).sum(1) / 100
 
     generator = torch.Generator().manual_seed(0)
     z0 = torch.randn(BATCH, SIZE, generator=generator, dtype=torch.float64)
-    gc.collect()
-    with storages:
-        fixed_point(
-            Descent(quartic) if energy else f, z0, solver=solver, max_steps=steps,
-            tolerance=0.0, adjoint=None, on_failure="ignore",
-        )  # fmt: skip
-    return round(storages.highest / STATE), counts
+    fixed_point(
+        Descent(quartic) if energy else f, z0, solver=solver, max_steps=steps, tolerance=0.0,
+        adjoint=None, on_failure="ignore",
+    )  # fmt: skip
+    return counts
 
 
 @pytest.mark.parametrize(("solver", "energy", "most"), [
@@ -284,11 +242,10 @@ def held(solver: Solver, steps: int, energy: bool = False) -> tuple[int, list[in
 def test_a_solver_keeps_no_more_states_than_its_memory(
     solver: Solver, energy: bool, most: int
 ) -> None:
-    _, early = held(solver, 20, energy)
-    peak, calls = held(solver, 40, energy)
+    calls = held(solver, 40, energy)
+    early = held(solver, 20, energy)
     assert max(calls[:20]) <= max(early) + 1
     assert max(calls) <= most
-    assert peak <= 1.6 * most
 
 
 def test_a_solve_leaves_no_reference_cycle() -> None:
@@ -314,16 +271,6 @@ def solve_cosine(**options: Any) -> solvers.Solution:
 def assert_same(first: solvers.Solution, second: solvers.Solution) -> None:
     assert torch.equal(first.value, second.value)
     assert first.evaluations.tolist() == second.evaluations.tolist()
-
-
-def test_a_number_is_a_relative_tolerance() -> None:
-    assert_same(solve_cosine(tolerance=1e-9), solve_cosine(tolerance=Tolerance(rtol=1e-9)))
-    assert solvers.Implicit(tolerance=1e-3) == solvers.Implicit(tolerance=Tolerance(1e-3))
-    b = torch.ones(2, 3)
-    found = [
-        solve_linear(lambda v: v * b.cumsum(1)[0], b, tolerance=t) for t in (1e-2, Tolerance(1e-2))
-    ]
-    assert_same(*found)
 
 
 KINDS = [
@@ -404,6 +351,20 @@ CALLS: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("states_at", TypeError, {"states_at": [2.0]}),
     ("states_at", TypeError, {"states_at": 5}),
     ("states_at", TypeError, {"states_at": "5"}),
+    ("bounds", ValueError, {"bounds": (1, 0)}),
+    ("bounds", ValueError, {"bounds": (torch.nan, 1)}),
+    ("bounds", TypeError, {"bounds": 1.0}),
+    *(
+        ("bounds", ValueError, {"bounds": (0, 1), "solver": solver})
+        for solver in ("anderson", "broyden", "newton")
+    ),
+    *(
+        ("stop", TypeError, {"stop": lambda z, answer=answer: answer})
+        for answer in (Z0[:, 0], Z0[:2, 0] > 0, True)
+    ),
+    ("has_aux", TypeError, {"has_aux": True}),
+    ("has_aux", ValueError, {"has_aux": True, "f": Descent(lambda z, *args: z.square().sum(1))}),
+    ("z0", TypeError, {"z0": Z0 + 0j}),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import solvers
 from cases.solves import FEW, SOLVERS, Counter, EnergyCounter, Given, Plain, plain_batch, solve
 from problems import rows, scaled
-from problems.zoo import ZooProblem, affine, affine_energy, make, symmetric_matrix
+from problems.zoo import ZooProblem, make
 from solvers import (
     Anderson,
     Broyden,
@@ -40,13 +40,6 @@ def test_a_map_without_fixed_point_never_converges(solver: str) -> None:
     solution = solve(make("runaway"), solver, max_steps=200)
     assert set(solution.status.tolist()) <= FAILURES
     assert (solution.residual >= 1 / 3 - 1e-9).all()
-
-
-@pytest.mark.parametrize("solver", [Forward(), Broyden(), GradientDescent()])
-def test_a_solution_never_shares_memory_with_its_start(solver: Solver) -> None:
-    start = torch.zeros(2, 3)
-    fixed_point(lambda z: z / 2, start, solver=solver).value.add_(1.0)
-    assert not start.any()
 
 
 @pytest.mark.parametrize("solver", ["forward", "gradient"])
@@ -407,50 +400,6 @@ def test_a_safeguarded_sample_alone_and_in_a_batch(solver: str) -> None:
     """Trials are rejected at other times in other samples."""
     problem, options = make("linear_expanding"), {"max_steps": 40, "safeguarded": True}
     same(solve(problem, solver, **options), one_by_one(problem, solver, **options))
-
-
-def easy_and_hard(easy: int) -> ZooProblem:
-    """``easy`` contractions with eigenvalues up to 0.2 and a last sample with 0.97."""
-    generator = torch.Generator().manual_seed(5)
-    eigenvalues = 0.3 * torch.rand(easy + 1, 24, generator=generator, dtype=torch.float64) - 0.1
-    eigenvalues[-1] *= 0.97 / 0.2
-    eigenvalues[-1, 0] = 0.97
-    matrix = symmetric_matrix(generator, eigenvalues)
-    offset = torch.randn(easy + 1, 24, generator=generator, dtype=torch.float64)
-    return ZooProblem(
-        name="easy_and_hard", f=affine, z0=torch.zeros_like(offset), args=(matrix, offset),
-        symmetric=True, expect="converges", source="", energy=affine_energy,
-    )  # fmt: skip
-
-
-def rows_seen(
-    problem: ZooProblem, solver: str, safeguarded: bool = False
-) -> tuple[Tensor, list[int]]:
-    """How often f saw each sample, finished ones included, and the sizes of its batches."""
-    energetic = safeguarded or SOLVERS[solver].needs_energy
-    counter: Counter | EnergyCounter
-    counter = (EnergyCounter(Given(problem), problem.batch) if energetic
-               else Counter(Plain(problem), problem.batch))  # fmt: skip
-    fixed_point(
-        counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver],
-        tolerance=1e-6, max_steps=1000, adjoint=None,
-    )  # fmt: skip
-    return counter.seen, counter.sizes
-
-
-@pytest.mark.parametrize("solver", ["anderson", "lbfgs"])
-def test_easy_samples_cost_no_evaluations_of_a_hard_one(solver: str) -> None:
-    problem = easy_and_hard(63)
-    seen, sizes = rows_seen(problem, solver)
-    alone = sum(
-        int(rows_seen(rows(problem, torch.tensor([i])), solver)[0].sum())
-        for i in range(problem.batch)
-    )
-    assert int(seen.sum()) == sum(sizes)
-    assert int(seen.sum()) <= 1.05 * alone
-    assert sizes[0] == 64
-    assert sizes[-1] < 8  # the easy ones have left
-    assert sizes == sorted(sizes, reverse=True)
 
 
 # Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.

@@ -151,7 +151,7 @@ def outputs(solution: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("adjoint", "hard"), [(IMPLICIT, True), (Unrolled(), False)], ids=["implicit, hard", "unrolled"]
 )
-def test_first_derivatives(adjoint: Any, hard: bool) -> None:
+def test_first_and_second_derivatives(adjoint: Any, hard: bool) -> None:
     """Of marginals and log Z, by all couplings (zero blocks too) and fields."""
     random = generator(0)
     listed, blocks = pair_list(((0, 1), (1, 2), (2, 0)), 2, 0.7, random)
@@ -166,6 +166,7 @@ def test_first_derivatives(adjoint: Any, hard: bool) -> None:
         return outputs(found)
 
     assert gradcheck(run, (blocks.requires_grad_(), field), fast_mode=True)
+    assert not hard or gradgradcheck(run, (blocks, field), fast_mode=True)
 
 
 def test_derivatives_by_listed_pairs_and_given_values() -> None:
@@ -186,19 +187,6 @@ def test_derivatives_by_listed_pairs_and_given_values() -> None:
         )  # fmt: skip
 
     assert gradcheck(run, inputs, fast_mode=True)
-
-
-def test_second_derivatives() -> None:
-    random = generator(2)
-    listed, blocks = pair_list(((0, 1), (1, 2), (2, 0)), 2, 0.6, random)
-    field = fields(1, 3, 2, random)
-    inputs = (blocks.requires_grad_(), field.requires_grad_())
-
-    def run(blocks: Tensor, field: Tensor) -> tuple[Tensor, ...]:
-        found = belief_propagation(blocks, field, edges=listed, adjoint=IMPLICIT, **SHARP)
-        return found.value.mean, found.value.log_partition
-
-    assert gradgradcheck(run, inputs, fast_mode=True)
 
 
 def test_log_partition_has_the_marginals_as_derivatives() -> None:
