@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from implicit_attn.kernels import strips
 from implicit_attn.kernels.bi_softmax import native
 from solvers import native as library
 
@@ -62,11 +61,6 @@ class Allocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
-
-    def __enter__(self) -> Allocations:
-        strips.release()  # else a buffer that an earlier call needed larger would count
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

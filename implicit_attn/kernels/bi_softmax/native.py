@@ -48,7 +48,7 @@ def _kernel() -> Any:
     return solve
 
 
-def lacks(z: Tensor) -> str | None:
+def lacks(z: Tensor, mask: Tensor | None = None) -> str | None:
     """Return why the kernel does not support this kind of tensor, or None if it does."""
     if z.device.type != "cpu":
         return f"it needs tensors on the CPU, got {z.device}"
@@ -59,19 +59,9 @@ def lacks(z: Tensor) -> str | None:
     return None
 
 
-def unavailable(z: Tensor) -> str | None:
-    """Return why the kernel is unavailable for this input, or None if it is available."""
-    return lacks(z) or (None if _kernel() else f"the engine for this processor is {told()}")
-
-
-def require(z: Tensor) -> None:
-    """Raise ValueError for an unsupported input and RuntimeError without a kernel."""
-    missing = lacks(z)
-    if missing is not None:
-        raise ValueError(f'backend="cpp" does not support this input: {missing}')
-    missing = unavailable(z)
-    if missing is not None:
-        raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
+def missing() -> str | None:
+    """Return why there is no kernel for this processor, or None if there is one."""
+    return None if _kernel() else f"the engine for this processor is {told()}"
 
 
 def bisoftmax_forward(

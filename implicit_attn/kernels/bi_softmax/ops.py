@@ -6,15 +6,14 @@ derivative of the energy), whose backward pass raises. Only z, v and the lse are
 compute in the dtype of z (half precision in float32), independently of autocast; ``dispatch`` rejects
 forward mode.
 
-``backend`` is "blocks", "cpp", "triton", or "auto": C++ if it supports the input, else Triton if it does,
-else strips. The operators check the input, because a compiler cannot trace the kernels' checks. All
+``backend`` is "blocks", "cpp", "triton", or "auto": C++ on a CPU or Triton on a CUDA device if it supports
+the input, else strips. The operators check the input, because a compiler cannot trace those checks. All
 backends use strips for the third derivative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -96,40 +95,39 @@ class Operator:
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
 
 
-def triton_backend() -> ModuleType:
-    """Return the module with the Triton kernels; ImportError without Triton."""
-    return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
+def _module(backend: str) -> Any:
+    """Return the module with the kernels of a backend; ImportError for "triton" without Triton."""
+    if backend == "triton":
+        return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
+    return native if backend == "cpp" else strips
 
 
-def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:
-    """Return why the Triton kernels do not support this input, or None if they do."""
+def lacks(backend: str, z: Tensor, mask: Tensor | None) -> str | None:
+    """Return why "cpp" or "triton" is unavailable for this input, or None if it is available."""
     try:
-        return triton_backend().supports(z, mask)
+        return _module(backend).lacks(z, mask) or (native.missing() if backend == "cpp" else None)
     except ImportError as error:
         return str(error)
 
 
 def require_backend(backend: str, z: Tensor, mask: Tensor | None) -> None:
-    """Raise an error if ``backend`` does not support this input."""
-    if backend == "cpp":
-        native.require(z)
-    elif backend == "triton":
-        missing = triton_backend().supports(z, mask)
-        if missing is not None:
-            raise ValueError(f'backend="triton" does not support this input: {missing}')
+    """Raise an error if ``backend`` does not support this input or is not installed."""
+    if backend == "blocks":
+        return
+    reason = _module(backend).lacks(z, mask)
+    if reason is not None:
+        raise ValueError(f'backend="{backend}" does not support this input: {reason}')
+    if backend == "cpp" and native.missing() is not None:
+        raise RuntimeError(f'backend="cpp" cannot be used here: {native.missing()}')
 
 
-def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
+def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> Any:
     """Return the module with ``bisoftmax_forward`` and ``bisoftmax_hvp`` of a backend."""
-    if backend != "auto":
-        require_backend(backend, z, mask)
-    elif native.unavailable(z) is None:
-        backend = "cpp"
-    elif triton_lacks(z, mask) is None:
-        backend = "triton"
-    if backend == "triton":
-        return triton_backend()
-    return native if backend == "cpp" else strips
+    if backend == "auto":
+        fused = "triton" if z.is_cuda else "cpp"
+        return _module("blocks" if lacks(fused, z, mask) else fused)
+    require_backend(backend, z, mask)
+    return _module(backend)
 
 
 def _forward(

@@ -333,7 +333,7 @@ def curvature(
 # --- the backend --------------------------------------------------------------------------------------
 
 
-def supports(z: Tensor, mask: Tensor | None = None) -> str | None:
+def lacks(z: Tensor, mask: Tensor | None = None) -> str | None:
     """Why these kernels do not take ``z`` (B, H, N, p) and ``mask`` (B, N); None where they do."""
     if z.dtype not in DTYPES:
         return f"the Triton kernels support float32, bfloat16 and float16, got {z.dtype}"
@@ -376,7 +376,7 @@ def bisoftmax_forward(
     *,
     single_tile: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``dispatch.bisoftmax`` for what ``supports`` takes, not empty; both results are contiguous.
+    """``dispatch.bisoftmax`` for what ``lacks`` takes, not empty; both results are contiguous.
 
     ``single_tile`` takes the kernel that holds a whole head of up to 128 tokens on the chip (None: where
     its registers suffice); ValueError where it is not possible.
