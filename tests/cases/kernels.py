@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -88,7 +88,7 @@ class Case:
     normalised: bool = True  # rows of norm sqrt(p), and a limit to say so
     scale: float = 1.0  # of the rows
     strided: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    on_chip: bool | None = None  # whether Triton holds whole heads on the chip; None: as it chooses
 
     def __str__(self) -> str:
         flags = [f"N{self.tokens}", f"p{self.width}", str(self.dtype).removeprefix("torch.")]
@@ -96,7 +96,7 @@ class Case:
         flags += ["causal"] if self.causal else []
         flags += [] if self.normalised else [f"scale{self.scale:g}"]
         flags += ["strided"] if self.strided else []
-        flags += [f"{name}={value}" for name, value in self.options.items()]
+        flags += [] if self.on_chip is None else ["on chip" if self.on_chip else "tiled"]
         return "-".join(flags)
 
     @property
