@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from implicit_attn.kernels import strips
 from implicit_attn.kernels.arguments import ORDINARY, transformed, wide_dtype
@@ -29,16 +30,12 @@ from solvers.core.modes import without_autocast
 class Operator:
     """A PyTorch operator that is opaque to compilers and supports differentiation and ``vmap``.
 
-    ``vmap`` folds the mapped dimension into the first dimension of every tensor, which must be a batch.
-
     Args:
         name: qualified name, such as "implicit_attn::bisoftmax".
         schema: arguments, the first a tensor, and results, in the notation of ``torch.library``.
         compute: implementation, run without autocast and autograd.
-        empty: returns uninitialised results for the same arguments. Filled with zeros they are the
-            results if the first argument has no elements.
-        backward: maps a context and cotangents of the results to cotangents of the arguments.
-        save: saves arguments and results that ``backward`` needs in a context.
+        empty: returns uninitialised results for the same arguments.
+        backward, save: as for ``torch.library.register_autograd``.
     """
 
     def __init__(
@@ -52,9 +49,7 @@ class Operator:
     ) -> None:
         def implementation(first: Tensor, *rest: Any) -> Any:
             if first.numel() == 0:
-                results = empty(first, *rest)
-                single = isinstance(results, Tensor)
-                return results.zero_() if single else tuple(each.zero_() for each in results)
+                return tree_map(torch.zero_, empty(first, *rest))
             with without_autocast(first.device.type):
                 return compute(first, *rest)
 
@@ -80,19 +75,17 @@ class Operator:
 
     def _mapped(self, info: Any, in_dims: Any, *args: Any) -> Any:
         """Implement ``vmap`` by folding (M, B, ...) to (M B, ...) and unfolding the results."""
-        folded = []
-        for value, dim in zip(args, in_dims, strict=True):
-            if isinstance(value, Tensor):
-                if dim is None:
-                    value = value.unsqueeze(0).expand(info.batch_size, *value.shape)
-                else:
-                    value = value.movedim(dim, 0)
-                value = value.reshape(-1, *value.shape[2:])
-            folded.append(value)
-        results = self.operator(*folded)
-        if isinstance(results, Tensor):
-            return results.unflatten(0, (info.batch_size, -1)), 0
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
+
+        def folded(value: Any, dim: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if dim is None:
+                return value.expand(info.batch_size, *value.shape).flatten(0, 1)
+            return value.movedim(dim, 0).flatten(0, 1)
+
+        results = self.operator(*(folded(*each) for each in zip(args, in_dims, strict=True)))
+        results = tree_map(lambda t: t.unflatten(0, (info.batch_size, -1)), results)
+        return results, tree_map(lambda _: 0, results)
 
 
 def _module(backend: str) -> Any:
@@ -130,27 +123,12 @@ def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> Any:
     return _module(backend)
 
 
-def _forward(
-    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Return contiguous gradient (B, H, N, p) and lse (B, H, N)."""
-    return _chosen(backend, z, mask).bisoftmax_forward(z, beta, mask, causal, limit)
+def _forward(z: Tensor, beta: float, mask: Tensor | None, *rest: Any) -> Any:
+    return _chosen(rest[-1], z, mask).bisoftmax_forward(z, beta, mask, *rest[:-1])
 
 
-def _hvp(
-    z: Tensor,
-    v: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    causal: bool,
-    limit: float | None,
-    lse: Tensor | None,
-    lse_cotangent: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """Return the Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
-    rest = (beta, mask, causal, limit, lse, lse_cotangent)
-    return _chosen(backend, z, mask).bisoftmax_hvp(z, v, *rest)
+def _hvp(z: Tensor, v: Tensor, beta: float, mask: Tensor | None, *rest: Any) -> Any:
+    return _chosen(rest[-1], z, mask).bisoftmax_hvp(z, v, beta, mask, *rest[:-1])
 
 
 def _empty_forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
