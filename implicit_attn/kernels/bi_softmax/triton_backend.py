@@ -71,7 +71,7 @@ HOPPER = {
 _SAME = {"causal": "gradient", "mean": "curvature"}
 # For cards on which the kernels have only been compiled; they fit into 99 KiB on the chip.
 OTHERS = {
-    2: {64: Tiles(64, 32, 4, 3), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
+    2: {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
     4: {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }
 
