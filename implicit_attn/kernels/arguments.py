@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -48,36 +47,11 @@ def differentiated() -> bool:
     return any(each.key() in _DIFFERENTIATING for each in _FUNCTORCH.get_interpreter_stack())
 
 
-def mapped_size() -> int:
-    """Return the product of the batch sizes of all levels of ``vmap``."""
-    if not transformed():  # a compiler cannot trace the following
-        return 1
-    return math.prod(
-        _FUNCTORCH.CVmapInterpreterPtr(each).batchSize()
-        for each in _FUNCTORCH.get_interpreter_stack()
-        if each.key() == _FUNCTORCH.TransformType.Vmap
-    )
-
-
 def has_tangent(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has a forward-mode tangent."""
     if getattr(forward_ad, "_current_level", -1) < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
-    """Raise NotImplementedError if ``tensor`` has a tangent; the message recommends ``product``."""
-    if differentiated():
-        raise NotImplementedError(
-            f'torch.func.grad, vjp and jvp are not implemented for backend="{backend}"; use '
-            'torch.autograd or backend="reference"'
-        )
-    if has_tangent(tensor):
-        raise NotImplementedError(
-            f'forward-mode differentiation is not implemented for backend="{backend}"; use reverse '
-            f'mode, {product} for Hessian-vector products, or backend="reference"'
-        )
 
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
@@ -89,6 +63,15 @@ def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     if differentiated():
         return Choice("reference", "inside torch.func.grad, which differentiates the dense formula")
     return None
+
+
+def refuse_transforms(backend: str, *tensors: Tensor) -> None:
+    """Raise NotImplementedError if only the dense formula supports the active differentiation."""
+    if differentiated() or any(has_tangent(tensor) for tensor in tensors):
+        raise NotImplementedError(
+            f'forward mode, torch.func.grad, vjp and jvp are not implemented for backend="{backend}"; '
+            'use torch.autograd or backend="reference"'
+        )
 
 
 # --- pairs of a query and a key -------------------------------------------------------------------
@@ -176,11 +159,6 @@ def token_pairs(
 # --- masks and precision --------------------------------------------------------------------------
 
 
-def rescaled(x: Tensor, root: Tensor) -> Tensor:
-    """Return ``root x`` in float32 or wider, because rounding it would change the scores."""
-    return x.to(wide_dtype(x)) * root
-
-
 def within_exponent(limit: float | None) -> bool:
     """Return whether a bound on the absolute scores makes row maxima unnecessary."""
     return limit is not None and limit <= LARGEST_EXPONENT
@@ -194,17 +172,6 @@ def wide_dtype(z: Tensor) -> torch.dtype:
 def zero_masked(z: Tensor, mask: Tensor | None) -> Tensor:
     """Return ``z`` (B, H, N, p) with zeros at masked tokens, replacing NaN, too."""
     return z if mask is None else z.masked_fill(~mask[:, None, :, None], 0.0)
-
-
-def exact_if_alone(lse: Tensor, own: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``lse`` (B, H, N), replaced by the score ``own`` in samples with a single unmasked token.
-
-    ``log exp S`` has the rounding error of 1 instead of S, which is noise in the energy of a small state.
-    With two or more tokens ``lse`` is at least about log 2 for small scores.
-    """
-    if mask is not None:
-        return torch.where((mask.sum(1) <= 1)[:, None, None], own, lse)
-    return own if lse.shape[2] == 1 else lse
 
 
 def without_autocast(

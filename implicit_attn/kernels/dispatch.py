@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels import fused, reference, strips
+from implicit_attn.kernels import fused, reference
 from implicit_attn.kernels.arguments import (
     Choice,
     Pairs,
     check_pairs,
     dense_for_transforms,
     has_tangent,
-    mapped_size,
-    refuse_forward_mode,
-    rescaled,
+    refuse_transforms,
     token_pairs,
     transformed,
+    wide_dtype,
 )
-from implicit_attn.kernels.bi_softmax import native, ops
+from implicit_attn.kernels.bi_softmax import ops
+from solvers.core import modes
 from solvers.core.checks import require_choice
 from solvers.core.cuda import on_cuda
 
@@ -94,11 +94,11 @@ def bisoftmax(
         RuntimeError: for "cpp" on an unsupported processor or if the package was installed without a
             compiler.
     """
-    given = _checked(z, beta, mask, pairs, bias, backend)
+    given = _checked(z, None, beta, mask, pairs, bias, backend)
     x, number, root = _at_number(z, beta, 0.5)
-    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, given, backend))
+    choice = _log("bi-softmax", _choose_bisoftmax(x, mask, given, backend))
     if choice == "reference":
-        gradient, lse = reference.bisoftmax(x, number, mask, causal, limit, given)
+        gradient, lse = reference.bisoftmax(x, number, mask, causal, given)
     else:
         gradient, lse = ops.forward(x, number, mask, causal, limit, choice)
     return gradient if root is None else (gradient / root).to(z.dtype), lse
@@ -126,7 +126,7 @@ def bisoftmax_hvp(
         z: (B, H, N, p), as in ``bisoftmax``.
         v: tensor like ``z``.
         beta, mask, causal, limit, pairs, bias, backend: see ``bisoftmax``.
-        lse: lse that ``bisoftmax`` returned for the same arguments, to avoid recomputing it.
+        lse: lse that ``bisoftmax`` returned for the same arguments, which "cpp" does not compute again.
 
     Returns:
         (B, H, N, p) like ``z``, zero at masked tokens.
@@ -134,14 +134,14 @@ def bisoftmax_hvp(
     Raises:
         TypeError, ValueError: see ``bisoftmax``; also if ``v`` is not like ``z`` or ``lse`` not (B, H, N).
     """
-    given = _checked(z, beta, mask, pairs, bias, backend)
+    given = _checked(z, None, beta, mask, pairs, bias, backend)
     _check_vector(z, v, lse)
     x, number, root = _at_number(z, beta, 0.5)
     v = v if root is None else v.to(x.dtype)
-    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, given, backend))
+    choice = _log("bi-softmax", _choose_bisoftmax(x, mask, given, backend))
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
-        return reference.bisoftmax_hvp(x, v, number, mask, causal, lse, given).to(z.dtype)
-    refuse_forward_mode(v, choice, "bisoftmax_hvp")
+        return reference.bisoftmax_hvp(x, v, number, mask, causal, given).to(z.dtype)
+    refuse_transforms(choice, v)
     lse = None if lse is None else lse.detach()
     product = ops.hvp(x, v, number, mask, causal, limit, lse, None, choice)
     return product.to(z.dtype)
@@ -172,13 +172,13 @@ def frozen_key_attention(
             results are zero.
         pairs: bool (N, M), (B, N, M) or (B, H, N, M), True if query i may attend to key j. The results of
             a query without any key are zero.
-        bias: differentiable floating-point tensor of such a shape, finite at allowed pairs. On a CPU only
-            "reference" supports pairs and biases.
-        causal: whether query i attends only to keys ``j <= i``; on a CPU only with "reference".
+        bias: differentiable floating-point tensor of such a shape, finite at allowed pairs.
+        causal: whether query i attends only to keys ``j <= i``.
         backend: "reference" (dense), "flash" (torch's attention: no N x M matrix for the mean and its
             first derivatives), or "auto"; see ``explain_frozen_keys``. "flash" on CUDA devices has not
             been run on a GPU yet.
-        need_lse: whether to compute L, which torch's attention does not return on CUDA devices.
+        need_lse: whether to compute L. Torch's attention returns it only on CPUs and without gradients;
+            otherwise it costs another product of queries and keys.
 
     Returns:
         (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider, or None without
@@ -188,23 +188,18 @@ def frozen_key_attention(
         TypeError, ValueError: if a dtype, shape, ``beta`` or ``backend`` is invalid.
         NotImplementedError: for forward-mode differentiation with "flash".
     """
-    given = _checked_queries(query, key, beta, mask, pairs, bias, causal, backend)
+    given = _checked(query, key, beta, mask, pairs, bias, backend, causal)
     x, number, factor = _at_number(query, beta, 1.0)
     key = key if factor is None else key.to(x.dtype)
-    choice = _log("frozen keys", _explain_frozen_keys(x, key, given, causal, backend))
     lse: Tensor | None
-    if choice == "reference":
+    if _log("frozen keys", _choose_frozen_keys(x, key, backend)) == "reference":
         if causal:
             order = token_pairs(None, True, x.shape[2], x.device)
             given = (given or Pairs()).intersect(order)
         mean, lse = reference.dense(x, key, number, mask, given)
     else:
-        for tensor in (x, key):
-            refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
-        if on_cuda(x):
-            mean, lse = fused.attend(x, key, number, mask, given, causal, need_lse)
-        else:
-            mean, lse = strips.flash(x, key, number, mask)
+        refuse_transforms("flash", x, key)
+        mean, lse = fused.attend(x, key, number, mask, given, causal, need_lse)
     return mean.to(query.dtype), lse if need_lse else None
 
 
@@ -226,8 +221,8 @@ def explain(
     "auto" chooses Triton on a GPU and the native engine's kernel on a CPU if they support the input,
     otherwise the dense formula for small problems and strips for larger ones.
     """
-    given = _checked(z, beta, mask, pairs, bias, backend)
-    return _explain_bisoftmax(z, mask, given, backend)
+    given = _checked(z, None, beta, mask, pairs, bias, backend)
+    return _choose_bisoftmax(z, mask, given, backend)
 
 
 def explain_frozen_keys(
@@ -245,8 +240,8 @@ def explain_frozen_keys(
 
     It raises the same errors without computing anything.
     """
-    given = _checked_queries(query, key, beta, mask, pairs, bias, causal, backend)
-    return _explain_frozen_keys(query, key, given, causal, backend)
+    _checked(query, key, beta, mask, pairs, bias, backend, causal)
+    return _choose_frozen_keys(query, key, backend)
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
@@ -267,8 +262,14 @@ def _at_number(
         by_head, recorded = beta.dim() == 3, torch.is_grad_enabled() and beta.requires_grad
         if by_head or recorded or _traced(beta):
             factor = (beta if by_head else beta.reshape(())) ** power
-            return rescaled(x, factor), 1.0, factor
+            # Rounding the product to half precision would change the scores.
+            return x.to(wide_dtype(x)) * factor, 1.0, factor
     return x, float(beta), None
+
+
+def _traced(tensor: Tensor) -> bool:
+    """Return whether a transform or a compiler hides the value of ``tensor``."""
+    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
 
 
 def _log(kernel: str, choice: Choice) -> str:
@@ -277,54 +278,46 @@ def _log(kernel: str, choice: Choice) -> str:
     return choice.backend
 
 
-def _explain_bisoftmax(z: Tensor, mask: Tensor | None, pairs: Pairs | None, backend: str) -> Choice:
+# --- the choice of a backend ----------------------------------------------------------------------
+
+
+def _choose_bisoftmax(z: Tensor, mask: Tensor | None, pairs: Pairs | None, backend: str) -> Choice:
     if pairs is not None:
-        return _for_pairs(backend)
-    if torch.compiler.is_compiling():
-        # A compiler cannot trace the checks of the kernels, so the operators make them.
-        either = backend == "auto" and (z.is_cuda or native.lacks(z) is None)
-        if either or backend in ("cpp", "triton"):
-            return Choice(backend, "compiled")
-    if backend == "auto":
-        return _automatic(z, mask)
-    if backend != "reference":
-        refuse_forward_mode(z, backend, "bisoftmax_hvp")
-    ops.require_backend(backend, z, mask)
-    return Choice(backend, "asked for")
-
-
-def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
+        if backend not in ("auto", "reference"):
+            raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
+        return Choice("reference", "only the dense formula supports pairs and biases")
+    if backend == "reference":
+        return Choice(backend, "asked for")
+    if torch.compiler.is_compiling() and not modes.exporting():
+        return Choice(backend, "compiled: the operator checks its input when it runs")
+    if backend != "auto":
+        refuse_transforms(backend, z)
+        ops.require_backend(backend, z, mask)
+        return Choice(backend, "asked for")
     dense = dense_for_transforms(z)
     if dense is not None:
         return dense
-    if z.is_cuda:
-        name, missing = "Triton", ops.triton_lacks(z, mask)
-        taken = Choice("triton", "the Triton kernels support this tensor")
-    else:
-        name, missing = "C++ kernel", native.unavailable(z)
-        taken = Choice("cpp", "the native engine supports this tensor")
+    fused = "triton" if z.is_cuda else "cpp"
+    missing = ops.lacks(fused, z, mask)
     if missing is None:
-        return taken
-    count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
-    size = f"{matrices} matrices of {count} x {count} pairs (no {name}: {missing})"
-    if count <= DENSE_TOKENS and matrices * count**2 <= DENSE_PAIRS:
+        return Choice(fused, f"the {fused} kernel supports this tensor")
+    batch, heads, count, _ = z.shape
+    size = f"{batch * heads} matrices of {count} x {count} pairs (no {fused} kernel: {missing})"
+    if count <= DENSE_TOKENS and batch * heads * count**2 <= DENSE_PAIRS:
         return Choice("reference", f"{size}: the dense formula has the least overhead")
     return Choice("blocks", f"{size}: blocks of rows fit into the cache and need no N x N matrix")
 
 
-def _explain_frozen_keys(
-    query: Tensor, key: Tensor, pairs: Pairs | None, causal: bool, backend: str
-) -> Choice:
+def _choose_frozen_keys(query: Tensor, key: Tensor, backend: str) -> Choice:
     cuda = on_cuda(query)
-    if not cuda and (pairs is not None or causal):
-        return _for_pairs(backend, "causal" if pairs is None else "pairs and bias")
-    if backend == "flash" and not cuda and query.device.type != "cpu":
+    unsupported = not cuda and query.device.type != "cpu"
+    if backend == "flash" and unsupported:
         raise ValueError(f'backend="flash" needs tensors on a CPU or CUDA, got {query.device}')
     if query.numel() == 0 or key.numel() == 0:
         return Choice("reference", "empty: scaled_dot_product_attention needs a query and a key")
     if backend != "auto":
         return Choice(backend, "asked for")
-    if not cuda and query.device.type != "cpu":
+    if unsupported:
         return Choice("reference", "the fused operators support CPU and CUDA only")
     dense = dense_for_transforms(query, key)
     if dense is not None:
@@ -334,73 +327,48 @@ def _explain_frozen_keys(
     if torch.compiler.is_compiling():
         return Choice("reference", "a compiler fuses the dense formula")
     count = query.shape[2] * key.shape[2]
-    if cuda:
-        return Choice("flash", f"{count} pairs: one fused call needs no N x M matrix")
-    if count < FLASH_PAIRS:
+    if count < FLASH_PAIRS and not cuda:
         return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
     return Choice("flash", f"{count} pairs: scaled_dot_product_attention needs no N x M matrix")
-
-
-def _for_pairs(backend: str, what: str = "pairs and bias") -> Choice:
-    """Choose the dense formula, the only one that supports pairs, biases and a causal order."""
-    if backend not in ("auto", "reference"):
-        raise ValueError(f'{what} need backend="auto" or "reference", got {backend!r}')
-    return Choice("reference", "only the dense formula supports pairs, biases and a causal order")
 
 
 # --- argument checks ------------------------------------------------------------------------------
 
 
 def _checked(
-    z: Tensor,
-    beta: float | Tensor,
-    mask: Tensor | None,
-    pairs: Tensor | None,
-    bias: Tensor | None,
-    backend: str,
-) -> Pairs | None:
-    """Check ``z`` (B, H, N, p), ``beta`` > 0 and ``mask`` (B, N), and return the pairs."""
-    if not z.is_floating_point():
-        raise TypeError(f"z must have a floating-point dtype, got {z.dtype}")
-    if z.dim() != 4:
-        raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
-    _check_beta(beta, z.shape[1])
-    _check_mask(mask, z, "(B, N)")
-    check_backend(backend)
-    batch, heads, tokens, _ = z.shape
-    return check_pairs(pairs, bias, (batch, heads, tokens, tokens))
-
-
-def _checked_queries(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | None,
     beta: float | Tensor,
     mask: Tensor | None,
     pairs: Tensor | None,
     bias: Tensor | None,
-    causal: bool,
     backend: str,
+    causal: bool = False,
 ) -> Pairs | None:
-    """Check ``query`` (B, H, N, p), ``key`` (B, H, M, p) and ``mask`` (B, M), and return the pairs."""
+    """Check the arguments of bi-softmax, whose ``key`` is None, or of frozen keys; return the pairs."""
+    kernel, names, shapes = "frozen keys", "query and key", "(B, H, N, p) and (B, H, M, p)"
+    if key is None:
+        key, kernel, names, shapes = query, "bi-softmax", "z", "(B, H, N, p)"
     if not query.is_floating_point() or key.dtype != query.dtype:
         raise TypeError(
-            f"query and key must have one floating-point dtype, got {query.dtype} and {key.dtype}"
+            f"{names} must have one floating-point dtype, got {query.dtype} and {key.dtype}"
         )
     matrices = query.dim() == key.dim() == 4
     if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
         raise ValueError(
-            "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
-            f"{tuple(query.shape)} and {tuple(key.shape)}"
+            f"{names} must have the shape {shapes}, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    _check_beta(beta, query.shape[1])
-    _check_mask(mask, key, "(B, M)")
-    if causal and query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"causal=True needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
-        )
-    check_backend(backend, "frozen keys")
     batch, heads, queries, _ = query.shape
-    return check_pairs(pairs, bias, (batch, heads, queries, key.shape[2]))
+    keys = key.shape[2]
+    if causal and queries != keys:
+        raise ValueError(f"causal=True needs as many queries as keys, got {queries} and {keys}")
+    _check_beta(beta, heads)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must have dtype bool, got {mask.dtype}")
+    if mask is not None and tuple(mask.shape) != (batch, keys):
+        raise ValueError(f"mask must have the shape {(batch, keys)}, got {tuple(mask.shape)}")
+    check_backend(backend, kernel)
+    return check_pairs(pairs, bias, (batch, heads, queries, keys))
 
 
 def _check_beta(beta: float | Tensor, heads: int) -> None:
@@ -420,22 +388,6 @@ def _check_beta(beta: float | Tensor, heads: int) -> None:
         raise TypeError(f"beta must be a number or a tensor of one element, got {beta!r}")
     if not beta > 0:
         raise ValueError(f"beta must be > 0, got {beta!r}")
-
-
-def _traced(tensor: Tensor) -> bool:
-    """Return whether a transform or a compiler hides the value of ``tensor``."""
-    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
-
-
-def _check_mask(mask: Tensor | None, tokens: Tensor, axes: str) -> None:
-    """Check that the mask is bool with one entry per token of ``tokens`` (B, H, N, p)."""
-    if mask is None:
-        return
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must have dtype bool, got {mask.dtype}")
-    expected = (tokens.shape[0], tokens.shape[2])
-    if tuple(mask.shape) != expected:
-        raise ValueError(f"mask must have the shape {axes} = {expected}, got {tuple(mask.shape)}")
 
 
 def _check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:

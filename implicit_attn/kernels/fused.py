@@ -1,4 +1,4 @@
-"""Attention to frozen keys on CUDA devices by one call of torch's fused attention, without an N x M matrix.
+"""Attention to frozen keys by one call of torch's fused attention, without an N x M matrix.
 
 The keys are also the values. The mean of the keys is the gradient of the log-sum-exp, so the backward pass of
 the fused call is the product with its Hessian.
@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from implicit_attn.kernels import reference, strips
 from implicit_attn.kernels.arguments import Pairs, token_pairs, wide_dtype, without_autocast
 
-# Number of scores in memory at a time for the log-sum-exp, which torch does not return.
+# Number of scores in memory at a time for the log-sum-exp where torch does not return it.
 SCORES = 2**24
+_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @without_autocast
@@ -38,8 +39,17 @@ def attend(
     if allowed is not None:
         attends = allowed.any(-1, keepdim=True)
         allowed = allowed | ~attends  # a softmax over no key would be NaN
-    mean = _mean(query, key, _added(query, allowed, bias), beta, causal)
-    lse = _log_sum_exp(query, key, allowed, bias, beta, causal) if need_lse else None
+    added = _added(query, allowed, bias)
+    given = [t for t in (query, key, added) if t is not None]
+    lse: Tensor | None = None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        mean: Tensor = _Mean.apply(query, key, added, beta, causal)  # type: ignore[assignment]
+    elif need_lse and query.device.type == "cpu":
+        mean, lse = _mean_and_lse(query, key, added, beta, causal)
+    else:
+        mean = _mean(query, key, added, beta, causal)
+    if need_lse and lse is None:
+        lse = _log_sum_exp(query, key, allowed, bias, beta, causal)
     if attends is not None:
         mean = mean.masked_fill(~attends, 0.0)
         lse = None if lse is None else lse.masked_fill(~attends.squeeze(-1), 0.0)
@@ -55,16 +65,20 @@ def _added(query: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor
 
 
 def _mean(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool) -> Tensor:
-    given = [t for t in (query, key, added) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _Mean.apply(query, key, added, beta, causal)  # type: ignore[return-value]
-    return _stock(query, key, added, beta, causal)
-
-
-def _stock(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(
         query, key, key, attn_mask=added, is_causal=causal, scale=beta
     )
+
+
+def _mean_and_lse(
+    query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Call the operator behind torch's attention on CPUs, which also returns the log-sum-exp."""
+    if added is not None and added.dtype == torch.bool:
+        added = query.new_zeros(added.shape).masked_fill_(~added, -torch.inf)
+    # The operator requires unit strides along the width and does not check them.
+    rows, columns = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key))
+    return _ON_CPU(rows, columns, columns, 0.0, causal, attn_mask=added, scale=beta)
 
 
 class _Mean(torch.autograd.Function):
@@ -82,7 +96,7 @@ class _Mean(torch.autograd.Function):
             for t, needed in zip(given, ctx.needs_input_grad, strict=False)
         ]
         with torch.enable_grad():
-            ctx.inputs, ctx.mean = inputs, _stock(*inputs, beta=beta, causal=causal)
+            ctx.inputs, ctx.mean = inputs, _mean(*inputs, beta=beta, causal=causal)
         return ctx.mean.detach()
 
     @staticmethod
@@ -94,19 +108,19 @@ class _Mean(torch.autograd.Function):
         else:
             inputs, mean = ctx.inputs, ctx.mean
         wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-        found = iter(
+        gradients = iter(
             torch.autograd.grad(mean, wanted, cotangents, retain_graph=True, create_graph=again)
         )
-        return *(next(found) if needed else None for needed in ctx.needs_input_grad), None, None
+        return *(next(gradients) if needed else None for needed in ctx.needs_input_grad), None, None
 
 
 def _dense_mean(
     query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
 ) -> Tensor:
-    order = token_pairs(None, causal, query.shape[2], query.device) if causal else None
+    pairs = Pairs(token_pairs(None, True, query.shape[2], query.device) if causal else None, added)
     if added is not None and added.dtype == torch.bool:
-        return reference.dense(query, key, beta, None, Pairs(added))[0]
-    return reference.dense(query, key, beta, None, Pairs(order, added))[0]
+        pairs = Pairs(added)
+    return reference.dense(query, key, beta, None, pairs)[0]
 
 
 def _log_sum_exp(

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from implicit_attn.kernels.arguments import (
     Pairs,
-    exact_if_alone,
-    has_tangent,
     token_pairs,
-    transformed,
     wide_dtype,
     within_exponent,
     without_autocast,
@@ -197,20 +194,13 @@ def bisoftmax(
     beta: float,
     mask: Tensor | None = None,
     causal: bool = False,
-    limit: float | None = None,
     pairs: Pairs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    z = zero_masked(z, mask).contiguous()
-    if pairs is None and within_exponent(limit) and not causal:
-        both, lse = _symmetric_softmax(z, beta, mask)
-    else:
-        weights, lse = _row_softmax(z, beta, mask, causal, pairs)
-        both = weights + weights.mT
-    gradient = torch.matmul(both, z)
-    if mask is None:
-        return gradient, lse
-    # Both are zero at masked tokens; cotangents there, which may be NaN, are discarded.
-    return zero_masked(gradient, mask), lse.masked_fill(~mask[:, None], 0.0)
+    z = zero_masked(z, mask)
+    weights, lse = _self_attention(z, beta, mask, causal, pairs)
+    weights = weights.to(z.dtype)
+    # Cotangents at masked tokens, which may be NaN, are discarded.
+    return zero_masked((weights + weights.mT) @ z, mask), lse
 
 
 @without_autocast
@@ -220,86 +210,27 @@ def bisoftmax_hvp(
     beta: float,
     mask: Tensor | None = None,
     causal: bool = False,
-    lse: Tensor | None = None,
     pairs: Pairs | None = None,
 ) -> Tensor:
     dtype, wide = z.dtype, wide_dtype(z)
     # The tangents nearly cancel in T - r, so the difference is computed in float32.
-    z = zero_masked(z, mask).to(wide).contiguous()
-    v = zero_masked(v, mask).to(wide).contiguous()
-    # A given lse is constant, so it is not used for derivatives with respect to z.
-    recorded = torch.is_grad_enabled() and z.requires_grad
-    if pairs is not None or lse is None or recorded or transformed() or has_tangent(z):
-        weights, _ = _row_softmax(z, beta, mask, causal, pairs)
-    else:
-        scores = _scores(z, beta, _blocked(z, mask, causal))
-        weights = (scores - lse.unsqueeze(-1)).exp()
-    one_side = torch.matmul(v, z.mT)
+    z, v = zero_masked(z, mask).to(wide), zero_masked(v, mask).to(wide)
+    weights, _ = _self_attention(z, beta, mask, causal, pairs)
+    one_side = v @ z.mT
     tangent = (one_side + one_side.mT) * beta
     mean = (weights * tangent).sum(-1, keepdim=True)
     tilted = weights * (tangent - mean)
-    product = torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
+    product = (weights + weights.mT) @ v + (tilted + tilted.mT) @ z
     return zero_masked(product, mask).to(dtype)
 
 
-def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """Return (B or 1, 1, N, N) bool, True where ``m_ij = 0``, except on the diagonal.
-
-    A masked token is a zero row that attends only to itself: its log-sum-exp and its part of the gradient
-    are 0, so no row is empty.
-    """
-    if mask is None and not causal:
-        return None
-    tokens = z.shape[2]
-    if mask is None:
-        return torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=z.device).triu(1)
-    open_pairs = mask[:, None, :, None] & mask[:, None, None, :]
-    if causal:
-        open_pairs = open_pairs.tril()
-    return ~(open_pairs | torch.eye(tokens, dtype=torch.bool, device=z.device))
-
-
-def _scores(z: Tensor, beta: float, blocked: Tensor | None) -> Tensor:
-    """Return ``S = beta Z Z^T``, minus infinity where blocked; float32 for half precision."""
-    z = z.to(wide_dtype(z))
-    batch, heads, tokens, width = z.shape
-    rows = z.view(batch * heads, tokens, width)
-    scores = torch.baddbmm(z.new_zeros(()), rows, rows.mT, beta=0.0, alpha=beta)
-    scores = scores.view(batch, heads, tokens, tokens)
-    return scores if blocked is None else scores.masked_fill(blocked, -torch.inf)
-
-
-def _row_softmax(
+def _self_attention(
     z: Tensor, beta: float, mask: Tensor | None, causal: bool, pairs: Pairs | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``P`` (B, H, N, N) in the dtype of ``z``, and ``L`` (B, H, N), over the allowed pairs.
-
-    With ``pairs``, rows without any key and rows of masked tokens are zero.
-    """
-    if pairs is not None:
-        pairs = pairs.intersect(token_pairs(mask, causal, z.shape[2], z.device))
-        weights, lse, _ = softmax_over_pairs(_scores(z, beta, None), pairs)
-        return weights.to(z.dtype), lse
-    scores = _scores(z, beta, _blocked(z, mask, causal))
-    log_weights = scores.log_softmax(-1)
-    # L_i = S_ii - log P_ii is finite, because the diagonal is never blocked.
-    lse = scores.diagonal(dim1=-2, dim2=-1) - log_weights.diagonal(dim1=-2, dim2=-1)
-    return log_weights.exp().to(z.dtype), lse
-
-
-def _symmetric_softmax(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ``P + P^T`` and ``L`` for bounded scores and a symmetric mask.
-
-    With ``e = exp(S)``, symmetric, and ``l_i = sum_j e_ij``: ``(P + P^T)_ij`` is
-    ``e_ij (1 / l_i + 1 / l_j)``.
-    """
-    scores = _scores(z, beta, _blocked(z, mask, causal=False))
-    some_alone = mask is not None or z.shape[2] == 1
-    own = scores.diagonal(dim1=-2, dim2=-1).clone() if some_alone else None
-    exponentials = scores.exp()
-    del scores  # free one matrix before allocating the others
-    totals = exponentials.sum(-2)  # row and column sums are equal
-    shares = totals.reciprocal()
-    both = exponentials * (shares.unsqueeze(-1) + shares.unsqueeze(-2))
-    lse = totals.log()
-    return both.to(z.dtype), lse if own is None else exact_if_alone(lse, own, mask)
+    """Return ``P`` (B, H, N, N) and ``L`` (B, H, N), float32 or wider, zero at masked tokens."""
+    wide = z.to(wide_dtype(z))
+    order = token_pairs(mask, causal, z.shape[2], z.device)
+    if order is not None:
+        pairs = (pairs or Pairs()).intersect(order)
+    weights, lse, _ = softmax_over_pairs(wide @ wide.mT * beta, pairs)
+    return weights, lse

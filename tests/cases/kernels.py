@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from implicit_attn.kernels import strips
 from implicit_attn.kernels.bi_softmax import native
 from solvers import native as library
 
@@ -63,11 +62,6 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.largest = 0
 
-    def __enter__(self) -> Allocations:
-        strips.release()  # else a buffer that an earlier call needed larger would count
-        super().__enter__()
-        return self
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for output in result if isinstance(result, (tuple, list)) else (result,):
@@ -94,7 +88,7 @@ class Case:
     normalised: bool = True  # rows of norm sqrt(p), and a limit to say so
     scale: float = 1.0  # of the rows
     strided: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    on_chip: bool | None = None  # whether Triton holds whole heads on the chip; None: as it chooses
 
     def __str__(self) -> str:
         flags = [f"N{self.tokens}", f"p{self.width}", str(self.dtype).removeprefix("torch.")]
@@ -102,7 +96,7 @@ class Case:
         flags += ["causal"] if self.causal else []
         flags += [] if self.normalised else [f"scale{self.scale:g}"]
         flags += ["strided"] if self.strided else []
-        flags += [f"{name}={value}" for name, value in self.options.items()]
+        flags += [] if self.on_chip is None else ["on chip" if self.on_chip else "tiled"]
         return "-".join(flags)
 
     @property

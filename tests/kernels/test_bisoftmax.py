@@ -1,7 +1,9 @@
-"""Bi-softmax: the dense formula against its definition, and the operators of the other backends."""
+"""Bi-softmax: the dense formula against its definition, the other backends against it, and their choice."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,168 +11,112 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from cases.kernels import states as problem
-from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
-from implicit_attn.kernels.bi_softmax import ops
+from cases.kernels import PATHS, Allocations, difference, each_path, masks, needs_cpp, states
+from implicit_attn.energies import BiSoftmaxAttention
+from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain, reference, strips
+from implicit_attn.kernels.bi_softmax import native, ops
+from solvers import native as library
 
 BETA = 0.6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+FUSED = [pytest.param("cpp", marks=needs_cpp), pytest.param("triton", marks=needs_triton)]
+HOLES = torch.tensor([[True, False, True, True, False], [False, True, True, True, True]])
+EMPTY = torch.tensor([[False] * 5, [True, True, False, True, True]])
 
 
-def pairs(mask: Tensor | None, causal: bool, count: int) -> Tensor:
-    """``m_ij`` (B or 1, 1, N, N)."""
-    allowed = torch.ones(1, 1, count, count, dtype=torch.bool)
-    if causal:
-        allowed = allowed.tril()
-    if mask is not None:
-        allowed = allowed & mask[:, None, :, None] & mask[:, None, None, :]
-    return allowed
+def small(heads: int = 3, count: int = 5, width: int = 4) -> tuple[Tensor, Tensor]:
+    z, v, _ = states(2, heads, count, width)
+    return z.double(), v.double()
+
+
+# --- the formula, its derivatives and transforms --------------------------------------------------
 
 
 def definition(z: Tensor, beta: float, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Energy (B,) and lse (B, H, N), by a sum of exponentials over the allowed pairs."""
-    allowed = pairs(mask, causal, z.shape[2])
+    allowed = torch.ones(1, 1, *[z.shape[2]] * 2, dtype=torch.bool)
+    allowed = allowed.tril() if causal else allowed
+    if mask is not None:
+        allowed = allowed & mask[:, None, :, None] & mask[:, None, None, :]
     scores = beta * torch.einsum("bhip,bhjp->bhij", z, z)
     total = torch.where(allowed, scores.exp(), 0.0).sum(-1)
     lse = torch.where(total > 0, total, 1.0).log()
     return lse.sum((1, 2)) / beta, lse
 
 
-def states(heads: int = 3, count: int = 5, width: int = 4) -> tuple[Tensor, Tensor]:
-    z, v, _ = problem(2, heads, count, width)
-    return z.double(), v.double()
-
-
-MASKS = {
-    "none": None,
-    "holes": torch.tensor([[True, False, True, True, False], [False, True, True, True, True]]),
-    "empty": torch.tensor([[False] * 5, [True, True, False, True, True]]),
-}
-each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-each_order = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
-@each_mask
-@each_order
-@pytest.mark.parametrize("limit", [None, 40.0, 1e4])
-def test_against_autograd(mask: Tensor | None, causal: bool, limit: float | None) -> None:
-    z, v = states()
+@pytest.mark.parametrize("mask", [None, HOLES, EMPTY], ids=["none", "holes", "empty"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_formula_is_the_derivative_of_its_definition(mask: Any, causal: bool) -> None:
+    z, v = small()
     point = z.clone().requires_grad_()
     energy, lse = definition(point, BETA, mask, causal)
     (gradient,) = torch.autograd.grad(energy.sum(), point, create_graph=True)
     (product,) = torch.autograd.grad(gradient, point, v)
-    ours, our_lse = bisoftmax(z, BETA, mask=mask, causal=causal, limit=limit)
+    ours, our_lse = bisoftmax(z, BETA, mask=mask, causal=causal)
     torch.testing.assert_close(our_lse, lse.detach(), rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(ours, gradient.detach(), rtol=1e-11, atol=1e-12)
-    for saved in (None, our_lse):
-        ours = bisoftmax_hvp(z, v, BETA, mask=mask, causal=causal, lse=saved)
-        torch.testing.assert_close(ours, product, rtol=1e-10, atol=1e-12)
+    ours = bisoftmax_hvp(z, v, BETA, mask=mask, causal=causal)
+    torch.testing.assert_close(ours, product, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("limit", [None, 1e5])
-def test_large_scores(limit: float | None) -> None:
-    """A row maximum is taken unless the caller vouches for a moderate bound."""
-    z, _ = states()
-    gradient, lse = bisoftmax(30 * z.float(), 1.0, limit=limit)
-    reference, expected = bisoftmax(30 * z, 1.0)
-    assert torch.isfinite(gradient).all() and lse.max() > 500
-    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(gradient.double(), reference, rtol=1e-3, atol=1e-3)
-
-
-each_backend = pytest.mark.parametrize("backend", ["reference", "blocks", "auto"])
-
-
-@each_backend
-@pytest.mark.parametrize(("limit", "kind"), [(None, torch.float32), (40.0, torch.bfloat16)])
-def test_autocast_changes_no_result(backend: str, limit: float | None, kind: torch.dtype) -> None:
-    z, v = (t.to(kind) for t in states(count=33))
-    results = []
-    for enabled in (True, False):
-        point = z.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            gradient, lse = bisoftmax(point, BETA, limit=limit, backend=backend)
-            product = bisoftmax_hvp(point, v, BETA, limit=limit, backend=backend)
-            constant = point.detach()
-            given = bisoftmax_hvp(constant, v, BETA, lse=lse.detach(), backend=backend)
-        loss = (gradient * v).sum() + lse.sum()
-        (first,) = torch.autograd.grad(loss, point, create_graph=True)
-        (second,) = torch.autograd.grad((first * v).sum() + (product * v).sum(), point)
-        results.append([lse, gradient, product, given, first, second])
-    assert [t.dtype for t in results[0]] == [torch.float32, *[kind] * 5]
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact)
-
-
-@each_backend
-@pytest.mark.parametrize(("mask", "causal"), [(None, False), (MASKS["empty"], True)])
-def test_derivatives_do_not_treat_a_given_lse_as_constant(
-    backend: str, mask: Tensor | None, causal: bool
-) -> None:
-    """Derivatives of the product by z are total, whoever computed the lse and with what graph."""
-    z, v = (t.requires_grad_() for t in states())
-    direction = torch.roll(v.detach(), 1)
-    results = []
-    for given in (None, "constant", "recorded"):
-        _, lse = bisoftmax(z, BETA, mask=mask, causal=causal, backend=backend)
-        lse = {None: None, "constant": lse.detach(), "recorded": lse}[given]
-        chosen = backend if given else "reference"
-        product = bisoftmax_hvp(z, v, BETA, mask=mask, causal=causal, lse=lse, backend=chosen)
-        results.append((product, *torch.autograd.grad(product, (z, v), direction)))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(results[2], results[0], rtol=1e-10, atol=1e-12)
-
-
-HOLES = torch.tensor([[True, False, True, True], [False, False, True, True]])
-EMPTY = torch.tensor([[False] * 4, [True, True, False, True]])
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "holes, causal": {"mask": HOLES, "causal": True},
-    "empty": {"mask": EMPTY},
     "bounded, empty": {"limit": 40.0, "mask": EMPTY},
-    "unbounded": {"limit": 1e9},
 }
-each_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 
 
 def recorded(heads: int = 1) -> tuple[Tensor, ...]:
-    z, v = states(heads=heads, count=4, width=2)
+    z, v = small(heads=heads, width=2)
     return tuple(t.requires_grad_() for t in (z, v, v.sum(-1)))
 
 
-def arguments(options: dict[str, Any]) -> tuple[Any, ...]:
-    return options.get("mask"), options.get("causal", False), options.get("limit")
-
-
-@pytest.mark.parametrize("name", ["full", "holes, causal"])
-def test_registration(name: str) -> None:
-    options = CASES[name]
-    z, v, a = recorded(heads=2)
-    mask, causal, limit = arguments(options)
-    forward = (z, BETA, mask, causal, limit, "blocks")
-    torch.library.opcheck(ops.forward.operator, forward)
-    lse = ops.forward(*forward)[1].detach()
-    given = (z, v, BETA, mask, causal, limit, lse, a, "blocks")
-    torch.library.opcheck(ops.hvp.operator, given)
-    detached = (z.detach(), v.detach(), v.detach(), BETA, mask, causal, a.detach())
-    torch.library.opcheck(ops.hvp_pullback.operator, detached)
-
-
-@each_case
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("backend", ["reference", "blocks"])
-def test_derivatives(backend: str, options: dict[str, Any]) -> None:
-    """Of gradient and lse: once and twice, so the energy's up to the third order; of the product once."""
+def test_gradcheck(backend: str, options: dict[str, Any]) -> None:
+    """Of gradient and lse once and twice, so the energy's up to the third order; of the product once."""
     z, v, a = recorded()
 
     def both(z: Tensor) -> Any:
         return bisoftmax(z, BETA, backend=backend, **options)
 
-    assert gradcheck(both, z)
-    assert gradgradcheck(both, z)
+    assert gradcheck(both, z) and gradgradcheck(both, z)
     if backend == "reference":
         assert gradcheck(lambda z, v: bisoftmax_hvp(z, v, BETA, backend=backend, **options), (z, v))
     else:  # with a cotangent of the lse
-        rest = (*arguments(options), None)
+        rest = options.get("mask"), options.get("causal", False), options.get("limit"), None
         assert gradcheck(lambda z, v, a: ops.hvp(z, v, BETA, *rest, a, backend), (z, v, a))
+
+
+@pytest.mark.parametrize(("limit", "causal", "masked"), [(None, False, False), (1e9, True, True)])
+@pytest.mark.parametrize(("name", "own", "count", "room"), [
+    pytest.param("cpp", torch.float32, 50, 1e-5, marks=needs_cpp),
+    ("blocks", torch.float64, 290, 1e-9),
+])  # fmt: skip
+def test_derivatives(
+    name: str, own: torch.dtype, count: int, room: float, limit: Any, causal: bool, masked: bool
+) -> None:
+    """Of a function of gradient and lse, once and twice, and of the product by all it depends on."""
+    z, v, a = states(2, 2, count, 6)
+    mask = masks(2, count)[2] if masked else None
+    found = {}
+    for backend, dtype in ((name, own), ("reference", torch.float64)):
+        point, along, weight = (t.to(dtype).requires_grad_() for t in (z, v, a))
+        options: dict[str, Any] = {"mask": mask, "causal": causal, "limit": limit}
+        options["backend"] = backend
+        gradient, lse = bisoftmax(point, 0.4, **options)
+        loss = (gradient * along).sum() + (lse * weight).sum()
+        (first,) = torch.autograd.grad(loss, point, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), (point, along, weight))
+        # The derivative of the product is total, whether or not a lse is given.
+        product = bisoftmax_hvp(point, along, 0.4, lse=lse, **options)
+        third = torch.autograd.grad(product.square().sum(), (point, along))
+        found[backend] = [first, *second, product, *third]
+    for ours, theirs in zip(found[name], found["reference"], strict=True):
+        assert difference(ours.detach(), theirs.detach()) <= room
 
 
 @pytest.mark.parametrize("output", [0, 1])
@@ -187,16 +133,25 @@ def test_a_third_derivative_raises_and_the_reference_has_it(output: int) -> None
             assert torch.autograd.grad(value.square().sum(), z)[0].norm() > 0
 
 
+@pytest.mark.parametrize("name", ["full", "holes, causal"])
+def test_registration(name: str) -> None:
+    z, v, a = recorded(heads=2)
+    options = CASES[name]
+    mask, causal = options.get("mask"), options.get("causal", False)
+    torch.library.opcheck(ops.forward.operator, (z, BETA, mask, causal, None, "blocks"))
+    given = (z, v, BETA, mask, causal, None, a.detach(), a, "blocks")
+    torch.library.opcheck(ops.hvp.operator, given)
+    detached = (z.detach(), v.detach(), v.detach(), BETA, mask, causal, a.detach())
+    torch.library.opcheck(ops.hvp_pullback.operator, detached)
+
+
 # Forward mode itself still scripts its decompositions.
-SCRIPTED = "ignore:.*torch.jit:DeprecationWarning"
-
-
-@pytest.mark.filterwarnings(SCRIPTED)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_transforms() -> None:
     z, v, _ = (t.detach() for t in recorded())
-    with pytest.raises(NotImplementedError, match="vjp"):
+    with pytest.raises(NotImplementedError, match="backend"):
         torch.func.jvp(lambda z: bisoftmax(z, BETA, backend="blocks")[0], (z,), (v,))
-    with pytest.raises(NotImplementedError, match="vjp"):
+    with pytest.raises(NotImplementedError, match="backend"):
         torch.func.grad(lambda z: bisoftmax(z, BETA, backend="blocks")[1].sum())(z)
     tangent = torch.func.jvp(lambda z: bisoftmax(z, BETA)[0], (z,), (v,))[1]
     torch.testing.assert_close(tangent, bisoftmax_hvp(z, v, BETA))
@@ -205,7 +160,368 @@ def test_transforms() -> None:
     single = [bisoftmax(t, BETA, mask=HOLES, backend="blocks") for t in stack]
     for ours, theirs in zip(mapped, zip(*single, strict=True), strict=True):
         torch.testing.assert_close(ours, torch.stack(theirs))
-    mapped = torch.vmap(lambda v: bisoftmax_hvp(z, v, BETA, backend="blocks"), 1, 1)(
-        stack.movedim(0, 1)
-    )
+    product = torch.vmap(lambda v: bisoftmax_hvp(z, v, BETA, backend="blocks"), 1, 1)
+    mapped = product(stack.movedim(0, 1))
     torch.testing.assert_close(mapped[:, 1], bisoftmax_hvp(z, v, BETA))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocks", "auto"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_result(backend: str, kind: torch.dtype) -> None:
+    z, v = (t.to(kind) for t in small(count=33))
+    results = []
+    for enabled in (True, False):
+        point = z.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            gradient, lse = bisoftmax(point, BETA, backend=backend)
+            product = bisoftmax_hvp(point, v, BETA, backend=backend)
+            constant = point.detach()
+            given = bisoftmax_hvp(constant, v, BETA, lse=lse.detach(), backend=backend)
+        loss = (gradient * v).sum() + lse.sum()
+        (first,) = torch.autograd.grad(loss, point, create_graph=True)
+        (second,) = torch.autograd.grad((first * v).sum() + (product * v).sum(), point)
+        results.append([lse, gradient, product, given, first, second])
+    assert [t.dtype for t in results[0]] == [torch.float32, *[kind] * 5]
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+# --- strips and the engine in C++ against the dense formula in float64 ------------------------------
+
+
+@pytest.fixture(params=["blocks", *(pytest.param(f"AVX{n}", marks=needs_cpp) for n in (512, 2))])
+def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The strips, and the native kernel as a processor with these instructions gets it."""
+    if request.param == "blocks":
+        yield strips
+        return
+    if request.param == "AVX512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no AVX-512")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+        forget()
+        yield native
+    forget()
+
+
+def forget() -> None:
+    """What was found of the engine."""
+    library.engine.cache_clear()
+    native._kernel.cache_clear()
+
+
+def errors(
+    backend: Any, z: Tensor, v: Tensor, a: Tensor, beta: float, limit: float | None, **options: Any
+) -> list[float]:
+    """Of gradient, lse, and the product with and without the lse given."""
+    options = {"mask": None, "causal": False} | options
+    point = z.double().requires_grad_()
+    exact, exact_lse = reference.bisoftmax(point, beta, **options)
+    loss = (exact * v.double()).sum() + (exact_lse * a.double()).sum()
+    (pullback,) = torch.autograd.grad(loss, point)
+    gradient, lse = backend.bisoftmax_forward(z, beta, limit=limit, **options)
+    products = [
+        backend.bisoftmax_hvp(z, v, beta, limit=limit, lse=given, lse_cotangent=a, **options)
+        for given in (None, lse)
+    ]
+    assert gradient.dtype == products[0].dtype == z.dtype
+    assert (lse.double() - exact_lse).abs().max() <= 1e-6 * (1.0 + exact_lse.abs().max())
+    found = [(gradient, exact), (lse, exact_lse), *((product, pullback) for product in products)]
+    return [difference(ours, theirs.detach()) for ours, theirs in found]
+
+
+@pytest.mark.parametrize(
+    ("index", "count"), list(enumerate([1, 2, 16, 17, 48, 97, 129, 257, 1000]))
+)
+def test_every_count(backend: Any, index: int, count: int) -> None:
+    """Every mask; over four counts in a row, each on every path."""
+    batch, heads, width = (1, 1, 8) if count == 1000 else (2, 2, 16)
+    z, v, a = states(batch, heads, count, width)
+    for k, mask in enumerate(masks(batch, count)):
+        limit, causal = list(PATHS.values())[(index + k) % 4]
+        found = errors(backend, z, v, a, width**-0.5, limit, mask=mask, causal=causal)
+        assert max(found) <= 1e-5, (count, limit, causal, mask, found)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 127, 128])
+def test_every_width(backend: Any, width: int) -> None:
+    z, v, a = states(1, 2, 63, width)
+    for limit, causal in PATHS.values():
+        found = errors(backend, z, v, a, width**-0.5, limit, causal=causal)
+        assert max(found) <= 1e-5, (width, limit, causal, found)
+
+
+@pytest.mark.parametrize(("scale", "causal"), [(1e-20, False), (3.0, True), (30.0, False)])
+def test_small_and_large_norms(backend: Any, scale: float, causal: bool) -> None:
+    """Large scores carry float32's rounding of the scores themselves into any formula."""
+    z, v, a = states(1, 2, 150, 16, scale)
+    a = torch.zeros_like(a) if scale < 1e-10 else a
+    dense = reference.bisoftmax(z, 0.25, causal=causal)
+    exact = reference.bisoftmax(z.double(), 0.25, causal=causal)
+    product = reference.bisoftmax_hvp(z, v, 0.25, causal=causal)
+    exact_product = reference.bisoftmax_hvp(z.double(), v.double(), 0.25, causal=causal)
+    gradient, lse, *pullbacks = errors(backend, z, v, a, 0.25, None, causal=causal)
+    assert gradient <= max(1e-5, 2 * difference(dense[0], exact[0]))
+    assert lse <= max(1e-5, 2 * difference(dense[1], exact[1]))
+    assert max(pullbacks) <= max(1e-5, 4 * difference(product, exact_product))
+
+
+@pytest.mark.defect("A18")
+@pytest.mark.parametrize(("name", "dtype", "bound"), [
+    ("reference", torch.float32, 1e-5),
+    ("reference", torch.float16, 1e-3),
+    ("reference", torch.bfloat16, 8e-3),
+    ("blocks", torch.float64, 1e-12),
+    ("blocks", torch.float16, 1e-3),
+    ("blocks", torch.bfloat16, 8e-3),
+    pytest.param("cpp", torch.float16, 1e-3, marks=needs_cpp),
+    pytest.param("cpp", torch.bfloat16, 8e-3, marks=needs_cpp),
+])  # fmt: skip
+def test_dtypes(name: str, dtype: torch.dtype, bound: float) -> None:
+    z, v, _ = (t.to(dtype) for t in states(1, 2, 290, 16))
+    for limit, causal in PATHS.values():
+        exact, exact_lse = reference.bisoftmax(z.double(), 0.25, causal=causal)
+        exact_product = reference.bisoftmax_hvp(z.double(), v.double(), 0.25, causal=causal)
+        options: dict[str, Any] = {"limit": limit, "causal": causal, "backend": name}
+        gradient, lse = bisoftmax(z, 0.25, **options)
+        product = bisoftmax_hvp(z, v, 0.25, lse=lse, **options)
+        assert gradient.dtype == product.dtype == dtype
+        assert lse.dtype == torch.promote_types(dtype, torch.float32)
+        assert difference(gradient, exact) <= bound
+        assert difference(lse, exact_lse) <= min(bound, 1e-6)
+        # Products are computed in float32: no more than the rounding of the result.
+        rounding = 0.5 * torch.finfo(dtype).eps
+        assert difference(product, exact_product) <= max(rounding, min(bound, 1e-5))
+
+
+def test_strides_do_not_matter(backend: Any) -> None:
+    count = 300
+    z, v, _ = states(2, 3, count, 9)
+    mask = masks(2, count)[1]
+    ways = (
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.stack((t, t), -1)[..., 0],
+        lambda t: torch.complex(t, -t).conj().imag,  # stored with the other sign
+    )
+    hidden = torch.stack((mask, mask), -1)[..., 0]
+    for limit in (None, 1e9):
+        expected = backend.bisoftmax_forward(z, 0.3, mask, False, limit)
+        product = backend.bisoftmax_hvp(z, v, 0.3, mask, False, limit)
+        for way in ways:
+            found = backend.bisoftmax_forward(way(z), 0.3, hidden, False, limit)
+            assert all(each.is_contiguous() for each in found)
+            torch.testing.assert_close(found, expected)
+            curved = backend.bisoftmax_hvp(way(z), way(v), 0.3, hidden, False, limit)
+            torch.testing.assert_close(curved, product)
+    repeated = z[:, :1].expand(2, 3, count, 9)
+    found = backend.bisoftmax_forward(repeated, 0.3, None, False, None)
+    copied = backend.bisoftmax_forward(repeated.clone(), 0.3, None, False, None)
+    torch.testing.assert_close(found, copied)
+
+
+@each_path
+def test_hidden_tokens_are_never_read(backend: Any, limit: float | None, causal: bool) -> None:
+    for count in (130, 290):
+        z, v, a = states(2, 2, count, 8)
+        mask = masks(2, count)[2]
+        hidden = ~mask[:, None, :, None]
+        poisoned, poisoned_v = (t.masked_fill(hidden, float("nan")) for t in (z, v))
+        poisoned_a = a.masked_fill(hidden[..., 0], float("nan"))
+        gradient, lse = backend.bisoftmax_forward(z, 0.3, mask, causal, limit)
+        other, other_lse = backend.bisoftmax_forward(poisoned, 0.3, mask, causal, limit)
+        assert torch.equal(gradient, other) and torch.equal(lse, other_lse)
+        assert not gradient.masked_select(hidden).any()
+        assert not lse.masked_select(hidden[..., 0]).any()
+        rest = (0.3, mask, causal, limit, lse, poisoned_a)
+        product = backend.bisoftmax_hvp(poisoned, poisoned_v, *rest)
+        assert torch.isfinite(product).all() and not product.masked_select(hidden).any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_matrix_of_all_pairs(path: str) -> None:
+    count = 1024
+    z, v, a = states(1, 1, count, 8)
+    limit, causal = PATHS[path]
+    with Allocations() as seen:
+        _, lse = strips.bisoftmax_forward(z, 0.3, None, causal, limit)
+        strips.bisoftmax_hvp(z, v, 0.3, None, causal, limit, lse, a)
+        strips.hvp_pullback(z, v, v, 0.3, None, causal, a)
+    assert seen.largest <= 128 * count * max(1, torch.get_num_threads())
+    assert seen.largest < count * count
+    with Allocations() as dense:
+        reference.bisoftmax(z, 0.3, causal=causal)
+    assert dense.largest >= count * count
+
+
+@needs_cpp
+@pytest.mark.parametrize(("limit", "causal", "heads"), [(None, False, 1), (1e9, True, 3)])
+def test_threads(limit: float | None, causal: bool, heads: int) -> None:
+    """Whole heads for each, and one shared by all; the same bits every time."""
+    z, v, a = states(1, heads, 260, 12)
+    before, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 2):
+            torch.set_num_threads(number)
+            gradient, lse = native.bisoftmax_forward(z, 0.3, None, causal, limit)
+            product = native.bisoftmax_hvp(z, v, 0.3, None, causal, limit, None, a)
+            found.append((gradient, lse, product))
+    finally:
+        torch.set_num_threads(before)
+    for one, two, again in zip(*found, strict=True):
+        torch.testing.assert_close(two, again)
+        assert difference(two, one.double()) <= 1e-6
+
+
+# --- through the public functions: all backends -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "reference", "blocks", FUSED[0]])
+@pytest.mark.parametrize("shape", [(0, 2, 300, 4), (2, 0, 300, 4), (2, 2, 0, 4)])
+def test_nothing_to_attend(name: str, shape: tuple[int, ...]) -> None:
+    z = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    for causal in (False, True):
+        value, lse = bisoftmax(z, 0.3, causal=causal, backend=name)
+        (first,) = torch.autograd.grad((value, lse), z, (value, lse), create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), z)
+        assert second.shape == shape and second.dtype == z.dtype and lse.dtype == torch.float32
+
+
+@pytest.mark.defect("A14")
+@pytest.mark.parametrize("name", ["reference", "blocks", *FUSED])
+@pytest.mark.parametrize(
+    ("tokens", "options"), [(9, {}), (130, {"limit": 60.0}), (9, {"causal": True})]
+)
+def test_cotangents_of_masked_tokens_are_ignored(
+    name: str, tokens: int, options: dict[str, Any]
+) -> None:
+    device = DEVICE if name == "triton" else "cpu"
+    z, v, a = (t.to(device) for t in states(2, 1, tokens, 4, 0.3))
+    mask = torch.ones(2, tokens, dtype=torch.bool, device=device)
+    mask[0, 5:8] = False
+    z.requires_grad_()
+    outputs = bisoftmax(z, 1.0, mask=mask, backend=name, **options)
+    expected = torch.autograd.grad(outputs, z, (v, a), retain_graph=True)[0]
+    spoiled = [(v.masked_fill(~mask[:, None, :, None], torch.nan), a)]
+    spoiled.append((v, a.masked_fill(~mask[:, None], torch.nan)))
+    for cotangents in spoiled:
+        found = torch.autograd.grad(outputs, z, cotangents, retain_graph=True)[0]
+        torch.testing.assert_close(found, expected)
+
+
+# tokens, which of them is counted (None: no mask)
+ALONE = [(1, None), (3, 1), (130, 129), (300, 0)]
+
+
+@pytest.mark.defect("D1")
+@pytest.mark.parametrize("name", ["reference", "blocks", *FUSED])
+@pytest.mark.parametrize("tokens, counted", ALONE)
+@pytest.mark.parametrize(("limit", "causal"), [(None, False), (4.0, False), (None, True)])
+def test_the_log_sum_exp_of_a_token_alone_is_its_score(
+    tokens: int, counted: int | None, limit: float | None, causal: bool, name: str
+) -> None:
+    """``log exp S`` would have the rounding of 1."""
+    device = DEVICE if name == "triton" else "cpu"
+    if name == "triton":
+        tokens, counted = min(tokens, 130), None if counted is None else min(counted, tokens - 1)
+    z, mask = states(2, 2, tokens, 4, 0.005)[0].to(device), None
+    if counted is not None:
+        mask = torch.ones(2, tokens, dtype=torch.bool, device=device)
+        mask[0] = torch.arange(tokens) == counted
+    _, lse = bisoftmax(z, 0.5, mask=mask, limit=limit, causal=causal, backend=name)
+    score = 0.5 * z.double().square().sum(-1)
+    sample, token = (slice(0, 1), counted) if counted is not None else (slice(None), 0)
+    error = (lse[sample, :, token].double() - score[sample, :, token]).abs()
+    assert (error <= 1e-6 * score[sample, :, token]).all()
+    if counted is not None:
+        assert (lse[0] != 0).sum() == 2  # masked tokens: zero
+
+
+@pytest.mark.parametrize("name", ["blocks", FUSED[0], pytest.param("auto", marks=needs_cpp)])
+def test_whole_graph_compilation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, _, _ = states(2, 2, 21, 6)
+    mask = masks(2, 21)[1]
+
+    def loss(z: Tensor) -> Tensor:
+        gradient, lse = bisoftmax(z, 0.4, mask=mask, backend=name)
+        return gradient.square().sum() + lse.sum()
+
+    point, solved, own = z.requires_grad_(), [], native._solve
+    expected = torch.autograd.grad(loss(point), point)[0]
+    monkeypatch.setattr(native, "_solve", lambda *args: solved.append(args) or own(*args))
+    dynamic = name == "blocks" or None
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(torch.autograd.grad(compiled(point), point)[0], expected)
+    by_engine = 0 if name == "blocks" else 2  # gradient and product, in the compiled graph too
+    assert len(solved) == by_engine
+
+
+# --- the choice of a backend, and errors ------------------------------------------------------------
+
+
+@needs_cpp
+@pytest.mark.parametrize("count", [9, 300])
+def test_the_automatic_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = states(1, 1, count, 4)[0]
+    unserved = "reference" if count < 10 else "blocks"
+    assert explain(z, 0.3).backend == "cpp"
+    assert explain(z.double(), 0.3).backend == unserved
+    monkeypatch.setattr(native, "_kernel", lambda: None)
+    assert explain(z, 0.3).backend == unserved
+    assert torch.isfinite(bisoftmax(z, 0.3)[0]).all()
+    with pytest.raises(RuntimeError, match="backend"):
+        bisoftmax(z, 0.3, backend="cpp")
+
+
+@pytest.mark.defect("E6")
+def test_vmap_leaves_the_choice_to_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_kernel", lambda: None)  # it takes all sizes
+    found = []
+    for count in (5, 600):
+        stack = states(3, 1, count, 4, 0.1)[0].unsqueeze(1)
+
+        def chosen(z: Tensor) -> Tensor:
+            found.append(explain(z, BETA).backend)
+            return bisoftmax(z, BETA)[0] + bisoftmax_hvp(z, z, BETA)
+
+        expected = torch.stack([chosen(z) for z in stack])
+        torch.testing.assert_close(torch.vmap(chosen)(stack), expected)
+        torch.func.grad(lambda z, chosen=chosen: chosen(z).sum())(stack[0])
+    assert found == ["reference"] * 5 + ["blocks"] * 4 + ["reference"]
+
+
+def test_a_named_backend_is_taken_or_refused() -> None:
+    z = states(2, 2, 20, 8)[0]
+    assert explain(z, 0.3, backend="blocks") == Choice("blocks", "asked for")
+    assert explain(states(2, 2, 900, 8)[0], 0.3, backend="reference").backend == "reference"
+    for call in (
+        lambda: explain(z, 0.3, backend="dense"),
+        lambda: bisoftmax(z, 0.3, backend="dense"),
+        lambda: bisoftmax_hvp(z, z, 0.3, backend="dense"),
+        lambda: BiSoftmaxAttention(8, heads=2, backend="dense"),
+        lambda: bisoftmax(z.double(), 0.3, backend="cpp"),
+        lambda: explain(torch.zeros(1, 1, 4, 129), 0.3, backend="cpp"),
+        lambda: bisoftmax(z.to("meta"), 0.3, backend="cpp"),
+    ):
+        with pytest.raises(ValueError, match="backend"):
+            call()
+
+
+def test_arguments_are_checked() -> None:
+    z = states(2, 2, 5, 8)[0]
+    mistakes: list[tuple[Any, type[Exception], str]] = [
+        (lambda: bisoftmax(z[0], 0.3), ValueError, r"\bz\b"),
+        (lambda: bisoftmax(z.int(), 0.3), TypeError, r"\bz\b"),
+        (lambda: bisoftmax(z, -1), ValueError, "beta"),
+        (lambda: bisoftmax(z, 0.0), ValueError, "beta"),
+        (lambda: bisoftmax(z, torch.ones(3)), ValueError, "beta"),
+        (lambda: bisoftmax(z, torch.ones(3, 1, 1)), ValueError, "beta"),
+        (lambda: bisoftmax(z, torch.tensor(-1.0, requires_grad=True)), ValueError, "beta"),
+        (lambda: bisoftmax_hvp(z, z, 0.3, mask=torch.ones(2, 4) > 0), ValueError, "mask"),
+        (lambda: bisoftmax(z, 0.3, mask=torch.ones(2, 5)), TypeError, "mask"),
+        (lambda: bisoftmax_hvp(z, z[:1], 0.3), ValueError, r"\bv\b"),
+        (lambda: bisoftmax_hvp(z, z, 0.3, lse=z[..., 0, 0]), ValueError, "lse"),
+    ]
+    for call, error, name in mistakes:
+        with pytest.raises(error, match=name):
+            call()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain, frozen_key_attention, strips
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain, frozen_key_attention
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
 
@@ -141,38 +140,3 @@ def test_vmap_leaves_the_choice_to_the_size(monkeypatch: pytest.MonkeyPatch) -> 
             torch.vmap(chosen)(stack), torch.stack([chosen(z) for z in stack])
         )
     assert found == ["reference"] * 4 + ["blocks"] * 4
-
-
-@pytest.mark.defect("E6")
-def test_vmap_counts_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is small alone need not be so many times over; a transform that differentiates is told."""
-    monkeypatch.setattr(native, "_kernel", lambda: None)
-    z = torch.zeros(1, 1, 200, 4)
-    found = [explain(z, BETA).backend]
-    torch.vmap(lambda z: (found.append(explain(z, BETA).backend), z)[1])(z.expand(99, 1, 1, 200, 4))
-    large = torch.zeros(1, 1, 600, 4)
-    torch.func.grad(lambda z: (found.append(explain(z, BETA).backend), z.sum())[1])(large)
-    assert found == ["reference", "blocks", "reference"]
-
-
-@pytest.fixture(autouse=True)
-def empty() -> None:
-    strips.release()
-
-
-def test_threads_and_sizes_do_not_disturb_each_other() -> None:
-    generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, 2, count, 8, generator=generator) for count in (300, 40, 200, 17)]
-
-    def both(z: Tensor) -> tuple[Tensor, Tensor]:
-        gradient, lse = bisoftmax(z, 0.3, limit=30.0, backend="blocks")
-        return gradient, bisoftmax_hvp(z, gradient, 0.3, limit=30.0, lse=lse, backend="blocks")
-
-    expected = []
-    for z in states:
-        strips.release()
-        expected.append(both(z))
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(both, states * 8))
-    for pair, known in zip(found, expected * 8, strict=True):
-        torch.testing.assert_close(pair, known)

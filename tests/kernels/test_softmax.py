@@ -136,18 +136,16 @@ def test_choice_and_errors() -> None:
     longer = state(128, 128)
     assert explain_frozen_keys(longer[0], longer[1], 0.3).backend == "flash"
     calls = [
-        (lambda: frozen_key_attention(query, key, 0.3, backend="triton"), "backend must be one of"),
-        (lambda: frozen_key_attention(query, key[:1], 0.3), r"shapes \(B, H, N, p\) and"),
-        (lambda: frozen_key_attention(query, key, 0.0), "beta must be > 0, got 0.0"),
-        (
-            lambda: frozen_key_attention(query, key, 1.0, mask=HOLES),
-            r"mask must have the shape \(B, M\) = \(2, 129\)",
-        ),
-        (lambda: SoftmaxAttention(8, 2, backend="flash"), "needs cross=True"),
-        (lambda: SoftmaxAttention(8, 2, cross=True, backend="stock"), "backend must be one of"),
+        (lambda: frozen_key_attention(query, key, 0.3, backend="triton"), "backend"),
+        (lambda: frozen_key_attention(query, key[:1], 0.3), "query and key"),
+        (lambda: frozen_key_attention(query, key, 0.3, causal=True), "causal"),
+        (lambda: frozen_key_attention(query, key, 0.0), "beta"),
+        (lambda: frozen_key_attention(query, key, 1.0, mask=HOLES), "mask"),
+        (lambda: SoftmaxAttention(8, 2, backend="flash"), "cross"),
+        (lambda: SoftmaxAttention(8, 2, cross=True, backend="stock"), "backend"),
     ]
-    for call, message in calls:
-        with pytest.raises(ValueError, match=message):
+    for call, name in calls:
+        with pytest.raises(ValueError, match=name):
             call()
     with pytest.raises(TypeError, match="query"):
         frozen_key_attention(query, key.float(), 0.3)

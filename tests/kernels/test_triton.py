@@ -8,6 +8,7 @@ interpreter cannot tell: that the kernels compile and fit on a GPU, ahead of tim
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +33,25 @@ backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton_backe
 pytestmark = pytest.mark.slow  # the interpreter runs a program of a kernel at a time
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN = torch.float16, torch.bfloat16
-TILED, ON_CHIP = {"single_tile": False}, {"single_tile": True}
+on_a_card = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device"))
 
 SMALL = [
-    Case(1, 8, batch=2, options=ON_CHIP),
-    Case(2, 16, causal=True, options=ON_CHIP),
-    Case(15, 24, batch=2, mask="random", normalised=False, options=ON_CHIP),
-    Case(17, 64, batch=3, mask="rows", options=ON_CHIP),
-    Case(65, 24, batch=2, strided=True, mask="padding", options=ON_CHIP),
-    Case(81, 128, batch=2, mask="rows", normalised=False, options=ON_CHIP),
-    Case(81, 16, causal=True, dtype=HALF, normalised=False, options=ON_CHIP),
-    Case(127, 64, causal=True, strided=True, options=ON_CHIP),
-    Case(128, 64, dtype=HALF, normalised=False, options=ON_CHIP),
-    Case(15, 64, dtype=HALF, batch=2, mask="random", causal=True, options=ON_CHIP),
+    Case(1, 8, batch=2, on_chip=True),
+    Case(2, 16, causal=True, on_chip=True),
+    Case(15, 24, batch=2, mask="random", normalised=False, on_chip=True),
+    Case(17, 64, batch=3, mask="rows", on_chip=True),
+    Case(65, 24, batch=2, strided=True, mask="padding", on_chip=True),
+    Case(81, 128, batch=2, mask="rows", normalised=False, on_chip=True),
+    Case(81, 16, causal=True, dtype=HALF, normalised=False, on_chip=True),
+    Case(127, 64, causal=True, strided=True, on_chip=True),
+    Case(128, 64, dtype=HALF, normalised=False, on_chip=True),
+    Case(15, 64, dtype=HALF, batch=2, mask="random", causal=True, on_chip=True),
 ]
 LARGE = [
-    Case(1, 8, options=TILED),
-    Case(16, 16, causal=True, options=TILED),
-    Case(2, 16, dtype=HALF, batch=2, mask="rows", options=TILED),
-    Case(127, 24, dtype=HALF, batch=2, mask="rows", causal=True, options=TILED),
+    Case(1, 8, on_chip=False),
+    Case(16, 16, causal=True, on_chip=False),
+    Case(2, 16, dtype=HALF, batch=2, mask="rows", on_chip=False),
+    Case(127, 24, dtype=HALF, batch=2, mask="rows", causal=True, on_chip=False),
     Case(129, 64, batch=2, strided=True),
     Case(129, 24, batch=2, mask="random", causal=True),
     Case(130, 16, batch=2, mask="padding", causal=True, normalised=False, dtype=HALF),
@@ -82,16 +84,24 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def forward(case: Case, problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
-    given = problem.z, case.beta, problem.mask, case.causal, case.limit
-    return backend.bisoftmax_forward(*given, **case.options, **options)
+def forward(case: Case, problem: Problem) -> tuple[Tensor, Tensor]:
+    with layout_of(case):
+        given = problem.z, case.beta, problem.mask, case.causal, case.limit
+        return backend.bisoftmax_forward(*given)
 
 
-def product(
-    case: Case, problem: Problem, lse: Tensor | None, cotangent: Tensor | None = None
-) -> Tensor:
-    given = problem.z, problem.v, case.beta, problem.mask, case.causal, case.limit, lse, cotangent
-    return backend.bisoftmax_hvp(*given, **case.options)
+def product(case: Case, problem: Problem, cotangent: Tensor | None = None) -> Tensor:
+    with layout_of(case):
+        given = problem.z, problem.v, case.beta, problem.mask, case.causal, case.limit
+        return backend.bisoftmax_hvp(*given, None, cotangent)
+
+
+@contextmanager
+def layout_of(case: Case) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if case.on_chip is not None:
+            patch.setattr(backend, "fits_on_chip", lambda call: case.on_chip)
+        yield
 
 
 def check(value: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -102,15 +112,15 @@ def check(value: Tensor, expected: Tensor, tolerance: float) -> None:
     assert off <= 10 * tolerance * expected.norm(dim=-1).max().clamp(min=1e-30)
 
 
-def check_case(case: Case, cotangent: bool = True) -> None:
+def check_case(case: Case) -> None:
     problem = problem_of(case, DEVICE)
-    gradient, lse, curved = dense(case, problem, cotangent=cotangent)
+    gradient, lse, curved = dense(case, problem)
     tolerance = TOLERANCE[case.dtype]
     value, ours = forward(case, problem)
     assert value.dtype == case.dtype and ours.dtype == torch.float32
     check(value, gradient, tolerance)
     check(ours[..., None], lse[..., None], 1e-5)
-    check(product(case, problem, ours, problem.cotangent if cotangent else None), curved, tolerance)
+    check(product(case, problem, problem.cotangent), curved, tolerance)
     if problem.mask is not None:
         assert not value.masked_select(~problem.mask[:, None, :, None]).any()
         assert not ours.masked_select(~problem.mask[:, None]).any()
@@ -127,7 +137,7 @@ def test_any_norm_is_as_good_as_the_dense_formula_in_float32(case: Case) -> None
     expected = dense(case, problem, cotangent=False)
     in_single = dense(case, problem, torch.float32, cotangent=False)
     value, lse = forward(case, problem)
-    curved = product(case, problem, lse)
+    curved = product(case, problem)
     for ours, single, exact in zip((value, lse, curved), in_single, expected, strict=True):
         assert difference(ours, exact) <= max(
             1e-5, 2 * difference(single, exact), rounding(expected[1])
@@ -164,7 +174,7 @@ def test_half_precision_takes_scores_that_absorb_a_small_number(tokens: int, cau
     value, ours = forward(case, problem)
     check(value, gradient, 1e-3)
     check(ours[..., None], lse[..., None], 1e-5)
-    assert product(case, problem, ours).isfinite().all()
+    assert product(case, problem).isfinite().all()
 
 
 @pytest.mark.defect("A14")
@@ -202,13 +212,13 @@ def test_unsupported_arguments_are_named(change: dict[str, Any], message: str) -
 
 @pytest.mark.defect("C8")
 def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend.supports(ONES, EVERY) is None
+    assert backend.lacks(ONES, EVERY) is None
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr("triton.__version__", "3.2.0")  # aborts the process on Hopper
-    assert "3.2.0" in (backend.supports(ONES, None) or "")
+    assert "3.2.0" in (backend.lacks(ONES, None) or "")
     monkeypatch.setattr("triton.__version__", "3.10.1+git1")
-    assert "3.10.1" not in (backend.supports(ONES, None) or "")
-    assert "CUDA" in backend.supports(ONES.cpu(), None)
+    assert "3.10.1" not in (backend.lacks(ONES, None) or "")
+    assert "CUDA" in backend.lacks(ONES.cpu(), None)
 
 
 # --- on a device only ----------------------------------------------------------------------------
@@ -225,10 +235,8 @@ ON_DEVICE = [
         (128, 256, "random", False, False, False),
         (129, 16, "rows", True, False, True),
         (257, 64, "none", False, True, True),
-        (257, 256, "random", False, False, True),
         (1000, 64, "none", True, False, True),
         (1000, 128, "padding", False, True, False),
-        (1024, 64, "none", False, False, True),
         (1031, 128, "random", False, False, True),
         (2048, 256, "none", False, False, True),
         (2048, 128, "none", False, False, False),
@@ -236,21 +244,19 @@ ON_DEVICE = [
 ]  # fmt: skip
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("case", ON_DEVICE, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=on_a_card) for case in ON_DEVICE], ids=str
+)
 def test_on_the_device(case: Case) -> None:
     """Also: never more than twice the error of the dense formula in the same precision."""
     check_case(case)
     problem = problem_of(case, DEVICE, seed=1)
     expected, rounded = dense(case, problem), dense(case, problem, case.dtype)
-    value, lse = forward(case, problem)
-    curved = product(case, problem, lse, problem.cotangent)
-    floor = torch.finfo(case.dtype).eps  # no formula is better than the rounding of its result
-    if case.dtype == torch.float32:
-        floor = 1e-5
-    for ours, other, exact in ((value, rounded[0], expected[0]), (curved, rounded[2], expected[2])):
-        assert difference(ours, exact) <= max(floor, 2 * difference(other, exact))
+    ours = forward(case, problem)[0], product(case, problem, problem.cotangent)
+    # No formula is better than the rounding of its result.
+    floor = 1e-5 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps
+    for value, other, exact in zip(ours, rounded[::2], expected[::2], strict=True):
+        assert difference(value, exact) <= max(floor, 2 * difference(other, exact))
 
 
 @pytest.mark.gpu
@@ -261,12 +267,12 @@ def test_memory_on_the_device_is_linear_in_the_tokens() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for limit in (None, 50.0):
-        _, lse = backend.bisoftmax_forward(z, 0.01, limit=limit)
-        backend.bisoftmax_hvp(z, z, 0.01, lse=lse, limit=limit)
+        backend.bisoftmax_forward(z, 0.01, limit=limit)
+        backend.bisoftmax_hvp(z, z, 0.01, limit=limit)
     assert torch.cuda.max_memory_allocated() - before < 12 * z.numel() * z.element_size()
 
 
-on_a_card = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device"))
+# --- through the public functions ------------------------------------------------------------------
 
 SHAPES = [
     Case(17, 8, batch=2, strided=True),
@@ -275,36 +281,23 @@ SHAPES = [
     Case(130, 16, batch=2, mask="random", strided=True),
     Case(130, 16, batch=2, mask="padding"),
 ]
-BRAINS = [
-    Case(65, 64, batch=2, dtype=BRAIN, strided=True),
-    Case(129, 128, batch=2, dtype=BRAIN, mask="random"),
-    Case(300, 64, dtype=BRAIN, causal=True, strided=True),
-    Case(1024, 64, batch=2, dtype=BRAIN, mask="padding"),
-]
 
 
-def options_of(case: Case, problem: Problem) -> dict[str, Any]:
-    return {"causal": case.causal, "limit": case.limit, "mask": problem.mask, "backend": "triton"}
-
-
-@pytest.mark.parametrize(
-    "case", [*SHAPES, *(pytest.param(case, marks=on_a_card) for case in BRAINS)], ids=str
-)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_values_and_derivatives(case: Case) -> None:
     problem = problem_of(case, DEVICE)
     gradient, lse, curved = dense(case, problem)
-    options, tolerance = options_of(case, problem), TOLERANCE[case.dtype]
+    options: dict[str, Any] = {"causal": case.causal, "limit": case.limit, "mask": problem.mask}
+    options["backend"] = "triton"
     z = problem.z.clone(memory_format=torch.preserve_format).requires_grad_()
     ours = bisoftmax(z, case.beta, **options)
-    assert difference(ours[0].detach(), gradient) <= tolerance
+    assert difference(ours[0].detach(), gradient) <= 1e-5
     assert difference(ours[1].detach(), lse) <= 1e-5
     (pullback,) = torch.autograd.grad(ours, z, (problem.v, problem.cotangent))
-    assert difference(pullback, curved) <= tolerance
-    curved = dense(case, problem, cotangent=False)[2]
-    for given in (None, ours[1].detach()):
-        product = bisoftmax_hvp(problem.z, problem.v, case.beta, lse=given, **options)
-        assert product.dtype == case.dtype and product.is_contiguous()
-        assert difference(product, curved) <= tolerance
+    assert difference(pullback, curved) <= 1e-5
+    found = bisoftmax_hvp(problem.z, problem.v, case.beta, lse=ours[1].detach(), **options)
+    assert found.dtype == case.dtype and found.is_contiguous()
+    assert difference(found, dense(case, problem, cotangent=False)[2]) <= 1e-5
 
 
 def laid_out(tokens: int = 20, width: int = 16, **options: Any) -> Tensor:
@@ -323,13 +316,12 @@ def test_the_host_launches_few_kernels(
     calls: list[Any] = []
     monkeypatch.setattr(backend, "launch", lambda kernel, *_: calls.append(kernel))
     z, numbers = laid_out(tokens), []
-    lse = z.new_zeros(z.shape[:3])
     for options in ({"limit": 9.0}, {}, {"causal": True}):
         calls.clear()
         backend.bisoftmax_forward(z, 0.25, **options)
         numbers.append(len(calls))
         calls.clear()
-        backend.bisoftmax_hvp(z, z, 0.25, lse=lse, **options)
+        backend.bisoftmax_hvp(z, z, 0.25, **options)
         numbers.append(len(calls))
     assert max(numbers[::2]) <= most[0] and max(numbers[1::2]) <= most[1]
 
@@ -357,22 +349,17 @@ def test_whole_graph_compilation(compiler: str, tokens: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.defect("E7")
 @pytest.mark.defect("E9")
 def test_tiles_fit_the_chip() -> None:
-    """Data centre cards have tables of their own; consumer cards of two generations share one."""
-    for kernel in ("lse", "gradient", "curvature", "causal", "mean"):
-        chosen = {device: backend.tiles(kernel, 256, 2, device) for device in (86, 89, 90, 120)}
-        assert chosen[86] == chosen[89] == chosen[120] != chosen[90]
-        for device in (80, 86, 90, 100, 120):
-            for width in (16, 64, 128, 256):
-                shape = backend.tiles(kernel, width, 2, device)
+    """The tables are for Hopper, with 227 KiB for a program, and for every other card, with 99 KiB."""
+    for kernel in ("lse", "gradient", "curvature", "free curvature", "causal", "mean"):
+        for capability, room in ((80, 99), (90, 227), (120, 99)):
+            for width, size in itertools.product((16, 64, 128, 256), (2, 4)):
+                shape = backend.tiles(kernel, width, size, capability)
                 # Its own rows of z and v, and the columns in flight.
-                held = 4 * width * (shape.rows + shape.columns * shape.stages)
-                assert held <= (100 if device in (86, 89, 120) else 163) * 1024 * 1.6
-                narrow = backend.tiles(kernel, width, 4, device)
-                assert narrow.columns > 16 or narrow.warps <= 4
-    assert backend.tiles("lse", 64, 2, 80) != backend.tiles("lse", 64, 2, 86)
+                held = 2 * size * width * (shape.rows + shape.columns * shape.stages)
+                assert held <= room * 1024 * 1.6
+                assert size == 2 or shape.columns > 16 or shape.warps <= 4
 
 
 # --- compiled for a GPU that need not be there ---------------------------------------------------
@@ -381,16 +368,11 @@ def test_tiles_fit_the_chip() -> None:
 # the shape of the loops are for.
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "workers" / "triton_compile.py"
-SINGLE_TILE = {"small_gradient_kernel", "small_hvp_kernel"}
-ROWS = {"lse_kernel", "gradient_kernel", "mean_kernel", "curvature_kernel"}
 CAUSAL = {"causal_rows_kernel", "causal_columns_kernel"}
-# What is tried: everything on Hopper; elsewhere the kernels of what is hardest for the tables.
-KERNELS = {
-    80: SINGLE_TILE | ROWS | CAUSAL,
-    90: SINGLE_TILE | ROWS | CAUSAL,
-    100: SINGLE_TILE | ROWS,
-    120: (SINGLE_TILE | ROWS | CAUSAL) - {"small_hvp_kernel"},
-}
+KERNELS = CAUSAL | {
+    "small_gradient_kernel", "small_hvp_kernel", "lse_kernel", "gradient_kernel", "mean_kernel",
+    "curvature_kernel",
+}  # fmt: skip
 # The lowest Triton that setup.cfg allows, where "make triton-floor" has put it.
 FLOOR = Path(sys.prefix) / "triton-floor"
 on_x86 = pytest.mark.skipif(
@@ -398,9 +380,7 @@ on_x86 = pytest.mark.skipif(
 )
 
 
-def compiled(
-    capability: int, folder: Path, *words: str, floor: bool = False
-) -> list[dict[str, Any]]:
+def compiled(capability: int, folder: Path, *words: str, floor: bool = False) -> Any:
     """What the worker reports, in a process of its own: here Triton may be set to interpret."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     search = os.pathsep.join((str(FLOOR), str(ROOT)) if floor else (str(ROOT),))
@@ -418,14 +398,10 @@ def compiled(
 @pytest.mark.defect("E2")
 @pytest.mark.defect("E3")
 @pytest.mark.defect("E7")
-@pytest.mark.parametrize("capability", KERNELS)
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_every_kernel_compiles_to_what_a_card_wants(capability: int, tmp_path: Path) -> None:
     reports = compiled(capability, tmp_path)
-    assert {report["kernel"] for report in reports} == KERNELS[capability]
-    check_code(reports, capability)
-
-
-def check_code(reports: list[dict[str, Any]], capability: int) -> None:
+    assert {report["kernel"] for report in reports} == KERNELS
     for report in reports:
         counts = report["counts"]
         if counts is None:
@@ -436,13 +412,15 @@ def check_code(reports: list[dict[str, Any]], capability: int) -> None:
         # Where ptxas serialises the products of Hopper it waits before and after each of them.
         assert counts["wait between products"] <= counts["tensor-core product"], report
         assert counts["load of 2 bytes"] == 0, report
+        if report["width"] <= 128 and report["bytes"] == 2:
+            assert counts["store to the stack"] == counts["load from the stack"] == 0, report
+        if capability != 90:
+            continue
         if report["width"] % 16 and report["tokens"] > 128:
             assert counts["copy of 16 bytes"] > 0, report
         # Two stages would leave the loads of a loop uncovered.
-        if capability == 90 and report["width"] == 64 and report["tokens"] == 2048:
+        if report["width"] == 64 and report["tokens"] == 2048:
             assert report["stages"] >= 3, report
-        if report["width"] <= 128 and report["bytes"] == 2:
-            assert counts["store to the stack"] == counts["load from the stack"] == 0, report
 
 
 @on_x86
@@ -456,4 +434,4 @@ def test_the_lowest_triton_allowed_compiles_on_hopper(tmp_path: Path) -> None:
     assert [name for name in installed if name.startswith(f"triton-{floor[1]}.")] == installed
     assert installed
     reports = compiled(90, tmp_path, "few", floor=True)
-    assert {report["kernel"] for report in reports} >= SINGLE_TILE | ROWS
+    assert {report["kernel"] for report in reports} >= KERNELS - CAUSAL

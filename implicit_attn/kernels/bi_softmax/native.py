@@ -48,7 +48,7 @@ def _kernel() -> Any:
     return solve
 
 
-def lacks(z: Tensor) -> str | None:
+def lacks(z: Tensor, mask: Tensor | None = None) -> str | None:
     """Return why the kernel does not support this kind of tensor, or None if it does."""
     if z.device.type != "cpu":
         return f"it needs tensors on the CPU, got {z.device}"
@@ -59,29 +59,17 @@ def lacks(z: Tensor) -> str | None:
     return None
 
 
-def unavailable(z: Tensor) -> str | None:
-    """Return why the kernel is unavailable for this input, or None if it is available."""
-    return lacks(z) or (None if _kernel() else f"the engine for this processor is {told()}")
-
-
-def require(z: Tensor) -> None:
-    """Raise ValueError for an unsupported input and RuntimeError without a kernel."""
-    missing = lacks(z)
-    if missing is not None:
-        raise ValueError(f'backend="cpp" does not support this input: {missing}')
-    missing = unavailable(z)
-    if missing is not None:
-        raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
+def missing() -> str | None:
+    """Return why there is no kernel for this processor, or None if there is one."""
+    return None if _kernel() else f"the engine for this processor is {told()}"
 
 
 def bisoftmax_forward(
     z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32."""
-    rows = _rows(z)
-    gradient, lse = (z.new_empty(shape, dtype=torch.float32) for shape in (z.shape, z.shape[:3]))
-    _solve(rows, None, beta, mask, causal, limit, None, None, gradient, lse)
-    return gradient.to(z.dtype), lse
+    lse = z.new_empty(z.shape[:3], dtype=torch.float32)
+    return _solve(z, None, beta, mask, causal, limit, None, None, lse), lse
 
 
 def bisoftmax_hvp(
@@ -95,10 +83,7 @@ def bisoftmax_hvp(
     lse_cotangent: Tensor | None = None,
 ) -> Tensor:
     """Return the Hessian-vector product plus the pullback of a cotangent of the lse, like ``strips``."""
-    lse, cotangent = _numbers(lse), _numbers(lse_cotangent)
-    product = z.new_empty(z.shape, dtype=torch.float32)
-    _solve(_rows(z), _rows(v), beta, mask, causal, limit, lse, cotangent, product, None)
-    return product.to(z.dtype)
+    return _solve(z, v, beta, mask, causal, limit, lse, lse_cotangent, None)
 
 
 def _solve(
@@ -110,31 +95,26 @@ def _solve(
     limit: float | None,
     lse: Tensor | None,
     cotangent: Tensor | None,
-    output: Tensor,
     output_lse: Tensor | None,
-) -> None:
+) -> Tensor:
     solve: Any = _kernel()
-    mask = None if mask is None else mask.contiguous()
-    strides, v_strides = z.stride()[:3], (0, 0, 0) if v is None else v.stride()[:3]
+    output = z.new_empty(z.shape, dtype=torch.float32)
+    rows, vectors = _rows(z), None if v is None else _rows(v)
+    numbers = [None if t is None else t.float().resolve_neg() for t in (lse, cotangent)]
     # All tensors are held by name until the kernel has returned: it gets their addresses alone.
-    addresses = [
-        None if t is None else t.data_ptr()
-        for t in (z, v, mask, lse, cotangent, output, output_lse)
-    ]
+    dense = [None if t is None else t.contiguous() for t in (mask, *numbers)]
+    tensors = (rows, vectors, *dense, output, output_lse)
+    strides, v_strides = rows.stride()[:3], (0, 0, 0) if vectors is None else vectors.stride()[:3]
     problem = _Problem(
-        *addresses, *z.shape, strides, v_strides, THREADS.fork,
-        THREADS.number,
-        beta, causal, limit is None or limit <= LARGEST_EXPONENT,
+        *(None if t is None else t.data_ptr() for t in tensors), *z.shape, strides, v_strides,
+        THREADS.fork, THREADS.number, beta, causal, limit is None or limit <= LARGEST_EXPONENT,
     )  # fmt: skip
     if solve(ctypes.byref(problem)):
         raise MemoryError(f"out of memory for a head of {z.shape[2]} x {z.shape[3]} numbers")
+    return output.to(z.dtype)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """Convert to float32 with contiguous features."""
     tensor = tensor.float().resolve_neg()
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
-
-
-def _numbers(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().resolve_neg().contiguous()

@@ -6,19 +6,19 @@ derivative of the energy), whose backward pass raises. Only z, v and the lse are
 compute in the dtype of z (half precision in float32), independently of autocast; ``dispatch`` rejects
 forward mode.
 
-``backend`` is "blocks", "cpp", "triton", or "auto": C++ if it supports the input, else Triton if it does,
-else strips. The operators check the input, because a compiler cannot trace the kernels' checks. All
+``backend`` is "blocks", "cpp", "triton", or "auto": C++ on a CPU or Triton on a CUDA device if it supports
+the input, else strips. The operators check the input, because a compiler cannot trace those checks. All
 backends use strips for the third derivative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from implicit_attn.kernels import strips
 from implicit_attn.kernels.arguments import ORDINARY, transformed, wide_dtype
@@ -30,16 +30,12 @@ from solvers.core.modes import without_autocast
 class Operator:
     """A PyTorch operator that is opaque to compilers and supports differentiation and ``vmap``.
 
-    ``vmap`` folds the mapped dimension into the first dimension of every tensor, which must be a batch.
-
     Args:
         name: qualified name, such as "implicit_attn::bisoftmax".
         schema: arguments, the first a tensor, and results, in the notation of ``torch.library``.
         compute: implementation, run without autocast and autograd.
-        empty: returns uninitialised results for the same arguments. Filled with zeros they are the
-            results if the first argument has no elements.
-        backward: maps a context and cotangents of the results to cotangents of the arguments.
-        save: saves arguments and results that ``backward`` needs in a context.
+        empty: returns uninitialised results for the same arguments.
+        backward, save: as for ``torch.library.register_autograd``.
     """
 
     def __init__(
@@ -53,9 +49,7 @@ class Operator:
     ) -> None:
         def implementation(first: Tensor, *rest: Any) -> Any:
             if first.numel() == 0:
-                results = empty(first, *rest)
-                single = isinstance(results, Tensor)
-                return results.zero_() if single else tuple(each.zero_() for each in results)
+                return tree_map(torch.zero_, empty(first, *rest))
             with without_autocast(first.device.type):
                 return compute(first, *rest)
 
@@ -81,78 +75,60 @@ class Operator:
 
     def _mapped(self, info: Any, in_dims: Any, *args: Any) -> Any:
         """Implement ``vmap`` by folding (M, B, ...) to (M B, ...) and unfolding the results."""
-        folded = []
-        for value, dim in zip(args, in_dims, strict=True):
-            if isinstance(value, Tensor):
-                if dim is None:
-                    value = value.unsqueeze(0).expand(info.batch_size, *value.shape)
-                else:
-                    value = value.movedim(dim, 0)
-                value = value.reshape(-1, *value.shape[2:])
-            folded.append(value)
-        results = self.operator(*folded)
-        if isinstance(results, Tensor):
-            return results.unflatten(0, (info.batch_size, -1)), 0
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
+
+        def folded(value: Any, dim: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if dim is None:
+                return value.expand(info.batch_size, *value.shape).flatten(0, 1)
+            return value.movedim(dim, 0).flatten(0, 1)
+
+        results = self.operator(*(folded(*each) for each in zip(args, in_dims, strict=True)))
+        results = tree_map(lambda t: t.unflatten(0, (info.batch_size, -1)), results)
+        return results, tree_map(lambda _: 0, results)
 
 
-def triton_backend() -> ModuleType:
-    """Return the module with the Triton kernels; ImportError without Triton."""
-    return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
+def _module(backend: str) -> Any:
+    """Return the module with the kernels of a backend; ImportError for "triton" without Triton."""
+    if backend == "triton":
+        return require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
+    return native if backend == "cpp" else strips
 
 
-def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:
-    """Return why the Triton kernels do not support this input, or None if they do."""
+def lacks(backend: str, z: Tensor, mask: Tensor | None) -> str | None:
+    """Return why "cpp" or "triton" is unavailable for this input, or None if it is available."""
     try:
-        return triton_backend().supports(z, mask)
+        return _module(backend).lacks(z, mask) or (native.missing() if backend == "cpp" else None)
     except ImportError as error:
         return str(error)
 
 
 def require_backend(backend: str, z: Tensor, mask: Tensor | None) -> None:
-    """Raise an error if ``backend`` does not support this input."""
-    if backend == "cpp":
-        native.require(z)
-    elif backend == "triton":
-        missing = triton_backend().supports(z, mask)
-        if missing is not None:
-            raise ValueError(f'backend="triton" does not support this input: {missing}')
+    """Raise an error if ``backend`` does not support this input or is not installed."""
+    if backend == "blocks":
+        return
+    reason = _module(backend).lacks(z, mask)
+    if reason is not None:
+        raise ValueError(f'backend="{backend}" does not support this input: {reason}')
+    if backend == "cpp" and native.missing() is not None:
+        raise RuntimeError(f'backend="cpp" cannot be used here: {native.missing()}')
 
 
-def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> ModuleType:
+def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> Any:
     """Return the module with ``bisoftmax_forward`` and ``bisoftmax_hvp`` of a backend."""
-    if backend != "auto":
-        require_backend(backend, z, mask)
-    elif native.unavailable(z) is None:
-        backend = "cpp"
-    elif triton_lacks(z, mask) is None:
-        backend = "triton"
-    if backend == "triton":
-        return triton_backend()
-    return native if backend == "cpp" else strips
+    if backend == "auto":
+        fused = "triton" if z.is_cuda else "cpp"
+        return _module("blocks" if lacks(fused, z, mask) else fused)
+    require_backend(backend, z, mask)
+    return _module(backend)
 
 
-def _forward(
-    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Return contiguous gradient (B, H, N, p) and lse (B, H, N)."""
-    return _chosen(backend, z, mask).bisoftmax_forward(z, beta, mask, causal, limit)
+def _forward(z: Tensor, beta: float, mask: Tensor | None, *rest: Any) -> Any:
+    return _chosen(rest[-1], z, mask).bisoftmax_forward(z, beta, mask, *rest[:-1])
 
 
-def _hvp(
-    z: Tensor,
-    v: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    causal: bool,
-    limit: float | None,
-    lse: Tensor | None,
-    lse_cotangent: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """Return the Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
-    rest = (beta, mask, causal, limit, lse, lse_cotangent)
-    return _chosen(backend, z, mask).bisoftmax_hvp(z, v, *rest)
+def _hvp(z: Tensor, v: Tensor, beta: float, mask: Tensor | None, *rest: Any) -> Any:
+    return _chosen(rest[-1], z, mask).bisoftmax_hvp(z, v, beta, mask, *rest[:-1])
 
 
 def _empty_forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
