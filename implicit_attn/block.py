@@ -150,7 +150,7 @@ class EncoderLayer(nn.Module):
                     break
                 first = 0 if at is None else int(going.any(0).int().argmax())
                 old, rest = z[:, first:], going[:, first:]
-                value = step(z, held, mask=mask) if at is None else at(z, held.parts, mask, first)
+                value = step(z, held, mask=mask) if at is None else at(z, held, first)
                 apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
                 evaluations[:, first:] += rest
                 z = torch.cat((z[:, :first], torch.where(rest[..., None], value.to(z), old)), 1)
@@ -398,6 +398,13 @@ class _BlockStep(GradientStep):
     """The unit gradient step, a contraction, for which most solvers need no energy."""
 
     energy: EquilibriumEnergy
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        energy = self.energy
+        context = energy.prepare(x, mask=mask)
+        if not energy.is_plain or self.step_size != 1.0:
+            return super().forward(z, context)
+        return energy.unit_step(z, context)
 
     def start(self, x: AttentionInput, prepared: Any) -> Tensor:
         """Return the gradient step of the hidden units at zero, which saves an evaluation, or zero."""

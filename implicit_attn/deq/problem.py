@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.dropout import SolveMasks
-from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
@@ -169,14 +169,16 @@ def prepare(
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:
-    """Flatten a ``Prepared`` to its tensors and its tree, because solvers handle a flat tuple faster.
+    """Flatten a context to its tensors and their places, because solvers handle a flat tuple faster.
 
-    Other prepared inputs are returned unchanged, with None for the tree.
+    Other prepared inputs are returned unchanged, with None for the places.
     """
-    if not isinstance(prepared, Prepared):
+    if not isinstance(prepared, AttentionContext):
         return prepared, None
     leaves, spec = pytree.tree_flatten(prepared)
-    return tuple(leaves), spec
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tuple(leaves[i] for i in places), (spec, others, places)
 
 
 def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
@@ -220,7 +222,13 @@ class Map:
 
     def whole(self, x: Any) -> Any:
         """Rebuild the prepared input from its tensors."""
-        return x if self.spec is None else pytree.tree_unflatten(list(x), self.spec)
+        if self.spec is None:
+            return x
+        spec, others, places = self.spec
+        leaves = list(others)
+        for place, tensor in zip(places, x, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, spec)
 
 
 class MonitoredMap(Map, solvers.EnergyUpdate):

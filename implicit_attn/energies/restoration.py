@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from implicit_attn.energies.energy import Energy, FunctionCall
+from implicit_attn.energies.energy import Energy, Evaluation, FunctionCall
 from implicit_attn.energies.tokens import (
-    Pair,
     check_input,
     check_tokens,
     hide,
@@ -64,7 +63,7 @@ class DataTerm(Energy):
         misfit, weight = self._misfit(z, x, mask)
         return 0.5 * sum_samples(misfit.square() if weight is None else weight * misfit.square())
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         if self.operator is not None:
             return super().value_and_grad(z, x, mask=mask)
         misfit, weight = self._misfit(z, x, mask)

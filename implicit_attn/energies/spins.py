@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.energy import ClosedForm, Evaluation
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.tokens import (
-    Pair,
     SpectralBound,
     accumulation_dtype,
     check_dtype,
@@ -103,6 +102,10 @@ class Couplings(nn.Module):
         Masked sites do not act on others, and their own field is 0.
         """
         self.check(z, mask)
+        return self.field(z, mask)
+
+    def field(self, z: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the result of ``forward`` without checking the arguments."""
         field = (hide(z, mask).flatten(1) @ self.matrix.mT).view(z.shape)
         return hide(field, mask)
 
@@ -207,7 +210,7 @@ def binary_size(couplings: Tensor) -> float:
     return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
 
 
-class SpinInteraction(Energy):
+class SpinInteraction(ClosedForm):
     """``E = -1/2 sum_ij z_i^T J_ij z_j`` with gradient ``-J z`` and Hessian ``-J``.
 
     In an ``ActivationStep`` it gives the naive mean-field update ``h <- h - eta (h - x - J m(h))``,
@@ -225,12 +228,15 @@ class SpinInteraction(Energy):
         super().__init__()
         self.couplings = check_symmetric(couplings)
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        gradient = -self.couplings(z, mask=mask)
-        return 0.5 * sum_samples(hide(z, mask) * gradient), gradient
+    def check(self, z: Any, x: Any, mask: Tensor | None) -> None:
+        self.couplings.check(z, mask)
+
+    def evaluate(self, z: Tensor, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+        gradient = -self.couplings.field(z, mask)
+        return 0.5 * sum_samples(hide(z, mask) * gradient) if need_value else None, gradient
 
 
-class VectorSpin(Energy):
+class VectorSpin(ClosedForm):
     """Mean-field free energy of coupled vector spins as a function of the fields ``h``.
 
     With ``log Z`` the log partition function of a site and ``m = d log Z/dh`` its mean::
@@ -277,15 +283,19 @@ class VectorSpin(Energy):
         """Return the magnetisation ``m(h)`` of every site, (B, N, d)."""
         return self.lagrangian.activation(h)
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+    def check(self, z: Any, x: Any, mask: Tensor | None) -> None:
         self.couplings.check(z, mask)
-        h = pull = hide(z, mask)
         if x is not None:
-            pull = h - hide(check_input(x, z, type(self).__name__), mask)
+            check_input(x, z, type(self).__name__)
+
+    def evaluate(self, z: Tensor, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+        h, value = hide(z, mask), None
+        pull = h if x is None else h - hide(x, mask)
         m = self.mean(h)
-        field = self.couplings(m, mask=mask)
-        interaction = hide((pull - 0.5 * field) * m, mask)
-        value = sum_samples(interaction) - self.lagrangian(h, mask=mask)
+        field = self.couplings.field(m, mask)
+        if need_value:
+            interaction = hide((pull - 0.5 * field) * m, mask)
+            value = sum_samples(interaction) - self.lagrangian(h, mask=mask)
         return value, hide(self.lagrangian.hessian_product(h, pull - field), mask)
 
 
@@ -418,7 +428,7 @@ class ConditionalMixture(NamedTuple):
 RULES = ("exact", "source", "hebb")
 
 
-class BareAttention(Energy):
+class BareAttention(ClosedForm):
     r"""Attention energy whose only parameters are couplings ``J`` between positions::
 
         e_i(z) = -1/lam lse_{j != i}(lam z_i^T J_ij z_j),   E(z) = sum_i e_i
@@ -488,15 +498,13 @@ class BareAttention(Energy):
         """Number D of components of a token."""
         return self.couplings.dim if self.features is None else self.features.shape[1]
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return sum_samples(self.token_energies(z, mask=mask))
-
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+    def evaluate(self, z: Tensor, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
         pairs = self._pairs(z, mask)
         alpha = pairs.scores.softmax(-1)
         pushed = torch.einsum("nij,ijab,nia->njb", alpha, pairs.couplings, pairs.query)
         gradient = -self._lift(_mix(alpha, pairs.keys) + pushed)
-        return sum_samples(self._energies(pairs, mask)), hide(gradient.to(z.dtype), mask)
+        value = sum_samples(self._energies(pairs, mask)) if need_value else None
+        return value, hide(gradient.to(z.dtype), mask)
 
     def token_energies(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Return ``e_i`` (B, N), 0 at masked tokens, in float32 or wider."""

@@ -130,7 +130,8 @@ def check_tokens(
         raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
     if dim is not None and z.shape[-1] != dim:
         raise ValueError(f"{name}: z must have {dim} features (d), got shape {tuple(z.shape)}")
-    check_mask(mask, z, name, features=features)
+    if mask is not None:
+        check_mask(mask, z, name, features=features)
 
 
 def check_input(x: Any, z: Tensor, name: str) -> Tensor:

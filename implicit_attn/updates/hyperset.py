@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     ScoreAttention,
 )
+from implicit_attn.energies.energy import AttentionContext, inverse_softplus
 from implicit_attn.energies.feedforward import MemoryEnergy, build_attention, build_feedforward
-from implicit_attn.energies.heads import Given
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
     RMSNorm,
@@ -48,8 +47,7 @@ class StepSize(nn.Module):
         super().__init__()
         self.initial, self.raw = float(require_positive("step_size", initial)), None
         if channels is not None:
-            raw = initial + math.log(-math.expm1(-initial))
-            self.raw = nn.Parameter(torch.full((channels,), raw))
+            self.raw = nn.Parameter(torch.full((channels,), inverse_softplus(initial)))
 
     def forward(self) -> float | Tensor:
         return self.initial if self.raw is None else F.softplus(self.raw)
@@ -342,8 +340,9 @@ class HyperSETLayer(nn.Module):
         coupling, memory = self._weights(index)
         features = self.attention.features(z, mask=mask, weight=coupling)
         recalled = self.feedforward.features(z, mask=mask, weight=memory)
-        value = self.attention.potential(features, Given(mask))
-        return value, self.feedforward.potential(recalled, Given(mask)), features
+        context = AttentionContext(mask=mask)
+        value = self.attention.potential(features, context, True)[0]
+        return value, self.feedforward.potential(recalled, context, True)[0], features
 
     def _weights(self, index: int) -> tuple[Tensor | None, Tensor | None]:
         """Return W and D of an iteration, or None for the energy's own."""
@@ -498,7 +497,7 @@ class NormGains(nn.Module):
         weight = energy.weight if weight is None else weight
         raw = split_heads(F.linear(hide(z, mask), weight), energy.heads)
         if isinstance(energy, MemoryEnergy):
-            gradient = energy.by_features(self.memory(raw), Given(mask))
+            gradient = -energy.activate(self.memory(raw), None, False)[1]
         else:
             query = self.query(raw)
             key = query if self.key is None else self.key(raw)

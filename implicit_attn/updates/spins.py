@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.spins import BareAttention, Couplings
 from implicit_attn.energies.tokens import (
@@ -310,15 +310,17 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         pairs = token_pairs(mask, False, x.shape[1], x.device, self.self_coupling)
         return (self.strength * softmax_couplings(query, key, self.heads, pairs)).to(query.dtype)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> AttentionContext:
         """Return x and J, so that a solve computes the couplings once."""
-        return x if isinstance(x, Prepared) else Prepared((x, self.couplings(x, mask=mask)))
+        if isinstance(x, AttentionContext):
+            return x
+        return AttentionContext(self.couplings(x, mask=mask), tokens=x, mask=mask)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        name = type(self).__name__
+        context, name = self.prepare(x, mask=mask), type(self).__name__
+        couplings, mask = context.parts, context.mask
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        x, couplings = self.prepare(x, mask=mask).parts
-        x = check_input(x, z, name)
+        x = check_input(context.tokens, z, name)
         visible = hide(z, mask)
         if self.heads == 1:
             field = torch.baddbmm(x, couplings.squeeze(1), visible)
@@ -432,27 +434,30 @@ class KineticAttention(Update):
         weight = self.queries_keys.weight
         return visible_input(x, weight, mask, type(self).__name__, tokens=True)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> AttentionContext:
         """Return the field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
+        if isinstance(x, AttentionContext):
+            return x
         x = self.on_spheres(self._visible(x, None))
-        return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
+        couplings = self.beta * self.couplings(x, mask=mask)
+        return AttentionContext(couplings, tokens=self.beta * x, mask=mask)
 
     def initial(self, x: Tensor) -> Tensor:
         """Return the means without couplings, ``J = 0``."""
         return self.start(x, self.prepare(x))
 
-    def start(self, x: Any, prepared: Prepared) -> Tensor:
-        field = prepared.parts[0].detach()
+    def start(self, x: Any, prepared: AttentionContext) -> Tensor:
+        assert prepared.tokens is not None
+        field = prepared.tokens.detach()
         parts = field.view(*field.shape[:-1], self.heads, self.width)
         size = parts.square().sum(-1, keepdim=True)
         return (parts / (1 + (1 + size / self.radius**2).sqrt())).view(field.shape)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        name = type(self).__name__
+        context, name = self.prepare(x, mask=mask), type(self).__name__
+        couplings, mask = context.parts, context.mask
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        prepared = x if isinstance(x, Prepared) else self.prepare(x, mask=mask)
-        field, couplings = prepared.parts
-        field = check_input(field, z, name)
+        field = check_input(context.tokens, z, name)
         if not z.numel():  # no samples, or no tokens
             return z
         batch = z.shape[0]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy, FunctionCall, Prepared, map_tree
+from implicit_attn.energies.energy import AttentionContext, Energy, FunctionCall, map_tree
 from implicit_attn.energies.heads import Beta
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.memories import QueryEnergy
@@ -46,7 +46,10 @@ class Update(nn.Module):
 
     def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """Return ``forward`` for those of ``x`` and ``mask`` that it accepts."""
-        return self._call(super().__call__, z, x, mask)
+        call = self._call
+        if call.takes_x and call.takes_mask:
+            return super().__call__(z, x, mask=mask)
+        return call(super().__call__, z, x, mask)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """Return the next state, like ``z``: (B, N, d) or any pytree of tensors (B, ...).
@@ -217,19 +220,21 @@ class ActivationStep(EnergyStep):
         return self.lagrangian.activation(z)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return ``Prepared`` with x and the energy's prepared input, or ``x`` if there is none."""
+        """Return a context with x and what the energy prepared, or ``x`` if that is x itself."""
+        if isinstance(x, AttentionContext):
+            return x
         part = super().prepare(x, mask=mask)
-        return x if part is x or part is None else Prepared((x, part))
+        return x if part is x else AttentionContext(part, tokens=x, mask=mask)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        x, part = x.parts if isinstance(x, Prepared) else (x, x)
+        x, part, mask = self._read(x, mask)
         gradient = self.energy.grad(self.activation(z), part, mask=mask)
         return move(z, self._force(z, x, gradient, mask), self.step_size)
 
     def joint(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, part = x.parts if isinstance(x, Prepared) else (x, x)
+        x, part, mask = self._read(x, mask)
         g = self.activation(z)
         interaction, gradient = self.energy.value_and_grad(g, part, mask=mask)
         force = self._force(z, x, gradient, mask)
@@ -238,6 +243,13 @@ class ActivationStep(EnergyStep):
         value = own.flatten(1).sum(1) - self.lagrangian(z, mask=mask) + interaction
         slope = self.lagrangian.hessian_product(z, force)
         return move(z, force, self.step_size), value, slope
+
+    def _read(self, x: Any, mask: Tensor | None) -> tuple[Any, Any, Tensor | None]:
+        """Return the input, what the energy prepared, and the mask."""
+        context = self.prepare(x, mask=mask)
+        if isinstance(context, AttentionContext):
+            return context.tokens, context.parts, context.mask
+        return context, context, mask
 
     def _force(self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Tensor | None) -> Tensor:
         return hide(gradient + (z if x is None else z - x), mask)

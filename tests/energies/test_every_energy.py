@@ -48,7 +48,7 @@ from implicit_attn.energies import (
     SoftmaxAttention,
     check_energy,
 )
-from implicit_attn.energies.energy import Prepared, SummedEnergy
+from implicit_attn.energies.energy import AttentionContext, SummedEnergy
 from implicit_attn.energies.tokens import hide
 from solvers import Solution, Tolerance
 
@@ -205,12 +205,12 @@ class Steered(Energy):
         self.weight = nn.Parameter(torch.randn(dim, dim, dtype=torch.float64))
         self.calls = 0
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> AttentionContext:
         self.calls += 1
-        return Prepared(torch.tanh(x @ self.weight))
+        return AttentionContext(torch.tanh(x @ self.weight))
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        shift = (x if isinstance(x, Prepared) else self.prepare(x, mask=mask)).parts
+        shift = (x if isinstance(x, AttentionContext) else self.prepare(x, mask=mask)).parts
         value = torch.cosh(hide(z, mask) + shift).sum(-1)
         return (value if mask is None else value.masked_fill(~mask, 0.0)).sum(1)
 
@@ -269,7 +269,7 @@ def calls(module: nn.Module) -> list[int]:
 def test_prepared_input_gives_the_numbers_of_the_input(name: str) -> None:
     energy, z, x = make(name), wide_tokens(), wide_tokens(1)
     counted = calls(energy)
-    assert isinstance(energy.prepare(x, mask=MASK), Prepared)
+    assert isinstance(energy.prepare(x, mask=MASK), AttentionContext)
     assert calls(energy) == [before + 1 for before in counted]
     for mask in (None, MASK):
         check_energy(energy, z, x, mask=mask, strict=True)
