@@ -26,6 +26,7 @@ from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
     SOFT_NORM,
     Features,
+    Mask,
     Pair,
     Projection,
     RMSNorm,
@@ -95,7 +96,7 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         has_bias = require_flag("bias", bias) or context_dim is not None
         self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         if self.context is None and not isinstance(x, AttentionInput):
             return AttentionContext(mask=mask)
         name, query = type(self).__name__, None
@@ -272,7 +273,7 @@ class ScoreAttention(HeadsEnergy):
             gradient = torch.cat([each for _, each in parts], 2)
         return sum_samples(values / self.beta_like(values)), gradient.to(y.dtype)
 
-    def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Tensor | None) -> Pair:
+    def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Mask) -> Pair:
         """Return the sum of F (B, H) over some rows of the scores, and their ``w(S) Y``."""
         score, scores = SCORES[self.score], (y[:, :, rows] @ y.mT) * beta
         values = score.value(scores)
@@ -407,7 +408,7 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         self.key_bias = nn.Parameter(torch.zeros(rows)) if biased else None
         self.concave = cross and energy == "inner" and norm is None
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         name, heads = type(self).__name__, self.heads
         if not (self.cross or self.query_context is not None or isinstance(x, AttentionInput)):
             return AttentionContext(mask=mask)
@@ -426,9 +427,7 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
         return AttentionContext(query=query, key=key, pairs=pairs, mask=mask)
 
-    def evaluate(
-        self, z: Tensor, x: AttentionContext, mask: Tensor | None, need_value: bool
-    ) -> Evaluation:
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         visible, value = hide(z, mask), None
         query = self._features(visible, self.query, self.query_bias, x.query, mask)
         if self.cross:
@@ -479,12 +478,7 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         return attended, attended.only(gradient + own if self._elastic else gradient)
 
     def _features(
-        self,
-        z: Tensor,
-        side: Projection,
-        bias: Tensor | None,
-        added: Tensor | None,
-        mask: Tensor | None,
+        self, z: Tensor, side: Projection, bias: Tensor | None, added: Tensor | None, mask: Mask
     ) -> Features:
         """Return ``norm(z W^T + bias)`` of queries or keys; ``added``, from the input, includes the bias."""
         weight = side.weight

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, FunctionEnergy
-from implicit_attn.energies.tokens import check_values
+from implicit_attn.energies.tokens import Mask, check_values
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import twice_differentiable
@@ -89,7 +89,7 @@ class Probe:
     ``original``, ``given`` and ``given_x`` are copies of the energy, state and input in their own dtypes.
     """
 
-    def __init__(self, energy: Energy, z: Any, x: Any, mask: Tensor | None, seed: int) -> None:
+    def __init__(self, energy: Energy, z: Any, x: Any, mask: Mask, seed: int) -> None:
         self.energy, self.original = _copy(energy).double(), _copy(energy)
         self.given, self.given_x = copied(z), copied(x)
         self.z, self.x, self.mask = copied(z, torch.float64), copied(x, torch.float64), mask
@@ -118,7 +118,7 @@ class Probe:
             return self.energy(self.z if z is None else z, self.x, mask=self.mask)
 
     def results(
-        self, z: Any, x: Any, mask: Tensor | None, record: bool = False
+        self, z: Any, x: Any, mask: Mask, record: bool = False
     ) -> dict[str, tuple[Any, Any]]:
         """Return value and gradient, each from both methods that compute it."""
         with torch.set_grad_enabled(record):
@@ -469,7 +469,7 @@ def check_energy(
     z: Any,
     x: Any = None,
     *,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     tolerance: float = 1e-7,
     strict: bool = False,
     seed: int = 0,

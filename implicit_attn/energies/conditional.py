@@ -29,6 +29,7 @@ from implicit_attn.energies.heads import (
 )
 from implicit_attn.energies.tokens import (
     SOFT_NORM,
+    Mask,
     Projection,
     RMSNorm,
     accumulation_dtype,
@@ -136,7 +137,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
         if causal and backend == "flash":
             raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         """Compute values and ``log P0``; for "flash" instead queries, keys with the values as features."""
         name, heads = type(self).__name__, self.heads
         width = self.key.weight.shape[1] if self.cross else None
@@ -184,13 +185,11 @@ class ConditionalAttention(HasHeads, ClosedForm):
             mask=mask, value=value, log_weights=scores.log_softmax(-1), attends=attends
         )
 
-    def _options(self, mask: Tensor | None, pairs: Pairs, causal: bool) -> dict[str, Any]:
+    def _options(self, mask: Mask, pairs: Pairs, causal: bool) -> dict[str, Any]:
         given = {"mask": mask, "pairs": pairs.allowed, "bias": pairs.bias}
         return {**given, "causal": causal, "backend": self.backend}
 
-    def evaluate(
-        self, z: Tensor, x: AttentionContext, mask: Tensor | None, need_value: bool
-    ) -> Evaluation:
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         weight, value = self.state.weight, None
         attended, lse = self.attend(z, x, weight, need_value)
         if need_value:
@@ -302,7 +301,7 @@ class EquilibriumEnergy(SummedEnergy):
         terms = (self.quadratic, self.attention, self.memory)
         return [term for term in terms if term is not None]
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         """Return the contexts of attention and memory.
 
         A solve may start at ``-dE_memory/dz(0; x)``, which ``c(x)`` needs anyway.
@@ -326,17 +325,8 @@ class EquilibriumEnergy(SummedEnergy):
         start = None if answer is None else answer.detach()
         return AttentionContext(tuple(parts), start, mask)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether no term has been replaced, see :meth:`Energy.replace`."""
-        return (
-            type(self.quadratic) is Quadratic
-            and isinstance(self.attention, ConditionalAttention | None)
-            and isinstance(self.memory, MemoryEnergy | None)
-        )
-
     def unit_step(self, z: Tensor, x: AttentionContext) -> Tensor:
-        """Return ``z - dE/dz`` (B, N, s) in fewer operations; needs ``is_plain``."""
+        """Return ``z - dE/dz`` (B, N, s) in fewer operations, unless a part has been replaced."""
         parts, mask, step = x.parts, x.mask, None
         first: Any = self.memory if self.attention is None else self.attention
         check_state(z, parts[1], type(self).__name__, first.dim, self.attention is not None)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.tokens import (
+    Mask,
     check_input,
     check_tokens,
     check_values,
@@ -73,12 +74,12 @@ class AttentionContext(NamedTuple):
 
     parts: Any = None
     start: Tensor | None = None
-    mask: Tensor | None = None
+    mask: Mask = None
     tokens: Tensor | None = None
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
-    key_mask: Tensor | None = None
+    key_mask: Mask = None
     pairs: Pairs = Pairs()
     attends: Tensor | None = None
     log_weights: Tensor | None = None
@@ -133,7 +134,7 @@ class FunctionCall(NamedTuple):
         """Read the signature of a class's ``forward``."""
         return cls.read(functools.partial(module.forward, None), f"{module.__name__}.forward")
 
-    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None) -> Any:
+    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Mask) -> Any:
         arguments = (z, x) if self.takes_x else (z,)
         if mask is None and not self.needs_mask:
             return function(*arguments)
@@ -164,6 +165,7 @@ class Energy(nn.Module):
     """
 
     concave: bool = False
+    is_replaced: bool = False  # whether ``replace`` has exchanged a part
 
     _call = FunctionCall("Energy.forward", True, True)  # each subclass has its own
 
@@ -176,11 +178,11 @@ class Energy(nn.Module):
                 f"{cls.grad.__qualname__}; grad = Energy.grad derives it from value_and_grad"
             )
 
-    def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         """Return ``forward`` for those of ``x`` and ``mask`` that it accepts."""
         return self._call(super().__call__, z, x, mask)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         """Return the object that replaces ``x`` in the other methods during a solve.
 
         It is ``x`` itself by default, or an :class:`AttentionContext` with tensors that depend only on the
@@ -188,7 +190,7 @@ class Energy(nn.Module):
         """
         return x
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         """Return the energy of each sample, (B,), at the state ``z`` (B, ...).
 
         ``x`` is the layer's input, which is constant, or the result of ``prepare``; ``mask`` (B, N) bool is
@@ -198,7 +200,7 @@ class Energy(nn.Module):
             return self.value_and_grad(z, x, mask=mask)[0]
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Evaluation:
         """Return the energy (B,) and its gradient with respect to ``z``.
 
         ValueError if ``forward`` returns another shape or does not depend on ``z``.
@@ -207,16 +209,25 @@ class Energy(nn.Module):
             return self._checked(z, x, mask), self.grad(z, x, mask=mask)
         return value_and_gradient(self._checked, z, x, mask, named=self._label())
 
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return the gradient with respect to ``z``, which is differentiable if autograd is on."""
         return self.value_and_grad(z, x, mask=mask)[1]
 
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return the Hessian-vector product with ``v``, like ``z``, as the derivative of ``grad``.
 
         Solves do not call it.
         """
-        return hessian_product(lambda z, x, mask: self.grad(z, x, mask=mask), z, v, x, mask)
+        shapes, expected = ([tuple(t.shape) for t in pytree.tree_leaves(tree)] for tree in (v, z))
+        if shapes != expected:
+            raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
+
+        def along(z: Any, v: Any, x: Any, mask: Mask) -> Tensor:
+            gradient = pytree.tree_leaves(self.grad(z, x, mask=mask))
+            pairs = zip(gradient, pytree.tree_leaves(v), strict=True)
+            return sum((g * w).sum() for g, w in pairs)  # type: ignore[return-value]
+
+        return value_and_gradient(along, z, v, x, mask)[1]
 
     def select(self, key: Any) -> Select:
         """Return this energy with ``x[key]`` as its input, for inputs that are dicts or tuples."""
@@ -263,7 +274,7 @@ class Energy(nn.Module):
     def __neg__(self) -> Scaled:
         return Scaled(self, -1.0)
 
-    def _checked(self, z: Any, x: Any, mask: Tensor | None) -> Tensor:
+    def _checked(self, z: Any, x: Any, mask: Mask) -> Tensor:
         value = self(z, x, mask=mask)
         check_values(value, pytree.tree_leaves(z)[0].shape[0], self._label())
         return value
@@ -275,33 +286,33 @@ class Energy(nn.Module):
 class ClosedForm(Energy):
     """Base class of energies that compute the value and the gradient in one method, ``evaluate``."""
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         return x if isinstance(x, AttentionContext) else self.read(x, mask)
 
-    def read(self, x: Any, mask: Tensor | None) -> Any:
+    def read(self, x: Any, mask: Mask) -> Any:
         """Return what ``prepare`` returns for an input that is not prepared yet."""
         return x
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         return self._enter(z, x, mask, True)[0]
 
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Evaluation:
         return self._enter(z, x, mask, True)
 
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         return self._enter(z, x, mask, False)[1]
 
-    def check(self, z: Any, x: Any, mask: Tensor | None) -> None:
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
         """Raise TypeError or ValueError unless the state fits ``x``, the result of ``prepare``."""
 
     @abstractmethod
-    def evaluate(self, z: Any, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         """Return the energy (B,), or None if ``need_value`` is False, and the gradient, like ``z``.
 
         ``x`` is the result of ``prepare``; the arguments have been checked.
         """
 
-    def _enter(self, z: Any, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def _enter(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         if not isinstance(x, AttentionContext):
             x = self.prepare(x, mask=mask)
         if isinstance(x, AttentionContext):
@@ -318,7 +329,7 @@ def _is_closed(term: Energy) -> bool:
     )  # fmt: skip
 
 
-def _evaluate(term: Energy, z: Any, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+def _evaluate(term: Energy, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
     """Evaluate a term of a sum, whose state has been checked, with what it prepared."""
     if _is_closed(term):
         return term.evaluate(z, x, mask, need_value)  # type: ignore[operator,return-value]
@@ -335,15 +346,15 @@ class _Wrapped(ClosedForm):
         self.energy = _check_energy_type(energy)
         self.concave = energy.concave
 
-    def read(self, x: Any, mask: Tensor | None) -> Any:
+    def read(self, x: Any, mask: Mask) -> Any:
         part = self.energy.prepare(x, mask=mask)
         return x if part is x else AttentionContext(part, mask=mask)
 
-    def check(self, z: Any, x: Any, mask: Tensor | None) -> None:
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
         if _is_closed(self.energy):
             self.energy.check(z, x.parts if isinstance(x, AttentionContext) else x, mask)  # type: ignore[operator]
 
-    def evaluate(self, z: Any, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         part = x.parts if isinstance(x, AttentionContext) else x
         return _evaluate(self.energy, z, part, mask, need_value)
 
@@ -355,7 +366,7 @@ class _Multiple(_Wrapped):
     def factor(self) -> float | Tensor:
         """Return a number or a scalar tensor."""
 
-    def evaluate(self, z: Any, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         (value, gradient), factor = super().evaluate(z, x, mask, need_value), self.factor()
         gradient = map_tree(lambda leaf: leaf * factor, gradient)
         return value * factor if need_value else None, gradient
@@ -426,7 +437,7 @@ class SummedEnergy(ClosedForm):
     def summands(self) -> Iterable[Any]:
         """Return the energies to add, at least one."""
 
-    def read(self, x: Any, mask: Tensor | None) -> Any:
+    def read(self, x: Any, mask: Mask) -> Any:
         """Return a context with one part per term, or ``x`` if no term prepares anything."""
         parts = tuple(term.prepare(x, mask=mask) for term in self.summands())
         return x if all(part is x for part in parts) else AttentionContext(parts, mask=mask)
@@ -438,12 +449,12 @@ class SummedEnergy(ClosedForm):
             terms, x.parts if isinstance(x, AttentionContext) else (x,) * len(terms), strict=True
         )
 
-    def check(self, z: Any, x: Any, mask: Tensor | None) -> None:
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
         for term, part in self._terms(x):
             if _is_closed(term):
                 term.check(z, part, mask)
 
-    def evaluate(self, z: Any, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         found = [_evaluate(term, z, part, mask, need_value) for term, part in self._terms(x)]
         values, gradients = zip(*found, strict=True)
         total = functools.reduce(lambda a, b: map_tree(torch.add, a, b), gradients)
@@ -474,7 +485,7 @@ class Select(_Wrapped):
         super().__init__(energy)
         self.key = key
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         if not isinstance(x, (dict, tuple, list)):
             kind = type(x).__name__
             raise TypeError(f"x must be a dict or a tuple that contains {self.key!r}, got {kind}")
@@ -522,7 +533,7 @@ def _copied_around(module: nn.Module, old: Energy, new: Energy) -> nn.Module:
         name: child and _copied_around(child, old, new) for name, child in module._modules.items()
     }
     if isinstance(copied, Energy):
-        copied.concave = False  # unknown for the new energy
+        copied.concave, copied.is_replaced = False, True  # concave is unknown for the new energy
     return copied
 
 
@@ -535,12 +546,12 @@ class Quadratic(ClosedForm):
     Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
 
-    def check(self, z: Tensor, x: Any, mask: Tensor | None) -> None:
+    def check(self, z: Tensor, x: Any, mask: Mask) -> None:
         check_tokens(z, mask, "Quadratic", features=0)
         if x is not None:
             check_input(x, z, "Quadratic")
 
-    def evaluate(self, z: Tensor, x: Any, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         difference = hide(z if x is None else z - x, mask)
         return 0.5 * sum_squares(difference) if need_value else None, difference
 
@@ -553,11 +564,11 @@ class Field(ClosedForm):
 
     concave = True  # linear
 
-    def check(self, z: Tensor, x: Any, mask: Tensor | None) -> None:
+    def check(self, z: Tensor, x: Any, mask: Mask) -> None:
         check_tokens(z, mask, "Field", features=0)
         check_input(x, z, "Field")
 
-    def evaluate(self, z: Tensor, x: Tensor, mask: Tensor | None, need_value: bool) -> Evaluation:
+    def evaluate(self, z: Tensor, x: Tensor, mask: Mask, need_value: bool) -> Evaluation:
         gradient = -hide(x, mask)
         return sum_samples(gradient * hide(z, mask)) if need_value else None, gradient
 
@@ -581,7 +592,7 @@ class FunctionEnergy(Energy):
         self.function = function
         self.concave = concave
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         return self.call(self.function, z, x, mask)
 
     def _label(self) -> str:
@@ -610,8 +621,15 @@ def value_and_gradient(
     record = torch.is_grad_enabled()
     # Compiled functions and fused attention cannot be differentiated twice.
     with recording(), twice_differentiable() if record else nullcontext():
-        point, leaves, spec = _fresh(z, record)
-        value = function(point, *ordinary(inputs))
+        leaves, spec = pytree.tree_flatten(ordinary(z))
+        _check_state(leaves)
+        if not record:
+            leaves = [leaf.detach() for leaf in leaves]
+        # New tensors of the graph, so that inputs computed from z are constants. They are views, because
+        # torch cannot follow the gradients of leaves where it tracks modules.
+        own = [t if t.requires_grad else t.detach().requires_grad_() for t in leaves]
+        leaves = [leaf.view_as(leaf) for leaf in own]
+        value = function(pytree.tree_unflatten(leaves, spec), *ordinary(inputs))
         found: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if value.requires_grad:
             # Samples are independent, so the gradient of the sum contains the gradient of each.
@@ -649,48 +667,6 @@ def _by_transform(
     with nullcontext() if torch.compiler.is_dynamo_compiling() else PLAIN_ATTENTION:
         gradients, value = torch.func.grad(total, has_aux=True)(leaves)
     return value, pytree.tree_unflatten(list(gradients), spec)
-
-
-def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
-    """Return the product of ``v`` with the Hessian, the symmetric Jacobian of ``gradient(z, *inputs)``."""
-    if in_transform() or torch.compiler.is_dynamo_compiling():
-        return torch.func.vjp(lambda point: gradient(point, *inputs), z)[1](v)[0]
-    record = torch.is_grad_enabled()
-    with recording():
-        point, leaves, spec = _fresh(z, record)
-        outputs = pytree.tree_leaves(gradient(point, *ordinary(inputs)))
-        vectors = pytree.tree_leaves(v)
-        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
-        expected = [tuple(leaf.shape) for leaf in leaves]
-        if shapes != expected:
-            raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
-        # Parts that do not depend on z, such as those of a linear energy, have no graph and no curvature.
-        pairs = [(g, w) for g, w in zip(outputs, vectors, strict=True) if g.requires_grad]
-        if not pairs:
-            return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
-        products = torch.autograd.grad(
-            [g for g, _ in pairs],
-            leaves,
-            grad_outputs=ordinary([w for _, w in pairs]),
-            create_graph=record,
-            materialize_grads=True,
-        )
-    return pytree.tree_unflatten(list(products), spec)
-
-
-def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
-    """Return ``z`` as new tensors of the graph, so that inputs computed from it are constants.
-
-    The result is the tree, its leaves and its structure.
-    """
-    leaves, spec = pytree.tree_flatten(ordinary(z))
-    _check_state(leaves)
-    own = [
-        leaf if record and leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves
-    ]
-    # Not leaves: torch cannot follow the gradients of these where it tracks modules.
-    fresh = [leaf.view_as(leaf) for leaf in own]
-    return pytree.tree_unflatten(fresh, spec), fresh, spec
 
 
 def _check_state(leaves: list[Any]) -> None:

@@ -24,6 +24,7 @@ from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
     NONLINEAR_MAPS,
     SOFT_NORM,
+    Mask,
     Projection,
     RMSNorm,
     accumulation_dtype,
@@ -101,7 +102,7 @@ class MemoryEnergy(ProjectedEnergy):
         self.bias = nn.Parameter(torch.zeros(memories)) if biased else None
         self.concave = self.concave_without_norm and norm is None
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         """Compute ``U x + c`` and the gates, tensors (B, ..., M)."""
         if self.context is None:
             return AttentionContext(mask=mask)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation, inverse_softplus
 from implicit_attn.energies.tokens import (
     Features,
+    Mask,
     Projection,
     RMSNorm,
     accumulation_dtype,
@@ -77,14 +78,14 @@ class ProjectedEnergy(ClosedForm):
     def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
         """Return the value (B,), or None, of features y and its gradient, like y."""
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         return AttentionContext(mask=mask)
 
-    def check(self, z: Any, x: AttentionContext, mask: Tensor | None) -> None:
+    def check(self, z: Any, x: AttentionContext, mask: Mask) -> None:
         check_state(z, x, type(self).__name__, self.dim, self.heads is not None)
 
     def features(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
+        self, z: Tensor, x: Any = None, *, mask: Mask = None, weight: Tensor | None = None
     ) -> Tensor:
         """Return ``y``, (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
         context = self.prepare(x, mask=mask)
@@ -92,7 +93,7 @@ class ProjectedEnergy(ClosedForm):
         return self._at(z, context, weight).unit
 
     def straight_gradient(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
+        self, z: Tensor, x: Any = None, *, mask: Mask = None, weight: Tensor | None = None
     ) -> Tensor:
         """Return the gradient without the norm's derivative, ``dE/dy W`` at ``y``, like ``z``.
 
@@ -111,9 +112,7 @@ class ProjectedEnergy(ClosedForm):
         """Return the gradient with respect to y that :meth:`straight_gradient` uses."""
         return self.potential(y, context, False)[1]
 
-    def evaluate(
-        self, z: Tensor, x: AttentionContext, mask: Tensor | None, need_value: bool
-    ) -> Evaluation:
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         at = self._at(z, x)
         value, gradient = self.potential(at.unit, x, need_value)
         return value, like_state(at.pull_back(gradient), z, mask)
@@ -207,7 +206,7 @@ class HasHeads(nn.Module):
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
         self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
 
-    def check(self, z: Any, x: AttentionContext, mask: Tensor | None) -> None:
+    def check(self, z: Any, x: AttentionContext, mask: Mask) -> None:
         check_state(z, x, type(self).__name__, self.dim, True)
 
     @property
@@ -261,7 +260,7 @@ class AttentionInput(NamedTuple):
     pairs: Tensor | None = None
     pair_bias: Tensor | None = None
     memory: Tensor | None = None
-    memory_mask: Tensor | None = None
+    memory_mask: Mask = None
 
 
 def check_exclude_self(
@@ -288,7 +287,7 @@ def fit_pairs(
 
 
 def fit_keys(
-    given: Pairs, query: Tensor, key: Tensor, mask: Tensor | None, exclude_self: bool = False
+    given: Pairs, query: Tensor, key: Tensor, mask: Mask, exclude_self: bool = False
 ) -> tuple[Tensor, Tensor | None, Pairs]:
     """Return keys (B, H, M, p), their mask (B, M), and the matching pairs of an input.
 
@@ -303,7 +302,7 @@ def fit_keys(
 
 
 def project_input(
-    x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Tensor | None, name: str
+    x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Mask, name: str
 ) -> Tensor:
     """Return ``x P^T + bias`` (B, H, N, p) of an input (B, N, k), zero at masked tokens."""
     weight = projection.weight
@@ -311,7 +310,7 @@ def project_input(
 
 
 def read_input(
-    x: Any, mask: Tensor | None, name: str, width: int | None = None
+    x: Any, mask: Mask, name: str, width: int | None = None
 ) -> tuple[Any, Pairs, Any, Tensor | None]:
     """Return tokens, pairs, memory and its mask of an ``AttentionInput``; other inputs are the tokens.
 

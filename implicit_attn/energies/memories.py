@@ -19,6 +19,7 @@ from implicit_attn.energies.heads import Beta, HasHeads, ProjectedEnergy, fit_ke
 from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
 from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
 from implicit_attn.energies.tokens import (
+    Mask,
     Pair,
     accumulation_dtype,
     check_tensor,
@@ -90,9 +91,7 @@ class PatternEnergy(ProjectedEnergy):
         value, gradient = self.overlap(y, need_value)
         return sum_samples(hide(value, context.mask)) if need_value else None, gradient
 
-    def evaluate(
-        self, z: Tensor, x: AttentionContext, mask: Tensor | None, need_value: bool
-    ) -> Evaluation:
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         value, gradient = super().evaluate(z, x, mask, need_value)
         visible = hide(z, mask)
         if self.confined:
@@ -299,21 +298,19 @@ class QueryEnergy(HasHeads, ClosedForm):
         self.set_heads(dim, heads, None, beta, learned_beta)
         self.backend = check_backend(backend, "frozen keys")
 
-    def read(self, x: Any, mask: Tensor | None) -> AttentionContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         _, pairs, memory, seen = read_input(x, mask, "QueryEnergy", self.dim)
         key = split_heads(memory, self.heads)
         return AttentionContext(key=key, key_mask=seen, pairs=pairs, mask=mask)
 
-    def check(self, z: Any, x: AttentionContext, mask: Tensor | None) -> None:
+    def check(self, z: Any, x: AttentionContext, mask: Mask) -> None:
         super().check(z, x, mask)
         assert x.key is not None  # set by ``read``
         if (x.key.dtype, x.key.device) != (z.dtype, z.device):
             wanted, got = f"{z.dtype} on {z.device}", f"{x.key.dtype} on {x.key.device}"
             raise TypeError(f"QueryEnergy: x must be {wanted} like z, got {got}")
 
-    def evaluate(
-        self, z: Tensor, x: AttentionContext, mask: Tensor | None, need_value: bool
-    ) -> Evaluation:
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         query = split_heads(hide(z, mask), self.heads)
         mean, lse = self._attend(query, x)
         value = sum_samples(hide(self._each(query, lse).mT, mask)) if need_value else None

@@ -23,6 +23,7 @@ from implicit_attn.energies.energy import AttentionContext, inverse_softplus
 from implicit_attn.energies.feedforward import MemoryEnergy, build_attention, build_feedforward
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
+    Mask,
     RMSNorm,
     hide,
     like_state,
@@ -291,13 +292,7 @@ class HyperSETLayer(nn.Module):
         return self.steps.prepare(x0, times), ({}, {})
 
     def advance(
-        self,
-        z: Tensor,
-        context: Any,
-        index: int,
-        mask: Tensor | None = None,
-        *,
-        deltas: int | None = None,
+        self, z: Tensor, context: Any, index: int, mask: Mask = None, *, deltas: int | None = None
     ) -> Tensor:
         """Return the state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0.
 
@@ -313,16 +308,14 @@ class HyperSETLayer(nn.Module):
         self,
         energy: HeadsEnergy | MemoryEnergy,
         z: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         weight: Tensor | None,
         kept: dict[str, Any],
     ) -> Tensor:
         """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
         return energy.straight_gradient(z, mask=mask, weight=weight)
 
-    def forward(
-        self, z: Tensor, x0: Tensor, t: int | float, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, z: Tensor, x0: Tensor, t: int | float, *, mask: Mask = None) -> Tensor:
         """Return the state (B, N, d) after iteration ``t`` >= 1; ``x0`` (B, N, d) is the input."""
         if not t >= 1:
             raise ValueError(f"t must be >= 1, got {t!r}")
@@ -330,9 +323,7 @@ class HyperSETLayer(nn.Module):
         moved = self.advance(hide(z, mask), context, 0, mask, deltas=int(t) - 1)
         return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
 
-    def observe(
-        self, z: Tensor, index: int, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def observe(self, z: Tensor, index: int, mask: Mask = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return both energies (B,) and features (B, heads, N, p) with the weights of ``index``.
 
         The norms have no gains here, even if those of the steps have.
@@ -487,11 +478,7 @@ class NormGains(nn.Module):
         self.memory = nn.RMSNorm(memories, eps=epsilon)
 
     def direction(
-        self,
-        energy: HeadsEnergy | MemoryEnergy,
-        z: Tensor,
-        mask: Tensor | None,
-        weight: Tensor | None,
+        self, energy: HeadsEnergy | MemoryEnergy, z: Tensor, mask: Mask, weight: Tensor | None
     ) -> Tensor:
         """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
         weight = energy.weight if weight is None else weight
@@ -506,9 +493,7 @@ class NormGains(nn.Module):
         return like_state(gradient @ weight, z, mask)
 
 
-def mix(
-    energy: HeadsEnergy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> Tensor:
+def mix(energy: HeadsEnergy, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     """Return F of the formula above, (B, heads, N, p), for the attention of ``energy``."""
     beta = energy.beta
     assert not isinstance(beta, Tensor)  # Hyper-SET does not train temperatures
@@ -573,7 +558,7 @@ class OfficialHyperSETLayer(HyperSETLayer):
         self,
         energy: HeadsEnergy | MemoryEnergy,
         z: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         weight: Tensor | None,
         kept: dict[str, Any],
     ) -> Tensor:

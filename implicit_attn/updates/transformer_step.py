@@ -16,7 +16,7 @@ from implicit_attn.energies.heads import (
     head_width,
     read_input,
 )
-from implicit_attn.energies.tokens import check_tokens, hide
+from implicit_attn.energies.tokens import Mask, check_tokens, hide
 from implicit_attn.kernels.arguments import Pairs, dense_for_transforms
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag
@@ -85,7 +85,7 @@ class TransformerStep(Update):
         """Return the tokens of the input."""
         return x.tokens if isinstance(x, AttentionInput) else x
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> AttentionContext:
+    def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return the input, the allowed pairs, and with ``cross`` keys and values."""
         if isinstance(x, AttentionContext):
             return x
@@ -111,7 +111,7 @@ class TransformerStep(Update):
             tokens=hide(tokens, mask), key=key, value=value, pairs=pairs, attends=attends, mask=mask
         )
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
         context = self.prepare(x, mask=mask)
         check_tokens(z, context.mask, type(self).__name__, dim=self.dim, tokens=True)
         return self.at(z, context)
