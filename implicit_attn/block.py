@@ -12,6 +12,7 @@ import solvers
 from implicit_attn.deq import DEQ, UnrolledLayer
 from implicit_attn.deq.problem import initial_state
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.energies.tokens import hide
@@ -150,7 +151,7 @@ class EncoderLayer(nn.Module):
                     break
                 first = 0 if at is None else int(going.any(0).int().argmax())
                 old, rest = z[:, first:], going[:, first:]
-                value = step(z, held, mask=mask) if at is None else at(z, held.parts, mask, first)
+                value = step(z, held, mask=mask) if at is None else at(z, held, first)
                 apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
                 evaluations[:, first:] += rest
                 z = torch.cat((z[:, :first], torch.where(rest[..., None], value.to(z), old)), 1)
@@ -398,6 +399,12 @@ class _BlockStep(GradientStep):
     """The unit gradient step, a contraction, for which most solvers need no energy."""
 
     energy: EquilibriumEnergy
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        context = x if isinstance(x, AttentionContext) else self.prepare(x, mask=mask)
+        if self.energy.is_replaced or self.step_size != 1.0:
+            return super().forward(z, context)
+        return self.energy.unit_step(z, context)
 
     def start(self, x: AttentionInput, prepared: Any) -> Tensor:
         """Return the gradient step of the hidden units at zero, which saves an evaluation, or zero."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.dropout import SolveMasks
-from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
@@ -39,8 +39,11 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
     ):
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    parameters = (p for part in parts.values() for p in part._parameters.values())
-    wanted = {p.dtype for p in parameters if p is not None and p.is_floating_point()}
+    wanted: set[torch.dtype] = set()
+    for part in parts.values():
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                wanted.add(parameter.dtype)
     # Values are not available to compilers and exporters or inside transforms.
     has_numbers = not (torch.compiler.is_compiling() or in_transform())
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
@@ -155,11 +158,7 @@ def prepares(parts: Modules) -> bool:
 
 
 def prepare(
-    update: Update,
-    x: Any,
-    mask: Tensor | None,
-    seeds: Tensor | None,
-    dropped: SolveMasks | None,
+    update: Update, x: Any, mask: Tensor | None, seeds: Tensor | None, dropped: SolveMasks | None
 ) -> Any:
     """Return ``update.prepare(x, mask=mask)`` with the dropout of ``seeds``."""
     if dropped is None or seeds is None:
@@ -169,14 +168,22 @@ def prepare(
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:
-    """Flatten a ``Prepared`` to its tensors and its tree, because solvers handle a flat tuple faster.
+    """Flatten a context to its tensors and their places, because solvers handle a flat tuple faster.
 
-    Other prepared inputs are returned unchanged, with None for the tree.
+    Other prepared inputs are returned unchanged, with None for the places.
     """
-    if not isinstance(prepared, Prepared):
+    if not isinstance(prepared, AttentionContext):
         return prepared, None
     leaves, spec = pytree.tree_flatten(prepared)
-    return tuple(leaves), spec
+    tensors: list[Tensor] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            leaves[place] = _PLACE
+    return tuple(tensors), (leaves, spec)
+
+
+_PLACE = object()  # stands for a tensor
 
 
 def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
@@ -211,16 +218,28 @@ class Map:
         self.walked_modules = list(parts.values())
         self.layer = layer  # warnings include its name
         self.spec, self.dropped = spec, dropped
+        self.known: tuple[Any, Any] = (
+            None,
+            None,
+        )  # the tensors and the prepared input of the latest call
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
-        if self.dropped is None or seeds is None:
-            return self.update(z, self.whole(x), mask=mask)
-        with self.dropped.within(seeds):
-            return self.update(z, self.whole(x), mask=mask)
+        return self.evaluate(self.update, z, x, mask, seeds)
 
-    def whole(self, x: Any) -> Any:
-        """Rebuild the prepared input from its tensors."""
-        return x if self.spec is None else pytree.tree_unflatten(list(x), self.spec)
+    def evaluate(
+        self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None, seeds: Any
+    ) -> Any:
+        """Call a method of the update with the prepared input, rebuilt from its tensors."""
+        if self.spec is not None and x is not self.known[0]:
+            leaves, spec = self.spec
+            tensors = iter(x)
+            leaves = [next(tensors) if leaf is _PLACE else leaf for leaf in leaves]
+            self.known = x, pytree.tree_unflatten(leaves, spec)
+        context = x if self.spec is None else self.known[1]
+        if self.dropped is None or seeds is None:
+            return function(z, context, mask=mask)
+        with self.dropped.within(seeds):
+            return function(z, context, mask=mask)
 
 
 class MonitoredMap(Map, solvers.EnergyUpdate):
@@ -229,10 +248,7 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
     def joint(  # type: ignore[override]
         self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None
     ) -> tuple[Any, Tensor, Any | None]:
-        if self.dropped is None or seeds is None:
-            return self.update.joint(z, self.whole(x), mask=mask)
-        with self.dropped.within(seeds):
-            return self.update.joint(z, self.whole(x), mask=mask)
+        return self.evaluate(self.update.joint, z, x, mask, seeds)
 
 
 class MaskedMap:

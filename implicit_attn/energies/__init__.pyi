@@ -7,10 +7,10 @@ from implicit_attn.energies.checking import EnergyReport as EnergyReport
 from implicit_attn.energies.checking import check_energy as check_energy
 from implicit_attn.energies.conditional import ConditionalAttention as ConditionalAttention
 from implicit_attn.energies.conditional import EquilibriumEnergy as EquilibriumEnergy
+from implicit_attn.energies.energy import AttentionContext as AttentionContext
 from implicit_attn.energies.energy import Energy as Energy
 from implicit_attn.energies.energy import Field as Field
 from implicit_attn.energies.energy import FunctionEnergy as FunctionEnergy
-from implicit_attn.energies.energy import Prepared as Prepared
 from implicit_attn.energies.energy import Quadratic as Quadratic
 from implicit_attn.energies.energy import Scaled as Scaled
 from implicit_attn.energies.energy import Select as Select

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
 from implicit_attn.energies.heads import (
     AttentionInput,
-    Given,
+    Beta,
     HasHeads,
     HeadOptions,
-    HeadsContext,
     ProjectedEnergy,
     check_exclude_self,
     fit_keys,
@@ -25,12 +24,15 @@ from implicit_attn.energies.heads import (
 )
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
+    SOFT_NORM,
     Features,
+    Mask,
     Pair,
     Projection,
+    RMSNorm,
     accumulation_dtype,
     check_dtype,
-    check_tokens,
+    check_norm,
     hide,
     like_state,
     project,
@@ -41,7 +43,7 @@ from implicit_attn.kernels import bisoftmax, check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from implicit_attn.kernels.reference import Attended, attend, query_key_gradients
 from implicit_attn.kernels.strips import recomputed
-from solvers.core.checks import require_choice
+from solvers.core.checks import require_choice, require_count, require_flag
 from solvers.core.modes import without_autocast
 
 if TYPE_CHECKING:
@@ -70,41 +72,43 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         bound: bound on the spectral norm of the weight of z, or None.
     """
 
-    def __init__(self, dim: int, heads: int, **shared: Unpack[HeadOptions]) -> None:
-        super().__init__(dim, heads=heads)
-        options = self.set_heads(dim, heads, **shared)
-        self.norm = options.norm
-        rows, seen = heads * self.width, options.context_dim
-        self.projection = Projection(dim, rows, options.bound)
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        context_dim: int | None = None,
+        bias: bool = False,
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__(dim, heads=heads, norm=norm)
+        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        rows = heads * self.width
+        self.projection = Projection(dim, rows, bound)
         self.exclude_self: bool | None = None  # None if the energy does not support pairs
-        self.context = None if seen is None else Projection(seen, rows)
-        has_bias = options.bias or seen is not None
+        self.context: Projection | None = None
+        if context_dim is not None:
+            self.context = Projection(require_count("context_dim", context_dim), rows)
+        has_bias = require_flag("bias", bias) or context_dim is not None
         self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
 
-    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
-        context = self.context_of(x, z, mask)
-        shape = z.shape[0], self.heads, z.shape[1], z.shape[1]
-        pairs = fit_pairs(context.pairs, shape, z.device, bool(self.exclude_self))
-        added = self.bias if context.query is None else context.query
-        return added, Given(mask, pairs=pairs)
-
-    def sees(self, x: Any) -> bool:
-        return self.context is not None or isinstance(x, AttentionInput)
-
-    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        if self.context is None and not isinstance(x, AttentionInput):
+            return AttentionContext(mask=mask)
         name, query = type(self).__name__, None
         tokens, pairs, _, _ = read_input(x, mask, name)
         if self.exclude_self is None and any(part is not None for part in pairs):
             raise ValueError(f"{name} does not support x.pairs; use BiSoftmaxAttention")
         if self.context is not None:
             query = project_input(tokens, self.context, self.bias, self.heads, mask, name)
-        return HeadsContext(query=query, pairs=pairs)
+        return AttentionContext(query=query, pairs=pairs, mask=mask)
 
-    def potential(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_gradient(y, given)[0]
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_gradient(y, given)[1]
+    def added(self, context: AttentionContext) -> Tensor | None:
+        return self.bias if context.query is None else context.query
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, {self.described()}, {super().extra_repr()}"
@@ -153,15 +157,21 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.backend = check_backend(backend)
         self.exclude_self = check_exclude_self(exclude_self, backend)
 
-    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
         largest, limit = self.temperatures.largest, None
         if self.norm is not None and largest is not None:
             limit = largest * self.width  # |beta y_i.y_j| <= beta p, as |y_i| <= sqrt(p)
-        pairs, bias = given.pairs or Pairs()
-        options: dict[str, Any] = {"causal": self.causal, "limit": limit, "backend": self.backend}
-        options |= {"mask": given.mask, "pairs": pairs, "bias": bias}
-        gradient, lse = bisoftmax(y, self.beta_like(y), **options)
-        return sum_samples(lse / self.beta_like(lse)), gradient
+        allowed, bias = self.pairs(y, context) or Pairs()
+        gradient, lse = bisoftmax(
+            y, self.beta_like(y), causal=self.causal, limit=limit, backend=self.backend,
+            mask=context.mask, pairs=allowed, bias=bias,
+        )  # fmt: skip
+        return sum_samples(lse / self.beta_like(lse)) if need_value else None, gradient
+
+    def pairs(self, y: Tensor, context: AttentionContext) -> Pairs | None:
+        """Return the allowed pairs of tokens and their biases for features y, or None for all."""
+        shape = (*y.shape[:3], y.shape[2])
+        return fit_pairs(context.pairs, shape, y.device, bool(self.exclude_self))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
@@ -184,11 +194,11 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         if self.causal:
             raise ValueError("causal must be False for RowSoftmaxAttention, got True; use pairs")
 
-    def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
-        beta, mask = self.beta_like(y), given.mask
-        if given.pairs is not None:
-            pairs: dict[str, Any] = {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
-            mean = frozen_key_attention(y, y, beta, mask=mask, **pairs)[0]
+    def straight_by_features(self, y: Tensor, context: AttentionContext) -> Tensor:
+        beta, mask, pairs = self.beta_like(y), context.mask, self.pairs(y, context)
+        if pairs is not None:
+            given: dict[str, Any] = {"pairs": pairs.allowed, "bias": pairs.bias, "mask": mask}
+            mean = frozen_key_attention(y, y, beta, **given)[0]
             return mean if mask is None else mean.masked_fill(~mask[:, None, :, None], 0.0)
         attends = token_pairs(mask, False, y.shape[2], y.device)
         if attends is not None:
@@ -254,16 +264,16 @@ class ScoreAttention(HeadsEnergy):
         super().__init__(dim, heads, **shared)
         self.score = require_choice("score", score, SCORES)
 
-    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
         count, wide = y.shape[2], y.to(accumulation_dtype(y.dtype))
         rows = count if count <= DENSE_TOKENS else STRIP_ROWS
         with without_autocast(y.device.type):
-            parts = recomputed(self._strip, count, rows, wide, self.beta_like(y), given.mask)
+            parts = recomputed(self._strip, count, rows, wide, self.beta_like(y), context.mask)
             values = torch.stack([value for value, _ in parts]).sum(0)
             gradient = torch.cat([each for _, each in parts], 2)
         return sum_samples(values / self.beta_like(values)), gradient.to(y.dtype)
 
-    def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Tensor | None) -> Pair:
+    def _strip(self, rows: slice, y: Tensor, beta: float | Tensor, mask: Mask) -> Pair:
         """Return the sum of F (B, H) over some rows of the scores, and their ``w(S) Y``."""
         score, scores = SCORES[self.score], (y[:, :, rows] @ y.mT) * beta
         values = score.value(scores)
@@ -297,21 +307,23 @@ class LinearAttention(HeadsEnergy):
         super().__init__(dim, heads, **shared)
         self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
-    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
-        mapped, beta = FEATURE_MAPS[self.feature_map](y), self.beta_like(y)
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
+        mapped, beta, value = FEATURE_MAPS[self.feature_map](y), self.beta_like(y), None
         phi = mapped.value
-        if given.mask is not None:  # phi(0) may be nonzero
-            phi = phi.masked_fill(~given.mask[:, None, :, None], 0.0)
+        if context.mask is not None:  # phi(0) may be nonzero
+            phi = phi.masked_fill(~context.mask[:, None, :, None], 0.0)
         moment = phi.mT @ phi
-        squares = moment.to(accumulation_dtype(moment.dtype)).square() * (beta / 4.0)
+        if need_value:
+            squares = moment.to(accumulation_dtype(moment.dtype)).square()
+            value = sum_samples(squares * (beta / 4.0))
         factor = beta.to(y.dtype) if isinstance(beta, Tensor) else beta
-        return sum_samples(squares), mapped.push((phi @ moment) * factor)
+        return value, mapped.push((phi @ moment) * factor)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_map={self.feature_map}"
 
 
-class SoftmaxAttention(HasHeads, Energy):
+class SoftmaxAttention(HasHeads, ClosedForm):
     """Helmholtz free energy of every query among the keys at temperature ``1 / beta``.
 
     ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. The gradient with respect
@@ -365,116 +377,113 @@ class SoftmaxAttention(HasHeads, Energy):
         causal: bool = False,
         exclude_self: bool = False,
         backend: str = "auto",
-        **shared: Unpack[HeadOptions],
+        head_dim: int | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        context_dim: int | None = None,
+        bias: bool = False,
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
     ) -> None:
         super().__init__()
-        require_choice("energy", energy, ("inner", "elastic"))
+        self._elastic = require_choice("energy", energy, ("inner", "elastic")) == "elastic"
         check_backend(backend, "frozen keys")
         self.exclude_self = check_exclude_self(exclude_self, backend, cross, causal)
         if backend == "flash" and not cross:
             raise ValueError("backend='flash' needs cross=True, got cross=False")
-        options = self.set_heads(dim, heads, **shared)
+        self.set_heads(dim, heads, head_dim, beta, learned_beta)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.norm, self._elastic = options.norm, energy == "elastic"
-        self.context_dim = options.context_dim or (dim if cross else None)
+        self.norm = check_norm(norm)
+        if context_dim is not None:
+            require_count("context_dim", context_dim)
+        self.context_dim = context_dim or (dim if cross else None)
         rows, seen = heads * self.width, None if cross else self.context_dim
-        self.query = Projection(dim, rows, options.bound)
+        self.query = Projection(dim, rows, bound)
         source = self.context_dim if cross and self.context_dim else dim
-        self.key = Projection(source, rows, options.bound)
+        self.key = Projection(source, rows, bound)
         self.query_context = None if seen is None else Projection(seen, rows)
         self.key_context = None if seen is None else Projection(seen, rows)
-        biased = options.bias or seen is not None
+        biased = require_flag("bias", bias) or seen is not None
         self.query_bias = nn.Parameter(torch.zeros(rows)) if biased else None
         self.key_bias = nn.Parameter(torch.zeros(rows)) if biased else None
-        self.concave = cross and energy == "inner" and options.norm is None
+        self.concave = cross and energy == "inner" and norm is None
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        check_tokens(z, mask, self._name(), dim=self.dim, tokens=True)
-        context, visible = self.context_of(x, z, mask), hide(z, mask)
-        query = self._features(visible, self.query, self.query_bias, context.query, mask)
-        if self.cross:
-            attended, by_query = self._across(query.unit, context, mask)
-            gradient = query.pull_back(by_query)
-        else:
-            key = self._features(visible, self.key, self.key_bias, context.key, mask)
-            attended, by_query, by_key = self._within(query.unit, key.unit, context, mask)
-            gradient = query.pull_back(by_query) + key.pull_back(by_key)
-        value = -sum_samples(attended.lse / self.beta_like(attended.lse))
-        if self._elastic:
-            value = value + 0.5 * sum_squares(attended.only(query.unit))
-        return value, like_state(gradient, z, mask)
-
-    def _within(
-        self, query: Tensor, key: Tensor, context: HeadsContext, mask: Tensor | None
-    ) -> tuple[Attended, Tensor, Tensor]:
-        """Return the self-attention of the state, and the gradients of queries and keys."""
-        order = token_pairs(mask, self.causal, query.shape[2], query.device)
-        _, _, pairs = fit_keys(context.pairs, query, key, None, self.exclude_self)
-        pairs = pairs.intersect(order)
-        largest, limit = self.temperatures.largest, None
-        if self.norm is not None and largest is not None:
-            limit = 1.5 * largest * self.width  # |beta (q.k - |k|^2 / 2)| for |q|, |k| <= sqrt(p)
-        options: dict[str, Any] = {"elastic": self._elastic, "pairs": pairs, "limit": limit}
-        attended = attend(query, key, self.beta_like(query), **options)
-        return attended, *query_key_gradients(query, key, attended, elastic=self._elastic)
-
-    def _across(
-        self, own: Tensor, context: HeadsContext, mask: Tensor | None
-    ) -> tuple[Attended, Tensor]:
-        """Return the log-sum-exps for constant keys, without weights, and the gradient of the queries."""
-        assert context.key is not None  # set by ``read`` of a cross-attention
-        query = own
-        key, seen, (allowed, bias) = fit_keys(context.pairs, query, context.key, context.mask)
-        if self._elastic:  # q.k - |k|^2 / 2, as a product of wider features
-            half = key.square().sum(-1, keepdim=True) * -0.5
-            query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
-            key = torch.cat((key, half), -1)
-        options: dict[str, Any] = {"mask": seen, "pairs": allowed, "bias": bias}
-        beta = self.beta_like(query)
-        mean, lse = frozen_key_attention(query, key, beta, **options, backend=self.backend)
-        # The queries that have a key.
-        given = Pairs(allowed).intersect(None if seen is None else seen[:, None, None]).allowed
-        attends = None if given is None else given.any(-1)
-        if mask is not None:
-            attends = mask[:, None] if attends is None else attends & mask[:, None]
-        lse = lse if attends is None else lse.masked_fill(~attends, 0.0)
-        attended = Attended(None, lse, attends)
-        gradient = -mean[..., : self.width].to(own.dtype)
-        return attended, attended.only(gradient + own if self._elastic else gradient)
-
-    def sees(self, x: Any) -> bool:
-        return self.cross or isinstance(x, AttentionInput) or self.query_context is not None
-
-    def _features(
-        self,
-        z: Tensor,
-        side: Projection,
-        bias: Tensor | None,
-        added: Tensor | None,
-        mask: Tensor | None,
-    ) -> Features:
-        """Return ``norm(z W^T + bias)`` of queries or keys; ``added``, from the input, includes the bias."""
-        weight = side.weight
-        raw = project(z, weight, bias if added is None else added, self.heads, mask)
-        return Features.of(raw, self.norm, weight, self.heads)
-
-    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
-        name, heads = self._name(), self.heads
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        name, heads = type(self).__name__, self.heads
+        if not (self.cross or self.query_context is not None or isinstance(x, AttentionInput)):
+            return AttentionContext(mask=mask)
         tokens, pairs, memory, seen = read_input(
             x, mask, name, self.key.weight.shape[1] if self.cross else None
         )
         if self.cross:
             check_dtype(memory, self.key.weight, name)
             key = self._features(memory, self.key, self.key_bias, None, seen).unit
-            return HeadsContext(None, key, seen, pairs)
+            if self._elastic:  # q.k - |k|^2 / 2, as a product of wider features
+                key = torch.cat((key, key.square().sum(-1, keepdim=True) * -0.5), -1)
+            return AttentionContext(key=key, key_mask=seen, pairs=pairs, mask=mask)
         if self.query_context is None or self.key_context is None:
-            return HeadsContext(pairs=pairs)
+            return AttentionContext(pairs=pairs, mask=mask)
         query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
         key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
-        return HeadsContext(query, key, pairs=pairs)
+        return AttentionContext(query=query, key=key, pairs=pairs, mask=mask)
 
-    def _name(self) -> str:
-        return f"{type(self).__name__} (cross)" if self.cross else type(self).__name__
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
+        visible, value = hide(z, mask), None
+        query = self._features(visible, self.query, self.query_bias, x.query, mask)
+        if self.cross:
+            attended, by_query = self._across(query.unit, x)
+            gradient = query.pull_back(by_query)
+        else:
+            key = self._features(visible, self.key, self.key_bias, x.key, mask)
+            attended, by_query, by_key = self._within(query.unit, key.unit, x)
+            gradient = query.pull_back(by_query) + key.pull_back(by_key)
+        if need_value:
+            value = -sum_samples(attended.lse / self.beta_like(attended.lse))
+            if self._elastic:
+                value = value + 0.5 * sum_squares(attended.only(query.unit))
+        return value, like_state(gradient, z, mask)
+
+    def _within(
+        self, query: Tensor, key: Tensor, context: AttentionContext
+    ) -> tuple[Attended, Tensor, Tensor]:
+        """Return the self-attention of the state, and the gradients of queries and keys."""
+        order = token_pairs(context.mask, self.causal, query.shape[2], query.device)
+        _, _, pairs = fit_keys(context.pairs, query, key, None, self.exclude_self)
+        largest, limit = self.temperatures.largest, None
+        if self.norm is not None and largest is not None:
+            limit = 1.5 * largest * self.width  # |beta (q.k - |k|^2 / 2)| for |q|, |k| <= sqrt(p)
+        options: dict[str, Any] = {"elastic": self._elastic, "limit": limit}
+        attended = attend(
+            query, key, self.beta_like(query), pairs=pairs.intersect(order), **options
+        )
+        return attended, *query_key_gradients(query, key, attended, elastic=self._elastic)
+
+    def _across(self, own: Tensor, context: AttentionContext) -> tuple[Attended, Tensor]:
+        """Return the log-sum-exps for constant keys, without weights, and the gradient of the queries."""
+        assert context.key is not None  # set by ``read`` of a cross-attention
+        key, seen, (allowed, bias) = fit_keys(context.pairs, own, context.key, context.key_mask)
+        query = torch.cat((own, torch.ones_like(own[..., :1])), -1) if self._elastic else own
+        options: dict[str, Any] = {"mask": seen, "pairs": allowed, "bias": bias}
+        beta, mask = self.beta_like(query), context.mask
+        mean, lse = frozen_key_attention(query, key, beta, **options, backend=self.backend)
+        # The queries that have a key.
+        given = Pairs(allowed).intersect(None if seen is None else seen[:, None, None]).allowed
+        attends = None if given is None else given.any(-1)
+        if mask is not None:
+            attends = mask[:, None] if attends is None else attends & mask[:, None]
+        attended = Attended(
+            None, lse if attends is None else lse.masked_fill(~attends, 0.0), attends
+        )
+        gradient = -mean[..., : self.width].to(own.dtype)
+        return attended, attended.only(gradient + own if self._elastic else gradient)
+
+    def _features(
+        self, z: Tensor, side: Projection, bias: Tensor | None, added: Tensor | None, mask: Mask
+    ) -> Features:
+        """Return ``norm(z W^T + bias)`` of queries or keys; ``added``, from the input, includes the bias."""
+        weight = side.weight
+        raw = project(z, weight, bias if added is None else added, self.heads, mask)
+        return Features.of(raw, self.norm, weight, self.heads)
 
     def extra_repr(self) -> str:
         return (

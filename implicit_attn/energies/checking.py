@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, FunctionEnergy
-from implicit_attn.energies.tokens import check_values
+from implicit_attn.energies.tokens import Mask, check_values
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import twice_differentiable
@@ -75,20 +75,12 @@ STEP = 1e-5  # step of central differences, relative to the size of the state
 HIDE = "hide(z, mask) of implicit_attn.energies.tokens"
 
 
-class Unchecked(Exception):
-    """Reason for skipping a check."""
+class Verdict(Exception):
+    """Ends a check early: as failed, as skipped (None), or as passed with a warning."""
 
-
-class Doubtful(Exception):
-    """Reason why a correct energy may learn little."""
-
-
-class Broken(Exception):
-    """Reason for a failed check and how to correct it, with the relative error."""
-
-    def __init__(self, text: str, error: float | None = None) -> None:
+    def __init__(self, text: str, passed: bool | None = False, error: float | None = None) -> None:
         super().__init__(text)
-        self.error = error
+        self.passed, self.error = passed, error
 
 
 class Probe:
@@ -97,7 +89,7 @@ class Probe:
     ``original``, ``given`` and ``given_x`` are copies of the energy, state and input in their own dtypes.
     """
 
-    def __init__(self, energy: Energy, z: Any, x: Any, mask: Tensor | None, seed: int) -> None:
+    def __init__(self, energy: Energy, z: Any, x: Any, mask: Mask, seed: int) -> None:
         self.energy, self.original = _copy(energy).double(), _copy(energy)
         self.given, self.given_x = copied(z), copied(x)
         self.z, self.x, self.mask = copied(z, torch.float64), copied(x, torch.float64), mask
@@ -126,7 +118,7 @@ class Probe:
             return self.energy(self.z if z is None else z, self.x, mask=self.mask)
 
     def results(
-        self, z: Any, x: Any, mask: Tensor | None, record: bool = False
+        self, z: Any, x: Any, mask: Mask, record: bool = False
     ) -> dict[str, tuple[Any, Any]]:
         """Return value and gradient, each from both methods that compute it."""
         with torch.set_grad_enabled(record):
@@ -134,26 +126,33 @@ class Probe:
             own = self.energy(z, x, mask=mask), self.energy.grad(z, x, mask=mask)
         return {"value": (value, own[0]), "gradient": (gradient, own[1])}
 
+    def own(self, record: bool = False) -> dict[str, tuple[Any, Any]]:
+        """Return the results at the probe's state."""
+        return self.results(self.z, self.x, self.mask, record)
+
     def slope(self, *, create_graph: bool = False) -> list[Tensor]:
         """Return autograd's gradient of the summed ``forward`` with respect to the state."""
         with torch.enable_grad():
             leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
+            state = pytree.tree_unflatten(leaves, pytree.tree_structure(self.z))
             with twice_differentiable():
-                value = self.energy(self.like(leaves), self.x, mask=self.mask)
+                value = self.energy(state, self.x, mask=self.mask)
             return derivatives(value.sum(), leaves, create_graph=create_graph)
-
-    def like(self, leaves: Sequence[Tensor]) -> Any:
-        """Return ``leaves`` with the structure of the state."""
-        return pytree.tree_unflatten(list(leaves), pytree.tree_structure(self.z))
 
     def difference(self, function: Callable[[Any], Any]) -> list[Tensor]:
         """Return the leaves of ``(f(z + h v) - f(z - h v)) / 2h``."""
         ahead, behind = (
-            function(pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v))
+            pytree.tree_leaves(
+                function(pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v))
+            )
             for h in (self.step, -self.step)
         )
-        pairs = zip(pytree.tree_leaves(ahead), pytree.tree_leaves(behind), strict=True)
-        return [(a - b) / (2 * self.step) for a, b in pairs]
+        return [(a - b) / (2 * self.step) for a, b in zip(ahead, behind, strict=True)]
+
+    def needed_mask(self) -> Tensor:
+        if self.mask is None:
+            raise Verdict("mask is None; pass a mask (B, N) that is False at some tokens", None)
+        return self.mask
 
 
 def named_leaves(name: str, tree: Any) -> dict[str, Tensor]:
@@ -204,7 +203,7 @@ def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 # A check yields the result, the expected result, a message if they differ, and whether the second is a
-# central difference; or it raises Broken or Unchecked.
+# central difference; or it raises a Verdict.
 Comparisons = Iterable[tuple[Any, Any, str] | tuple[Any, Any, str, bool]]
 Check = Callable[[Probe], Comparisons]
 CHECKS: dict[str, tuple[Check, str]] = {}  # name -> check and its text if it passes
@@ -229,15 +228,12 @@ def each(found: dict[str, Any], expected: dict[str, Any], wrong: str) -> list[tu
 @check("value", "one finite number for each sample")
 def check_value(p: Probe) -> Comparisons:
     value = p.value()
-    try:
-        check_values(value, p.batch, "forward")
-    except (TypeError, ValueError) as error:
-        raise Broken(str(error)) from error
+    check_values(value, p.batch, "forward")
     if not value.is_floating_point():
-        raise Broken(f"forward must return a floating dtype, got {value.dtype}")
+        raise Verdict(f"forward must return a floating dtype, got {value.dtype}")
     bad = (~torch.isfinite(value)).nonzero().flatten().tolist()
     if bad:
-        raise Broken(
+        raise Verdict(
             f"the energy of sample {bad[0]} is {value[bad[0]].item()}: it must be finite at every state "
             "that a solver may visit; check logarithms, roots and divisions"
         )
@@ -247,12 +243,12 @@ def check_value(p: Probe) -> Comparisons:
 @check("deterministic", "two calls are equal")
 def check_deterministic(p: Probe) -> Comparisons:
     """Compare two calls bit by bit."""
-    first, second = (pytree.tree_leaves(p.results(p.z, p.x, p.mask, record=True)) for _ in range(2))
+    first, second = (pytree.tree_leaves(p.own(record=True)) for _ in range(2))
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-        raise Broken(
+        raise Verdict(
             "two equal calls return different values: the energy draws random numbers or changes its own "
             "state, so it has no fixed point; call eval(), or use regularization.VariationalDropout",
-            relative_error(first, second),
+            error=relative_error(first, second),
         )
     return ()
 
@@ -261,7 +257,7 @@ def check_deterministic(p: Probe) -> Comparisons:
 def check_untouched(p: Probe) -> Comparisons:
     for name, tensor in p.kept().items():
         if not torch.equal(tensor, p.before[name]):
-            raise Broken(f"{name} was changed in place: work on a copy")
+            raise Verdict(f"{name} was changed in place: work on a copy")
     return ()
 
 
@@ -269,8 +265,8 @@ def check_untouched(p: Probe) -> Comparisons:
 def check_samples(p: Probe) -> Comparisons:
     """Evaluate the first and the last sample in a batch of copies of itself."""
     if p.batch < 2:
-        raise Unchecked("z has one sample; pass at least two")
-    expected = p.results(p.z, p.x, p.mask)
+        raise Verdict("z has one sample; pass at least two", None)
+    expected = p.own()
     for kept in (0, p.batch - 1):
 
         def repeat(leaf: Any, kept: int = kept) -> Any:
@@ -278,12 +274,12 @@ def check_samples(p: Probe) -> Comparisons:
             return leaf[kept : kept + 1].expand_as(leaf).clone() if batched else leaf
 
         found = p.results(*(pytree.tree_map(repeat, tree) for tree in (p.z, p.x, p.mask)))
+        found, alone = (
+            pytree.tree_map(lambda t, kept=kept: t[kept], tree) for tree in (found, expected)
+        )
         wrong = (
             f"the {{}} of sample {kept} changes with the other samples: sum and normalise over all "
             "dimensions except the first"
-        )
-        found, alone = (
-            pytree.tree_map(lambda leaf, kept=kept: leaf[kept], tree) for tree in (found, expected)
         )
         yield from each(found, alone, wrong)
 
@@ -302,9 +298,9 @@ def check_slope(p: Probe) -> Comparisons:
 
 @check("gradient", "grad and value_and_grad agree with forward")
 def check_gradient(p: Probe) -> Comparisons:
-    (value, own), gradients = p.results(p.z, p.x, p.mask, record=True).values()
+    (value, own), gradients = p.own(record=True).values()
     if pytree.tree_structure(gradients[0]) != pytree.tree_structure(p.z):
-        raise Broken("value_and_grad must return a gradient with the structure of z")
+        raise Verdict("value_and_grad must return a gradient with the structure of z")
     yield value, own, "value_and_grad and forward return different values: correct or remove one"
     names = "the gradient of value_and_grad", "grad"
     for name, found in zip(names, gradients, strict=True):
@@ -319,14 +315,14 @@ def check_gradient(p: Probe) -> Comparisons:
 @check("no_grad", "the same under torch.no_grad()")
 def check_no_grad(p: Probe) -> Comparisons:
     """Evaluate as solvers do."""
-    results = p.results(p.z, p.x, p.mask)
+    results = p.own()
     if any(leaf.requires_grad for leaf in pytree.tree_leaves(results)):
-        raise Broken(
+        raise Verdict(
             "a result requires grad under torch.no_grad(), so a solve would keep the graph of every "
             "evaluation; detach the results of torch.enable_grad() blocks"
         )
     wrong = "the {} changes under torch.no_grad(): compute it the same way in both modes"
-    return each(results, p.results(p.z, p.x, p.mask, record=True), wrong)
+    return each(results, p.own(record=True), wrong)
 
 
 @check("hessian", "the derivative of grad matches finite differences")
@@ -347,7 +343,7 @@ def check_second_order(p: Probe) -> Comparisons:
     given = {n: t for n, t in named_leaves("x", p.x).items() if t.is_floating_point()}
     sources |= {name: leaf.requires_grad_() for name, leaf in given.items()}
     if not sources:
-        raise Unchecked("no parameter requires grad and x is not floating-point")
+        raise Verdict("no parameter requires grad and x is not floating-point", None)
     wanted = list(sources.values())
     try:
         with torch.enable_grad():
@@ -371,18 +367,19 @@ def check_proximal(p: Probe) -> Comparisons:
     """Test whether d2E/dz dx is a multiple c of the identity: its product with a random v is then c v."""
     alike = isinstance(p.x, Tensor) and isinstance(p.z, Tensor) and p.x.shape == p.z.shape
     if not alike or not p.x.is_floating_point():
-        raise Unchecked("x is not a floating-point tensor with the shape of z")
+        raise Verdict("x is not a floating-point tensor with the shape of z", None)
     with torch.enable_grad():
         x = p.x.clone().requires_grad_()
         mixed = derivatives(inner(p.energy.grad(p.z, x), p.v), [x])[0]
     if not mixed.count_nonzero():
-        raise Unchecked("the gradient does not depend on x")
+        raise Verdict("the gradient does not depend on x", None)
     factor = (inner(mixed, p.v) / inner(p.v, p.v)).item()
     if relative_error(mixed, factor * p.v) <= DIFFERENCE:
-        raise Doubtful(
+        raise Verdict(
             f"d2E/dz dx is {factor:.3g} times the identity: x enters only through |z - x|^2 or <z, x>, so "
             "the layer is a proximal step of its other terms and may learn little; let x enter another "
-            "term through a learned weight"
+            "term through a learned weight",
+            True,
         )
     return ()
 
@@ -391,7 +388,7 @@ def check_proximal(p: Probe) -> Comparisons:
 def check_concave(p: Probe) -> Comparisons:
     """Check ``<v, H v> <= 0`` for energies with ``concave = True``."""
     if not p.energy.concave:
-        raise Unchecked("concave is False")
+        raise Verdict("concave is False", None)
     for v in (p.u, p.v):
         product = p.energy.hvp(p.z, v, p.x, mask=p.mask)
         size = (inner(product, product) * inner(v, v)).item() ** 0.5
@@ -410,27 +407,27 @@ def check_prepared(p: Probe) -> Comparisons:
     if prepared is p.x:
         return ()
     wrong = "the {} of prepare(x) differs from that of x: accept both in every method"
-    return each(p.results(p.z, prepared, p.mask), p.results(p.z, p.x, p.mask), wrong)
+    return each(p.results(p.z, prepared, p.mask), p.own(), wrong)
 
 
 @check("mask of ones", "a mask of ones changes nothing")
 def check_mask_of_ones(p: Probe) -> Comparisons:
     wrong = "a mask of ones changes the {}: only tokens where the mask is False may be ignored"
-    found = p.results(p.z, p.x, torch.ones_like(_mask(p)))
+    found = p.results(p.z, p.x, torch.ones_like(p.needed_mask()))
     return each(found, p.results(p.z, p.x, None), wrong)
 
 
 @check("masked tokens", "masked tokens have no influence")
 def check_masked_tokens(p: Probe) -> Comparisons:
     """Compare results for other content and NaN in masked tokens."""
-    mask, layout = _mask(p), Layout.of(p.z)
+    mask, layout = p.needed_mask(), Layout.of(p.z)
     if mask.all():
-        raise Unchecked("mask is True at every token")
-    hidden, expected = ~layout.mask_vector(mask), p.results(p.z, p.x, mask)
+        raise Verdict("mask is True at every token", None)
+    hidden, expected = ~layout.mask_vector(mask), p.own()
     for gradient in expected["gradient"]:
         there = layout.vector(gradient)[hidden]
         if there.count_nonzero():
-            raise Broken(
+            raise Verdict(
                 f"the gradient at a masked token is {there.abs().max().item():.3g}, but must be 0: "
                 f"begin with {HIDE}, or return hide(gradient, mask)"
             )
@@ -443,35 +440,26 @@ def check_masked_tokens(p: Probe) -> Comparisons:
         yield from each(p.results(filled, p.x, mask), expected, wrong)
 
 
-def _mask(p: Probe) -> Tensor:
-    if p.mask is None:
-        raise Unchecked("mask is None; pass a mask (B, N) that is False at some tokens")
-    return p.mask
-
-
 @check("dtype", "the gradient has the dtype and device of z")
 def check_dtype(p: Probe) -> Comparisons:
     """Check the gradient for the given ``z`` and for the float64 copy."""
     if p.value().dtype != torch.float64:
-        raise Broken(
+        raise Verdict(
             f"the energy of a float64 state is {p.value().dtype}: a tensor is created or cast with a fixed "
             "dtype inside; use the dtype of z (z.new_zeros, dtype=z.dtype)"
         )
     kept = {t.dtype for t in [*pytree.tree_leaves(p.given), *p.original.parameters()]}
-    for when, energy, z, x in (
-        ("in float64", p.energy, p.z, p.x),
-        ("as given", p.original, p.given, p.given_x),
-    ):
-        if when == "as given" and len(kept) > 1:
+    for energy, z, x in ((p.energy, p.z, p.x), (p.original, p.given, p.given_x)):
+        if energy is p.original and len(kept) > 1:
             dtypes = sorted(map(str, kept))
-            raise Unchecked(f"z and the parameters have different dtypes, {dtypes}")
+            raise Verdict(f"z and the parameters have different dtypes, {dtypes}", None)
         with torch.no_grad():
             leaves = pytree.tree_leaves(energy.grad(z, x, mask=p.mask))
         for leaf, like in zip(leaves, pytree.tree_leaves(z), strict=True):
             got, wanted = (leaf.dtype, leaf.device), (like.dtype, like.device)
             if got != wanted:
-                raise Broken(
-                    f"{when} the gradient must have the dtype and device of z, {wanted}, got {got}"
+                raise Verdict(
+                    f"the gradient must have the dtype and device of z, {wanted}, got {got}"
                 )
     return ()
 
@@ -481,7 +469,7 @@ def check_energy(
     z: Any,
     x: Any = None,
     *,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     tolerance: float = 1e-7,
     strict: bool = False,
     seed: int = 0,
@@ -549,14 +537,11 @@ def _made(name: str, probe: Probe, tolerance: float) -> Finding:
         for got, expected, wrong, *difference in check(probe):
             error = relative_error(got, expected)
             if not error <= (max(DIFFERENCE, tolerance) if difference else tolerance):
-                raise Broken(wrong, error)
+                return Finding(name, False, wrong, error)
             worst = max(error, worst or 0.0)
-    except Unchecked as reason:
-        return Finding(name, None, f"not checked: {reason}")
-    except Doubtful as doubt:
-        return Finding(name, True, str(doubt), warning=True)
-    except Broken as broken:
-        return Finding(name, False, str(broken), broken.error)
+    except Verdict as end:
+        text = f"not checked: {end}" if end.passed is None else str(end)
+        return Finding(name, end.passed, text, end.error, warning=end.passed is True)
     except Exception as error:  # user code may raise anything, which is reported as the finding
         return Finding(name, False, f"{type(error).__name__} was raised: {error}")
     return Finding(name, True, said, worst)

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Energy, Prepared, Quadratic, SummedEnergy
+from implicit_attn.energies.energy import (
+    AttentionContext,
+    ClosedForm,
+    Evaluation,
+    Quadratic,
+    SummedEnergy,
+)
 from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.heads import (
     AttentionInput,
     Beta,
     HasHeads,
-    HeadsContext,
     check_exclude_self,
-    check_held,
+    check_state,
     fit_keys,
     project_input,
     read_input,
 )
 from implicit_attn.energies.tokens import (
     SOFT_NORM,
-    Pair,
+    Mask,
     Projection,
     RMSNorm,
     accumulation_dtype,
     check_mask,
     check_norm,
-    check_tokens,
     hide,
     merge_heads,
+    project,
     split_heads,
     sum_samples,
 )
@@ -48,32 +53,7 @@ EXCLUDED = -1e30
 QUERY_SCALE = 0.1
 
 
-class FrozenAttention(NamedTuple):
-    """Prepared input of ``ConditionalAttention``.
-
-    Attributes:
-        log_weights: ``log P0`` (B, H, N, M), ``EXCLUDED`` at excluded pairs, uniform in rows without
-            any key. None if no N x M matrix is stored.
-        value: v (B, H, M, p), after the norm.
-        attends: (B, H or 1, N), False at queries without any key; None if all have one.
-        query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p), if
-            ``log_weights`` is None.
-        lse, mask: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), and the mask (B, M) of the keys.
-            On CUDA devices lse is None and computed only for energies.
-        pairs: pairs of queries and keys, (B, ...), on CUDA devices only.
-    """
-
-    log_weights: Tensor | None
-    value: Tensor
-    attends: Tensor | None = None
-    query: Tensor | None = None
-    key: Tensor | None = None
-    lse: Tensor | None = None
-    mask: Tensor | None = None
-    pairs: Pairs = Pairs()
-
-
-class ConditionalAttention(HasHeads, Energy):
+class ConditionalAttention(HasHeads, ClosedForm):
     r"""``E = -tau^-1 sum_h sum_i log sum_j P0_ij exp(tau (W_h z_i).v_j)`` with P0 and v from the input.
 
     ``P0_ij = softmax_j(beta q_i.k_j + bias_ij)`` are the weights of ordinary attention among the tokens
@@ -137,7 +117,7 @@ class ConditionalAttention(HasHeads, Energy):
     ) -> None:
         super().__init__()
         self.backend = check_backend(backend, "frozen keys")
-        self.set_heads(dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta)
+        self.set_heads(dim, heads, head_dim, beta, learned_beta)
         self.cross, self.causal = memory_dim is not None, causal
         self.exclude_self = check_exclude_self(exclude_self, backend, self.cross, causal)
         self.norm = require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)")
@@ -157,128 +137,109 @@ class ConditionalAttention(HasHeads, Energy):
         if causal and backend == "flash":
             raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return weights P0 and values, or queries, keys and values, as a ``Prepared``."""
-        if isinstance(x, Prepared):
-            return x
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        """Compute values and ``log P0``; for "flash" instead queries, keys with the values as features."""
         name, heads = type(self).__name__, self.heads
         width = self.key.weight.shape[1] if self.cross else None
-        tokens, pairs, memory, key_mask = read_input(x, mask, name, width)
+        tokens, given, memory, seen = read_input(x, mask, name, width)
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross and len(memory) != len(query):
             raise ValueError(
                 f"{name}: x.memory must have the batch size of x.tokens, {len(query)}, got {len(memory)}"
             )
-        key = project_input(memory, self.key, self.key_bias, heads, key_mask, name)
-        value = project_input(memory, self.value, self.value_bias, heads, key_mask, name)
+        key = project_input(memory, self.key, self.key_bias, heads, seen, name)
+        value = project_input(memory, self.value, self.value_bias, heads, seen, name)
         value = self.norm.normalise(value)[0]
         if self.score_norm is not None:
             query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
         query = query * torch.as_tensor(self.beta_like(query), dtype=query.dtype)
-        return Prepared(self._freeze(query, key, value, pairs, key_mask))
-
-    def _freeze(
-        self, query: Tensor, key: Tensor, value: Tensor, given: Pairs, key_mask: Tensor | None
-    ) -> FrozenAttention:
-        """Return the constants of a solve: ``log P0``, or queries and keys for "flash"."""
-        tokens = query.shape[2]
-        key, key_mask, pairs = fit_keys(given, query, key, key_mask, self.exclude_self)
+        batch, _, count, _ = query.shape
+        key, seen, pairs = fit_keys(given, query, key, seen, self.exclude_self)
         value = value if value.shape[2] else torch.zeros_like(key)
-        causal = self.causal and tokens > 0
-        options: dict[str, Any] = {"mask": key_mask, "causal": causal, "backend": self.backend}
-        options |= {"pairs": pairs.allowed, "bias": pairs.bias}
-        wide = accumulation_dtype(query.dtype)
+        causal = self.causal and count > 0
+        options = self._options(seen, pairs, causal)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
-            batch, lse, attends = len(query), None, None
-            if not on_cuda(query):
-                _, lse = frozen_key_attention(query, key, 1.0, **options)
-            if key_mask is not None:
-                attends = key_mask.any(1)[:, None, None].expand(-1, 1, tokens)
+            lse = attends = None
+            if not on_cuda(query):  # computed for energies only, which CUDA solves do not need
+                lse = frozen_key_attention(query, key, 1.0, **options)[1]
+            if seen is not None:
+                attends = seen.any(1)[:, None, None].expand(-1, 1, count)
             pairs = Pairs(*(None if t is None else _expanded(t, batch) for t in pairs))
-            return FrozenAttention(None, value, attends, query, key, lse, key_mask, pairs)
-        pairs = pairs.intersect(token_pairs(None, causal, tokens, query.device))
-        pairs = pairs.intersect(None if key_mask is None else key_mask[:, None, None, :])
-        scores = query.to(wide) @ key.to(wide).mT
-        if pairs.bias is not None:
-            scores = scores + pairs.bias.to(wide)
-        if pairs.allowed is None:
-            return FrozenAttention(scores.log_softmax(-1), value)
-        allowed = pairs.allowed if pairs.allowed.dim() == 4 else pairs.allowed[None, None]
-        attends = allowed.any(-1).expand(query.shape[0], -1, -1)
-        # A row without any key is uniform, and its result is set to zero.
-        scores = scores.masked_fill(~allowed, EXCLUDED).log_softmax(-1)
-        return FrozenAttention(scores, value, attends)
-
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        frozen, y, weight = self._evaluate(z, x, mask)
-        if frozen.log_weights is None:
-            attended, lse = self._among_keys(frozen, y)
-        else:
-            scores = self._scores(frozen, y)
-            lse = scores.logsumexp(-1)
-            attended = (scores - lse.unsqueeze(-1)).exp().to(y.dtype) @ frozen.value
-        if frozen.attends is not None:
-            lse = lse.masked_fill(~frozen.attends, 0.0)
-        if mask is not None:
-            lse = lse.masked_fill(~mask[:, None], 0.0)
-        return sum_samples(lse) / -self.tau, self._gradient(frozen, attended, weight, z, mask)
-
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        frozen, y, weight = self._evaluate(z, x, mask)
-        if frozen.log_weights is None:
-            attended, _ = self._among_keys(frozen, y, need_lse=False)
-        else:
-            attended = self._scores(frozen, y).softmax(-1).to(y.dtype) @ frozen.value
-        return self._gradient(frozen, attended, weight, z, mask)
-
-    @staticmethod
-    def _gradient(
-        frozen: FrozenAttention, attended: Tensor, weight: Tensor, z: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        if frozen.attends is not None:
-            attended = attended.masked_fill(~frozen.attends.unsqueeze(-1), 0.0)
-        return -hide(merge_heads(attended) @ weight, mask).to(z.dtype)
-
-    def _evaluate(
-        self, z: Tensor, x: Any, mask: Tensor | None
-    ) -> tuple[FrozenAttention, Tensor, Tensor]:
-        """Return the prepared input, ``W z`` split into heads (B, H, N, p), and W."""
-        name = type(self).__name__
-        check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        frozen: FrozenAttention = self.prepare(x, mask=mask).parts
-        held = frozen.query if frozen.log_weights is None else frozen.log_weights
-        check_held(HeadsContext(query=held), z, name)
-        weight = self.state.weight
-        return frozen, split_heads(nn.functional.linear(hide(z, mask), weight), self.heads), weight
-
-    def _scores(self, frozen: FrozenAttention, y: Tensor) -> Tensor:
-        """Return ``log P0_ij + tau y_i.v_j`` (B, H, N, M), float32 or wider."""
-        assert frozen.log_weights is not None
-        wide, shape = frozen.log_weights.dtype, frozen.log_weights.shape
-        scores = torch.baddbmm(
-            frozen.log_weights.flatten(0, 1),
-            y.to(wide).flatten(0, 1),
-            frozen.value.to(wide).flatten(0, 1).mT,
-            alpha=self.tau,
+            return AttentionContext(
+                mask=mask, query=query, key=torch.cat((key, value), -1), value=value, lse=lse,
+                key_mask=seen, pairs=pairs, attends=attends,
+            )  # fmt: skip
+        allowed, bias = pairs.intersect(token_pairs(None, causal, count, query.device)).intersect(
+            None if seen is None else seen[:, None, None, :]
         )
-        return scores.view(shape)
+        wide = accumulation_dtype(query.dtype)
+        scores, attends = query.to(wide) @ key.to(wide).mT, None
+        if bias is not None:
+            scores = scores + bias.to(wide)
+        if allowed is not None:
+            allowed = allowed if allowed.dim() == 4 else allowed[None, None]
+            attends = allowed.any(-1).expand(batch, -1, -1)
+            # A row without any key is uniform, and its result is set to zero.
+            scores = scores.masked_fill(~allowed, EXCLUDED)
+        return AttentionContext(
+            mask=mask, value=value, log_weights=scores.log_softmax(-1), attends=attends
+        )
+
+    def _options(self, mask: Mask, pairs: Pairs, causal: bool) -> dict[str, Any]:
+        given = {"mask": mask, "pairs": pairs.allowed, "bias": pairs.bias}
+        return {**given, "causal": causal, "backend": self.backend}
+
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
+        weight, value = self.state.weight, None
+        attended, lse = self.attend(z, x, weight, need_value)
+        if need_value:
+            for there in (x.attends, None if mask is None else mask[:, None]):
+                lse = lse if there is None else lse.masked_fill(~there, 0.0)
+            value = sum_samples(lse) / -self.tau
+        return value, -hide(attended @ weight, mask).to(z.dtype)
+
+    def attend(
+        self, z: Tensor, context: AttentionContext, weight: Tensor, need_lse: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Return ``sum_j P_ij v_j`` of all heads, (B, N, H p), and ``log sum_j P0_ij exp(tau y_i.v_j)``."""
+        visible = z if context.mask is None else hide(z, context.mask)
+        y = split_heads(F.linear(visible, weight), self.heads)
+        value, lse = context.value, None
+        assert value is not None  # set by ``read``
+        if context.log_weights is None:
+            attended, lse = self._among_keys(y, context, need_lse)
+        else:
+            wide = context.log_weights.dtype
+            scores = torch.baddbmm(
+                context.log_weights.flatten(0, 1),
+                y.to(wide).flatten(0, 1),
+                value.to(wide).flatten(0, 1).mT,
+                alpha=self.tau,
+            ).view(context.log_weights.shape)
+            if need_lse:
+                lse = scores.logsumexp(-1)
+                weights = (scores - lse.unsqueeze(-1)).exp()
+            else:
+                weights = scores.softmax(-1)
+            attended = weights.to(y.dtype) @ value
+        if context.attends is not None:
+            attended = attended.masked_fill(~context.attends.unsqueeze(-1), 0.0)
+        return merge_heads(attended), lse
 
     def _among_keys(
-        self, frozen: FrozenAttention, y: Tensor, need_lse: bool = True
+        self, y: Tensor, context: AttentionContext, need_lse: bool
     ) -> tuple[Tensor, Any]:
         """Return ``sum_j P_ij v_j`` and lse without an N x M matrix: queries (q, tau y), keys (k, v)."""
-        assert frozen.query is not None and frozen.key is not None
-        query = torch.cat((frozen.query, y * self.tau), -1)
-        key = torch.cat((frozen.key, frozen.value), -1)
-        causal = self.causal and frozen.query.shape[2] > 0
-        options: dict[str, Any] = {"mask": frozen.mask, "causal": causal}
-        options |= {"pairs": frozen.pairs.allowed, "bias": frozen.pairs.bias}
-        options |= {"backend": self.backend}
-        mean, lse = frozen_key_attention(query, key, 1.0, need_lse=need_lse, **options)
+        assert context.query is not None and context.key is not None
+        query = torch.cat((context.query, y * self.tau), -1)
+        causal = self.causal and query.shape[2] > 0
+        options = self._options(context.key_mask, context.pairs, causal)
+        mean, lse = frozen_key_attention(query, context.key, 1.0, need_lse=need_lse, **options)
         if need_lse:
-            origin = frozen.lse
+            origin = context.lse
             if origin is None:
-                origin = frozen_key_attention(frozen.query, frozen.key, 1.0, **options)[1]
+                key = context.key[..., : self.width]
+                origin = frozen_key_attention(context.query, key, 1.0, **options)[1]
             lse = lse - origin
         return mean[..., self.width :], lse
 
@@ -331,6 +292,8 @@ class EquilibriumEnergy(SummedEnergy):
             raise ValueError("attention and memory must not both be None")
         if memory is not None and (memory.context_dim is None or memory.norm is not None):
             raise ValueError("memory must have a context_dim and norm=None")
+        if attention is not None and memory is not None and attention.dim != memory.dim:
+            raise ValueError(f"memory must have dim={attention.dim}, got {memory.dim}")
         self.quadratic = Quadratic()
         self.attention, self.memory, self.output = attention, memory, output
 
@@ -338,31 +301,50 @@ class EquilibriumEnergy(SummedEnergy):
         terms = (self.quadratic, self.attention, self.memory)
         return [term for term in terms if term is not None]
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return the prepared inputs of attention and memory.
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        """Return the contexts of attention and memory.
 
         A solve may start at ``-dE_memory/dz(0; x)``, which ``c(x)`` needs anyway.
         """
-        if isinstance(x, Prepared):
-            return x
         given = x if isinstance(x, AttentionInput) else AttentionInput(tokens=x)
-        tokens, parts, answer = given.tokens, [None], None
+        tokens, answer = given.tokens, None
+        parts: list[Any] = [None]  # the quadratic term has no input
         if isinstance(tokens, Tensor):
             check_mask(mask, tokens, type(self).__name__, features=1)
             tokens = hide(tokens, mask)
-        recalled = None if self.memory is None else self.memory.prepare(tokens, mask=mask)
-        if self.memory is not None and tokens is not None:
-            origin = tokens.new_zeros(*tokens.shape[:-1], self.memory.dim)
-            answer = -self.memory.grad(origin, recalled, mask=mask)
+        recalled: Any = None
+        if self.memory is not None:
+            recalled = self.memory.prepare(tokens, mask=mask)
+            active = self.memory.activate(recalled.query, recalled.gates, False)[1]
+            answer = hide(active @ self.memory.weight, mask).to(tokens.dtype)  # type: ignore[union-attr]
         if self.attention is not None:
             context = tokens if answer is None else self.context(tokens, answer)
             parts.append(self.attention.prepare(given._replace(tokens=context), mask=mask))
         if self.memory is not None:
             parts.append(recalled)
-        return Prepared(tuple(parts), None if answer is None else answer.detach())
+        start = None if answer is None else answer.detach()
+        return AttentionContext(tuple(parts), start, mask)
 
-    def with_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any]]:
-        return super().with_parts(self.prepare(x, mask=mask), mask)
+    def unit_step(self, z: Tensor, x: AttentionContext) -> Tensor:
+        """Return ``z - dE/dz`` (B, N, s) in fewer operations, unless a part has been replaced."""
+        parts, mask, step = x.parts, x.mask, None
+        first: Any = self.memory if self.attention is None else self.attention
+        check_state(z, parts[1], type(self).__name__, first.dim, self.attention is not None)
+        if self.attention is not None:
+            weight = self.attention.state.weight
+            step = self.attention.attend(z, parts[1], weight)[0] @ weight
+        if self.memory is not None:
+            weight, recalled = self.memory.projection.weight, parts[-1]
+            visible = z if mask is None else hide(z, mask)
+            y = project(visible, weight, recalled.query, None, mask)
+            active = self.memory.activate(y, recalled.gates, False)[1]
+            if step is None:
+                step = active @ weight
+            else:  # the matrix product also adds
+                rows = torch.addmm(step.flatten(0, 1), active.flatten(0, 1), weight)
+                step = rows.view(step.shape)
+        step = step.to(z.dtype)  # type: ignore[union-attr]
+        return step if mask is None else torch.where(mask.unsqueeze(-1), step, z)
 
     def context(self, x: Any, answer: Tensor) -> Tensor:
         """Return ``c(x)``, like ``x``, for ``answer = -dE_memory/dz(0; x)`` (..., s)."""

@@ -4,6 +4,9 @@ To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=
 value (B,), or ``value_and_grad(self, z, x=None, *, mask=None)``, with the gradient in closed form.
 The parameters ``x`` and ``mask`` of ``forward`` are optional. Masked tokens must have no influence: begin
 with ``hide(z, mask)``. ``check_energy`` verifies this.
+
+The energies of this package are :class:`ClosedForm`: their public methods turn the input into an
+:class:`AttentionContext`, check the state, and call ``evaluate``, which a solve repeats.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import functools
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.tokens import (
-    Pair,
+    Mask,
     check_input,
     check_tokens,
     check_values,
@@ -31,6 +34,7 @@ from implicit_attn.energies.tokens import (
     sum_samples,
     sum_squares,
 )
+from implicit_attn.kernels.arguments import Pairs
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.modes import (
     PLAIN_ATTENTION,
@@ -41,18 +45,46 @@ from solvers.core.modes import (
     twice_differentiable,
 )
 
+Evaluation = tuple[Any, Any]  # the energy (B,), or None, and its gradient, like z
 
-class Prepared(NamedTuple):
-    """Result of ``Energy.prepare``, which replaces the layer's input during a solve.
+
+class AttentionContext(NamedTuple):
+    """Everything that an energy reads during a solve besides the state and its parameters.
+
+    ``Energy.prepare`` makes it once per solve. It replaces the layer's input in all other methods and
+    contains the mask. All tensors are (B, ...), and every field may be None.
 
     Attributes:
-        parts: a pytree of tensors (B, ...) or None; for a sum, a tuple with the prepared input, ``x``
-            itself or None for each term.
-        start: detached initial state for a solve, or None.
+        parts: for a sum, a tuple with what each term prepared; otherwise any pytree of tensors.
+        start: detached initial state for a solve.
+        mask: (B, N) bool, False at masked tokens of the state.
+        tokens: (B, N, d), the input itself.
+        query: embedded input, added to the features of the state, (B, H, N, p), or (B, ..., rows) without
+            heads. For frozen keys, the queries times their inverse temperature.
+        key: embedded input, added to the features of the keys, (B, H, N, p); with frozen keys the keys
+            (B, H, M, p) themselves.
+        value: values (B, H, M, p).
+        key_mask: (B, M) bool, mask of frozen keys.
+        pairs: allowed pairs of queries and keys, and biases of their scores.
+        attends: (B, 1 or H, N) bool, False at queries without any key; None if all have one.
+        log_weights: (B, H, N, M), logarithms of attention weights that do not depend on the state.
+        lse: (B, H, N), log-sum-exps of their scores, if the weights are not stored.
+        gates: (B, ..., rows), weights of the features.
     """
 
-    parts: Any
-    start: Any = None
+    parts: Any = None
+    start: Tensor | None = None
+    mask: Mask = None
+    tokens: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    key_mask: Mask = None
+    pairs: Pairs = Pairs()
+    attends: Tensor | None = None
+    log_weights: Tensor | None = None
+    lse: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class FunctionCall(NamedTuple):
@@ -71,28 +103,25 @@ class FunctionCall(NamedTuple):
         name = name or getattr(function, "__qualname__", type(function).__name__)
         # A module's __call__ accepts any arguments, so forward is inspected.
         module = getattr(function, "_orig_mod", function)  # inside a module of torch.compile
-        called = module.forward if isinstance(module, nn.Module) else function
         try:
-            signature = inspect.signature(called)
+            signature = inspect.signature(
+                module.forward if isinstance(module, nn.Module) else function
+            )
         except ValueError as error:
             raise TypeError(f"{name} has no signature; wrap it in a function") from error
-        if list(signature.parameters)[:2] == ["x", "z"]:
-            raise TypeError(
-                f"{name} must take the state z before the input x, got {name}{signature}; swap the two "
-                "parameters"
-            )
+        parameters = signature.parameters
+        if list(parameters)[:2] == ["x", "z"]:
+            raise TypeError(f"{name} must take the state z before the input x, got {signature}")
         for takes_x, takes_mask in ((True, True), (False, True), (True, False), (False, False)):
             try:
                 signature.bind(*[None] * (1 + takes_x), **{"mask": None} if takes_mask else {})
             except TypeError:
                 continue
-            parameters = signature.parameters
             # A keyword-only x would not be passed, except one that functools.partial has bound.
             lost = not takes_x and "x" in parameters and parameters["x"].default is None
             if parameters and not lost and (takes_mask or "mask" not in parameters):
-                needs = (
-                    "mask" in parameters and parameters["mask"].default is inspect.Parameter.empty
-                )
+                mask = parameters.get("mask")
+                needs = mask is not None and mask.default is inspect.Parameter.empty
                 return cls(name, takes_x, takes_mask, needs)
             break
         raise TypeError(
@@ -100,24 +129,21 @@ class FunctionCall(NamedTuple):
             f"{name}{signature}"
         )
 
-    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None) -> Any:
-        arguments = (z, x) if self.takes_x else (z,)
-        if mask is None:
-            return function(*arguments, mask=None) if self.needs_mask else function(*arguments)
-        if not self.takes_mask:
-            raise ValueError(
-                f"{self.name} takes no mask, so masked tokens would influence it; add a parameter "
-                f"mask=None and use it, or pass no mask, got one of shape {tuple(mask.shape)}"
-            )
-        return function(*arguments, mask=mask)
-
     @classmethod
     def of_class(cls, module: type[nn.Module]) -> FunctionCall:
         """Read the signature of a class's ``forward``."""
         return cls.read(functools.partial(module.forward, None), f"{module.__name__}.forward")
 
-
-Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
+    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Mask) -> Any:
+        arguments = (z, x) if self.takes_x else (z,)
+        if mask is None and not self.needs_mask:
+            return function(*arguments)
+        if not self.takes_mask:
+            raise ValueError(
+                f"{self.name} takes no mask, so masked tokens would influence it; add a parameter "
+                f"mask=None and use it, or pass no mask, got one of shape {tuple(mask.shape)}"  # type: ignore[union-attr]
+            )
+        return function(*arguments, mask=mask)
 
 
 class Energy(nn.Module):
@@ -139,6 +165,7 @@ class Energy(nn.Module):
     """
 
     concave: bool = False
+    is_replaced: bool = False  # whether ``replace`` has exchanged a part
 
     _call = FunctionCall("Energy.forward", True, True)  # each subclass has its own
 
@@ -151,19 +178,19 @@ class Energy(nn.Module):
                 f"{cls.grad.__qualname__}; grad = Energy.grad derives it from value_and_grad"
             )
 
-    def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         """Return ``forward`` for those of ``x`` and ``mask`` that it accepts."""
         return self._call(super().__call__, z, x, mask)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         """Return the object that replaces ``x`` in the other methods during a solve.
 
-        It is ``x`` itself by default, None if x is ignored, or a ``Prepared`` with tensors that depend only
-        on the input. It is called once per solve, and gradients flow through it. All methods accept both.
+        It is ``x`` itself by default, or an :class:`AttentionContext` with tensors that depend only on the
+        input. It is called once per solve, and gradients flow through it. All methods accept both.
         """
         return x
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         """Return the energy of each sample, (B,), at the state ``z`` (B, ...).
 
         ``x`` is the layer's input, which is constant, or the result of ``prepare``; ``mask`` (B, N) bool is
@@ -173,7 +200,7 @@ class Energy(nn.Module):
             return self.value_and_grad(z, x, mask=mask)[0]
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Evaluation:
         """Return the energy (B,) and its gradient with respect to ``z``.
 
         ValueError if ``forward`` returns another shape or does not depend on ``z``.
@@ -182,16 +209,25 @@ class Energy(nn.Module):
             return self._checked(z, x, mask), self.grad(z, x, mask=mask)
         return value_and_gradient(self._checked, z, x, mask, named=self._label())
 
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return the gradient with respect to ``z``, which is differentiable if autograd is on."""
         return self.value_and_grad(z, x, mask=mask)[1]
 
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return the Hessian-vector product with ``v``, like ``z``, as the derivative of ``grad``.
 
         Solves do not call it.
         """
-        return hessian_product(lambda z, x, mask: self.grad(z, x, mask=mask), z, v, x, mask)
+        shapes, expected = ([tuple(t.shape) for t in pytree.tree_leaves(tree)] for tree in (v, z))
+        if shapes != expected:
+            raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
+
+        def along(z: Any, v: Any, x: Any, mask: Mask) -> Tensor:
+            gradient = pytree.tree_leaves(self.grad(z, x, mask=mask))
+            pairs = zip(gradient, pytree.tree_leaves(v), strict=True)
+            return sum((g * w).sum() for g, w in pairs)  # type: ignore[return-value]
+
+        return value_and_gradient(along, z, v, x, mask)[1]
 
     def select(self, key: Any) -> Select:
         """Return this energy with ``x[key]`` as its input, for inputs that are dicts or tuples."""
@@ -233,13 +269,12 @@ class Energy(nn.Module):
             return Scaled(self, weight)
         return NotImplemented
 
-    def __rmul__(self, weight: Any) -> Scaled:
-        return self.__mul__(weight)
+    __rmul__ = __mul__
 
     def __neg__(self) -> Scaled:
         return Scaled(self, -1.0)
 
-    def _checked(self, z: Any, x: Any, mask: Tensor | None) -> Tensor:
+    def _checked(self, z: Any, x: Any, mask: Mask) -> Tensor:
         value = self(z, x, mask=mask)
         check_values(value, pytree.tree_leaves(z)[0].shape[0], self._label())
         return value
@@ -248,31 +283,93 @@ class Energy(nn.Module):
         return f"{type(self).__name__}.forward"
 
 
-class _Multiple(Energy):
-    """``factor() * energy``."""
+class ClosedForm(Energy):
+    """Base class of energies that compute the value and the gradient in one method, ``evaluate``."""
+
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
+        return x if isinstance(x, AttentionContext) else self.read(x, mask)
+
+    def read(self, x: Any, mask: Mask) -> Any:
+        """Return what ``prepare`` returns for an input that is not prepared yet."""
+        return x
+
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
+        return self._enter(z, x, mask, True)[0]
+
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Evaluation:
+        return self._enter(z, x, mask, True)
+
+    def grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
+        return self._enter(z, x, mask, False)[1]
+
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
+        """Raise TypeError or ValueError unless the state fits ``x``, the result of ``prepare``."""
+
+    @abstractmethod
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        """Return the energy (B,), or None if ``need_value`` is False, and the gradient, like ``z``.
+
+        ``x`` is the result of ``prepare``; the arguments have been checked.
+        """
+
+    def _enter(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        if not isinstance(x, AttentionContext):
+            x = self.prepare(x, mask=mask)
+        if isinstance(x, AttentionContext):
+            mask = x.mask
+        self.check(z, x, mask)
+        return self.evaluate(z, x, mask, need_value)
+
+
+def _is_closed(term: Energy) -> bool:
+    """Return whether ``evaluate`` defines the term, and not a user's override of a public method."""
+    kind = type(term)
+    return isinstance(term, ClosedForm) and (kind.forward, kind.value_and_grad, kind.grad) == (
+        ClosedForm.forward, ClosedForm.value_and_grad, ClosedForm.grad
+    )  # fmt: skip
+
+
+def _evaluate(term: Energy, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+    """Evaluate a term of a sum, whose state has been checked, with what it prepared."""
+    if _is_closed(term):
+        return term.evaluate(z, x, mask, need_value)  # type: ignore[operator,return-value]
+    if need_value:
+        return term.value_and_grad(z, x, mask=mask)
+    return None, term.grad(z, x, mask=mask)
+
+
+class _Wrapped(ClosedForm):
+    """An energy that evaluates another one; its context has what that one prepared as its part."""
 
     def __init__(self, energy: Energy) -> None:
         super().__init__()
         self.energy = _check_energy_type(energy)
+        self.concave = energy.concave
+
+    def read(self, x: Any, mask: Mask) -> Any:
+        part = self.energy.prepare(x, mask=mask)
+        return x if part is x else AttentionContext(part, mask=mask)
+
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
+        if _is_closed(self.energy):
+            self.energy.check(z, x.parts if isinstance(x, AttentionContext) else x, mask)  # type: ignore[operator]
+
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        part = x.parts if isinstance(x, AttentionContext) else x
+        return _evaluate(self.energy, z, part, mask, need_value)
+
+
+class _Multiple(_Wrapped):
+    """``factor() * energy``."""
 
     @abstractmethod
     def factor(self) -> float | Tensor:
         """Return a number or a scalar tensor."""
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        return self.energy.prepare(x, mask=mask)
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.energy._checked(z, x, mask) * self.factor()
-
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        value, gradient = self.energy.value_and_grad(z, x, mask=mask)
-        factor = self.factor()
-        return value * factor, map_tree(lambda leaf: leaf * factor, gradient)
-
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        factor = self.factor()
-        return map_tree(lambda leaf: leaf * factor, self.energy.grad(z, x, mask=mask))
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        (value, gradient), factor = super().evaluate(z, x, mask, need_value), self.factor()
+        gradient = map_tree(lambda leaf: leaf * factor, gradient)
+        return value * factor if need_value else None, gradient
 
 
 class Scaled(_Multiple):
@@ -282,6 +379,7 @@ class Scaled(_Multiple):
 
     def __init__(self, energy: Energy, weight: float | nn.Parameter) -> None:
         super().__init__(energy)
+        self.concave = False
         if isinstance(weight, nn.Parameter):
             if weight.dim() != 0:
                 raise ValueError(f"weight must be a scalar tensor, got shape {tuple(weight.shape)}")
@@ -311,13 +409,12 @@ class Weighted(_Multiple):
         initial = require_positive("initial", initial)
         self.maximum = None if maximum is None else require_positive("maximum", maximum)
         if self.maximum is None:
-            raw = initial + math.log(-math.expm1(-initial))
+            raw = inverse_softplus(initial)
         elif initial < self.maximum:
             raw = math.log(initial / (self.maximum - initial))
         else:
             raise ValueError(f"initial must be below maximum={maximum!r}, got {initial!r}")
         self.raw = nn.Parameter(torch.tensor(raw))
-        self.concave = energy.concave
 
     def factor(self) -> Tensor:
         if self.maximum is None:
@@ -328,37 +425,40 @@ class Weighted(_Multiple):
         return f"weight={self.factor().item():.4g}, maximum={self.maximum}"
 
 
-class SummedEnergy(Energy):
+def inverse_softplus(number: float) -> float:
+    """Return the ``raw`` with ``log(1 + exp(raw)) = number`` > 0."""
+    return number + math.log(-math.expm1(-number))
+
+
+class SummedEnergy(ClosedForm):
     """The sum of the energies that ``summands`` returns."""
 
     @abstractmethod
     def summands(self) -> Iterable[Any]:
         """Return the energies to add, at least one."""
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return ``Prepared`` with one part per term, or ``x`` if no term prepares anything."""
+    def read(self, x: Any, mask: Mask) -> Any:
+        """Return a context with one part per term, or ``x`` if no term prepares anything."""
         parts = tuple(term.prepare(x, mask=mask) for term in self.summands())
-        return x if all(part is x or part is None for part in parts) else Prepared(parts)
+        return x if all(part is x for part in parts) else AttentionContext(parts, mask=mask)
 
-    def with_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any]]:
-        """Yield each term with its input: its part of the prepared input, or ``x``."""
-        if isinstance(x, Prepared):
-            return zip(self.summands(), x.parts, strict=True)
-        return ((term, x) for term in self.summands())
+    def _terms(self, x: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield each term with what it prepared."""
+        terms = tuple(self.summands())
+        return zip(
+            terms, x.parts if isinstance(x, AttentionContext) else (x,) * len(terms), strict=True
+        )
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        values = [term._checked(z, part, mask) for term, part in self.with_parts(x, mask)]
-        return functools.reduce(torch.add, values)
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
+        for term, part in self._terms(x):
+            if _is_closed(term):
+                term.check(z, part, mask)
 
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        terms = self.with_parts(x, mask)
-        found = [term.value_and_grad(z, part, mask=mask) for term, part in terms]
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        found = [_evaluate(term, z, part, mask, need_value) for term, part in self._terms(x)]
         values, gradients = zip(*found, strict=True)
-        return functools.reduce(torch.add, values), functools.reduce(_added, gradients)
-
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        terms = self.with_parts(x, mask)
-        return functools.reduce(_added, [e.grad(z, part, mask=mask) for e, part in terms])
+        total = functools.reduce(lambda a, b: map_tree(torch.add, a, b), gradients)
+        return functools.reduce(torch.add, values) if need_value else None, total
 
 
 class Sum(SummedEnergy):
@@ -378,42 +478,25 @@ class Sum(SummedEnergy):
         return self.terms
 
 
-class Select(Energy):
+class Select(_Wrapped):
     """An energy whose input is ``x[key]``, an entry of a dict, tuple, list or named tuple."""
 
     def __init__(self, energy: Energy, key: Any) -> None:
-        super().__init__()
-        self.energy = _check_energy_type(energy)
+        super().__init__(energy)
         self.key = key
-        self.concave = energy.concave
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return a ``Prepared`` with the prepared entry, or the entry itself."""
-        if isinstance(x, Prepared):
-            return x
-        return Prepared(self.energy.prepare(self._part(x), mask=mask))
-
-    def _part(self, x: Any) -> Any:
-        """Return ``x[key]`` of a dict, tuple or list, or ``x.key`` of a named tuple."""
-        if isinstance(x, Prepared):
-            return x.parts
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
         if not isinstance(x, (dict, tuple, list)):
             kind = type(x).__name__
             raise TypeError(f"x must be a dict or a tuple that contains {self.key!r}, got {kind}")
         try:
             fields = getattr(x, "_fields", None)
-            if isinstance(self.key, str) and fields is not None:
-                return x[fields.index(self.key)]  # type: ignore[call-overload]
-            return x[self.key]  # type: ignore[call-overload]
+            named = isinstance(self.key, str) and fields is not None
+            part = x[fields.index(self.key) if named else self.key]  # type: ignore[call-overload,union-attr]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
             raise ValueError(f"x must contain {self.key!r}, got {held}") from error
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.energy._checked(z, self._part(x), mask)
-
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        return self.energy.value_and_grad(z, self._part(x), mask=mask)
+        return AttentionContext(self.energy.prepare(part, mask=mask), mask=mask)
 
     def extra_repr(self) -> str:
         return f"key={self.key!r}"
@@ -450,11 +533,11 @@ def _copied_around(module: nn.Module, old: Energy, new: Energy) -> nn.Module:
         name: child and _copied_around(child, old, new) for name, child in module._modules.items()
     }
     if isinstance(copied, Energy):
-        copied.concave = False  # unknown for the new energy
+        copied.concave, copied.is_replaced = False, True  # concave is unknown for the new energy
     return copied
 
 
-class Quadratic(Energy):
+class Quadratic(ClosedForm):
     """``E = 1/2 |z - x|^2``, or ``1/2 |z|^2`` without an input.
 
     The gradient is ``z - x`` and the Hessian the identity. The unit gradient step on
@@ -463,19 +546,17 @@ class Quadratic(Energy):
     Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        difference = self._difference(z, x, mask)
-        return 0.5 * sum_squares(difference), difference
-
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._difference(z, x, mask)
-
-    def _difference(self, z: Tensor, x: Any, mask: Tensor | None) -> Tensor:
+    def check(self, z: Tensor, x: Any, mask: Mask) -> None:
         check_tokens(z, mask, "Quadratic", features=0)
-        return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
+        if x is not None:
+            check_input(x, z, "Quadratic")
+
+    def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        difference = hide(z if x is None else z - x, mask)
+        return 0.5 * sum_squares(difference) if need_value else None, difference
 
 
-class Field(Energy):
+class Field(ClosedForm):
     """``E = -<x, z>``, the input as an external field, with gradient ``-x`` and zero Hessian.
 
     Shapes: ``z`` (B, ...), ``x`` like ``z``, ``mask`` (B, N) for ``z`` (B, N, ...).
@@ -483,13 +564,13 @@ class Field(Energy):
 
     concave = True  # linear
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        field = self._field(z, x, mask)
-        return -sum_samples(field * hide(z, mask)), -field
-
-    def _field(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
+    def check(self, z: Tensor, x: Any, mask: Mask) -> None:
         check_tokens(z, mask, "Field", features=0)
-        return hide(check_input(x, z, "Field"), mask)
+        check_input(x, z, "Field")
+
+    def evaluate(self, z: Tensor, x: Tensor, mask: Mask, need_value: bool) -> Evaluation:
+        gradient = -hide(x, mask)
+        return sum_samples(gradient * hide(z, mask)) if need_value else None, gradient
 
 
 class FunctionEnergy(Energy):
@@ -511,7 +592,7 @@ class FunctionEnergy(Energy):
         self.function = function
         self.concave = concave
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         return self.call(self.function, z, x, mask)
 
     def _label(self) -> str:
@@ -540,8 +621,15 @@ def value_and_gradient(
     record = torch.is_grad_enabled()
     # Compiled functions and fused attention cannot be differentiated twice.
     with recording(), twice_differentiable() if record else nullcontext():
-        point, leaves, spec = _fresh(z, record)
-        value = function(point, *ordinary(inputs))
+        leaves, spec = pytree.tree_flatten(ordinary(z))
+        _check_state(leaves)
+        if not record:
+            leaves = [leaf.detach() for leaf in leaves]
+        # New tensors of the graph, so that inputs computed from z are constants. They are views, because
+        # torch cannot follow the gradients of leaves where it tracks modules.
+        own = [t if t.requires_grad else t.detach().requires_grad_() for t in leaves]
+        leaves = [leaf.view_as(leaf) for leaf in own]
+        value = function(pytree.tree_unflatten(leaves, spec), *ordinary(inputs))
         found: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if value.requires_grad:
             # Samples are independent, so the gradient of the sum contains the gradient of each.
@@ -581,48 +669,6 @@ def _by_transform(
     return value, pytree.tree_unflatten(list(gradients), spec)
 
 
-def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
-    """Return the product of ``v`` with the Hessian, the symmetric Jacobian of ``gradient(z, *inputs)``."""
-    if in_transform() or torch.compiler.is_dynamo_compiling():
-        return torch.func.vjp(lambda point: gradient(point, *inputs), z)[1](v)[0]
-    record = torch.is_grad_enabled()
-    with recording():
-        point, leaves, spec = _fresh(z, record)
-        outputs = pytree.tree_leaves(gradient(point, *ordinary(inputs)))
-        vectors = pytree.tree_leaves(v)
-        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
-        expected = [tuple(leaf.shape) for leaf in leaves]
-        if shapes != expected:
-            raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
-        # Parts that do not depend on z, such as those of a linear energy, have no graph and no curvature.
-        pairs = [(g, w) for g, w in zip(outputs, vectors, strict=True) if g.requires_grad]
-        if not pairs:
-            return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
-        products = torch.autograd.grad(
-            [g for g, _ in pairs],
-            leaves,
-            grad_outputs=ordinary([w for _, w in pairs]),
-            create_graph=record,
-            materialize_grads=True,
-        )
-    return pytree.tree_unflatten(list(products), spec)
-
-
-def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
-    """Return ``z`` as new tensors of the graph, so that inputs computed from it are constants.
-
-    The result is the tree, its leaves and its structure.
-    """
-    leaves, spec = pytree.tree_flatten(ordinary(z))
-    _check_state(leaves)
-    own = [
-        leaf if record and leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves
-    ]
-    # Not leaves: torch cannot follow the gradients of these where it tracks modules.
-    fresh = [leaf.view_as(leaf) for leaf in own]
-    return pytree.tree_unflatten(fresh, spec), fresh, spec
-
-
 def _check_state(leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
@@ -637,7 +683,3 @@ def map_tree(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree, *others)
     return pytree.tree_map(function, tree, *others)
-
-
-def _added(a: Any, b: Any) -> Any:
-    return map_tree(torch.add, a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -17,16 +18,19 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     ScoreAttention,
 )
-from implicit_attn.energies.energy import Prepared, Quadratic, SummedEnergy
-from implicit_attn.energies.heads import Given, ProjectedEnergy
+from implicit_attn.energies.energy import AttentionContext, Evaluation, Quadratic, SummedEnergy
+from implicit_attn.energies.heads import ProjectedEnergy
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
     NONLINEAR_MAPS,
     SOFT_NORM,
+    Mask,
     Projection,
     RMSNorm,
     accumulation_dtype,
+    hide,
     normal_density,
+    sum_samples,
     visible_input,
 )
 from solvers.core.checks import require_choice, require_count, require_flag
@@ -98,25 +102,25 @@ class MemoryEnergy(ProjectedEnergy):
         self.bias = nn.Parameter(torch.zeros(memories)) if biased else None
         self.concave = self.concave_without_norm and norm is None
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return ``Prepared((U x + c, gates or None))``, tensors (B, ..., M), or None without a context."""
-        if self.context is None or isinstance(x, Prepared):
-            return None if self.context is None else x
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        """Compute ``U x + c`` and the gates, tensors (B, ..., M)."""
+        if self.context is None:
+            return AttentionContext(mask=mask)
         weight = self.context.weight
         x = visible_input(x, weight, mask, type(self).__name__)
         gates = None if self.gate is None else 2.0 * torch.sigmoid(self.gate(x))
-        return Prepared((F.linear(x, weight, self.bias), gates))
+        return AttentionContext(query=F.linear(x, weight, self.bias), gates=gates, mask=mask)
 
-    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
-        if self.context is None:
-            return self.bias, Given(mask)
-        shift, gates = self.prepare(x, mask=mask).parts
-        if shift.shape[:-1] != z.shape[:-1]:
-            raise ValueError(
-                f"{type(self).__name__}: x must have the shape "
-                f"{(*z.shape[:-1], self.context_dim)}, got {(*shift.shape[:-1], self.context_dim)}"
-            )
-        return shift, Given(mask, gates)
+    def added(self, context: AttentionContext) -> Tensor | None:
+        return self.bias if context.query is None else context.query
+
+    @abstractmethod
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
+        """Return the integral of the hidden units of each token, or None, and its derivative, like y."""
+
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
+        value, active = self.activate(y, context.gates, need_value)
+        return -sum_samples(hide(value, context.mask)) if need_value else None, -active
 
 
 class ReLUFeedForward(MemoryEnergy):
@@ -140,13 +144,12 @@ class ReLUFeedForward(MemoryEnergy):
 
     concave_without_norm = True
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        active = F.relu(y)
-        wide = active.to(accumulation_dtype(active.dtype))
-        return -0.5 * gated(wide.square(), given).sum(-1)
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
-        return -gated(F.relu(y), given)
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
+        active, value = F.relu(y), None
+        if need_value:
+            wide = active.to(accumulation_dtype(active.dtype))
+            value = 0.5 * gated(wide.square(), gates).sum(-1)
+        return value, active if gates is None else active * gates
 
 
 class GELUFeedForward(MemoryEnergy):
@@ -159,14 +162,14 @@ class GELUFeedForward(MemoryEnergy):
     Shapes and arguments are those of :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
     """
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        wide = y.to(accumulation_dtype(y.dtype))
-        below = torch.special.ndtr(wide)
-        integral = (wide.square() - 1.0) * below + wide * normal_density(wide)
-        return -0.5 * gated(integral, given).sum(-1)
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
-        return -gated(F.gelu(y), given)
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
+        value = None
+        if need_value:
+            wide = y.to(accumulation_dtype(y.dtype))
+            below = torch.special.ndtr(wide)
+            integral = (wide.square() - 1.0) * below + wide * normal_density(wide)
+            value = 0.5 * gated(integral, gates).sum(-1)
+        return value, gated(F.gelu(y), gates)
 
 
 class SoftmaxFeedForward(MemoryEnergy):
@@ -184,11 +187,9 @@ class SoftmaxFeedForward(MemoryEnergy):
     concave_without_norm = True
     takes_gates = False
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        return -y.to(accumulation_dtype(y.dtype)).logsumexp(-1)
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
-        return -y.softmax(-1)
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
+        wide = y.to(accumulation_dtype(y.dtype))
+        return wide.logsumexp(-1) if need_value else None, y.softmax(-1)
 
 
 class GatedFeedForward(MemoryEnergy):
@@ -214,26 +215,20 @@ class GatedFeedForward(MemoryEnergy):
         self.activation = require_choice("activation", activation, NONLINEAR_MAPS)
         self.concave = self.norm is None and activation == "relu"
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        phi = FEATURE_MAPS[self.activation](y).value
-        return -0.5 * _total(phi, given).squeeze(-1).square()
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         phi, slope = FEATURE_MAPS[self.activation](y)
         assert slope is not None  # all feature maps here are nonlinear
-        return -_total(phi, given).to(y.dtype) * gated(slope, given)
+        total = gated(phi, gates).sum(-1, keepdim=True, dtype=accumulation_dtype(phi.dtype))
+        value = 0.5 * total.squeeze(-1).square() if need_value else None
+        return value, total.to(y.dtype) * gated(slope, gates)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
-def gated(units: Tensor, given: Given) -> Tensor:
+def gated(units: Tensor, gates: Tensor | None) -> Tensor:
     """Multiply hidden units by their gates."""
-    return units if given.gates is None else units * given.gates
-
-
-def _total(phi: Tensor, given: Given) -> Tensor:
-    return gated(phi, given).sum(-1, keepdim=True, dtype=accumulation_dtype(phi.dtype))
+    return units if gates is None else units * gates
 
 
 ATTENTIONS: dict[str, Callable[..., HeadsEnergy]] = {

@@ -1,26 +1,23 @@
 """Common parts of attention and feed-forward energies: features of tokens, heads, ``AttentionInput``.
 
 :class:`ProjectedEnergy` is an energy of features. :class:`HasHeads` adds the sizes and inverse
-temperatures of heads, and reads an :class:`AttentionInput` (pairs, a memory) once per solve.
+temperatures of heads. :func:`read_input` reads an :class:`AttentionInput` (pairs, a memory).
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Energy, Prepared
+from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation, inverse_softplus
 from implicit_attn.energies.tokens import (
-    SOFT_NORM,
     Features,
-    Pair,
+    Mask,
     Projection,
     RMSNorm,
     accumulation_dtype,
@@ -30,43 +27,34 @@ from implicit_attn.energies.tokens import (
     hide,
     like_state,
     project,
-    sum_samples,
     visible_input,
 )
 from implicit_attn.kernels.arguments import Pairs, check_pairs
 from solvers.core.checks import require_count, require_flag, require_positive
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+
+def check_state(z: Any, context: AttentionContext, name: str, dim: int, heads: bool) -> None:
+    """Check for a state (B, ..., dim), (B, N, dim) with heads, that fits the context of the input."""
+    check_tokens(z, context.mask, name, dim=dim, tokens=heads)
+    query = context.query if context.log_weights is None else context.log_weights
+    if query is not None:
+        got = (query.shape[0], query.shape[2]) if heads else query.shape[:-1]
+        if tuple(got) != tuple(z.shape[:-1]):
+            raise ValueError(
+                f"{name}: x must have the batch size and tokens of z, {tuple(z.shape[:-1])}, got "
+                f"{tuple(got)}"
+            )
+    if context.key is not None and len(context.key) != len(z):
+        raise ValueError(
+            f"{name}: x must have the batch size of z, {len(z)}, got {len(context.key)}"
+        )
 
 
-class Given(NamedTuple):
-    """Arguments of a potential besides the features y.
-
-    Attributes:
-        mask: (B, N) bool, False at masked tokens.
-        gates: (B, ..., rows), weights of the features.
-        pairs: allowed pairs of tokens and their biases.
-    """
-
-    mask: Tensor | None = None
-    gates: Tensor | None = None
-    pairs: Pairs | None = None
-
-
-class ProjectedEnergy(Energy):
+class ProjectedEnergy(ClosedForm):
     """Energy ``E(z) = potential(y)`` of features ``y = norm(z W^T)`` with a closed-form gradient.
 
-    A subclass sets ``projection`` (or overrides ``weight``) and defines ``by_features`` and one of the two
-    values below, for features ``y``, (B, heads, N, p) or (B, ..., rows), and arguments :class:`Given`::
-
-        token_value(y, given)         value of each token, (B, ...), summed over unmasked tokens
-        potential(y, given)           alternatively, the value of each sample, (B,)
-        by_features(y, given)         gradient of the potential with respect to y
-        potential_and_gradient(...)   both in one call, if they share work
-
-    ``seen(x, mask, z)`` returns the contribution of the input to the features. Features of masked tokens
-    may have any finite value: their gradient is zero.
+    A subclass sets ``projection`` (or overrides ``weight``) and defines ``potential``. Features of masked
+    tokens may have any finite value: their gradient is zero.
 
     Args:
         dim: features d of the state.
@@ -86,30 +74,26 @@ class ProjectedEnergy(Energy):
         """W (rows, d), read once per evaluation, because each read of a bounded weight recomputes it."""
         return self.projection.weight
 
-    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
-        """Return the tensor added to ``z W^T``, see :func:`project`, and the other arguments."""
-        return None, Given(mask)
-
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} must define token_value or potential")
-
     @abstractmethod
-    def by_features(self, y: Tensor, given: Given) -> Tensor: ...
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
+        """Return the value (B,), or None, of features y and its gradient, like y."""
 
-    def potential(self, y: Tensor, given: Given) -> Tensor:
-        return sum_samples(hide(self.token_value(y, given), given.mask))
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        return AttentionContext(mask=mask)
 
-    def potential_and_gradient(self, y: Tensor, given: Given) -> Pair:
-        return self.potential(y, given), self.by_features(y, given)
+    def check(self, z: Any, x: AttentionContext, mask: Mask) -> None:
+        check_state(z, x, type(self).__name__, self.dim, self.heads is not None)
 
     def features(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
+        self, z: Tensor, x: Any = None, *, mask: Mask = None, weight: Tensor | None = None
     ) -> Tensor:
         """Return ``y``, (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
-        return self._at(z, x, mask, weight)[0].unit
+        context = self.prepare(x, mask=mask)
+        self.check(z, context, mask)
+        return self._at(z, context, weight).unit
 
     def straight_gradient(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
+        self, z: Tensor, x: Any = None, *, mask: Mask = None, weight: Tensor | None = None
     ) -> Tensor:
         """Return the gradient without the norm's derivative, ``dE/dy W`` at ``y``, like ``z``.
 
@@ -118,37 +102,29 @@ class ProjectedEnergy(Energy):
 
         Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
         """
-        at, given = self._at(z, x, mask, weight)
-        gradient = self.straight_by_features(at.unit, given)
-        return like_state(at.pull_back(gradient, straight=True), z, mask)
+        context = self.prepare(x, mask=mask)
+        self.check(z, context, mask)
+        at = self._at(z, context, weight)
+        gradient = self.straight_by_features(at.unit, context)
+        return like_state(at.pull_back(gradient, straight=True), z, context.mask)
 
-    def straight_by_features(self, y: Tensor, given: Given) -> Tensor:
+    def straight_by_features(self, y: Tensor, context: AttentionContext) -> Tensor:
         """Return the gradient with respect to y that :meth:`straight_gradient` uses."""
-        return self.by_features(y, given)
+        return self.potential(y, context, False)[1]
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        at, given = self._at(z, x, mask)
-        return self.potential(at.unit, given)
-
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        at, given = self._at(z, x, mask)
-        value, gradient = self.potential_and_gradient(at.unit, given)
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
+        at = self._at(z, x)
+        value, gradient = self.potential(at.unit, x, need_value)
         return value, like_state(at.pull_back(gradient), z, mask)
 
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        at, given = self._at(z, x, mask)
-        return like_state(at.pull_back(self.by_features(at.unit, given)), z, mask)
+    def added(self, context: AttentionContext) -> Tensor | None:
+        """Return the tensor that is added to ``z W^T``, see :func:`project`."""
+        return context.query
 
-    def _at(
-        self, z: Tensor, x: Any, mask: Tensor | None, weight: Tensor | None = None
-    ) -> tuple[Features, Given]:
-        """Return the features at a state, and the other arguments of the potential."""
-        tokens = self.heads is not None
-        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=tokens)
-        added, given = self.seen(x, mask, z)
-        weight = self.weight if weight is None else weight
-        raw = project(hide(z, mask), weight, added, self.heads, mask)
-        return Features.of(raw, self.norm, weight, self.heads), given
+    def _at(self, z: Tensor, context: AttentionContext, weight: Tensor | None = None) -> Features:
+        weight, mask = self.weight if weight is None else weight, context.mask
+        raw = project(hide(z, mask), weight, self.added(context), self.heads, mask)
+        return Features.of(raw, self.norm, weight, self.heads)
 
     def extra_repr(self) -> str:
         return f"norm={self.norm}"
@@ -174,8 +150,7 @@ class Temperatures(nn.Module):
         self.number = None if learned or isinstance(found, list) else found
         self.largest = None if learned else max(self.numbers)  # learned ones have no bound
         if learned:
-            raw = [number + math.log(-math.expm1(-number)) for number in self.numbers]
-            self.raw = nn.Parameter(torch.tensor(raw))
+            self.raw = nn.Parameter(torch.tensor([inverse_softplus(n) for n in self.numbers]))
         elif self.number is None:
             # Constants are constructor arguments and not part of the state_dict.
             self.register_buffer("values", torch.tensor(self.numbers), persistent=False)
@@ -195,6 +170,18 @@ class Temperatures(nn.Module):
         return F.softplus(self.raw) if self.learned else self.values
 
 
+def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
+    if isinstance(beta, Tensor):
+        if beta.requires_grad:
+            raise TypeError("beta must not require grad; use learned_beta=True to train it")
+        beta = beta.tolist()
+    if isinstance(beta, (list, tuple)):
+        if len(beta) != heads:
+            raise ValueError(f"beta must contain one number per head ({heads}), got {beta!r}")
+        return [require_positive("beta", number) for number in beta]
+    return require_positive("beta", beta)
+
+
 class HeadOptions(TypedDict, total=False):
     """Options shared by attention energies, which ``HeadsEnergy`` documents."""
 
@@ -207,55 +194,20 @@ class HeadOptions(TypedDict, total=False):
     bound: float | None
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Checked :class:`HeadOptions` with defaults."""
-
-    head_dim: int | None = None
-    beta: Beta = None
-    learned_beta: bool = False
-    context_dim: int | None = None
-    bias: bool = False
-    norm: RMSNorm | None = SOFT_NORM
-    bound: float | None = None
-
-    def __post_init__(self) -> None:
-        check_norm(self.norm)
-        require_flag("bias", self.bias)
-        if self.context_dim is not None:
-            require_count("context_dim", self.context_dim)
-
-
 class HasHeads(nn.Module):
-    """A module with heads, inverse temperatures ``beta`` and an input that its features may depend on."""
+    """A module with heads and inverse temperatures ``beta``."""
 
     temperatures: Temperatures
 
-    def set_heads(self, dim: int, heads: int, **shared: Unpack[HeadOptions]) -> Heads:
+    def set_heads(
+        self, dim: int, heads: int, head_dim: int | None, beta: Beta, learned_beta: bool
+    ) -> None:
         """Set ``dim``, ``heads``, ``width`` and ``temperatures`` from a constructor's arguments."""
-        options = Heads(**shared)
-        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, options.head_dim)
-        self.temperatures = Temperatures(heads, options.beta, self.width, options.learned_beta)
-        return options
+        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
+        self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
 
-    def sees(self, x: Any) -> bool:
-        """Return whether the module uses this input."""
-        return True
-
-    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
-        """Compute the context of the input, once per solve."""
-        raise NotImplementedError
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return the context of ``x`` as a ``Prepared``, or None if x is ignored."""
-        if isinstance(x, Prepared):
-            return x
-        return Prepared(self.read(x, mask)) if self.sees(x) else None
-
-    def context_of(self, x: Any, z: Tensor, mask: Tensor | None) -> HeadsContext:
-        """Return the context of ``x``, prepared or computed now, checked against the state (B, N, d)."""
-        prepared = self.prepare(x, mask=mask)
-        return check_held(prepared.parts if prepared else HeadsContext(), z, type(self).__name__)
+    def check(self, z: Any, x: AttentionContext, mask: Mask) -> None:
+        check_state(z, x, type(self).__name__, self.dim, True)
 
     @property
     def beta(self) -> float | Tensor:
@@ -287,18 +239,6 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     return dim // heads
 
 
-def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
-    if isinstance(beta, Tensor):
-        if beta.requires_grad:
-            raise TypeError("beta must not require grad; use learned_beta=True to train it")
-        beta = beta.tolist()
-    if isinstance(beta, (list, tuple)):
-        if len(beta) != heads:
-            raise ValueError(f"beta must contain one number per head ({heads}), got {beta!r}")
-        return [require_positive("beta", number) for number in beta]
-    return require_positive("beta", beta)
-
-
 class AttentionInput(NamedTuple):
     """Input ``x`` of an attention energy with several parts, all of them optional.
 
@@ -320,23 +260,7 @@ class AttentionInput(NamedTuple):
     pairs: Tensor | None = None
     pair_bias: Tensor | None = None
     memory: Tensor | None = None
-    memory_mask: Tensor | None = None
-
-
-class HeadsContext(NamedTuple):
-    """Prepared input of attention energies: a pytree of tensors (B or 1, ...) and None.
-
-    Attributes:
-        query: (B, H, N, p), added to the features of z, or of its queries, before the norm.
-        key: (B, H, N, p), added to those of the keys; with ``cross`` the keys (B, H, M, p) themselves.
-        mask: (B, M) bool, mask of the keys in cross-attention.
-        pairs: allowed pairs and biases of their scores.
-    """
-
-    query: Tensor | None = None
-    key: Tensor | None = None
-    mask: Tensor | None = None
-    pairs: Pairs = Pairs()
+    memory_mask: Mask = None
 
 
 def check_exclude_self(
@@ -352,10 +276,10 @@ def check_exclude_self(
 
 
 def fit_pairs(
-    given: Pairs, shape: tuple[int, int, int, int], device: torch.device, exclude_self: bool = False
+    given: Pairs, shape: tuple[int, ...], device: torch.device, exclude_self: bool = False
 ) -> Pairs | None:
     """Return the pairs of an input for (B, H, N, M), optionally without self-pairs; None for all."""
-    pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")
+    pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")  # type: ignore[arg-type]
     if not exclude_self:
         return pairs
     others = ~torch.eye(shape[2], dtype=torch.bool, device=device)
@@ -363,13 +287,13 @@ def fit_pairs(
 
 
 def fit_keys(
-    given: Pairs, query: Tensor, key: Tensor, mask: Tensor | None, exclude_self: bool = False
+    given: Pairs, query: Tensor, key: Tensor, mask: Mask, exclude_self: bool = False
 ) -> tuple[Tensor, Tensor | None, Pairs]:
     """Return keys (B, H, M, p), their mask (B, M), and the matching pairs of an input.
 
     If M is 0, one masked key without influence is used instead.
     """
-    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    shape = (*query.shape[:3], key.shape[2])
     pairs = fit_pairs(given, shape, query.device, exclude_self) or Pairs()
     if key.shape[2]:
         return key, mask, pairs
@@ -378,7 +302,7 @@ def fit_keys(
 
 
 def project_input(
-    x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Tensor | None, name: str
+    x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Mask, name: str
 ) -> Tensor:
     """Return ``x P^T + bias`` (B, H, N, p) of an input (B, N, k), zero at masked tokens."""
     weight = projection.weight
@@ -386,7 +310,7 @@ def project_input(
 
 
 def read_input(
-    x: Any, mask: Tensor | None, name: str, width: int | None = None
+    x: Any, mask: Mask, name: str, width: int | None = None
 ) -> tuple[Any, Pairs, Any, Tensor | None]:
     """Return tokens, pairs, memory and its mask of an ``AttentionInput``; other inputs are the tokens.
 
@@ -417,14 +341,3 @@ def read_input(
         )
     check_mask(seen, memory, f"{name}, context", features=1)
     return tokens, pairs, hide(memory, seen), seen
-
-
-def check_held(context: HeadsContext, z: Tensor, name: str) -> HeadsContext:
-    """Check that the context has the batch size of ``z``, and its queries the tokens."""
-    query, key = context.query, context.key
-    if query is not None and (query.shape[0], query.shape[2]) != z.shape[:2]:
-        wanted, got = tuple(z.shape[:2]), (query.shape[0], query.shape[2])
-        raise ValueError(f"{name}: x must have the batch size and tokens of z, {wanted}, got {got}")
-    if key is not None and key.shape[0] != z.shape[0]:
-        raise ValueError(f"{name}: x must have the batch size of z, {len(z)}, got {len(key)}")
-    return context

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.tokens import (
+    Mask,
     RMSNorm,
     accumulation_dtype,
     check_tokens,
@@ -30,7 +31,7 @@ from solvers.core.checks import require_positive
 class Lagrangian(ABC):
     """Base class of convex functions of each token, over the last dimension, summed over tokens."""
 
-    def __call__(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return the Lagrangian of each sample, (B, ..., d) -> (B,), in float32 or wider.
 
         ``mask`` (B, N) bool, for ``z`` (B, N, ..., d), is False at masked tokens.

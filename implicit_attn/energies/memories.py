@@ -14,23 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.heads import (
-    Beta,
-    Given,
-    HasHeads,
-    HeadsContext,
-    ProjectedEnergy,
-    fit_keys,
-    read_input,
-)
+from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
+from implicit_attn.energies.heads import Beta, HasHeads, ProjectedEnergy, fit_keys, read_input
 from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
 from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
 from implicit_attn.energies.tokens import (
+    Mask,
     Pair,
     accumulation_dtype,
     check_tensor,
-    check_tokens,
     hide,
     merge_heads,
     split_heads,
@@ -91,25 +83,24 @@ class PatternEnergy(ProjectedEnergy):
     def weight(self) -> Tensor:
         return self.patterns
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, x, mask=mask) + self._own_value(hide(z, mask))
+    @abstractmethod
+    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+        """Return the value of each token, (B, ...), or None, and its gradient, like y."""
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        value, gradient = super().value_and_grad(z, x, mask=mask)
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
+        value, gradient = self.overlap(y, need_value)
+        return sum_samples(hide(value, context.mask)) if need_value else None, gradient
+
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
+        value, gradient = super().evaluate(z, x, mask, need_value)
         visible = hide(z, mask)
-        return value + self._own_value(visible), self._with_own(gradient, visible, mask)
-
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._with_own(super().grad(z, x, mask=mask), hide(z, mask), mask)
-
-    def _own_value(self, z: Tensor) -> Tensor | float:
-        """Return the terms that depend only on the state."""
-        value = 0.5 * sum_squares(z) if self.confined else 0.0
-        return value if self.bias is None else value - sum_samples(z * self.bias)
-
-    def _with_own(self, gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
-        gradient = z + gradient if self.confined else gradient
-        return gradient if self.bias is None else hide(gradient - self.bias, mask)
+        if self.confined:
+            gradient = visible + gradient
+            value = None if value is None else value + 0.5 * sum_squares(visible)
+        if self.bias is not None:
+            gradient = hide(gradient - self.bias, mask)
+            value = None if value is None else value - sum_samples(visible * self.bias)
+        return value, gradient
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}"
@@ -147,11 +138,12 @@ class Hopfield(PatternEnergy):
         super().__init__(patterns, learnable=learnable, confined=True)
         self.beta = require_positive("beta", beta)
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        return (y.to(accumulation_dtype(y.dtype)) * self.beta).logsumexp(-1) / -self.beta
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
-        return -(y * self.beta).softmax(-1)
+    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+        scores, value = y * self.beta, None
+        if need_value:
+            wide = y.to(accumulation_dtype(y.dtype)) * self.beta
+            value = wide.logsumexp(-1) / -self.beta
+        return value, -scores.softmax(-1)
 
     def log_partition(self, cooling: int = 1) -> Tensor:
         """Return the differentiable scalar ``log Z`` of one token at temperature ``1 / (cooling beta)``.
@@ -257,21 +249,19 @@ class DenseAssociative(PatternEnergy):
             raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
         self.concave = isinstance(power, str) or power % 2 == 0
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
+    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
         wide = y.to(accumulation_dtype(y.dtype))
-        powers = (wide - self.shift).exp() if isinstance(self.power, str) else wide.pow(self.power)
-        return -powers.sum(-1)
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
         if isinstance(self.power, str):
-            return -(y - self.shift).exp()
-        return -self.power * y.pow(self.power - 1)
+            value = -(wide - self.shift).exp().sum(-1) if need_value else None
+            return value, -(y - self.shift).exp()
+        value = -wide.pow(self.power).sum(-1) if need_value else None
+        return value, -self.power * y.pow(self.power - 1)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"
 
 
-class QueryEnergy(HasHeads, Energy):
+class QueryEnergy(HasHeads, ClosedForm):
     """The modern Hopfield energy of queries with the keys as stored patterns, without weights.
 
     ``E = sum_h sum_i [ 1/2 |q_hi|^2 - beta^-1 log sum_j exp(beta q_hi.k_hj) ]``. The gradient with respect
@@ -305,37 +295,46 @@ class QueryEnergy(HasHeads, Energy):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.set_heads(dim, heads, beta=beta, learned_beta=learned_beta)
+        self.set_heads(dim, heads, None, beta, learned_beta)
         self.backend = check_backend(backend, "frozen keys")
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        each, mean = self._attend(z, x, mask)
-        return sum_samples(hide(each.mT, mask)), hide(hide(z, mask) - merge_heads(mean), mask)
+    def read(self, x: Any, mask: Mask) -> AttentionContext:
+        _, pairs, memory, seen = read_input(x, mask, "QueryEnergy", self.dim)
+        key = split_heads(memory, self.heads)
+        return AttentionContext(key=key, key_mask=seen, pairs=pairs, mask=mask)
+
+    def check(self, z: Any, x: AttentionContext, mask: Mask) -> None:
+        super().check(z, x, mask)
+        assert x.key is not None  # set by ``read``
+        if (x.key.dtype, x.key.device) != (z.dtype, z.device):
+            wanted, got = f"{z.dtype} on {z.device}", f"{x.key.dtype} on {x.key.device}"
+            raise TypeError(f"QueryEnergy: x must be {wanted} like z, got {got}")
+
+    def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
+        query = split_heads(hide(z, mask), self.heads)
+        mean, lse = self._attend(query, x)
+        value = sum_samples(hide(self._each(query, lse).mT, mask)) if need_value else None
+        return value, hide(hide(z, mask) - merge_heads(mean), mask)
 
     def each(self, z: Tensor, x: Any = None) -> Tensor:
         """Return the energy of each query, (B, H, N), float32 or wider."""
-        return self._attend(z, x, None)[0]
+        context = self.prepare(x)
+        self.check(z, context, None)
+        query = split_heads(z, self.heads)
+        return self._each(query, self._attend(query, context)[1])
 
-    def _attend(self, z: Tensor, x: Any, mask: Tensor | None) -> Pair:
-        """Return the energy of each query (B, H, N), and its mean key (B, H, N, p)."""
-        check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
-        given = self.context_of(x, z, mask)
-        key = given.key
-        assert key is not None  # computed from the memory
-        if (key.dtype, key.device) != (z.dtype, z.device):
-            wanted, got = f"{z.dtype} on {z.device}", f"{key.dtype} on {key.device}"
-            raise TypeError(f"QueryEnergy: x must be {wanted} like z, got {got}")
-        query = split_heads(hide(z, mask), self.heads)
-        key, seen, pairs = fit_keys(given.pairs, query, key, given.mask)
-        options: dict[str, Any] = {"mask": seen, "pairs": pairs.allowed, "bias": pairs.bias}
-        beta = self.beta_like(query)
-        mean, lse = frozen_key_attention(query, key, beta, backend=self.backend, **options)
+    def _each(self, query: Tensor, lse: Tensor) -> Tensor:
         wide = query.to(accumulation_dtype(query.dtype))
-        return 0.5 * wide.square().sum(-1) - lse / self.beta_like(lse), mean
+        return 0.5 * wide.square().sum(-1) - lse / self.beta_like(lse)
 
-    def read(self, x: Any, mask: Tensor | None) -> HeadsContext:
-        _, pairs, memory, seen = read_input(x, mask, "QueryEnergy", self.dim)
-        return HeadsContext(None, split_heads(memory, self.heads), seen, pairs)
+    def _attend(self, query: Tensor, context: AttentionContext) -> Pair:
+        """Return the mean key of each query (B, H, N, p), and the log-sum-exps (B, H, N)."""
+        assert context.key is not None
+        key, seen, pairs = fit_keys(context.pairs, query, context.key, context.key_mask)
+        options: dict[str, Any] = {"mask": seen, "pairs": pairs.allowed, "bias": pairs.bias}
+        return frozen_key_attention(
+            query, key, self.beta_like(query), backend=self.backend, **options
+        )
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, {self.described()}"
@@ -596,11 +595,10 @@ class EffectiveRBM(PatternEnergy):
         # A site that does not support these units raises an error now.
         self.prior.token_value(self.patterns.new_zeros(1, 1, self.components))
 
-    def token_value(self, y: Tensor, given: Given) -> Tensor:
-        return -self.prior.token_value(self._fields(y)).sum(-1)
-
-    def by_features(self, y: Tensor, given: Given) -> Tensor:
-        return -self.prior.activation(self._fields(y)).flatten(-2).to(y.dtype)
+    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+        fields = self._fields(y)
+        value = -self.prior.token_value(fields).sum(-1) if need_value else None
+        return value, -self.prior.activation(fields).flatten(-2).to(y.dtype)
 
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw hidden units (..., units) or (..., units, components), given visible ones (..., d).

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from implicit_attn.energies.energy import Energy, FunctionCall
+from implicit_attn.energies.energy import Energy, Evaluation, FunctionCall
 from implicit_attn.energies.tokens import (
-    Pair,
+    Mask,
     check_input,
     check_tokens,
     hide,
@@ -60,18 +60,18 @@ class DataTerm(Energy):
         super().__init__()
         self.operator = require_callable("operator", operator, optional=True)
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
         misfit, weight = self._misfit(z, x, mask)
         return 0.5 * sum_samples(misfit.square() if weight is None else weight * misfit.square())
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Evaluation:
         if self.operator is not None:
             return super().value_and_grad(z, x, mask=mask)
         misfit, weight = self._misfit(z, x, mask)
         force = misfit if weight is None else weight * misfit
         return 0.5 * sum_samples(misfit * force), force
 
-    def _misfit(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _misfit(self, z: Tensor, x: Any, mask: Mask) -> tuple[Tensor, Tensor | None]:
         """Return ``A z - y`` and the weight, both (B, ...)."""
         check_tokens(z, mask, "DataTerm", features=0)
         if mask is not None and self.operator is not None:
@@ -128,7 +128,7 @@ class NetworkEnergy(Energy):
         self.call = FunctionCall.read(network)
         self.network = network
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
         check_tokens(z, mask, "NetworkEnergy", features=0)
         z = hide(z, mask)
         image = self.call(self.network, z, x, mask)
@@ -137,6 +137,6 @@ class NetworkEnergy(Energy):
             raise ValueError(f"network must return a tensor of shape {tuple(z.shape)}, got {got}")
         return 0.5 * sum_squares(hide(z - image, mask))
 
-    def denoise(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def denoise(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
         """Return one differentiable gradient step, ``z - dE/dz = N(z) + J^T (z - N(z))``."""
         return z - self.grad(z, x, mask=mask)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.energy import ClosedForm, Evaluation
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.tokens import (
-    Pair,
+    Mask,
     SpectralBound,
     accumulation_dtype,
     check_dtype,
@@ -36,24 +36,16 @@ class Couplings(nn.Module):
     """Couplings ``J`` (N, N, d, d) between N sites with d components, without self-couplings.
 
     ``J_ii = 0``; with ``symmetric_sites``, ``J_ij^{ab} = J_ji^{ba}``, so the matrix (Nd, Nd) is symmetric.
-    The only parameters are the free entries (``torch.nn.utils.parametrize``), so optimisers and weight
-    decay treat each once. They are drawn from ``N(0, scale^2 / (N d^2))``, which gives the matrix a
-    spectral norm of about ``2 scale / sqrt d``.
-
-    ``weight`` is J itself. It can be read, set (``couplings.weight = J``) and cached
-    (``torch.nn.utils.parametrize.cached()``); a solve computes it once.
+    The only parameters are the free entries, drawn from ``N(0, scale^2 / (N d^2))``, which gives the matrix
+    a spectral norm of about ``2 scale / sqrt d``. ``weight`` is J itself. It can be read and set
+    (``couplings.weight = J``); a solve computes it once.
 
     Args:
         sites: number of sites N.
         dim: number of components d.
         symmetric_sites: whether to tie ``J_ij`` to the transpose of ``J_ji``.
         scale: scale > 0 of the initial entries.
-        bound: bound on the spectral norm of the matrix, or None. A larger ``J`` is scaled down to
-            it, which costs one spectral norm per solve.
-
-    Raises:
-        TypeError, ValueError: if an argument is out of range, or ``weight`` is set to a tensor of
-            another shape or without the symmetries.
+        bound: bound on the spectral norm of the matrix, to which a larger ``J`` is scaled down, or None.
 
     Source: Opper and Winther (2001), https://doi.org/10.1103/PhysRevE.64.056131, for the model; Bal,
     "Deep Implicit Attention" (2021),
@@ -97,16 +89,20 @@ class Couplings(nn.Module):
         size = self.sites * self.dim
         return self.weight.transpose(1, 2).reshape(size, size)
 
-    def forward(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return the field ``sum_j J_ij z_j`` at every site, (B, N, d).
 
         Masked sites do not act on others, and their own field is 0.
         """
         self.check(z, mask)
+        return self.field(z, mask)
+
+    def field(self, z: Tensor, mask: Mask) -> Tensor:
+        """Return the result of ``forward`` without checking the arguments."""
         field = (hide(z, mask).flatten(1) @ self.matrix.mT).view(z.shape)
         return hide(field, mask)
 
-    def check(self, z: Tensor, mask: Tensor | None = None) -> None:
+    def check(self, z: Tensor, mask: Mask = None) -> None:
         """Raise an error unless ``z`` is (B, N, d) with this N and d, and ``mask`` (B, N) bool."""
         check_tokens(z, mask, "Couplings", dim=self.dim, tokens=True)
         if z.shape[1] != self.sites:
@@ -182,12 +178,6 @@ def zero_sum(couplings: Tensor) -> Tensor:
     removed part depends on only one of the two colours, which is equivalent to a field. Blocks ``J_ii``
     are set to 0.
 
-    Args:
-        couplings: J (N, N, d, d), floating-point.
-
-    Raises:
-        TypeError, ValueError: if couplings is not a finite floating-point tensor of this shape.
-
     Source: Ekeberg et al. (2013), https://arxiv.org/abs/1211.1281.
     """
     check_tensor("couplings", couplings, "N N d d")
@@ -207,7 +197,7 @@ def binary_size(couplings: Tensor) -> float:
     return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
 
 
-class SpinInteraction(Energy):
+class SpinInteraction(ClosedForm):
     """``E = -1/2 sum_ij z_i^T J_ij z_j`` with gradient ``-J z`` and Hessian ``-J``.
 
     In an ``ActivationStep`` it gives the naive mean-field update ``h <- h - eta (h - x - J m(h))``,
@@ -225,12 +215,15 @@ class SpinInteraction(Energy):
         super().__init__()
         self.couplings = check_symmetric(couplings)
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        gradient = -self.couplings(z, mask=mask)
-        return 0.5 * sum_samples(hide(z, mask) * gradient), gradient
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
+        self.couplings.check(z, mask)
+
+    def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        gradient = -self.couplings.field(z, mask)
+        return 0.5 * sum_samples(hide(z, mask) * gradient) if need_value else None, gradient
 
 
-class VectorSpin(Energy):
+class VectorSpin(ClosedForm):
     """Mean-field free energy of coupled vector spins as a function of the fields ``h``.
 
     With ``log Z`` the log partition function of a site and ``m = d log Z/dh`` its mean::
@@ -240,11 +233,8 @@ class VectorSpin(Energy):
 
     Its stationary points include the fixed points of the naive mean field ``h = x + J m(h)``.
 
-    Two layers with the state h solve it; ``energy.mean(h)`` is the magnetisation.
-    ``DEQ(energy)`` follows the gradient. Its Jacobian is symmetric, but it is slow for saturated sites,
-    where ``dm/dh`` vanishes, and h is not unique if m does not depend on a direction (a shift of all
-    components of a Potts site).
-    ``DEQ(ActivationStep(energy.interaction, energy.lagrangian))`` iterates
+    ``energy.mean(h)`` is the magnetisation. ``DEQ(energy)`` follows the gradient, which is slow for saturated
+    sites, where ``dm/dh`` vanishes. ``DEQ(ActivationStep(energy.interaction, energy.lagrangian))`` iterates
     ``h <- h - eta (h - x - J m)`` and monitors the same energy; saturation does not slow it down.
 
     Shapes: ``h`` and ``x`` (B, N, d), ``x`` None for zero; ``mask`` (B, N).
@@ -277,15 +267,19 @@ class VectorSpin(Energy):
         """Return the magnetisation ``m(h)`` of every site, (B, N, d)."""
         return self.lagrangian.activation(h)
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
         self.couplings.check(z, mask)
-        h = pull = hide(z, mask)
         if x is not None:
-            pull = h - hide(check_input(x, z, type(self).__name__), mask)
+            check_input(x, z, type(self).__name__)
+
+    def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        h, value = hide(z, mask), None
+        pull = h if x is None else h - hide(x, mask)
         m = self.mean(h)
-        field = self.couplings(m, mask=mask)
-        interaction = hide((pull - 0.5 * field) * m, mask)
-        value = sum_samples(interaction) - self.lagrangian(h, mask=mask)
+        field = self.couplings.field(m, mask)
+        if need_value:
+            interaction = hide((pull - 0.5 * field) * m, mask)
+            value = sum_samples(interaction) - self.lagrangian(h, mask=mask)
         return value, hide(self.lagrangian.hessian_product(h, pull - field), mask)
 
 
@@ -312,9 +306,7 @@ class SiteDistribution(Protocol):
 class SiteLagrangian(Lagrangian, nn.Module):
     """Lagrangian ``log Z(h, 0)`` of a :class:`SiteDistribution`, for the naive mean field.
 
-    Args:
-        site: an object with ``log_partition``, ``mean`` and ``covariance``, such as a
-            ``solvers.Site``. An ``nn.Module`` is registered with its parameters.
+    A site that is an ``nn.Module`` is registered with its parameters.
     """
 
     def __init__(self, site: SiteDistribution) -> None:
@@ -418,7 +410,7 @@ class ConditionalMixture(NamedTuple):
 RULES = ("exact", "source", "hebb")
 
 
-class BareAttention(Energy):
+class BareAttention(ClosedForm):
     r"""Attention energy whose only parameters are couplings ``J`` between positions::
 
         e_i(z) = -1/lam lse_{j != i}(lam z_i^T J_ij z_j),   E(z) = sum_i e_i
@@ -488,45 +480,41 @@ class BareAttention(Energy):
         """Number D of components of a token."""
         return self.couplings.dim if self.features is None else self.features.shape[1]
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return sum_samples(self.token_energies(z, mask=mask))
-
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+    def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         pairs = self._pairs(z, mask)
         alpha = pairs.scores.softmax(-1)
         pushed = torch.einsum("nij,ijab,nia->njb", alpha, pairs.couplings, pairs.query)
         gradient = -self._lift(_mix(alpha, pairs.keys) + pushed)
-        return sum_samples(self._energies(pairs, mask)), hide(gradient.to(z.dtype), mask)
+        value = sum_samples(self._energies(pairs, mask)) if need_value else None
+        return value, hide(gradient.to(z.dtype), mask)
 
-    def token_energies(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def token_energies(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``e_i`` (B, N), 0 at masked tokens, in float32 or wider."""
         return self._energies(self._pairs(z, mask), mask)
 
-    def attention(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def attention(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``alpha_ij`` (B, N, N), in float32 or wider; 0 for masked or isolated tokens."""
         pairs = self._pairs(z, mask)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
         return pairs.scores.softmax(-1).masked_fill(own, 0.0)
 
-    def pull(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def pull(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``-de_i/dz_i = sum_j alpha_ij J_ij z_j`` (B, N, D); 0 without neighbours."""
         pairs = self._pairs(z, mask)
         mixed = self._lift(_mix(pairs.scores.softmax(-1), pairs.keys))
         return hide(mixed.to(z.dtype), mask)
 
-    def conditionals(self, z: Tensor, *, mask: Tensor | None = None) -> ConditionalMixture:
+    def conditionals(self, z: Tensor, *, mask: Mask = None) -> ConditionalMixture:
         """Return the distributions ``p(z_i | rest)`` of all tokens. ValueError without a ``site``."""
         return self._mixture(self._pairs(z, mask))
 
-    def log_prob(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def log_prob(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``log p(z_i | rest)`` (B, N) with respect to rho, 0 at masked tokens; needs a ``site``."""
         pairs = self._pairs(z, mask)
         return hide(pairs.scores.logsumexp(-1) - self._mixture(pairs).log_total, mask)
 
     @torch.no_grad()
-    def local_gradient(
-        self, z: Tensor, rule: str = "exact", *, mask: Tensor | None = None
-    ) -> Tensor:
+    def local_gradient(self, z: Tensor, rule: str = "exact", *, mask: Mask = None) -> Tensor:
         r"""Return the gradient of a loss with respect to J from local products, without autograd.
 
         Averaged over the samples, and with ``F z`` instead of z if there are features::
@@ -574,7 +562,7 @@ class BareAttention(Energy):
             expansion: Any = self.couplings.parametrizations["weight"][0]  # type: ignore[index]
             free.grad = expansion.right_inverse(gradient)
 
-    def _pairs(self, z: Tensor, mask: Tensor | None) -> _Pairs:
+    def _pairs(self, z: Tensor, mask: Mask) -> _Pairs:
         name = type(self).__name__
         check_tokens(z, mask, name, dim=self.width, tokens=True)
         weight = self.couplings.weight
@@ -590,7 +578,7 @@ class BareAttention(Energy):
         scores = self.lam * (keys @ query.unsqueeze(-1)).squeeze(-1)
         return _Pairs(weight, query, keys, speaks, scores.masked_fill(~speaks, -torch.inf))
 
-    def _energies(self, pairs: _Pairs, mask: Tensor | None) -> Tensor:
+    def _energies(self, pairs: _Pairs, mask: Mask) -> Tensor:
         return hide(pairs.scores.logsumexp(-1) / -self.lam, mask)
 
     def _mixture(self, pairs: _Pairs) -> ConditionalMixture:
@@ -622,7 +610,7 @@ class _Pairs(NamedTuple):
     scores: Tensor  # lam z_i.J_ij z_j, minus infinity for excluded pairs
 
 
-def _speaks(sites: int, device: torch.device, mask: Tensor | None) -> Tensor:
+def _speaks(sites: int, device: torch.device, mask: Mask) -> Tensor:
     own = torch.eye(sites, dtype=torch.bool, device=device).unsqueeze(0)
     pairs = ~own if mask is None else ~own & mask.unsqueeze(1) & mask.unsqueeze(2)
     return pairs | (own & ~pairs.any(-1, keepdim=True))

@@ -16,6 +16,7 @@ from implicit_attn.spectral import spectral_norm
 from solvers.core.checks import require_count, require_instance, require_positive
 
 Pair = tuple[Tensor, Tensor]  # such as a value and its gradient
+Mask = Tensor | None  # (B, N) bool, False at masked tokens
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,7 +36,7 @@ def sum_squares(values: Tensor) -> Tensor:
     return sum_samples(values.to(accumulation_dtype(values.dtype)).square())
 
 
-def hide(values: Tensor, mask: Tensor | None) -> Tensor:
+def hide(values: Tensor, mask: Mask) -> Tensor:
     """Return ``values`` (B, N, ...) with zeros where ``mask`` (B, N) is False, replacing NaN, too."""
     if mask is None:
         return values
@@ -87,7 +88,7 @@ def check_tensor(
     return value
 
 
-def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) -> None:
+def check_mask(mask: Mask, z: Tensor, name: str, *, features: int = 0) -> None:
     """Check for a bool mask (B, N) of a state (B, N, ...) with ``features`` dimensions after N."""
     if mask is None:
         return
@@ -109,7 +110,7 @@ def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) 
 
 def check_tokens(
     z: Any,
-    mask: Tensor | None,
+    mask: Mask,
     name: str,
     *,
     dim: int | None = None,
@@ -130,7 +131,8 @@ def check_tokens(
         raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
     if dim is not None and z.shape[-1] != dim:
         raise ValueError(f"{name}: z must have {dim} features (d), got shape {tuple(z.shape)}")
-    check_mask(mask, z, name, features=features)
+    if mask is not None:
+        check_mask(mask, z, name, features=features)
 
 
 def check_input(x: Any, z: Tensor, name: str) -> Tensor:
@@ -160,9 +162,7 @@ def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
         )
 
 
-def visible_input(
-    x: Any, weight: Tensor, mask: Tensor | None, name: str, *, tokens: bool = False
-) -> Tensor:
+def visible_input(x: Any, weight: Tensor, mask: Mask, name: str, *, tokens: bool = False) -> Tensor:
     """Check ``x`` (B, ..., k), or (B, N, k) with ``tokens``, and set masked tokens to zero."""
     width = weight.shape[1]
     shape = f"(B, {'N' if tokens else '...'}, {width})"
@@ -174,6 +174,8 @@ def visible_input(
     if x.dim() < 2 or (tokens and x.dim() != 3) or x.shape[-1] != width:
         raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(x.shape)}")
     check_dtype(x, weight, name)
+    if mask is None:
+        return x
     check_mask(mask, x, f"{name}, x", features=1)
     return hide(x, mask)
 
@@ -292,7 +294,7 @@ def merge_heads(y: Tensor) -> Tensor:
 
 
 def project(
-    z: Tensor, weight: Tensor, added: Tensor | None, heads: int | None, mask: Tensor | None
+    z: Tensor, weight: Tensor, added: Tensor | None, heads: int | None, mask: Mask
 ) -> Tensor:
     """Return ``z W^T + added``, (B, H, N, p), or (B, ..., rows) without heads.
 
@@ -336,7 +338,7 @@ class Features(NamedTuple):
         return (gradient if self.heads is None else merge_heads(gradient)) @ self.weight
 
 
-def like_state(gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+def like_state(gradient: Tensor, z: Tensor, mask: Mask) -> Tensor:
     """Return a gradient in the dtype of the state, zero at masked tokens."""
     return hide(gradient, mask).to(z.dtype)
 

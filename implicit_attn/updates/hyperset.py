@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     ScoreAttention,
 )
+from implicit_attn.energies.energy import AttentionContext, inverse_softplus
 from implicit_attn.energies.feedforward import MemoryEnergy, build_attention, build_feedforward
-from implicit_attn.energies.heads import Given
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
+    Mask,
     RMSNorm,
     hide,
     like_state,
@@ -48,8 +48,7 @@ class StepSize(nn.Module):
         super().__init__()
         self.initial, self.raw = float(require_positive("step_size", initial)), None
         if channels is not None:
-            raw = initial + math.log(-math.expm1(-initial))
-            self.raw = nn.Parameter(torch.full((channels,), raw))
+            self.raw = nn.Parameter(torch.full((channels,), inverse_softplus(initial)))
 
     def forward(self) -> float | Tensor:
         return self.initial if self.raw is None else F.softplus(self.raw)
@@ -293,13 +292,7 @@ class HyperSETLayer(nn.Module):
         return self.steps.prepare(x0, times), ({}, {})
 
     def advance(
-        self,
-        z: Tensor,
-        context: Any,
-        index: int,
-        mask: Tensor | None = None,
-        *,
-        deltas: int | None = None,
+        self, z: Tensor, context: Any, index: int, mask: Mask = None, *, deltas: int | None = None
     ) -> Tensor:
         """Return the state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0.
 
@@ -315,16 +308,14 @@ class HyperSETLayer(nn.Module):
         self,
         energy: HeadsEnergy | MemoryEnergy,
         z: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         weight: Tensor | None,
         kept: dict[str, Any],
     ) -> Tensor:
         """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
         return energy.straight_gradient(z, mask=mask, weight=weight)
 
-    def forward(
-        self, z: Tensor, x0: Tensor, t: int | float, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, z: Tensor, x0: Tensor, t: int | float, *, mask: Mask = None) -> Tensor:
         """Return the state (B, N, d) after iteration ``t`` >= 1; ``x0`` (B, N, d) is the input."""
         if not t >= 1:
             raise ValueError(f"t must be >= 1, got {t!r}")
@@ -332,9 +323,7 @@ class HyperSETLayer(nn.Module):
         moved = self.advance(hide(z, mask), context, 0, mask, deltas=int(t) - 1)
         return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
 
-    def observe(
-        self, z: Tensor, index: int, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def observe(self, z: Tensor, index: int, mask: Mask = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return both energies (B,) and features (B, heads, N, p) with the weights of ``index``.
 
         The norms have no gains here, even if those of the steps have.
@@ -342,8 +331,9 @@ class HyperSETLayer(nn.Module):
         coupling, memory = self._weights(index)
         features = self.attention.features(z, mask=mask, weight=coupling)
         recalled = self.feedforward.features(z, mask=mask, weight=memory)
-        value = self.attention.potential(features, Given(mask))
-        return value, self.feedforward.potential(recalled, Given(mask)), features
+        context = AttentionContext(mask=mask)
+        value = self.attention.potential(features, context, True)[0]
+        return value, self.feedforward.potential(recalled, context, True)[0], features
 
     def _weights(self, index: int) -> tuple[Tensor | None, Tensor | None]:
         """Return W and D of an iteration, or None for the energy's own."""
@@ -488,17 +478,13 @@ class NormGains(nn.Module):
         self.memory = nn.RMSNorm(memories, eps=epsilon)
 
     def direction(
-        self,
-        energy: HeadsEnergy | MemoryEnergy,
-        z: Tensor,
-        mask: Tensor | None,
-        weight: Tensor | None,
+        self, energy: HeadsEnergy | MemoryEnergy, z: Tensor, mask: Mask, weight: Tensor | None
     ) -> Tensor:
         """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
         weight = energy.weight if weight is None else weight
         raw = split_heads(F.linear(hide(z, mask), weight), energy.heads)
         if isinstance(energy, MemoryEnergy):
-            gradient = energy.by_features(self.memory(raw), Given(mask))
+            gradient = -energy.activate(self.memory(raw), None, False)[1]
         else:
             query = self.query(raw)
             key = query if self.key is None else self.key(raw)
@@ -507,9 +493,7 @@ class NormGains(nn.Module):
         return like_state(gradient @ weight, z, mask)
 
 
-def mix(
-    energy: HeadsEnergy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> Tensor:
+def mix(energy: HeadsEnergy, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     """Return F of the formula above, (B, heads, N, p), for the attention of ``energy``."""
     beta = energy.beta
     assert not isinstance(beta, Tensor)  # Hyper-SET does not train temperatures
@@ -574,7 +558,7 @@ class OfficialHyperSETLayer(HyperSETLayer):
         self,
         energy: HeadsEnergy | MemoryEnergy,
         z: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         weight: Tensor | None,
         kept: dict[str, Any],
     ) -> Tensor:

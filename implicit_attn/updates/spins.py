@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.spins import BareAttention, Couplings
 from implicit_attn.energies.tokens import (
+    Mask,
     Projection,
     SpectralBound,
     accumulation_dtype,
@@ -101,7 +102,7 @@ class CorrectedUpdate(Update):
 
     correction: nn.Module | None
 
-    def corrected(self, field: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+    def corrected(self, field: Tensor, z: Tensor, mask: Mask) -> Tensor:
         """Return ``field - correction(z)``, or z at masked tokens; all (B, N, d)."""
         if self.correction is not None:
             visible = hide(z, mask)
@@ -152,7 +153,7 @@ class MeanFieldAttention(CorrectedUpdate):
         self.correction = _read_correction(correction, dim)
         self.symmetric = symmetric_sites and self.correction is None
 
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Mask = None) -> Tensor:
         field = self.couplings(z, mask=mask)
         field = field if x is None else field + check_input(x, z, "MeanFieldAttention")
         return self.corrected(field, z, mask)
@@ -213,9 +214,7 @@ class AdaptiveTAPAttention(Update):
         self.couplings.check(x)
         return starting_state(x, self.couplings.weight, self.site)
 
-    def forward(
-        self, z: SpinState, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> SpinState:
+    def forward(self, z: SpinState, x: Tensor | None = None, *, mask: Mask = None) -> SpinState:
         if not (isinstance(z, tuple) and len(z) == 2):
             raise TypeError(
                 "z must be a SpinState (mean, cavity_variance), such as AdaptiveTAPAttention.initial(x) "
@@ -230,9 +229,7 @@ class AdaptiveTAPAttention(Update):
             )
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
-    def log_partition(
-        self, z: SpinState, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def log_partition(self, z: SpinState, x: Tensor | None = None, *, mask: Mask = None) -> Tensor:
         """Return ``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
 
         Its gradients with respect to input, couplings and the site's parameters need no adjoint solve and
@@ -242,7 +239,7 @@ class AdaptiveTAPAttention(Update):
         field = self._field(z[0], x, mask)
         return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
-    def _field(self, mean: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
+    def _field(self, mean: Tensor, x: Tensor | None, mask: Mask) -> Tensor:
         self.couplings.check(mean, mask)
         name = type(self).__name__
         return torch.zeros_like(mean) if x is None else check_input(x, mean, name)
@@ -302,7 +299,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         self.query, self.key = Projection(dim, dim, bound), Projection(dim, dim, bound)
         self.correction = _read_correction(correction, dim)
 
-    def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def couplings(self, x: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
         weight = self.query.weight
         x = visible_input(x, weight, mask, type(self).__name__, tokens=True)
@@ -310,15 +307,17 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         pairs = token_pairs(mask, False, x.shape[1], x.device, self.self_coupling)
         return (self.strength * softmax_couplings(query, key, self.heads, pairs)).to(query.dtype)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+    def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return x and J, so that a solve computes the couplings once."""
-        return x if isinstance(x, Prepared) else Prepared((x, self.couplings(x, mask=mask)))
+        if isinstance(x, AttentionContext):
+            return x
+        return AttentionContext(self.couplings(x, mask=mask), tokens=x, mask=mask)
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        name = type(self).__name__
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
+        context, name = self.prepare(x, mask=mask), type(self).__name__
+        couplings, mask = context.parts, context.mask
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        x, couplings = self.prepare(x, mask=mask).parts
-        x = check_input(x, z, name)
+        x = check_input(context.tokens, z, name)
         visible = hide(z, mask)
         if self.heads == 1:
             field = torch.baddbmm(x, couplings.squeeze(1), visible)
@@ -421,38 +420,41 @@ class KineticAttention(Update):
         length = (wide.square().sum(-1, keepdim=True) + least**2).sqrt()
         return (wide * (self.radius / length)).to(x.dtype).view(x.shape)
 
-    def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def couplings(self, x: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``J`` (B, heads, N, N), without beta, of tokens ``x`` (B, N, d) on their spheres."""
         x = self._visible(x, mask)
         query, key = F.linear(x, self.queries_keys.weight).chunk(2, dim=-1)
         pairs = token_pairs(mask, self.causal, x.shape[1], x.device, own=self.self_coupling)
         return softmax_couplings(self.scale * query, key, self.heads, pairs).to(x.dtype)
 
-    def _visible(self, x: Any, mask: Tensor | None) -> Tensor:
+    def _visible(self, x: Any, mask: Mask) -> Tensor:
         weight = self.queries_keys.weight
         return visible_input(x, weight, mask, type(self).__name__, tokens=True)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+    def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return the field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
+        if isinstance(x, AttentionContext):
+            return x
         x = self.on_spheres(self._visible(x, None))
-        return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
+        couplings = self.beta * self.couplings(x, mask=mask)
+        return AttentionContext(couplings, tokens=self.beta * x, mask=mask)
 
     def initial(self, x: Tensor) -> Tensor:
         """Return the means without couplings, ``J = 0``."""
         return self.start(x, self.prepare(x))
 
-    def start(self, x: Any, prepared: Prepared) -> Tensor:
-        field = prepared.parts[0].detach()
+    def start(self, x: Any, prepared: AttentionContext) -> Tensor:
+        assert prepared.tokens is not None
+        field = prepared.tokens.detach()
         parts = field.view(*field.shape[:-1], self.heads, self.width)
         size = parts.square().sum(-1, keepdim=True)
         return (parts / (1 + (1 + size / self.radius**2).sqrt())).view(field.shape)
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        name = type(self).__name__
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
+        context, name = self.prepare(x, mask=mask), type(self).__name__
+        couplings, mask = context.parts, context.mask
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        prepared = x if isinstance(x, Prepared) else self.prepare(x, mask=mask)
-        field, couplings = prepared.parts
-        field = check_input(field, z, name)
+        field = check_input(context.tokens, z, name)
         if not z.numel():  # no samples, or no tokens
             return z
         batch = z.shape[0]
@@ -540,11 +542,11 @@ class SaddleAttention(nn.Module):
             self.query = nn.Linear(dim, dim, bias=False)
             self.key = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         """Return the means (B, N, d)."""
         return self.solve(x, mask).mean
 
-    def solve(self, x: Tensor, mask: Tensor | None = None) -> SaddleSolution:
+    def solve(self, x: Tensor, mask: Mask = None) -> SaddleSolution:
         """Return means, response, log partition function and status of each sample."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         if self.kind == "free" and x.shape[1] != self.sites:
@@ -564,7 +566,7 @@ class SaddleAttention(nn.Module):
         self.last = replace(solution, **tensors)
         return solution
 
-    def couplings(self, fields: Tensor, mask: Tensor | None = None) -> Tensor:
+    def couplings(self, fields: Tensor, mask: Mask = None) -> Tensor:
         """Return ``K`` (N, N), or (B, N, N) from the normalised input (B, N, d)."""
         if self.kind == "free":
             rows, columns = self.pairs.unbind(0)
@@ -629,7 +631,7 @@ class BareAttentionStep(Update):
         if energy.width % circles:
             raise ValueError(f"circles must divide the {energy.width} components, got {circles}")
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
         pull = self.energy.pull(z, mask=mask)
         seen = hide(z, mask)
         moved = (1 - self.gamma) * pull + self.gamma * seen

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import (
     AttentionInput,
-    HeadsContext,
-    check_held,
+    check_state,
     fit_pairs,
     head_width,
     read_input,
 )
-from implicit_attn.energies.tokens import check_tokens, hide
+from implicit_attn.energies.tokens import Mask, check_tokens, hide
 from implicit_attn.kernels.arguments import Pairs, dense_for_transforms
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
-
-
-class _Held(NamedTuple):
-    """Prepared input of a solve, tensors (B, ...) or None.
-
-    Attributes:
-        tokens: x, (B, N, d), zero at masked tokens.
-        key, value: keys and values of cross-attention, (B, H, M, p).
-        allowed: bool (B, 1 or H, N, M), True if a query may attend to a key.
-        bias: bias of the scores, (B, 1 or H, N, M).
-    """
-
-    tokens: Tensor
-    key: Tensor | None
-    value: Tensor | None
-    allowed: Tensor | None
-    bias: Tensor | None
 
 
 class TransformerStep(Update):
@@ -103,55 +85,60 @@ class TransformerStep(Update):
         """Return the tokens of the input."""
         return x.tokens if isinstance(x, AttentionInput) else x
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
-        """Return the allowed pairs, and with ``cross`` keys and values."""
+    def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
+        """Return the input, the allowed pairs, and with ``cross`` keys and values."""
+        if isinstance(x, AttentionContext):
+            return x
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
-        _, pairs, memory, seen = read_input(x, mask, name, self.source if self.cross else None)
+        _, given, memory, seen = read_input(x, mask, name, self.source if self.cross else None)
         key = value = None
-        count = memory.shape[1]
         if self.cross:
             key, value = self._split(self.key_value(memory), 2)
-            check_held(HeadsContext(key=key), tokens, name)
-        shape = len(tokens), self.heads, tokens.shape[1], count
-        allowed, bias = fit_pairs(pairs, shape, tokens.device) or Pairs()
-        if seen is not None:
-            keys = seen[:, None, None, :]
-            allowed = keys if allowed is None else allowed & keys
-        if self.causal and (allowed is not None or bias is not None):
-            order = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
-            allowed = order.expand(len(tokens), 1, -1, -1) if allowed is None else allowed & order
-        return Prepared(_Held(hide(tokens, mask), key, value, allowed, bias))
+            check_state(tokens, AttentionContext(key=key), name, self.dim, True)
+        batch, count, keys = len(tokens), tokens.shape[1], memory.shape[1]
+        pairs = fit_pairs(given, (batch, self.heads, count, keys), tokens.device) or Pairs()
+        pairs = pairs.intersect(None if seen is None else seen[:, None, None, :])
+        if self.causal and any(part is not None for part in pairs):
+            order = torch.ones(keys, keys, dtype=torch.bool, device=tokens.device).tril()
+            pairs = pairs.intersect(order.expand(batch, 1, -1, -1))
+        attends = None
+        if pairs.allowed is not None:
+            attends = pairs.allowed.any(-1)
+            # A softmax over no keys would be NaN.
+            pairs = pairs._replace(allowed=pairs.allowed | ~attends.unsqueeze(-1))
+        return AttentionContext(
+            tokens=hide(tokens, mask), key=key, value=value, pairs=pairs, attends=attends, mask=mask
+        )
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
-        held = (x if isinstance(x, Prepared) else self.prepare(x, mask=mask)).parts
-        return self.at(z, held, mask)
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
+        context = self.prepare(x, mask=mask)
+        check_tokens(z, context.mask, type(self).__name__, dim=self.dim, tokens=True)
+        return self.at(z, context)
 
-    def at(self, z: Tensor, held: _Held, mask: Tensor | None, first: int = 0) -> Tensor:
+    def at(self, z: Tensor, context: AttentionContext, first: int = 0) -> Tensor:
         """Return f at the tokens from ``first`` on, (B, N - first, d), which may attend to all tokens."""
-        n = F.layer_norm(hide(z, mask) + held.tokens, (self.dim,))
-        h = n[:, first:] + self._attend(self.attention_norm(n), held, first)
+        assert context.tokens is not None
+        n = F.layer_norm(hide(z, context.mask) + context.tokens, (self.dim,))
+        h = n[:, first:] + self._attend(self.attention_norm(n), context, first)
         hidden = ACTIVATIONS[self.activation](self.widen(self.feedforward_norm(h)))
         return h + self.narrow(hidden)
 
-    def _attend(self, n: Tensor, held: _Held, first: int) -> Tensor:
+    def _attend(self, n: Tensor, context: AttentionContext, first: int) -> Tensor:
         (query,) = self._split(self.query(n[:, first:]), 1)
-        key, value = held.key, held.value
+        key, value = context.key, context.value
         if key is None or value is None:
             key, value = self._split(self.key_value(n), 2)
-        allowed, bias, some = held.allowed, held.bias, None
-        causal, count = self.causal and allowed is None, n.shape[1]
-        if causal and first:  # torch's flag needs as many queries as keys
-            causal, allowed = False, n.new_ones(count, count, dtype=torch.bool).tril()
+        (allowed, bias), attends, count = context.pairs, context.attends, n.shape[1]
+        causal = self.causal and allowed is None
         if first:  # keep a row that all queries share
-            allowed, bias = (
-                pairs[..., first:, :] if pairs is not None and pairs.shape[-2] == count else pairs
-                for pairs in (allowed, bias)
+            allowed, bias, attends = (
+                t[..., first:, :] if t is not None and t.shape[-2] == count else t
+                for t in (allowed, bias, None if attends is None else attends.unsqueeze(-1))
             )
-        if allowed is not None:
-            some = allowed.any(-1, keepdim=True)
-            allowed = allowed | ~some  # a softmax over no keys would be NaN
+            attends = None if attends is None else attends.squeeze(-1)
+            if causal:  # torch's flag needs as many queries as keys
+                causal, allowed = False, n.new_ones(count, count, dtype=torch.bool).tril()[first:]
         if dense_for_transforms(query, key, value) is not None:
             scores = (query @ key.mT) * self.width**-0.5
             if causal:
@@ -167,8 +154,8 @@ class TransformerStep(Update):
             found = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=pattern, is_causal=causal
             )
-        if some is not None:
-            found = found.masked_fill(~some, 0.0)
+        if attends is not None:
+            found = found.masked_fill(~attends.unsqueeze(-1), 0.0)
         return self.output(found.transpose(1, 2).flatten(2))
 
     def _split(self, features: Tensor, parts: int) -> tuple[Tensor, ...]:

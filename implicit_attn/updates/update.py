@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy, FunctionCall, Prepared, map_tree
+from implicit_attn.energies.energy import AttentionContext, Energy, FunctionCall, map_tree
 from implicit_attn.energies.heads import Beta
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.memories import QueryEnergy
-from implicit_attn.energies.tokens import hide
+from implicit_attn.energies.tokens import Mask, hide
 from solvers.core.checks import (
     require_callable,
     require_choice,
@@ -44,11 +44,14 @@ class Update(nn.Module):
     def __init_subclass__(cls) -> None:
         cls._call = FunctionCall.of_class(cls)
 
-    def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def __call__(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return ``forward`` for those of ``x`` and ``mask`` that it accepts."""
-        return self._call(super().__call__, z, x, mask)
+        call = self._call
+        if call.takes_x and call.takes_mask:
+            return super().__call__(z, x, mask=mask)
+        return call(super().__call__, z, x, mask)
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return the next state, like ``z``: (B, N, d) or any pytree of tensors (B, ...).
 
         ``x`` is the layer's input, ``mask`` (B, N) bool is False at masked tokens.
@@ -63,7 +66,7 @@ class Update(nn.Module):
         """Return an initial state that may use the prepared input, by default ``initial(x)``."""
         return self.initial(x)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         """Return the object that replaces ``x`` in ``forward`` during a solve, a pytree of tensors (B, ...).
 
         It is called once per solve for everything that depends only on the input; gradients flow through
@@ -71,9 +74,7 @@ class Update(nn.Module):
         """
         return x
 
-    def joint(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Any, Tensor, Any | None]:
+    def joint(self, z: Any, x: Any = None, *, mask: Mask = None) -> tuple[Any, Tensor, Any | None]:
         """Return ``(f(z), E(z), dE/dz)``: like ``z``, (B,), and like ``z`` or None."""
         raise NotImplementedError(f"{type(self).__name__} has no energy")
 
@@ -95,7 +96,7 @@ class FunctionUpdate(Update):
         self.function = function
         self.symmetric = symmetric
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         return self.call(self.function, z, x, mask)
 
 
@@ -109,7 +110,7 @@ class EnergyStep(Update):
         self.energy = require_instance("energy", energy, Energy, "an Energy")
         self.step_size = require_positive("step_size", step_size)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         return self.energy.prepare(x, mask=mask)
 
     def extra_repr(self) -> str:
@@ -137,12 +138,10 @@ class GradientStep(EnergyStep):
 
     symmetric = True
 
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+    def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         return self._descend(z, self.energy.grad(z, x, mask=mask))
 
-    def joint(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Any, Tensor, Any]:
+    def joint(self, z: Any, x: Any = None, *, mask: Mask = None) -> tuple[Any, Tensor, Any]:
         value, gradient = self.energy.value_and_grad(z, x, mask=mask)
         return self._descend(z, gradient), value, gradient
 
@@ -216,20 +215,22 @@ class ActivationStep(EnergyStep):
         """Return ``g(z)``, (B, N, d)."""
         return self.lagrangian.activation(z)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Return ``Prepared`` with x and the energy's prepared input, or ``x`` if there is none."""
+    def prepare(self, x: Any, *, mask: Mask = None) -> Any:
+        """Return a context with x and what the energy prepared, or ``x`` if that is x itself."""
+        if isinstance(x, AttentionContext):
+            return x
         part = super().prepare(x, mask=mask)
-        return x if part is x or part is None else Prepared((x, part))
+        return x if part is x else AttentionContext(part, tokens=x, mask=mask)
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        x, part = x.parts if isinstance(x, Prepared) else (x, x)
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
+        x, part, mask = self._read(x, mask)
         gradient = self.energy.grad(self.activation(z), part, mask=mask)
         return move(z, self._force(z, x, gradient, mask), self.step_size)
 
     def joint(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
+        self, z: Tensor, x: Any = None, *, mask: Mask = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, part = x.parts if isinstance(x, Prepared) else (x, x)
+        x, part, mask = self._read(x, mask)
         g = self.activation(z)
         interaction, gradient = self.energy.value_and_grad(g, part, mask=mask)
         force = self._force(z, x, gradient, mask)
@@ -239,7 +240,14 @@ class ActivationStep(EnergyStep):
         slope = self.lagrangian.hessian_product(z, force)
         return move(z, force, self.step_size), value, slope
 
-    def _force(self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Tensor | None) -> Tensor:
+    def _read(self, x: Any, mask: Mask) -> tuple[Any, Any, Tensor | None]:
+        """Return the input, what the energy prepared, and the mask."""
+        context = self.prepare(x, mask=mask)
+        if isinstance(context, AttentionContext):
+            return context.tokens, context.parts, context.mask
+        return context, context, mask
+
+    def _force(self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Mask) -> Tensor:
         return hide(gradient + (z if x is None else z - x), mask)
 
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from cases.energies import masks
-from implicit_attn.energies import Energy, Field, Hopfield, Prepared, Quadratic, check_energy
+from implicit_attn.energies import (
+    AttentionContext,
+    Energy,
+    Field,
+    Hopfield,
+    Quadratic,
+    check_energy,
+)
 from implicit_attn.energies.checking import CHECKS
 from implicit_attn.energies.tokens import hide, sum_samples
 
@@ -90,10 +97,10 @@ def smeared(z: Tensor) -> Tensor:
 
 class WrongPrepared(Right):
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        return Prepared(2 * x)
+        return AttentionContext(2 * x)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, x.parts if isinstance(x, Prepared) else x, mask=mask)
+        return super().forward(z, x.parts if isinstance(x, AttentionContext) else x, mask=mask)
 
 
 class SeesMasked(Right):

@@ -53,54 +53,29 @@ def inputs() -> dict[str, AttentionInput]:
     }
 
 
-def by_loop(z: Tensor, x: AttentionInput, beta: float) -> Tensor:
-    """The energy of each query (B, H, N), one after the other."""
-    assert x.memory is not None
-    found = torch.zeros(BATCH, HEADS, N, dtype=torch.float64)
-    for b in range(BATCH):
-        for h in range(HEADS):
-            part = slice(h * WIDTH, (h + 1) * WIDTH)
-            for i in range(N):
-                query, allowed = z[b, i, part], torch.ones(M, dtype=torch.bool)
-                scores = beta * x.memory[b, :, part] @ query
-                if x.memory_mask is not None:
-                    allowed = allowed & x.memory_mask[b]
-                if x.pairs is not None:
-                    sizes = (BATCH, HEADS, N, M)
-                    pairs = x.pairs[:, None] if x.pairs.dim() == 3 else x.pairs
-                    allowed = allowed & pairs.expand(sizes)[b, h, i]
-                if x.pair_bias is not None:
-                    scores = scores + x.pair_bias[b, h, i]
-                lse = scores[allowed].logsumexp(0) if allowed.any() else query.new_zeros(())
-                found[b, h, i] = 0.5 * query @ query - lse / beta
-    return found
-
-
 @pytest.mark.parametrize("name", inputs())
-def test_formula(name: str) -> None:
-    """Against a loop and its automatic gradient."""
-    x = inputs()[name]
-    z = state_and_keys()[0].requires_grad_()
-    expected = by_loop(z, x, 0.7)
-    (gradient,) = torch.autograd.grad(expected.sum(), z)
-    energy = QueryEnergy(DIM, HEADS, beta=0.7)
-    value, found = energy.value_and_grad(z, x)
-    torch.testing.assert_close(value, expected.sum((1, 2)), **EXACT)
-    torch.testing.assert_close(found, gradient, **EXACT)
-    torch.testing.assert_close(energy.each(z, x), expected, **EXACT)
-
-
-def test_softmax_attention_is_such_an_energy() -> None:
-    """With identities for its weights, and the quadratic at 0."""
-    z, keys = state_and_keys()
+def test_queries_are_softmax_attention_with_identities_for_its_weights(name: str) -> None:
+    z, x = state_and_keys()[0], inputs()[name]._replace(tokens=torch.zeros(BATCH, N, DIM).double())
     attention = SoftmaxAttention(DIM, HEADS, cross=True, norm=None, beta=0.7).double()
     torch.nn.init.eye_(attention.query.weight)
     torch.nn.init.eye_(attention.key.weight)
-    x = AttentionInput(tokens=torch.zeros_like(z), memory=keys)
-    energy = attention + Quadratic().select("tokens")
-    expected = QueryEnergy(DIM, HEADS, beta=0.7).value_and_grad(z, x)
+    expected = (attention + Quadratic().select("tokens")).value_and_grad(z, x)
+    energy = QueryEnergy(DIM, HEADS, beta=0.7)
     for found, right in zip(energy.value_and_grad(z, x), expected, strict=True):
         torch.testing.assert_close(found, right, **EXACT)
+    torch.testing.assert_close(energy.each(z, x).sum((1, 2)), expected[0], **EXACT)
+
+
+def test_stored_patterns() -> None:
+    z, patterns, bias = draw(2, 4, 6), draw(5, 6, seed=1), draw(6, seed=2)
+    overlaps, size = z @ patterns.mT, 0.5 * z.square().sum(-1)
+    for energy, value in (
+        (Hopfield(patterns, beta=BETA), size - (BETA * overlaps).logsumexp(-1) / BETA),
+        (EffectiveRBM(patterns, bias=-bias), -0.5 * overlaps.square().sum(-1) + z @ bias),
+        *((DenseAssociative(patterns, power=p), -overlaps.pow(p).sum(-1)) for p in (2, 3, 4)),
+        (DenseAssociative(patterns, power="exp", shift=2.0), -(overlaps - 2).exp().sum(-1)),
+    ):
+        torch.testing.assert_close(energy(z), value.sum(1), **EXACT)
 
 
 BETA = 1.7
