@@ -19,6 +19,7 @@ from implicit_attn.deq.problem import (
     MaskedMap,
     Modules,
     MonitoredMap,
+    PreparingMap,
     batch_and_device,
     check_batched,
     check_inputs,
@@ -26,6 +27,7 @@ from implicit_attn.deq.problem import (
     initial_state,
     prepare,
     prepares,
+    prepares_alike,
     refuse_sharded_parts,
 )
 from implicit_attn.dropout import SolveMasks, dropout_seeds
@@ -212,19 +214,25 @@ class DEQ(nn.Module):
         x = check_inputs(x, mask, parts, z0)
         dropped = SolveMasks.of(parts.values())
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-        f, args, prepared = self._map(x, mask, dropped, seeds, parts)
-        start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
-        if prepared is not x:  # the solver does not receive x itself
-            check_batched(x, start)
-        elif not prepares(parts):  # modules in ``prepare``, called once, may draw
-            refuse_drawing_modules(parts.items(), "the update")
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
+        recorded = self._recorder is not None and on_cuda(batch_and_device(z0, x)[1])
+        whole = recorded and dropped is None and z0 is None and prepares_alike(self.update, parts)
         solution = None
-        if self._recorder is not None and on_cuda(batch_and_device(start)[1]):
-            solution = self._recorder(f, start, args, module=self.update, **options)
+        if whole and self._recorder is not None:
+            preparing = PreparingMap(self.update, self, parts, self.init)
+            solution = self._recorder(preparing, None, (x, mask), module=self.update, **options)
         if solution is None:
-            solution = solvers.fixed_point(f, start, args, **options)
+            f, args, prepared = self._map(x, mask, dropped, seeds, parts)
+            start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
+            if prepared is not x:  # the solver does not receive x itself
+                check_batched(x, start)
+            elif not prepares(parts):  # modules in ``prepare``, called once, may draw
+                refuse_drawing_modules(parts.items(), "the update")
+            if recorded and not whole and self._recorder is not None:
+                solution = self._recorder(f, start, args, module=self.update, **options)
+            if solution is None:
+                solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
         if not in_transform():  # tensors of a transform must not be stored
@@ -240,8 +248,8 @@ class DEQ(nn.Module):
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
         """Record the solve and its gradients as CUDA graphs and replay them.
 
-        See :class:`solvers.cuda.recording.Recorder`. This has not been run on a GPU yet. On a CPU it has no
-        effect except a warning: solves there already run in C++.
+        See :class:`solvers.cuda.recording.Recorder`. On a CPU it has no effect except a warning: solves there
+        already run in C++.
 
         Args:
             enabled: False to return to ordinary solves.

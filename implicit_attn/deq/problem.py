@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 import solvers
@@ -22,6 +23,7 @@ from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
 from solvers.core.layout import Layout
 from solvers.core.modes import in_transform
+from solvers.core.purity import draws
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
@@ -240,6 +242,33 @@ class Map:
             return function(z, context, mask=mask)
         with self.dropped.within(seeds):
             return function(z, context, mask=mask)
+
+
+class PreparingMap:
+    """``f(z, x, mask)`` of an update that prepares its input itself, for recorded solves."""
+
+    def __init__(self, update: Update, layer: nn.Module, parts: Modules, init: Any) -> None:
+        self.update, self.symmetric, self.layer = update, update.symmetric, layer
+        self.walked_modules, self.parts, self.init = list(parts.values()), parts, init
+
+    def begin(self, x: Any, mask: Tensor | None) -> tuple[Map, tuple[Any, ...], Any]:
+        """Return the map, its arguments and the initial state for ``x``, as ``DEQ.solve`` makes them."""
+        prepared = self.update.prepare(x, mask=mask)
+        start = initial_state(self.update, self.init, x, prepared)
+        check_batched(x, start)
+        given, spec = flat(prepared)
+        return Map(self.update, self.update, spec, None, self.parts), (given, mask), start
+
+    def __call__(self, z: Any, x: Any, mask: Tensor | None) -> Any:
+        f, args, _ = self.begin(x, mask)
+        return f(z, *args)
+
+
+def prepares_alike(update: Update, parts: Modules) -> bool:
+    """Return whether the update prepares its input, and in the same way each time it is asked."""
+    changing = (p for p in parts.values() if p.training and (draws(p) or isinstance(p, _NormBase)))
+    own = type(update).prepare is not Update.prepare
+    return own and not (update.monitored or any(changing))
 
 
 class MonitoredMap(Map, solvers.EnergyUpdate):

@@ -186,14 +186,15 @@ def same_numbers(first: Tensor | None, second: Tensor | None) -> bool:
 def refuse_drawing_modules(modules: Iterable[tuple[str, nn.Module]], name: str) -> None:
     """Raise ValueError for named modules in training mode that draw random numbers when they are called."""
     for path, part in modules:
-        if part.training and _draws(part):
+        if part.training and draws(part):
             raise ValueError(
                 f"{name} contains {part} ({path!r}) in training mode, which changes the map at every "
                 "evaluation; call eval() on it, or apply it to the layer's input or output"
             )
 
 
-def _draws(module: nn.Module) -> bool:
+def draws(module: nn.Module) -> bool:
+    """Return whether the module draws random numbers in training mode."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
     if isinstance(module, nn.MultiheadAttention):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,7 @@ def record(run: Callable[[], object], device: torch.device, pool: Any) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         run()
+    graph.replay()  # what is recorded next warms up on real numbers
     return graph
 
 
@@ -123,6 +124,17 @@ class _Caller(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.called[0](*args)
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A map ``f(z, *args)`` that prepares its arguments, once for a recorded solve."""
+
+    def __call__(self, z: Any, *args: Any) -> Any: ...
+
+    def begin(self, *args: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+        """Return ``g`` and ``prepared`` with ``f(z, *args) = g(z, *prepared)``, and the initial state."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -183,19 +195,23 @@ class RecordedSolve:
     # --- what is recorded ---
 
     def _start(self) -> None:
-        self.turns.start(self.z0)
         self.weights.computed.clear()
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
             for part in filter(parametrize.is_parametrized, self.modules):
                 lists: Any = part.parametrizations
                 for name in lists:
                     getattr(part, name)
+            self.map, self.prepared = self.f, self._args()
+            if isinstance(self.f, Prepares):
+                self.map, self.prepared, start = self.f.begin(*self.prepared)
+                self.z0.copy_(self.layout.vector(start))
+            self.turns.start(self.z0)
             if isinstance(self.f, EnergyUpdate):
                 self.energy_before = self._energy(self.z0)
 
     def _turn(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
-            value = self.layout.vector(self.f(self._state(self.turns.z), *self._args()))
+            value = self.layout.vector(self.map(self._state(self.turns.z), *self.prepared))
         with torch.no_grad():
             self.turns.turn(value)
 
@@ -366,7 +382,7 @@ class _Call:
 
 
 class Recorder:
-    """:func:`solvers.fixed_point` for one layer, by recordings where they serve.
+    """:func:`solvers.fixed_point` for one layer, by recordings where they serve, else None.
 
     Solves with Anderson's method, or with no named solver, and with ``Implicit()`` or no gradients are
     recorded: once for the shapes, dtypes and strides of the inputs, the autocast, the training mode and the
@@ -392,17 +408,20 @@ class Recorder:
 
     def __call__(
         self, f: Any, z0: Any, args: tuple[Any, ...], *, module: nn.Module, **options: Any
-    ) -> Solution:
-        """The solution of ``z = f(z, *args)`` from ``z0``; f reads the parameters of ``module``."""
-        chosen = _options(f, options, z0)
+    ) -> Solution | None:
+        """The solution of ``z = f(z, *args)`` from ``z0``; f reads the parameters of ``module``.
+
+        ``z0`` is None for a map that :class:`Prepares` its arguments and initial state. The result is None
+        where the ordinary loop must solve.
+        """
+        chosen = _options(f, options, z0, args)
         if chosen is None:
-            return solvers.fixed_point(f, z0, args, **options)
+            return None
         # What is made in inference mode could not be used by a training later.
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         outside = torch.inference_mode(False) if inference else nullcontext()
         with outside, torch.set_grad_enabled(grad):
-            solution = self._recorded(f, z0, args, module, chosen, options)
-        return solvers.fixed_point(f, z0, args, **options) if solution is None else solution
+            return self._recorded(f, z0, args, module, chosen, options)
 
     def _recorded(
         self,
@@ -426,7 +445,7 @@ class Recorder:
         autocast = recorded.options.autocast
         goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
         goal.used = recorded.options.used
-        recorded.load(layout.vector(z0), tensors, mask)
+        recorded.load(None if z0 is None else layout.vector(z0), tensors, mask)
         solution = recorded.solve(goal.tolerance)
         if solution is None:
             return None
@@ -467,7 +486,7 @@ class Recorder:
         return self.solves[key]
 
 
-def _options(f: Any, options: dict[str, Any], z0: Any) -> Options | None:
+def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | None:
     """What to record; None, after a warning where that may be unexpected, for what is not recorded."""
     solver, adjoint = options["solver"], options["adjoint"]
     watched = bool(options.get("record") or options.get("has_aux"))
@@ -482,7 +501,7 @@ def _options(f: Any, options: dict[str, Any], z0: Any) -> Options | None:
         return _refused(f"is solved by {type(solver).__name__}", f)
     if not (adjoint is None or (type(adjoint) is Implicit and adjoint.solver is None)):
         return _refused(f"has the adjoint {adjoint}", f)
-    device = pytree.tree_leaves(z0)[0].device.type
+    device = next(t for t in pytree.tree_leaves((z0, args)) if isinstance(t, Tensor)).device.type
     return Options(
         solver or Anderson(), options["max_steps"], adjoint, autocast_dtype(device), True
     )
@@ -495,7 +514,7 @@ def _refused(reason: str, f: Any) -> None:
 
 def _static(f: Any) -> Any:
     """What a recording depends on of the map itself; a layer makes its map anew for each solve."""
-    return (type(f), str(f.spec)) if hasattr(f, "spec") else f
+    return (type(f), str(getattr(f, "spec", None))) if hasattr(f, "walked_modules") else f
 
 
 def _kinds(leaves: Any, places: bool = False) -> Iterator[Any]:
@@ -512,6 +531,9 @@ def _record(
     f: Any, z0: Any, args: Any, module: nn.Module, chosen: Options, options: dict[str, Any]
 ) -> RecordedSolve | None:
     """The recordings; None, after a warning, for a map that cannot be recorded."""
+    if isinstance(f, Prepares):
+        with torch.no_grad():
+            z0 = f.begin(*args)[2].detach()
     # One evaluation by the ordinary loop checks the arguments and what f does.
     once = options | {"max_steps": 1, "on_failure": "ignore", "adjoint": None}
     goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import solvers
 from cases.deq import LAYERS, make, tokens
 from cases.energies import relative_error
-from implicit_attn import DEQ
+from implicit_attn import DEQ, EquilibriumBlock
 from solvers import Tolerance
 from solvers.core.cuda import forced
 from solvers.cuda import recording
@@ -90,6 +90,20 @@ def test_layers(name: str, masked: bool, made: list[Any]) -> None:
     # The energies of the others are descended by L-BFGS in the ordinary loop.
     agree(layer, x, mask, counts=name in ("update", "mean_field"))
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_recorded_block_prepares_its_input_in_the_recording(
+    causal: bool, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights, keys and start are computed anew in each solve, from that solve's input."""
+    torch.manual_seed(0)
+    block: Any = EquilibriumBlock(8, 2, causal=causal, layer=EXACT).double()
+    for scale in (1.0, 0.5):
+        agree(block, scale * tokens(2, 5, 8), counts=not causal)
+    assert len(made) == 2  # compile() forgets the recordings
+    monkeypatch.delattr(DEQ, "_map")  # which would prepare the input outside
+    block(tokens(2, 5, 8).requires_grad_())
 
 
 def test_which_changes_record_a_solve_again(made: list[Any]) -> None:
