@@ -18,7 +18,7 @@ from implicit_attn.energies.tokens import check_tensor
 from implicit_attn.models.images import grid_positions, token_width
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
-from solvers import Solution, SolveError, Status, Tolerance
+from solvers import Solution, SolveError, Tolerance
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -421,22 +421,21 @@ class BoardSolver(nn.Module):
             puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string with
                 one character per cell, "." or "0" = unknown, in which white space and ``|``, ``-``, ``+``
                 are ignored; or a list of such strings.
-            stop: "consistent" iterates without gradients until no group of a board repeats a colour. If
-                the groups are all rules, a consistent board solves the puzzle. "converged" solves for a
-                fixed point with ``layer.solve``. A converged board may be wrong, and the state of a
-                correct board may still change a little.
+            stop: "consistent" iterates until no group of a board repeats a colour, by the option ``stop`` of
+                the layer. If the groups are all rules, a consistent board solves the puzzle. "converged"
+                solves for a fixed point with ``layer.solve``. A converged board may be wrong, and the state
+                of a correct board may still change a little.
             guesses: maximum number of guesses for a board that is not consistent. Guess k is a copy of the
                 puzzle in which the cell with the k-th largest entropy of its logits has its most probable
                 colour. The copy is solved in the same way, and its answer is used if it is consistent.
             on_failure: "warn", "raise" or "ignore" boards that are not consistent or, with "converged", do
                 not converge; None for the layer's option.
-            options: options of :meth:`DEQ.solve`; with "consistent" only ``max_steps``.
+            options: options of :meth:`DEQ.solve`. With "consistent" the default is plain iteration without
+                gradients, to a tolerance of 0.
 
         Returns:
-            A :class:`BoardSolution`. A board that became consistent, or whose accepted guess did, is STOPPED;
-            with ``stop="converged"`` a board that converged is CONVERGED. Residuals are those of the last
-            states, which costs one more evaluation with "consistent". Evaluations include those of all
-            guesses. ``print`` draws the boards.
+            A :class:`BoardSolution`. With "consistent" a board is STOPPED where it, or its accepted guess, is
+            consistent. Evaluations include those of all guesses. ``print`` draws the boards.
 
         Raises:
             solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.
@@ -485,39 +484,16 @@ class BoardSolver(nn.Module):
 
     def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
         """Solve boards (B, N) without guesses."""
-        if stop == "converged":
-            found = self.layer.solve(self.marks(boards), **options)
-        elif unknown := sorted(options.keys() - {"max_steps"}):
-            raise TypeError(f'{unknown} need stop="converged"; "consistent" accepts only max_steps')
-        else:
-            found = self._solve_consistent(boards, **options)
+        if stop == "consistent":
+            plain: dict[str, Any] = {"solver": Forward(), "tolerance": 0.0, "adjoint": None}
+            options = plain | options | {"on_failure": "ignore"}
+            options["stop"] = lambda z: self._digits(self.classify(z), boards)[1]
+        found = self.layer.solve(self.marks(boards), **options)
         logits = self._clamped(self.classify(found.value), boards)
         digits, consistent = self._digits(logits, boards)
         parts = {each.name: getattr(found, each.name) for each in fields(found)}
         parts |= {"value": logits, "digits": digits, "consistent": consistent}
         return BoardSolution(**parts, guesses=torch.zeros_like(found.steps))
-
-    @torch.no_grad()
-    def _solve_consistent(self, puzzles: Tensor, max_steps: int | None = None) -> Solution:
-        most = self.layer.max_steps if max_steps is None else require_count("max_steps", max_steps)
-        prepared, state = self._begin(puzzles)
-        last, embedded = state.clone(), prepared
-        unsolved = torch.arange(len(puzzles)).to(puzzles.device)  # indices of the boards
-        steps = torch.full_like(unsolved, most)
-        status = torch.full_like(unsolved, int(Status.MAX_STEPS))
-        for step in range(1, most + 1):
-            state = self.update.advance(state, embedded)
-            done = self._digits(self.classify(state), puzzles[unsolved])[1]
-            if step == most or bool(done.any()):
-                last[unsolved], steps[unsolved[done]] = state, step
-                status[unsolved[done]] = int(Status.STOPPED)
-                unsolved, state, embedded = unsolved[~done], state[~done], embedded[~done]
-            if len(unsolved) == 0:
-                break
-        after = self.update.advance(last, prepared)
-        moved = torch.linalg.vector_norm((after - last).flatten(1), dim=1)
-        relative = moved / torch.linalg.vector_norm(after.flatten(1), dim=1)
-        return Solution(last, status, relative, moved, steps, steps + 1)
 
     def _digits(self, logits: Tensor, puzzles: Tensor) -> tuple[Tensor, Tensor]:
         """Return givens and most probable colours, (B, N), and whether each board is consistent."""
