@@ -21,13 +21,11 @@ from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
-from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import (
     autocast_dtype,
     eager,
     in_transform,
-    refuse_export,
     refuse_shapes,
 )
 from solvers.core.solution import criterion, read_tolerance
@@ -133,32 +131,38 @@ class EncoderLayer(nn.Module):
         """Plain iteration in which no bit of a token depends on a later one.
 
         A token rests when it and all tokens before it have moved by half of the tolerance ``limit``, relative
-        to their own states, or after ``most`` evaluations.
+        to their own states, or after ``most`` evaluations. Which tokens move is a part of the solver's state.
 
         Returns:
             The states (B, N, s), and the evaluations of each token (B, N).
         """
-        refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
-        step: Any = self.deq.update
-        at = getattr(step, "at", None)  # evaluates the tokens alone that do not rest
-        with constant_weights(list(step.modules()), read=True):
-            held = step.prepare(given, mask=mask)
-            z = initial_state(step, self.deq.init, given, held)
-            seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
-            going, evaluations = seen.clone(), torch.zeros_like(seen, dtype=torch.int64)
-            for _ in range(most):
-                if not going.any():
-                    break
-                first = 0 if at is None else int(going.any(0).int().argmax())
-                old, rest = z[:, first:], going[:, first:]
-                value = step(z, held, mask=mask) if at is None else at(z, held, first)
-                apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
-                evaluations[:, first:] += rest
-                z = torch.cat((z[:, :first], torch.where(rest[..., None], value.to(z), old)), 1)
-                moved = rest & (apart > 0.5 * limit.threshold(size))
-                going = going.clone()
-                going[:, first:] = moved.int().cummax(1).values.bool() & seen[:, first:]
-        return z, evaluations
+        step = self.deq.update
+        held = step.prepare(given, mask=mask)
+        z = initial_state(step, self.deq.init, given, held)
+        seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
+        evaluations = torch.zeros_like(seen, dtype=torch.int64)
+
+        def advance(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            z, moves = state[0], state[1] > 0
+            if not moves.any():
+                return state
+            value = step(z, held, mask=mask)
+            far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
+            before = (far & moves).int().cummax(1).values  # or a token before it is far
+            return torch.where(moves[..., None], value.to(z), z), (before * seen).to(z)
+
+        def all_rest(state: tuple[Tensor, Tensor]) -> Tensor:
+            nonlocal evaluations
+            evaluations = evaluations + (state[1] > 0)
+            return (state[1] == 0).all(1)
+
+        # Rows of a product may have other bits in a smaller batch, so sequences do not leave.
+        solution = solvers.fixed_point(
+            advance, (z, seen.to(z)), solver=solvers.Forward(), tolerance=0.0, max_steps=most,
+            adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
+            compact=False, on_failure="ignore", verify=False,
+        )  # fmt: skip
+        return solution.value[0], evaluations
 
     def _limit(self, x: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
         """The tolerance as a number, also in reduced precision."""
@@ -325,6 +329,7 @@ class EquilibriumBlock(EncoderLayer):
         own = any(chosen.get(name) is not None for name in ("solver", "z0", "callback", "stop"))
         own |= bool(chosen.get("record")) or chosen["bounds"] is not None or in_transform()
         own |= (self.deq._recorder is not None and on_cuda(x)) or 0 in x.shape
+        own |= chosen["max_steps"] == 1  # the start is returned
         if own or not (self.causal or is_causal):
             return chosen
         limit, most = (
@@ -452,8 +457,7 @@ class DEQTransformer(EncoderLayer):
             later tokens, bit by bit. "converged" uses a residual over all tokens of a sample, so later
             tokens influence earlier ones within the tolerance. "prefix", for causal blocks, is plain
             iteration in which a token stops when it and all previous tokens have converged: it does not
-            depend on later tokens, and stopped tokens only cost their keys and values. ``evaluations``
-            then counts those of each token.
+            depend on later tokens. ``evaluations`` then counts those of each token.
         gradient: "all" for gradients through all iterations; a number k for the last k iterations
             (truncated back-propagation) or, with "converged", k additional ones
             (:class:`solvers.Phantom`); "implicit" for the implicit function theorem, with the memory of one

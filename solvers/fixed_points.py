@@ -132,8 +132,9 @@ def fixed_point(
         stop: rule ``stop(z) -> (B,) bool``, evaluated after every evaluation of ``f`` with the states of the
             whole batch, including samples that have finished. A sample for which it is True ends as
             STOPPED with that iterate, unless it has converged. STOPPED is not a failure, but ``converged``
-            is False. ``Implicit`` differentiates such a sample by the same formula, although the equation
-            does not hold at that iterate; consider ``Unrolled()`` or ``Phantom()``.
+            is False. With a rule, the value of every sample is its last iterate, and no sample stalls because
+            its residual does not decrease. ``Implicit`` differentiates a stopped sample by the same formula,
+            although the equation does not hold at that iterate; consider ``Unrolled()`` or ``Phantom()``.
         has_aux: whether ``f`` returns ``(f(z), aux)``. ``Solution.aux`` is the auxiliary output at the
             returned value, from one more evaluation, which does not count. Its gradients pass through the
             value, the arguments and the weights.

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.spins import binary_size, zero_sum
-from implicit_attn.energies.tokens import check_tensor
 from implicit_attn.models.images import grid_positions, token_width
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
-from solvers import Solution, SolveError, Status, Tolerance
+from solvers import Solution, SolveError, Tolerance
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -48,8 +47,7 @@ def learn_groups(
 
     With few boards two unrelated cells may differ in every board by chance. From
     ``log(50 N (N - 1)) / log(q / (q - 1))`` boards on, 108 for Sudoku, fewer than 0.01 such pairs are
-    expected; fewer boards raise an error. The function also checks that the gap is clear and that a group
-    has each colour at most once in a board.
+    expected.
 
     Args:
         boards: (M, N) integers, colours in 0 .. q - 1.
@@ -61,9 +59,9 @@ def learn_groups(
         Sorted groups of at least two cells each.
 
     Raises:
-        ValueError: if the boards have another dtype, shape or colours or are too few, if the gap is
-            less than a third of the strength above it, if the graph has more than 10,000 groups, or if a
-            group repeats a colour in a board.
+        ValueError: if the boards are invalid or fewer than that, if the gap is less than a third of the
+            strength above it, if there are more than 10,000 groups, or if a group repeats a colour in a
+            board.
 
     Source: Rende, Gerace, Laio, Goldt, "Mapping of attention mechanisms to a generalized Potts model"
     (2024), https://arxiv.org/abs/2304.07235, for the head.
@@ -85,7 +83,7 @@ def learn_groups(
         model, boards, L2, "adam", steps=require_count("steps", steps), rate=RATE, batch=BATCH,
         schedule="constant", seed=seed,
     )  # fmt: skip
-    pairs, gap = strong_pairs(model.couplings().detach())
+    pairs, gap = _strong_pairs(model.couplings().detach())
     if not gap >= SMALLEST_GAP:
         raise ValueError(
             f"boards must separate related from unrelated cells: after {steps} steps the widest relative gap "
@@ -102,20 +100,15 @@ def learn_groups(
     return found
 
 
-def strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
-    """Return the pairs above the widest gap between the sorted strengths of couplings.
+def _strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
+    """Return the pairs (N, N) of couplings (N, N, q, q) above the widest gap between their sorted strengths.
 
-    Args:
-        couplings: J (N, N, q, q), floating-point, N >= 3; both directions are averaged.
-
-    Returns:
-        (N, N) bool, symmetric with a False diagonal; and the gap relative to the strength above it: 1 if
-        the other couplings are zero, 0 if all are equal.
+    The number is the gap relative to the strength above it: 1 if the other couplings are zero, 0 if all are
+    equal. Both directions are averaged.
     """
-    check_tensor("couplings", couplings, "N N d d")
     strengths = torch.linalg.matrix_norm(zero_sum(couplings / binary_size(couplings)))
     strengths = (strengths + strengths.T) / 2
-    rows, columns = torch.triu_indices(len(strengths), len(strengths), 1, device=couplings.device)
+    rows, columns = torch.triu_indices(len(strengths), len(strengths), 1)
     values = strengths[rows, columns].sort(descending=True).values
     gaps = values[:-1] - values[1:]
     last = gaps.argmax()
@@ -124,37 +117,27 @@ def strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
 
 
 def maximal_cliques(pairs: Tensor) -> list[list[int]]:
-    """Return all maximal cliques of at least two nodes, sorted, by the Bron-Kerbosch algorithm.
-
-    Args:
-        pairs: (N, N) bool, symmetric; the diagonal has no effect.
+    """Return all maximal cliques of at least two nodes of a graph (N, N) bool, sorted.
 
     Source: Bron, Kerbosch, "Algorithm 457: finding all cliques of an undirected graph" (1973),
     https://doi.org/10.1145/362342.362367.
     """
-    if pairs.dtype != torch.bool:
-        raise TypeError(f"pairs must be bool, got {pairs.dtype}")
-    if pairs.dim() != 2 or not torch.equal(pairs, pairs.mT):
-        raise ValueError(f"pairs must be a symmetric matrix (N, N), got {tuple(pairs.shape)}")
-    nodes = range(len(pairs))
-    near = [{b for b in nodes if b != a and row[b]} for a, row in enumerate(pairs.tolist())]
+    near = [{b for b, joined in enumerate(row) if joined} for row in pairs.tolist()]
     found: list[list[int]] = []
 
     def extend(clique: list[int], candidates: set[int], excluded: set[int]) -> None:
-        if not candidates and not excluded:
-            if len(clique) > 1:
-                found.append(sorted(clique))
+        if not candidates and not excluded and len(clique) > 1:
+            found.append(sorted(clique))
             if len(found) > MOST_GROUPS:
-                raise ValueError(f"pairs must have at most {MOST_GROUPS} maximal cliques, got more")
-            return
-        # Neighbours of the pivot are reached through other branches.
-        pivot = max(candidates | excluded, key=lambda node: len(candidates & near[node]))
-        for node in sorted(candidates - near[pivot]):
-            extend([*clique, node], candidates & near[node], excluded & near[node])
-            candidates = candidates - {node}
-            excluded = excluded | {node}
+                raise ValueError(f"boards must give at most {MOST_GROUPS} groups, got more")
+        if candidates:
+            # Neighbours of the pivot are reached through other branches.
+            pivot = max(candidates | excluded, key=lambda node: len(candidates & near[node]))
+            for node in sorted(candidates - near[pivot]):
+                extend([*clique, node], candidates & near[node], excluded & near[node])
+                candidates, excluded = candidates - {node}, excluded | {node}
 
-    extend([], set(nodes), set())
+    extend([], set(range(len(near))), set())
     return sorted(found)
 
 
@@ -223,9 +206,6 @@ class BoardUpdate(Update):
         """Return the embedded marks e (B, N, q, M)."""
         return self.embedding(x)
 
-    # ``training.compile_step`` compiles ``advance`` of modules that have ``context`` and ``advance``.
-    context = prepare
-
     def initial(self, x: Tensor) -> Tensor:
         """Return zeros (B, N, q, m)."""
         return x.new_zeros(*x.shape[:-1], self.features)
@@ -266,8 +246,6 @@ def _incidence(groups: Sequence[Sequence[int]], cells: int) -> Tensor:
         raise ValueError("groups must contain at least one group, got none")
     incidence = torch.zeros(len(groups), cells)
     for row, group in zip(incidence, groups, strict=True):
-        if isinstance(group, (int, str)):
-            raise TypeError(f"groups must contain sequences of cells, got {group!r}")
         members = [require_count("a cell of groups", cell, low=0) for cell in group]
         if len(members) == 0 or max(members) >= cells or len(set(members)) < len(members):
             raise ValueError(
@@ -371,7 +349,6 @@ class BoardSolver(nn.Module):
 
     @property
     def update(self) -> Any:
-        """The :class:`BoardUpdate`."""
         return self.layer.update
 
     def forward(
@@ -421,22 +398,21 @@ class BoardSolver(nn.Module):
             puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string with
                 one character per cell, "." or "0" = unknown, in which white space and ``|``, ``-``, ``+``
                 are ignored; or a list of such strings.
-            stop: "consistent" iterates without gradients until no group of a board repeats a colour. If
-                the groups are all rules, a consistent board solves the puzzle. "converged" solves for a
-                fixed point with ``layer.solve``. A converged board may be wrong, and the state of a
-                correct board may still change a little.
+            stop: "consistent" iterates until no group of a board repeats a colour, by the option ``stop`` of
+                the layer. If the groups are all rules, a consistent board solves the puzzle. "converged"
+                solves for a fixed point with ``layer.solve``. A converged board may be wrong, and the state
+                of a correct board may still change a little.
             guesses: maximum number of guesses for a board that is not consistent. Guess k is a copy of the
                 puzzle in which the cell with the k-th largest entropy of its logits has its most probable
                 colour. The copy is solved in the same way, and its answer is used if it is consistent.
             on_failure: "warn", "raise" or "ignore" boards that are not consistent or, with "converged", do
                 not converge; None for the layer's option.
-            options: options of :meth:`DEQ.solve`; with "consistent" only ``max_steps``.
+            options: options of :meth:`DEQ.solve`. With "consistent" the default is plain iteration without
+                gradients, to a tolerance of 0.
 
         Returns:
-            A :class:`BoardSolution`. A board that became consistent, or whose accepted guess did, is STOPPED;
-            with ``stop="converged"`` a board that converged is CONVERGED. Residuals are those of the last
-            states, which costs one more evaluation with "consistent". Evaluations include those of all
-            guesses. ``print`` draws the boards.
+            A :class:`BoardSolution`. With "consistent" a board is STOPPED where it, or its accepted guess, is
+            consistent. Evaluations include those of all guesses. ``print`` draws the boards.
 
         Raises:
             solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.
@@ -485,39 +461,16 @@ class BoardSolver(nn.Module):
 
     def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
         """Solve boards (B, N) without guesses."""
-        if stop == "converged":
-            found = self.layer.solve(self.marks(boards), **options)
-        elif unknown := sorted(options.keys() - {"max_steps"}):
-            raise TypeError(f'{unknown} need stop="converged"; "consistent" accepts only max_steps')
-        else:
-            found = self._solve_consistent(boards, **options)
+        if stop == "consistent":
+            plain: dict[str, Any] = {"solver": Forward(), "tolerance": 0.0, "adjoint": None}
+            options = plain | options | {"on_failure": "ignore"}
+            options["stop"] = lambda z: self._digits(self.classify(z), boards)[1]
+        found = self.layer.solve(self.marks(boards), **options)
         logits = self._clamped(self.classify(found.value), boards)
         digits, consistent = self._digits(logits, boards)
         parts = {each.name: getattr(found, each.name) for each in fields(found)}
         parts |= {"value": logits, "digits": digits, "consistent": consistent}
         return BoardSolution(**parts, guesses=torch.zeros_like(found.steps))
-
-    @torch.no_grad()
-    def _solve_consistent(self, puzzles: Tensor, max_steps: int | None = None) -> Solution:
-        most = self.layer.max_steps if max_steps is None else require_count("max_steps", max_steps)
-        prepared, state = self._begin(puzzles)
-        last, embedded = state.clone(), prepared
-        unsolved = torch.arange(len(puzzles)).to(puzzles.device)  # indices of the boards
-        steps = torch.full_like(unsolved, most)
-        status = torch.full_like(unsolved, int(Status.MAX_STEPS))
-        for step in range(1, most + 1):
-            state = self.update.advance(state, embedded)
-            done = self._digits(self.classify(state), puzzles[unsolved])[1]
-            if step == most or bool(done.any()):
-                last[unsolved], steps[unsolved[done]] = state, step
-                status[unsolved[done]] = int(Status.STOPPED)
-                unsolved, state, embedded = unsolved[~done], state[~done], embedded[~done]
-            if len(unsolved) == 0:
-                break
-        after = self.update.advance(last, prepared)
-        moved = torch.linalg.vector_norm((after - last).flatten(1), dim=1)
-        relative = moved / torch.linalg.vector_norm(after.flatten(1), dim=1)
-        return Solution(last, status, relative, moved, steps, steps + 1)
 
     def _digits(self, logits: Tensor, puzzles: Tensor) -> tuple[Tensor, Tensor]:
         """Return givens and most probable colours, (B, N), and whether each board is consistent."""
@@ -531,15 +484,14 @@ class BoardSolver(nn.Module):
         cells = self.update.cells
         texts = [puzzles] if isinstance(puzzles, str) else puzzles
         if isinstance(texts, (list, tuple)) and all(isinstance(each, str) for each in texts):
-            numbers = []
-            for text in texts:
-                signs = re.sub(r"[\s|+-]", "", text)
-                if len(signs) != cells or not set(signs) <= set(".0123456789"):
+            signs = [re.sub(r"[\s|+-]", "", text).replace(".", "0") for text in texts]
+            for text, cleaned in zip(texts, signs, strict=True):
+                if not re.fullmatch(rf"[0-9]{{{cells}}}", cleaned):
                     raise ValueError(
                         f"puzzles must be strings of {cells} digits or dots (white space and | - + are "
-                        f"ignored), got {len(signs)} characters in {text!r}"
+                        f"ignored), got {len(cleaned)} characters in {text!r}"
                     )
-                numbers.append([int(sign) for sign in signs.replace(".", "0")])
+            numbers = [[int(sign) for sign in cleaned] for cleaned in signs]
             boards = torch.tensor(numbers, device=self.head.weight.device).view(-1, cells)
             return boards, (cells,) if isinstance(puzzles, str) else tuple(boards.shape)
         require_instance("puzzles", puzzles, Tensor, "a tensor, a string or a list of strings")

@@ -53,11 +53,14 @@ class Rule:
 
         Samples that have ended are shown where they ended.
         """
-        moved = where_rows(taken, z.detach(), self.state[index])
-        self.state = self.state.index_copy(0, index, moved)
+        batch, z = len(self.state), z.detach()
+        if len(index) == batch:  # no sample has left
+            self.state = where_rows(taken, z, self.state)
+        else:
+            moved = where_rows(taken, z, self.state[index])
+            self.state = self.state.index_copy(0, index, moved)
         with torch.no_grad():
             answer = self.stop(self.layout.tree(self.state))
-        batch = len(self.state)
         if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != (batch,):
             got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
             raise TypeError(f"stop must return a bool tensor of shape ({batch},), got {got}")
@@ -223,8 +226,10 @@ class Loop:
                 small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)
                 converged = converged & (small | ~growing)
         stopped = None if self.rule is None else self.rule.holds(rows.index, trial.z, taken)
-        better = (taken & (relative < rows.best.relative)) | converged
-        better = better if stopped is None else better | stopped
+        # A rule asks about the latest iterate, so this is also the one to return.
+        better = (
+            taken if stopped is not None else taken & (relative < rows.best.relative) | converged
+        )
         rows.best.update(better, trial, relative)
         rows.evaluations = torch.where(running, evaluation + rows.products, rows.evaluations)
         if accepted is not None:
@@ -235,7 +240,7 @@ class Loop:
             status = self._give_up(status, accepted, evaluation)
         over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
-        if evaluation % self.patience == 0:
+        if self.rule is None and evaluation % self.patience == 0:
             status = self._find_stalled(status)
         if self.growth is not None and maybe_any(self.growth.lost):
             failed = self.growth.lost & running & (status > Status.CONVERGED)

@@ -290,10 +290,6 @@ def symbols(rows: int = 2, count: int = LENGTH) -> Tensor:
     return torch.randint(VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(1))
 
 
-def count(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 # Each form, each step, and the equilibrium model with each gradient.
 MODELS = [
     *((LanguageModel, name, "plain") for name in ATTENTION_FORMS),

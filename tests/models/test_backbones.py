@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import solvers
 from cases.deq import specification
 from implicit_attn import models
 from implicit_attn.models import (
@@ -191,51 +190,26 @@ def test_files_that_do_not_say_how(wrong: str, tmp_path: Path) -> None:
 # The baselines against dense transcriptions of their papers' equations, in float64.
 
 
-DIM, HEADS, WIDTH, COUNT = 12, 3, 4, 6
-MODELS: dict[str, Callable[..., Any]] = {
-    "transformer": SharedTransformer,
-    "energy-transformer": EnergyTransformer,
-    "crate": CRATE,
-}
-each_model = pytest.mark.parametrize("name", MODELS)
-
-
-def tokens(seed: int = 0, batch: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, COUNT, DIM, generator=generator, dtype=torch.float64)
-
-
-def build(name: str, **options: Any) -> Any:
-    torch.manual_seed(2)
-    if name == "energy-transformer":
-        options = {"step_size": 0.1} | options
-    model = MODELS[name](DIM, HEADS, **{"iterations": 3} | options).double()
-    for parameter in model.parameters():
-        if parameter.dim() < 2:  # gains and offsets away from one and zero
-            nn.init.uniform_(parameter, 0.2, 0.9)
-    return model
+DIM, HEADS, WIDTH = 12, 3, 4
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
-    return (
-        centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
-    )
+    size = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return centred / size * norm.weight + norm.bias
 
 
-def softmax_rows(scores: Tensor) -> Tensor:
-    return scores.exp() / scores.exp().sum(-1, keepdim=True)
+def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One head of one sample."""
+    weights = (query @ key.T / math.sqrt(WIDTH)).exp()
+    return weights / weights.sum(-1, keepdim=True) @ value
 
 
 def transformer_step(layer: Any, x: Tensor) -> Tensor:
     """One sample (N, d), head by head."""
     y = layer_norm(x, layer.attention_norm)
-    query, key, value = layer.queries_keys_values.weight.chunk(3)
-    heads = []
-    for head in range(HEADS):
-        rows = slice(head * WIDTH, (head + 1) * WIDTH)
-        q, k, v = y @ query[rows].T, y @ key[rows].T, y @ value[rows].T
-        heads.append(softmax_rows(q @ k.T / math.sqrt(WIDTH)) @ v)
+    weights = layer.queries_keys_values.weight.view(3, HEADS, WIDTH, DIM)
+    heads = [attended(*(y @ w.T for w in weights[:, head])) for head in range(HEADS)]
     x = x + torch.cat(heads, -1) @ layer.output.weight.T
     hidden = (layer_norm(x, layer.feedforward_norm) @ layer.widen.weight.T).clamp_min(0.0)
     return x + hidden @ layer.narrow.weight.T
@@ -243,79 +217,50 @@ def transformer_step(layer: Any, x: Tensor) -> Tensor:
 
 def crate_step(layer: Any, x: Tensor) -> Tensor:
     y = layer_norm(x, layer.attention_norm)
+    sides = [y @ w.T for w in layer.subspaces.weight.view(HEADS, WIDTH, DIM)]
     moved = x + layer.output.bias
-    for head in range(HEADS):
-        rows = slice(head * WIDTH, (head + 1) * WIDTH)
-        v = y @ layer.subspaces.weight[rows].T
-        compressed = softmax_rows(v @ v.T / math.sqrt(WIDTH)) @ v
-        moved = moved + compressed @ layer.output.weight[:, rows].T
+    moved = moved + torch.cat([attended(v, v, v) for v in sides], -1) @ layer.output.weight.T
     z = layer_norm(moved, layer.feedforward_norm)
     d = layer.dictionary
     step = torch.stack([token + 0.1 * d.T @ (token - d @ token) - 0.1 * 0.1 for token in z])
     return step.clamp_min(0.0)
 
 
-def energy_of_activation(layer: Any, g: Tensor) -> Tensor:
-    """The Energy Transformer's two energies of one sample (N, d), head by head."""
-    attention = layer.attention
-    betas = [attention.beta] * HEADS if isinstance(attention.beta, float) else attention.beta
-    others = torch.ones(len(g), len(g), dtype=g.dtype)
-    if attention.exclude_self:
-        others = others - torch.eye(len(g), dtype=g.dtype)
-    value = torch.zeros((), dtype=g.dtype)
-    for head, beta in enumerate(betas):
-        rows = slice(head * WIDTH, (head + 1) * WIDTH)
-        q = g @ attention.query.weight[rows].T
-        k = g @ attention.key.weight[rows].T
-        if attention.query_bias is not None:
-            q, k = q + attention.query_bias[rows], k + attention.key_bias[rows]
-        value = value - (others * (beta * q @ k.T).exp()).sum(-1).log().sum() / beta
-    hidden = g @ layer.feedforward.projection.weight.T
-    if layer.feedforward.bias is not None:
-        hidden = hidden + layer.feedforward.bias
-    hidden = hidden.clamp_min(0.0)
-    return value - 0.5 * hidden.square().sum()
-
-
-def activation(layer: Any, x: Tensor) -> Tensor:
+def energy_transformer_step(layer: Any, x: Tensor) -> Tensor:
+    """By autograd from the two energies of one sample (N, d), head by head."""
     centred = x - x.mean(-1, keepdim=True)
     unit = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return layer.gain * unit + layer.shift
-
-
-def energy_transformer_step(layer: Any, x: Tensor) -> Tensor:
-    g = activation(layer, x).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(energy_of_activation(layer, g), g)
+    g = (layer.gain * unit + layer.shift).detach().requires_grad_()
+    value = -0.5 * (g @ layer.feedforward.projection.weight.T).clamp_min(0.0).square().sum()
+    beta = layer.attention.beta
+    for head in range(HEADS):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        q, k = (g @ side.weight[rows].T for side in (layer.attention.query, layer.attention.key))
+        value = value - (beta * q @ k.T).exp().sum(-1).log().sum() / beta
+    (gradient,) = torch.autograd.grad(value, g)
     return x - 0.1 * gradient
 
 
-STEPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "transformer": transformer_step,
-    "energy-transformer": energy_transformer_step,
-    "crate": crate_step,
+PAPERS: dict[str, tuple[Callable[..., Any], Callable[[Any, Tensor], Tensor]]] = {
+    "transformer": (SharedTransformer, transformer_step),
+    "energy-transformer": (EnergyTransformer, energy_transformer_step),
+    "crate": (CRATE, crate_step),
 }
 
 
-@each_model
+@pytest.mark.parametrize("name", PAPERS)
 def test_the_step_is_its_papers(name: str) -> None:
-    model = build(name)
-    x = tokens()
-    expected = torch.stack([STEPS[name](model.layers[0], sample) for sample in x])
+    make, step = PAPERS[name]
+    torch.manual_seed(2)
+    model = make(DIM, HEADS, iterations=3).double()
+    for parameter in model.parameters():
+        if parameter.dim() < 2:  # gains and offsets away from one and zero
+            nn.init.uniform_(parameter, 0.2, 0.9)
+    x = torch.randn(3, 6, DIM, dtype=torch.float64)
+    expected = torch.stack([step(model.layers[0], sample) for sample in x])
     result = model(x, iterations=1)
     assert (result - expected).abs().max() <= 1e-10
     assert not torch.allclose(result, x, atol=1e-2)
-
-
-# Stacks of equilibrium blocks as a backbone: what they compute, masks, budgets, mistakes, learning.
-
-
-EXACT = {"tolerance": solvers.Tolerance(rtol=1e-9), "max_steps": 200}
-
-
-def blocks(**options: Any) -> Any:
-    torch.manual_seed(1)
-    options.setdefault("layer", EXACT)
-    return EquilibriumTransformer(DIM, HEADS, **options).double()
 
 
 # Parameter counts in the documents are those of the models, and say what they count.
@@ -379,48 +324,6 @@ def test_spins_on_mnist_match_the_published_size_only() -> None:
     assert f"{size(SpinClassifier()):,}" in text and "25,828" in text
 
 
-# The image classifier around a backbone: patches, positions, readouts, mistakes, learning.
-
-
-def images(batch: int = 3, channels: int = 1, size: int = 8, seed: int = 0) -> Tensor:
-    return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
-
-
-def image_model(
-    size: int = 8, channels: int = 1, classes: int = 5, **options: Any
-) -> ImageClassifier:
-    torch.manual_seed(0)
-    backbone = HyperSET(DIM, 3, 16, iterations=2, step_size="fixed")
-    settings: dict[str, Any] = {"patch": 2} | options
-    return ImageClassifier(backbone, size, channels, classes, **settings)
-
-
-# The model of hidden patches, around every backbone.
-
-
-# The Sudoku model around every backbone.
-
-
-# Stacks of kinetic attention as a backbone: what they compute, masks, budgets, mistakes, learning.
-
-
-STEADY = {"tolerance": solvers.Tolerance(rtol=1e-11), "max_steps": 200}
-
-
-def spin_model(**options: Any) -> Any:
-    torch.manual_seed(1)
-    options.setdefault("layer", STEADY)
-    return SpinTransformer(DIM, HEADS, **options).double()
-
-
-# The spin classifier: shapes, parameters, what the class token can know, mistakes.
-
-
-def classifier(**options: Any) -> SpinClassifier:
-    torch.manual_seed(0)
-    return SpinClassifier(**options)
-
-
 # Mistakes, by what the error says.
 
 
@@ -435,10 +338,10 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: EquilibriumTransformer(DIM, HEADS, attention="cross"), "attention"),
     (lambda: EquilibriumTransformer(DIM, HEADS, order="cyclic"), "order"),
     (lambda: SpinTransformer(DIM, HEADS, layers=0), "layers"),
-    (lambda: spin_model()(tokens()[..., :5]), "SpinTransformer"),
+    (lambda: SpinTransformer(DIM, HEADS)(torch.zeros(2, 6, 5)), "SpinTransformer"),
     (lambda: HyperSETEquilibrium(DIM, HEADS, attention="softmax"), "attention"),
-    (lambda: hyperset()(tokens()[0]), r"\bz\b"),
-    (lambda: image_model(patch=3), "patch"),
+    (lambda: hyperset()(torch.zeros(6, 8)), r"\bz\b"),
+    (lambda: ImageClassifier(hyperset(), 8, 1, 5, patch=3), "patch"),
     (lambda: grid_positions(3, 6), "dim"),
 ]  # fmt: skip
 

@@ -304,19 +304,33 @@ def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
     assert torch.equal(caught.value.solution.digits, answer.digits)  # type: ignore[attr-defined]
     assert answer.consistent.tolist() == [True, False] and not answer.converged.any()
     assert answer.statuses == ["STOPPED", "MAX_STEPS"]
-    assert answer.steps.tolist() == [1, 4] and answer.evaluations.tolist() == [2, 5]
-    state = [model.update.initial(model.update.prepare(model.marks(answer.digits[:1])))]
-    prepared = model.update.prepare(model.marks(answer.digits[:1]))
-    for _ in range(2):
+    assert answer.evaluations.tolist() == [1, 4]  # a complete board is consistent at the start
+    prepared = model.update.prepare(model.marks(answer.digits))
+    state = [model.update.initial(prepared)]
+    for _ in range(4):
         state.append(model.update.advance(state[-1], prepared))
-    residual = (state[2] - state[1]).norm() / state[2].norm()
-    torch.testing.assert_close(answer.residual[0], residual.detach(), rtol=1e-10, atol=0)
-    found = model.classify(state[1])[answer.value[:1].isfinite()]  # all other colours are excluded
-    torch.testing.assert_close(answer.value[0].amax(-1), found, rtol=0, atol=1e-10)
+    residual = (state[4] - state[3])[1].norm() / state[4][1].norm()
+    torch.testing.assert_close(answer.residual[1], residual.detach(), rtol=1e-10, atol=0)
+    found = model.classify(state[3])[1:][answer.value[1:].isfinite()]  # other colours are excluded
+    torch.testing.assert_close(answer.value[1].amax(-1), found, rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="stop"):
         model.solve(one, stop="never")
-    with pytest.raises(TypeError, match="tolerance"):
-        model.solve(one, tolerance=solvers.Tolerance())
+    with pytest.raises(TypeError, match="iterations"):
+        model.solve(one, iterations=3)
+
+
+def test_a_rule_is_asked_up_to_max_steps_and_the_value_is_the_last_iterate() -> None:
+    """A rotation: its residual never decreases."""
+    never: Any = {"stop": lambda z: torch.zeros(1, dtype=torch.bool), "solver": "forward"}
+    turn = lambda z: torch.stack((-1.1 * z[:, 1], z[:, 0]), 1)  # noqa: E731
+    found = solvers.fixed_point(
+        turn, torch.ones(1, 2), max_steps=121, tolerance=0.0, on_failure="ignore", **never
+    )
+    assert found.statuses == ["MAX_STEPS"] and found.evaluations.item() == 121
+    z = torch.ones(1, 2)
+    for _ in range(120):
+        z = turn(z)
+    torch.testing.assert_close(found.value, z)
 
 
 HARD = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
