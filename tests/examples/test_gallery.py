@@ -424,14 +424,6 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
-def test_answered_are_converged_or_sure_rings(rings: ModuleType) -> None:
-    some = rings.Rings(drawn(3, 2, 2), torch.zeros(3, 2).long(), torch.ones(3))
-    logits = torch.tensor([[[9.0, 0], [9, 0]], [[9, 0], [0, 9]], [[9, 0], [1, 0]]])
-    assert rings.answers(logits, some) == pytest.approx({"answered": 2 / 3, "wrong": 1 / 3})
-    found = rings.answers(logits, some, torch.tensor([True, False, True]))
-    assert found == pytest.approx({"answered": 2 / 3, "wrong": 0})
-
-
 def test_a_local_block_is_attention_over_the_neighbours(rings: ModuleType) -> None:
     """Against a loop over positions, heads and offsets."""
     model, size = rings.EquilibriumRing(8, 2).double(), 7
