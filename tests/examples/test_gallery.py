@@ -700,12 +700,12 @@ def test_losses_agree_by_every_engine(name: str, sizes: dict[str, int], load: Lo
     expected, *others = (
         example.train(name, engine, options, **sizes) for engine in ("torchdeq", "bridge", "ours")
     )
-    assert sum(expected.losses[6:]) < sum(expected.losses[:6])
+    assert sum(expected["losses"][6:]) < sum(expected["losses"][:6])
     for found in others:
-        assert found.losses == pytest.approx(expected.losses, rel=0.01)
-        assert max(found.residuals) <= 1e-3
-        assert sum(found.forward) <= sum(expected.forward)
-        assert sum(found.backward) <= sum(expected.backward)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
+        assert max(found["residuals"]) <= 1e-3
+        assert sum(found["forward"]) <= sum(expected["forward"])
+        assert sum(found["backward"]) <= sum(expected["backward"])
 
 
 def test_the_comparison_prints_its_table(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
