@@ -1,31 +1,25 @@
 """Two small models of torchdeq's zoo, solved by torchdeq and by this package with equal losses at every step.
 
     python examples/ported_from_torchdeq.py            # three seeds: the table of docs/migrating/torchdeq.md
-    python examples/ported_from_torchdeq.py --example digits --engine ours --seeds 1 --report 10
+    python examples/ported_from_torchdeq.py --example digits --engine ours --seeds 1
 
-language: a DEQ-Transformer on characters of Python's help topics. Its post-norm transformer block shares
-weights between iterations, and the embedded characters enter each iteration through queries, keys and
-values. As in the zoo, training uses implicit gradients, weight norm, variational dropout and a Jacobian
-penalty.
+language is a DEQ-Transformer on characters of Python's help topics, trained with weight norm, variational
+dropout and a Jacobian penalty. digits is a multiscale model of scikit-learn's digits whose state is a pair
+of feature maps. An engine solves ``z = cell(z, x)``: "torchdeq" with its own API, "ours" with a layer of
+this package, "bridge" with this layer and torchdeq's solver. All engines use the same cell, weights and
+random numbers.
 
-digits: a multiscale model of scikit-learn's digits. The state is a pair of feature maps; every evaluation
-applies a residual block at each resolution and then fuses them, so both reach equilibrium together.
-
-An engine solves for the fixed point of a cell ``z = cell(z, x)``: "torchdeq" with its own API, "ours" with a
-layer of this package, "bridge" with this layer and torchdeq's solver. All engines use the same cell, weights
-and random numbers. A row of the table is the median over seeds. "evaluations" and "products" (with the
-transposed Jacobian) are medians over the steps of a run of all calls of the cell per sample; "residual" is
-the median over the steps of the largest residual in the batch, at the state used for the loss. "differs" is
-the largest relative difference of a loss from the first engine's at the same step, over all steps and seeds.
+A row of the table is the median over seeds. "evaluations" and "products" (with the transposed Jacobian) are
+medians over the steps, counted at the cell per sample; "residual" is the median of the largest residual in
+the batch. "differs" is the largest relative difference of a loss from the first engine's at the same step.
 In the last row this package solves to the residual that torchdeq reached.
 
-Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377 and
-"Multiscale Deep Equilibrium Models" (2020), https://arxiv.org/abs/2006.08656; Geng, Kolter, "TorchDEQ"
-(2023), https://arxiv.org/abs/2310.18605.
+Source: Bai, Kolter, Koltun (2019), https://arxiv.org/abs/1909.01377 and (2020),
+https://arxiv.org/abs/2006.08656; Geng, Kolter, "TorchDEQ" (2023), https://arxiv.org/abs/2310.18605.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -40,7 +34,7 @@ from torchdeq.loss import jac_reg
 from torchdeq.norm import apply_norm as their_apply_norm
 
 from implicit_attn import DEQ
-from implicit_attn.data import HELP, load_digits, load_text
+from implicit_attn.data import load_digits, load_text
 from implicit_attn.regularization import VariationalDropout, apply_norm, dropout_seeds
 from solvers import Implicit, Tolerance
 from solvers.torchdeq_bridge import TorchDEQ
@@ -59,8 +53,6 @@ class Options:
     max_steps: int = 60  # maximum number of evaluations of a forward or backward solve
     steps: int = 50  # number of training steps
     rate: float = 1e-3  # learning rate
-    report: int = 0  # training steps between two progress lines (0: none)
-    text: str = HELP  # text of the language model: its name, or a path
 
 
 # The cells.
@@ -85,12 +77,11 @@ class Block(nn.Module):
     def forward(self, z: Tensor, u: Tensor) -> Tensor:
         parts = (self.qkv(z) + u).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind()
-        # Dense: the penalty needs second derivatives, which the fused attention does not have.
+        # The penalty needs second derivatives, which the fused attention does not have.
         scores = query @ key.mT / query.shape[-1] ** 0.5
-        later = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        attended = self.out((weights @ value).transpose(1, 2).flatten(2))
-        z = self.norm_attention(z + self.dropout(attended))
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        attended = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        z = self.norm_attention(z + self.dropout(self.out(attended.transpose(1, 2).flatten(2))))
         return self.norm_mlp(z + self.dropout(self.down(F.relu(self.up(z)))))
 
 
@@ -254,7 +245,7 @@ class LanguageModel(nn.Module):
         batch: int = 16,
     ) -> None:  # fmt: skip
         super().__init__()
-        data = load_text(options.text)
+        data = load_text()
         self.text, self.size, self.length = data.train, batch, length
         self.embedding = nn.Embedding(len(data.alphabet), dim)
         self.positions = nn.Parameter(0.02 * torch.randn(length, dim))
@@ -309,62 +300,47 @@ class Classifier(nn.Module):
 EXAMPLES = {"language": LanguageModel, "digits": Classifier}
 
 
-@dataclass
-class Record:
-    """What the steps of a training took, a number a step."""
-
-    losses: list[float] = field(default_factory=list)  # without the penalty
-    forward: list[float] = field(default_factory=list)  # evaluations of the cell, per sample
-    backward: list[float] = field(default_factory=list)  # products with its derivative
-    residuals: list[float] = field(default_factory=list)  # largest of the batch
+Record = dict[str, list[float]]  # losses, forward, backward, residuals: a number for each step
 
 
 def train(example: str, engine: str, options: Options, seed: int = 0, **sizes: int) -> Record:
-    """Steps of Adam; the weights and the batches are those of the seed."""
+    """Run steps of Adam; the seed fixes the weights and the batches."""
     torch.manual_seed(seed)
     model: Any = EXAMPLES[example](engine, options, **sizes)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    record, meter = Record(), model.meter
+    record: Record = {"losses": [], "forward": [], "backward": [], "residuals": []}
     for step in range(options.steps):
         inputs, targets = model.batch(generator)
         torch.manual_seed(step)  # the same masks and random vectors for every engine
-        meter.forward_rows = meter.backward_rows = 0
+        model.meter.forward_rows = model.meter.backward_rows = 0
         loss, penalty, residual = model.losses(inputs, targets)
         optimizer.zero_grad()
         (loss + penalty).backward()
-        record.losses.append(loss.item())
-        record.forward.append(meter.forward_rows / len(inputs))
-        record.backward.append(meter.backward_rows / len(inputs))
-        record.residuals.append(residual)
+        calls = (
+            rows / len(inputs) for rows in (model.meter.forward_rows, model.meter.backward_rows)
+        )
+        for values, new in zip(record.values(), (loss.item(), *calls, residual), strict=True):
+            values.append(new)
         optimizer.step()
-        if options.report and (step + 1) % options.report == 0:
-            made = f"{record.forward[-1]:.1f} + {record.backward[-1]:.1f}"
-            text = f"step {step + 1:3d}  loss {loss.item():.4f}  evaluations {made}"
-            print(f"{text}  residual {residual:.1e}", flush=True)
     return record
 
 
-def residual(records: Sequence[Record]) -> float:
-    return median(median(each.residuals) for each in records)
+def middle(records: Sequence[Record], key: str) -> float:
+    return median(median(each[key]) for each in records)
 
 
 def row(name: str, records: Sequence[Record], reference: Sequence[Record]) -> str:
-    """A line of the table."""
-    differs = max(
-        abs(mine - other) / abs(other)
-        for one, another in zip(records, reference, strict=True)
-        for mine, other in zip(one.losses, another.losses, strict=True)
-    )
-    first, tenth, last = (
-        median(each.losses[min(step, len(each.losses)) - 1] for each in records)
-        for step in (1, 10, len(records[0].losses))
-    )
-    forward = median(median(each.forward) for each in records)
-    backward = median(median(each.backward) for each in records)
+    """Return a line of the table."""
+    pairs = zip(records, reference, strict=True)
+    losses = [pair for a, b in pairs for pair in zip(a["losses"], b["losses"], strict=True)]
+    differs = max(abs(mine - other) / abs(other) for mine, other in losses)
+    last = len(records[0]["losses"])
+    shown = (median(each["losses"][min(n, last) - 1] for each in records) for n in (1, 10, last))
     return (
-        f"{name:14s} {first:10.4f} {tenth:8.4f} {last:8.4f} "
-        f"{100 * differs:6.2f} % {forward:11.1f} {backward:9.1f}   {residual(records):.1e}"
+        f"{name:14s}  {'{:9.4f}{:9.4f}{:9.4f}'.format(*shown)} {100 * differs:6.2f} % "
+        f"{middle(records, 'forward'):11.1f} {middle(records, 'backward'):9.1f}   "
+        f"{middle(records, 'residuals'):.1e}"
     )
 
 
@@ -382,7 +358,9 @@ def main(
         reference: list[Record] = []
         exact = ["ours, as exact"] if engine[0] == "torchdeq" else []
         for name in (*engine, *exact):
-            asked = options if name in engine else replace(options, tol=residual(reference))
+            asked = (
+                options if name in engine else replace(options, tol=middle(reference, "residuals"))
+            )
             found = [train(title, name.split(",")[0], asked, seed) for seed in range(seeds)]
             reference = reference or found
             print(row(name, found, reference), flush=True)

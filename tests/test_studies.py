@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,6 @@ def rows(batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(batch, 2, 3, generator=generator, dtype=dtype)
 
 
-def is_picture(path: Path) -> bool:
-    content = path.read_bytes()
-    return content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 20_000
-
-
 # Any layer, and any model that calls one.
 
 
@@ -96,11 +92,7 @@ def test_a_study_of_ones_own_layer(name: str, kind: str, tmp_path: Path) -> None
     assert set(tables) <= set(found.tables)
     saved = found.save(tmp_path / "out" / name, "a title")
     assert sorted(saved) == sorted((tmp_path / "out").iterdir())
-    assert is_picture(tmp_path / "out" / f"{name}.png")
-    for table in tables:
-        with (tmp_path / "out" / f"{name}-{table}.csv").open(newline="") as file:
-            assert len(list(csv.DictReader(file))) == len(getattr(found, table))
-    assert found.printed[0] in str(found)
+    assert saved[0].read_bytes().startswith(b"\x89PNG") and found.printed[0] in str(found)
 
 
 def test_what_a_study_is_not_given() -> None:
@@ -195,8 +187,6 @@ def test_accuracy_against_evaluations() -> None:
         energy = 0.5 * (reached - x).square().mean().item()
         assert row["energy"] == pytest.approx(energy, rel=1e-4, abs=1e-9)
     assert all(b["residual"] <= a["residual"] for a, b in itertools.pairwise(table))
-    with pytest.raises((ValueError, TypeError), match="max_steps"):
-        studies.accuracy_by_evaluations(subject, [0])
 
 
 def test_extrapolation_says_what_is_reached() -> None:
@@ -224,16 +214,6 @@ def test_an_unrolled_model_at_other_numbers_of_iterations(name: str) -> None:
         studies.accuracy_by_iterations(image_subject("equilibrium"), [1])
 
 
-def test_several_layers_in_sequence() -> None:
-    subject = image_subject("transformer", iterations=2, layers=2)
-    row = studies.accuracy_by_iterations(subject, [4])[0]
-    with torch.no_grad():
-        states = subject.model.backbone.states(subject.model.tokens(subject.inputs), iterations=4)
-    new, old = states[-1].flatten(1), states[-2].flatten(1)
-    change = (new - old).norm(dim=1) / new.norm(dim=1)
-    assert row["residual"] == pytest.approx(change.median().item())
-
-
 # Paths.
 
 
@@ -255,12 +235,10 @@ def test_a_contraction_forgets_its_start_and_a_bistable_map_does_not() -> None:
 HALF = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
 SETS = {  # tokens, effective rank, average angle
     "orthonormal": (torch.eye(5, 8), 5.0, 90.0),
-    "scaled": (1e-6 * torch.eye(5, 8), 5.0, 90.0),
     "one direction": (torch.ones(6, 1) * torch.arange(1.0, 5.0), 1.0, 0.0),
     "two to one": (HALF, math.exp(-(2 / 3) * math.log(2 / 3) - (1 / 3) * math.log(1 / 3)), 90.0),
     "zero": (torch.zeros(4, 3), 0.0, 90.0),
     "simplex": (torch.eye(4) - 0.25, 3.0, math.degrees(math.acos(-1 / 3))),
-    "opposite": (torch.tensor([[1.0, 0.0], [-2.0, 0.0]]), 1.0, 180.0),
 }
 
 
@@ -274,11 +252,6 @@ def test_rank_and_angle(name: str) -> None:
     assert studies.effective_rank(both).tolist() == pytest.approx([rank, rank], abs=1e-9)
     # Near 0 and 180 degrees the arc cosine takes the square root of the rounding.
     assert studies.average_angle(both).tolist() == pytest.approx([angle, angle], abs=2e-5)
-
-
-def test_tokens_without_a_geometry() -> None:
-    with pytest.raises(ValueError, match="at least two"):
-        studies.average_angle(torch.ones(1, 3))
 
 
 def test_geometry_of_the_recurrence() -> None:
@@ -321,29 +294,19 @@ def test_tables(tmp_path: Path) -> None:
     table = [{"name": "a", "share": 0.123456}, {"name": "longer, with a comma", "share": 1e-9}]
     studies.write_table(tmp_path / "a.csv", table)
     with (tmp_path / "a.csv").open(newline="") as file:
-        assert [(row["name"], float(row["share"])) for row in csv.DictReader(file)] == [
-            (row["name"], row["share"]) for row in table
-        ]
-    for wrong, message in (([], "at least one row"), ([{"a": 1}, {"a": 1, "other": 2}], "other")):
-        with pytest.raises(ValueError, match=message):
-            studies.write_table(tmp_path / "b.csv", wrong)
+        assert [{**row, "share": float(row["share"])} for row in csv.DictReader(file)] == table
     lines = studies.format_table(table).split("\n")
     assert len({len(line) for line in lines}) == 1 and lines[1].split() == ["a", "0.1235"]
-    assert studies.format_table([]) == "(empty)"
 
 
 def test_subjects_of_files(tmp_path: Path) -> None:
     path = write_weights(tmp_path / "run" / "weights.safetensors", "hyperset-equilibrium")
-    state = torch.get_rng_state()
     subject = studies.open_subject(path, samples=7)
-    assert torch.equal(state, torch.get_rng_state())
     assert subject.name == "run" and len(subject.inputs) == 7 and subject.trained == 4
-    assert "digits" in subject.title and not subject.model.training
     wide = {**specification("crate", iterations=2), "channels": 3}
     save_model(tmp_path / "c.safetensors", build_model(wide), {"model": wide})
-    for data in (None, "digits"):
-        with pytest.raises(ValueError, match=r"c\.safetensors"):
-            studies.open_subject(tmp_path / "c.safetensors", data)
+    with pytest.raises(ValueError, match=r"c\.safetensors"):
+        studies.open_subject(tmp_path / "c.safetensors", "digits")
     with pytest.raises(ValueError, match="LanguageModel"):
         studies.open_subject("austen-language")
 
@@ -388,22 +351,6 @@ def test_enumeration_against_loops(family: str) -> None:
         torch.testing.assert_close(exact.covariance[sample], covariance)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_uncoupled_spins_are_the_site(family: str) -> None:
-    """The site that goes with a model has its log-partition function, mean and covariance."""
-    model = drawn(family, strength=0.0)
-    exact = exact_moments(model)
-    none = torch.zeros(*model.field.shape, model.field.shape[-1], dtype=torch.float64)
-    alone = model.site.log_partition(model.field, none)
-    torch.testing.assert_close(exact.log_partition, alone.sum(1))
-    torch.testing.assert_close(exact.mean, model.site.mean(model.field, none))
-    sites = model.field.shape[1]
-    own = exact.covariance.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    torch.testing.assert_close(own, model.site.covariance(model.field, none))
-    others = exact.covariance * (1 - torch.eye(sites)[:, None, :, None])
-    assert others.abs().max() < 1e-15
-
-
 def test_strong_couplings_do_not_overflow() -> None:
     """Exponents of thousands: the most likely configuration is all there is."""
     model = drawn("ising", strength=2000.0)
@@ -414,35 +361,23 @@ def test_strong_couplings_do_not_overflow() -> None:
     assert all(torch.isfinite(tensor).all() for tensor in exact)
 
 
-@pytest.mark.parametrize(("family", "dim"), [("ising", 1), ("potts", 3)])
-def test_couplings_are_proper(family: str, dim: int) -> None:
-    """Symmetric, without self-coupling, the same up to the strength for one seed."""
+@pytest.mark.parametrize("family", ["ising", "potts"])
+def test_couplings_are_symmetric_and_proportional_to_the_strength(family: str) -> None:
     model, stronger = drawn(family, 1.0), drawn(family, 2.5)
-    couplings = model.couplings
-    assert couplings.dtype == model.field.dtype == torch.float64
-    assert torch.equal(couplings, couplings.permute(1, 0, 3, 2))
-    assert torch.equal(couplings.diagonal(), torch.zeros(dim, dim, len(couplings)).double())
-    torch.testing.assert_close(stronger.couplings, 2.5 * couplings)
+    assert torch.equal(model.couplings, model.couplings.permute(1, 0, 3, 2))
+    assert not model.couplings.diagonal().any()
+    torch.testing.assert_close(stronger.couplings, 2.5 * model.couplings)
     assert torch.equal(stronger.field, model.field)
-    assert not torch.equal(drawn(family, 1.0, seed=1).couplings, couplings)
 
 
 G = torch.Generator()
-UNIT = torch.zeros(2, 2, 1, 1)
 BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: random_ising(0, 1.0, G), "sites must be >= 1, got 0"),
-    (lambda: random_ising(3, -1.0, G), "strength must be"),
-    (lambda: random_potts(3, 1, 1.0, G), "states must be >= 2, got 1"),
-    (lambda: exact_moments(random_ising(21, 1.0, G)), r"at most 1048576 .* got 2\^21"),
-    (lambda: SpinModel(UNIT, torch.zeros(2, 1), torch.ones(2, 1), solvers.IsingSite()), "field"),
-    (
-        lambda: SpinModel(UNIT, torch.zeros(1, 3, 1), torch.ones(2, 1), solvers.IsingSite()),
-        "couplings must be",
-    ),
-    (
-        lambda: SpinModel(UNIT, torch.zeros(1, 2, 1), torch.ones(2, 3), solvers.IsingSite()),
-        r"values must be \(K, 1\)",
-    ),
+    (lambda: random_ising(0, 1.0, G), "sites"),
+    (lambda: random_ising(3, -1.0, G), "strength"),
+    (lambda: random_potts(3, 1, 1.0, G), "states"),
+    (lambda: exact_moments(random_ising(21, 1.0, G)), "configurations"),
+    (lambda: replace(random_ising(2, 1.0, G), field=torch.zeros(2, 1)), "field"),
+    (lambda: replace(random_ising(2, 1.0, G), values=torch.ones(2, 3)), "values"),
 ]
 
 

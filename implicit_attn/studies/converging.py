@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Iterator
@@ -18,22 +19,9 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
-from implicit_attn.studies.study import (
-    BLUE,
-    GREY,
-    LINES,
-    ORANGE,
-    Study,
-    Table,
-    draw_band,
-    has_energy,
-    leave_empty,
-    median_and_band,
-    median_and_largest,
-    new_figure,
-    subject_of,
-)
-from implicit_attn.updates import GradientStep, Update
+from implicit_attn.studies import study
+from implicit_attn.studies.study import BLUE, GREY, LINES, ORANGE, Study, Table, has_energy
+from implicit_attn.updates import GradientStep
 
 DENSE = 1200  # unknowns up to which all eigenvalues are computed
 EXTREMES = 12  # eigenvalues at each end above that
@@ -63,34 +51,35 @@ class Convergence(Study):
     printed = ("costs",)
 
     def plot(self, title: str = "") -> Any:
-        """Four panels: residual, energy, evaluations, eigenvalues."""
-        figure = new_figure((13, 8), title)
+        """Draw four panels: residual, energy, evaluations, eigenvalues."""
+        figure = study.new_figure((13, 8), title)
         (residual, energy), (costs, spectrum) = figure.subplots(2, 2)
         names = [row["solver"] for row in self.costs]
-        for number, name in enumerate(names):
-            color, rows = LINES[number], [row for row in self.curves if row["solver"] == name]
-            draw_band(residual, rows, "evaluation", "residual", color, name, alpha=0.12)
+        for name, color in zip(names, LINES, strict=False):
+            rows = [row for row in self.curves if row["solver"] == name]
+            study.draw_band(residual, rows, "evaluation", "residual", color, name, alpha=0.12)
             seen = [row for row in rows if row.get("energy_above") is not None]
             above = [max(row["energy_above"], SMALLEST) for row in seen]
             energy.plot([row["evaluation"] for row in seen], above, color=color)
         residual.axhline(self.rtol, color=GREY, linestyle="--", label=f"tolerance {self.rtol:g}")
-        label = "best relative residual |f(z) - z| / |f(z)|"
-        residual.set(xlabel="evaluations per sample", ylabel=label, yscale="log")
+        residual.set(xlabel="evaluations per sample", yscale="log")
+        residual.set_ylabel("best relative residual |f(z) - z| / |f(z)|")
         residual.set_title("Residual (median; band: 10 % to 90 %)")
         residual.legend(frameon=False, fontsize=8)
         energy.set(xlabel="evaluations per sample", title="Energy")
         if any(row.get("energy_above") is not None for row in self.curves):
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
         else:
-            leave_empty(energy, "this layer has no energy")
+            study.leave_empty(energy, "this layer has no energy")
         spent = [row["evaluations"] for row in self.costs]
         drawn = costs.barh(names, spent, color=LINES[: len(names)])
         shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
         costs.bar_label(drawn, shares, padding=4, fontsize=8)
-        costs.set_xlim(0, 1.35 * max(spent))
+        costs.set(
+            xlim=(0, 1.35 * max(spent)), title=f"Evaluations to {self.rtol:g}, or to the limit"
+        )
+        costs.set_xlabel("median evaluations per sample (share converged, time of all)")
         costs.invert_yaxis()
-        label = "median evaluations per sample (share converged, time of all)"
-        costs.set(xlabel=label, title=f"Evaluations to {self.rtol:g}, or to the limit")
         _draw_eigenvalues(spectrum, self.eigenvalues)
         return figure
 
@@ -120,7 +109,7 @@ def convergence(
     Raises:
         TypeError: no layer is found, or ``x`` is missing.
     """
-    subject = subject_of(layer, x)
+    subject = study.subject_of(layer, x)
     rtol = subject.rtol if rtol is None else rtol
     exact, tolerance = subject.exact(), solvers.Tolerance(rtol=rtol)
     # Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
@@ -138,7 +127,7 @@ def convergence(
                     owner.solve(*seen, solver=solver, **options)
                     times.append(time.perf_counter() - start)
             row = {"solver": name, "converged": solution.converged.double().mean().item()}
-            row |= median_and_largest("evaluations", solution.evaluations)
+            row |= study.median_and_largest("evaluations", solution.evaluations)
             costs.append({**row, "seconds": statistics.median(times)})
         few = pytree.tree_map_only(Tensor, lambda part: part[:spectra], given)
         mask = None if mask is None else mask[:spectra]
@@ -147,35 +136,16 @@ def convergence(
         return Convergence(curves, costs, jacobian_eigenvalues(inner, end.value, few, mask), rtol)
 
 
-class WithoutEnergy(Update):
-    """An update whose energy the solver does not see, so that no step is rejected."""
-
-    def __init__(self, update: Update) -> None:
-        super().__init__()
-        self.update, self.symmetric = update, update.symmetric
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return self.update(z, x, mask=mask)
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        return self.update.prepare(x, mask=mask)
-
-    def initial(self, x: Any) -> Any:
-        return self.update.initial(x)
-
-    def start(self, x: Any, prepared: Any) -> Any:
-        return self.update.start(x, prepared)
-
-
 def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
-    """Name of each solver that can solve the layer -> the layer to give it, and the solver.
+    """Return the name of each solver that can solve the layer, with the layer to use and the solver.
 
-    For a layer with an energy all are safeguarded by it, except "plain forward".
+    The energy of a layer safeguards all of them, except "plain forward".
     """
     choices: dict[str, tuple[DEQ, solvers.Solver]] = {"plain forward": (layer, solvers.Forward())}
     if has_energy(layer.update):
-        unguarded = DEQ(WithoutEnergy(layer.update), init=layer.init)
-        choices["plain forward"] = unguarded, solvers.Forward()
+        hidden = copy.copy(layer.update)
+        hidden.monitored = False
+        choices["plain forward"] = DEQ(hidden, init=layer.init), solvers.Forward()
         choices["forward"] = layer, solvers.Forward()
         choices["gradient, auto step"] = layer, solvers.GradientDescent("auto")
         choices["L-BFGS"] = layer, solvers.LBFGS()
@@ -186,7 +156,7 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
 
 @contextmanager
 def with_energies(layer: DEQ) -> Iterator[None]:
-    """Within, the solves of a layer with an energy look at it also where they could do without."""
+    """Within the block, solves of a layer with an energy evaluate it even if they do not need it."""
     before = layer.update.monitored
     try:
         layer.update.monitored = has_energy(layer.update)
@@ -208,7 +178,7 @@ def _curves(layer: DEQ, x: Any, mask: Tensor | None, max_steps: int) -> Table:
         for k, evaluation in enumerate(evaluations):
             row: dict[str, Any] = {"solver": name, "evaluation": evaluation}
             # How far below the floor the last step lands says nothing about the solver.
-            row |= median_and_band("residual", best[:, k].clamp_min(FLOOR))
+            row |= study.median_and_band("residual", best[:, k].clamp_min(FLOOR))
             row["converged"] = (best[:, k] <= FLOOR).double().mean().item()
             if lowest is not None:
                 above = None if energy is None else (energy[:, k] - lowest).median().item()
@@ -237,18 +207,14 @@ def _trace(
 
 
 def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Table:
-    """Eigenvalues of the Jacobian ``df/dz`` of a layer's update at states ``z``.
+    """Return eigenvalues of the Jacobian ``df/dz`` of a layer's update at states ``z`` (B, N, d).
 
-    All of them for states of up to ``DENSE`` numbers. Above that, the ``EXTREMES`` largest and
-    smallest of a symmetric Jacobian, and the largest in magnitude of another.
-
-    Args:
-        layer: the layer.
-        z, x, mask: state (B, N, d), input and mask.
+    These are all of them for states of up to ``DENSE`` numbers. Above that, they are the ``EXTREMES``
+    largest and smallest of a symmetric Jacobian, or the largest in magnitude of another.
 
     Returns:
-        Rows with sample, real, imaginary, and for a ``GradientStep`` with one step size ``eta``
-        curvature: the eigenvalue ``(1 - real) / eta`` of the energy's Hessian.
+        Rows with sample, real, imaginary, and for a ``GradientStep`` with step size ``eta`` the eigenvalue
+        ``(1 - real) / eta`` of the energy's Hessian as curvature.
     """
     update = layer.update
     with torch.no_grad():
@@ -257,16 +223,15 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
     def step(z: Any, given: Any) -> Any:
         return update(z, given, mask=mask)
 
-    if z[0].numel() <= DENSE:
-        matrix = solvers.jacobian(step, z, (prepared,)).double().cpu()
-        if update.symmetric:
-            values = torch.linalg.eigvalsh((matrix + matrix.mT) / 2).to(torch.complex128)
-        else:
-            values = torch.linalg.eigvals(matrix)
-    else:
+    if z[0].numel() > DENSE:
         what = "extremes" if update.symmetric else "largest_magnitude"
         found = solvers.spectrum(step, z, (prepared,), what=what, count=EXTREMES)
         values = found.eigenvalues.to(torch.complex128).cpu()
+    else:
+        matrix = solvers.jacobian(step, z, (prepared,)).double().cpu()
+        values = torch.linalg.eigvals(matrix)
+        if update.symmetric:
+            values = torch.linalg.eigvalsh((matrix + matrix.mT) / 2).to(torch.complex128)
     table: Table = [
         {"sample": sample, "real": value.real, "imaginary": value.imag}
         for sample, row in enumerate(values.tolist())
@@ -279,23 +244,22 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
 
 
 def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
-    real = [row["real"] for row in eigenvalues]
-    imaginary = [row["imaginary"] for row in eigenvalues]
-    radius = max((a * a + b * b) ** 0.5 for a, b in zip(real, imaginary, strict=True))
+    values: Any = np.array([complex(row["real"], row["imaginary"]) for row in eigenvalues])
     samples = len({row["sample"] for row in eigenvalues})
-    title = f"Jacobian ({samples} samples): spectral radius {radius:.2f}"
-    if any(imaginary):
-        axes.scatter(real, imaginary, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
-        around = np.linspace(0.0, 2 * np.pi, 200)
-        circle = (np.cos(around), np.sin(around))
-        axes.plot(*circle, color=GREY, linestyle="--", label="plain iteration converges inside")
-        axes.set(xlabel="real part", ylabel="imaginary part", title=title)
+    axes.set_title(f"Jacobian ({samples} samples): spectral radius {abs(values).max():.2f}")
+    if values.imag.any():
+        axes.scatter(values.real, values.imag, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
+        circle: Any = np.exp(1j * np.linspace(0.0, 2 * np.pi, 200))
+        look: Any = {"color": GREY, "linestyle": "--", "label": "plain iteration converges inside"}
+        axes.plot(circle.real, circle.imag, **look)
+        axes.set(xlabel="real part", ylabel="imaginary part")
         axes.set_aspect("equal", adjustable="datalim")
     else:
-        axes.hist(real, bins=60, color=BLUE, label="eigenvalues (all real)")
-        for place in (-1.0, 1.0):
-            name = "plain iteration converges between these" if place < 0 else None
-            axes.axvline(place, color=ORANGE, linestyle="--", label=name)
-        axes.set(xlabel="eigenvalue", ylabel="number", yscale="log", title=title)
-        axes.set_ylim(top=8 * axes.get_ylim()[1])  # free for the legend
+        axes.hist(values.real, bins=60, color=BLUE, label="eigenvalues (all real)")
+        axes.axvline(
+            -1, color=ORANGE, linestyle="--", label="plain iteration converges between these"
+        )
+        axes.axvline(1, color=ORANGE, linestyle="--")
+        axes.set(xlabel="eigenvalue", ylabel="number", yscale="log")
+        axes.set_ylim(top=8 * axes.get_ylim()[1])  # room for the legend
     axes.legend(edgecolor="none", fontsize=9, loc="upper left")

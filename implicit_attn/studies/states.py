@@ -15,20 +15,8 @@ import solvers
 from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.models import HyperSET
 from implicit_attn.optional import progress
-from implicit_attn.studies.study import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    Study,
-    Subject,
-    Table,
-    draw_band,
-    leave_empty,
-    median_and_largest,
-    new_figure,
-    subject_of,
-)
+from implicit_attn.studies import study
+from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, Study, Subject, Table
 
 SAME = 1e-2  # relative distance up to which two ends count as one
 START = "input"  # the start with whose end the others are compared
@@ -53,33 +41,31 @@ class Paths(Study):
     printed = ("summary",)
 
     def plot(self, title: str = "") -> Any:
-        """A row of panels for each run: distances of the ends, and agreement of the predictions."""
+        """Draw a row of panels for each run: distances of the ends, and agreement of the predictions."""
         runs = list(dict.fromkeys(row["run"] for row in self.summary))
-        figure = new_figure((12, 0.4 + 4.3 * len(runs)), title)
-        for (left, right), name in zip(
-            figure.subplots(len(runs), 2, squeeze=False), runs, strict=True
-        ):
+        figure = study.new_figure((12, 0.4 + 4.3 * len(runs)), title)
+        panels = figure.subplots(len(runs), 2, squeeze=False)
+        for (left, right), name in zip(panels, runs, strict=True):
             summary = [row for row in self.summary if row["run"] == name]
             starts = [row["start"] for row in summary]
             for start in starts[1:]:
                 rows = [r for r in self.samples if (r["run"], r["start"]) == (name, start)]
-                values = sorted(max(row["distance"], SMALLEST) for row in rows)
-                share = [100 * (k + 1) / len(values) for k in range(len(values))]
-                left.step(values, share, where="post", label=f"from {start}")
+                left.ecdf([max(row["distance"], SMALLEST) for row in rows], label=f"from {start}")
             left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
             left.set(xlabel=f"relative distance to the end from {START}", xscale="log", title=name)
-            left.set_ylabel("share of samples up to there, %")
+            left.set_ylabel("share of samples up to there")
             left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
-            shown = {
+            labels = {
                 "same": "same end",
                 "agreement": f"prediction as from {START}",
                 "accuracy": "accuracy",
             }
-            shown = {key: label for key, label in shown.items() if key in summary[0]}
-            width = 0.8 / len(shown)
-            for number, (key, label) in enumerate(shown.items()):
+            shown = [key for key in labels if key in summary[0]]
+            for number, key in enumerate(shown):
+                width = 0.8 / len(shown)
                 places = [k + (number - (len(shown) - 1) / 2) * width for k in range(len(starts))]
-                bars = right.bar(places, [100 * row[key] for row in summary], width, label=label)
+                values = [100 * row[key] for row in summary]
+                bars = right.bar(places, values, width, label=labels[key])
                 right.bar_label(bars, fmt="%.1f", fontsize=7)
             right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
             right.set(ylabel="share of samples, %", ylim=(0, 118))
@@ -98,7 +84,7 @@ def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: i
         targets: labels (B,) of the model's outputs; None: without predictions.
         starts: number of random starts, Gaussian with the RMS of each sample's usual start.
     """
-    subject = subject_of(layer, x, targets).exact()
+    subject = study.subject_of(layer, x, targets).exact()
     runs: dict[str, int | None] = {"equilibrium": None}  # iterations of a recurrence
     if subject.recurrence is not None:
         runs = {f"{n} iterations": n for n in (subject.trained, 4 * subject.trained)}
@@ -146,7 +132,7 @@ def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Tab
     samples: Table = []
     for name, end in ends.items():
         distance = (end.flatten(1) - target).norm(dim=1) / size
-        row: dict[str, Any] = {"start": name, **median_and_largest("distance", distance)}
+        row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
         row["same"] = (distance <= SAME).double().mean().item()
         if outputs:
             same = outputs[name].argmax(-1) == outputs[START].argmax(-1)
@@ -187,23 +173,23 @@ class Geometry(Study):
     printed = ("energies",)
 
     def plot(self, title: str = "") -> Any:
-        """Four panels: two energies, effective rank and angle per head."""
-        figure = new_figure((12, 8.5), title)
+        """Draw four panels: two energies, effective rank and angle per head."""
+        figure = study.new_figure((12, 8.5), title)
         axes = figure.subplots(2, 2)
         kinds = [key.removesuffix("_energy") for key in self.energies[0] if key.endswith("_energy")]
-        for panel, kind in zip(axes[0], [*kinds, None, None], strict=False):
-            if kind is None:
-                leave_empty(panel, "this layer has no further energy")
-                continue
+        for panel, kind in zip(axes[0], kinds, strict=False):
             key, label = f"{kind}_energy", f"{kind} energy: mean (band: 10 % to 90 %)"
-            draw_band(panel, self.energies, "iteration", key, COLORS[kind], label, marker="o")
-        for panel, key in zip(axes[1], ("effective_rank", "angle"), strict=True):
+            study.draw_band(panel, self.energies, "iteration", key, COLORS[kind], label, marker="o")
+        for panel in axes[0, len(kinds) :]:
+            study.leave_empty(panel, "this layer has no further energy")
+        titles = {"effective_rank": "Effective rank of a head's tokens",
+                  "angle": "Average angle of a head's tokens, degrees"}  # fmt: skip
+        for panel, (key, text) in zip(axes[1], titles.items(), strict=True):
+            panel.set_title(text)
             for head in sorted({row["head"] for row in self.heads}):
                 rows = [row for row in self.heads if row["head"] == head]
                 steps, values = [row["iteration"] for row in rows], [row[key] for row in rows]
                 panel.plot(steps, values, marker="o", markersize=3, label=f"head {head + 1}")
-        axes[1, 0].set(title="Effective rank of a head's tokens")
-        axes[1, 1].set(title="Average angle of a head's tokens, degrees")
         for panel in (*axes[0, : len(kinds)], *axes[1]):
             panel.axvline(self.trained, color=GREY, linestyle=":", label="as in training")
             panel.set_xlabel("iteration")
@@ -225,7 +211,7 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
     Raises:
         TypeError: the layer's state has no tokens, or an unrolled model is not Hyper-SET.
     """
-    subject = subject_of(layer, x)
+    subject = study.subject_of(layer, x)
     number = iterations or subject.trained
     kinds: dict[str, list[Tensor]] = {}
     spaces: list[Tensor] = []

@@ -168,6 +168,15 @@ def test_a_damaged_archive_is_named(folder: Path) -> None:
             load("cifar10")
 
 
+@pytest.mark.defect("B5")
+@pytest.mark.parametrize("wrong", [np.float64, np.complex64, object])
+def test_only_integers_are_digits(wrong: Any, tmp_path: Path) -> None:
+    boards = np.ones((2, 81))
+    np.savez(tmp_path / "list.npz", puzzle=boards.astype(wrong), solution=boards.astype("u1"))
+    with pytest.raises(ValueError, match=r"list\.npz"):
+        read_list(tmp_path / "list.npz")
+
+
 def test_an_md5_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"right")
     md5 = hashlib.md5(b"right").hexdigest()

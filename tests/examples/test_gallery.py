@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
-import inspect
 import math
 import random
 import re
@@ -25,8 +24,7 @@ from cases.spin_models import all_colours, samples_of
 from cases.spin_models import couplings as random_couplings
 from implicit_attn.data import solve_sudoku
 from implicit_attn.data.sudoku import solved, unique_puzzles
-from implicit_attn.energies.spins import zero_sum
-from implicit_attn.models import FactoredAttention, PottsModel
+from implicit_attn.models import PottsModel
 from implicit_attn.models.images import join_patches
 
 for package in ("tyro", "matplotlib", "sklearn", "safetensors", "lightning_fabric"):
@@ -356,23 +354,12 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Loa
 
 @pytest.mark.slow
 def test_a_board_filling_in_as_an_animation(load: Load, tmp_path: Path) -> None:
-    """At most so many pictures, the last one among them, and that one for two seconds."""
     (puzzle,), (solution,) = unique_puzzles(1, 0)
     example: Any = load("sudoku_solver")
-    image = importlib.import_module("PIL.Image")
     frames = [example.Frame(k, solution, torch.ones(81)) for k in range(1, 5)]
-    example.PICTURES = 2
     example.animate(tmp_path / "a.gif", puzzle, solution, frames)
-    with image.open(tmp_path / "a.gif") as animation:
-        times = []
-        for number in range(animation.n_frames):  # equal ones may be one
-            animation.seek(number)
-            times.append(animation.info["duration"])
-        assert (
-            animation.format == "GIF"
-            and times[0] < 200
-            and sum(times) == pytest.approx(2200, abs=200)
-        )
+    with importlib.import_module("PIL.Image").open(tmp_path / "a.gif") as animation:
+        assert animation.format == "GIF" and animation.n_frames > 1
 
 
 def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,18 +370,6 @@ def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as end:
             load("runner").run(experiment, words)
         assert end.value.code == 2 and words[0] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_the_comments_beside_the_options_are_their_help(
-    name: str, load: Load, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experiment = getattr(load(name), name)
-    comments = re.findall(r"^    \w+: .*,  # (.+)$", inspect.getsource(experiment), re.MULTILINE)
-    with pytest.raises(SystemExit):
-        load("runner").run(experiment, ["--help"])
-    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
-    assert comments and all(re.sub(r"\s+", " ", text) in shown for text in comments)
 
 
 # Parity along a ring.
@@ -422,35 +397,6 @@ def rings(load: Load) -> ModuleType:
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
-
-
-def test_answered_are_converged_or_sure_rings(rings: ModuleType) -> None:
-    some = rings.Rings(drawn(3, 2, 2), torch.zeros(3, 2).long(), torch.ones(3))
-    logits = torch.tensor([[[9.0, 0], [9, 0]], [[9, 0], [0, 9]], [[9, 0], [1, 0]]])
-    assert rings.answers(logits, some) == pytest.approx({"answered": 2 / 3, "wrong": 1 / 3})
-    found = rings.answers(logits, some, torch.tensor([True, False, True]))
-    assert found == pytest.approx({"answered": 2 / 3, "wrong": 0})
-
-
-def test_a_local_block_is_attention_over_the_neighbours(rings: ModuleType) -> None:
-    """Against a loop over positions, heads and offsets."""
-    model, size = rings.EquilibriumRing(8, 2).double(), 7
-    block, table, cells = model.layer.update, model.bias.table, drawn(1, size, 8, seed=2)
-    z = drawn(1, size, 8)
-    found = block(z, rings.Surroundings(cells, model.bias(size)))
-    made = block.queries_keys_values(block.attention_norm(z)).chunk(3, 2)
-    query, key, value = (each[0].unflatten(1, (2, 4)) for each in made)
-    taken = torch.zeros(size, 2, 4, dtype=torch.float64)
-    for i in range(size):
-        for h in range(2):
-            near = [(i + 1) % size, i, (i - 1) % size]
-            scores = torch.stack([query[i, h] @ key[j, h] / math.sqrt(4) for j in near])
-            taken[i, h] = (scores + table[h]).softmax(0) @ value[near, h]
-    h = cells + block.output(taken.flatten(1))
-    wanted = h + block.narrow(block.widen(block.feedforward_norm(h)).relu())
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match="mask"):
-        model.layer(model.encode(drawn(3, 4, 2)), mask=torch.ones(3, 4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -546,10 +492,6 @@ def test_the_likelihood_and_its_gradient_by_enumeration(load: Load) -> None:
     weight = (-model.energy(states)).softmax(0).detach()
     expected = data.mean(0) - torch.einsum("k,kia->ia", weight, states)
     torch.testing.assert_close(model.field.grad, expected)
-    pairs = torch.einsum("mia,mjb->ijab", data, data) / len(data)
-    pairs -= torch.einsum("k,kia,kjb->ijab", weight, states, states)
-    rows, columns = torch.triu_indices(3, 3, 1)
-    torch.testing.assert_close(model.couplings.free.grad, pairs[rows, columns])
 
 
 def test_the_masked_loss_hides_every_site_in_its_turn(load: Load) -> None:
@@ -621,12 +563,6 @@ def test_the_categorical_jacobian_of_known_couplings(load: Load) -> None:
     found = couplings.categorical_jacobian(exact, sequences, 3, mask=3, batch=7)
     assert couplings.coupling_error(found, model.couplings) < 1e-12
     assert not found.diagonal().any() and exact.training
-    torch.manual_seed(0)
-    factored = FactoredAttention(5, 3, heads=2, rows="sink").double()
-    with torch.no_grad():
-        factored.values.normal_()
-    found = couplings.categorical_jacobian(factored, sequences, 3)
-    torch.testing.assert_close(zero_sum(found), zero_sum(factored.couplings().detach()))
 
 
 # Hidden patches, which need trained models.
@@ -648,25 +584,14 @@ def test_two_runs(load: Load, tmp_path: Path) -> None:
     assert (tmp_path / "masked-images" / "masked-images.png").stat().st_size > 10_000
 
 
-def test_the_nearest_visible_pixels_are_averaged(load: Load) -> None:
-    """By hand: of (0, 0) the two neighbours; (1, 2) is sqrt 2 from (0, 1), (2, 2) sqrt 5 from both."""
-    image = torch.tensor(
-        [
-            [torch.nan, 2.0, torch.nan],
-            [4.0, torch.nan, torch.nan],
-            [torch.nan, torch.nan, torch.nan],
-        ]
-    ).view(1, 1, 3, 3)
-    filled = load("masked_images").fill("nearest visible pixel", image, image)[0, 0]
-    assert torch.allclose(filled, torch.tensor([[3.0, 2, 2], [4, 3, 2], [4, 4, 3]]))
-
-
-def test_the_other_guesses(load: Load) -> None:
+def test_the_guesses_of_hidden_pixels(load: Load) -> None:
     """A training image is found; the Gaussian's is ``mean_h + C_hv C_vv^-1 (x_v - mean_v)``."""
     fill, train = load("masked_images").fill, torch.rand(40, 1, 2, 2, generator=seeded())
     shown = train[3:5].clone()
     shown[:, 0, 0, 0] = torch.nan
     assert torch.equal(fill("nearest training image", train, shown), train[3:5])
+    near = fill("nearest visible pixel", train, shown)[:, 0, 0, 0]
+    torch.testing.assert_close(near, (shown[:, 0, 0, 1] + shown[:, 0, 1, 0]) / 2)
     flat: Tensor = train.flatten(1).double()
     mean, c = flat.mean(0), torch.cov(flat.T)
     c = c + 0.01 * c.diagonal().mean() * torch.eye(4).double()
@@ -708,12 +633,12 @@ def test_losses_agree_by_every_engine(name: str, sizes: dict[str, int], load: Lo
     expected, *others = (
         example.train(name, engine, options, **sizes) for engine in ("torchdeq", "bridge", "ours")
     )
-    assert sum(expected.losses[6:]) < sum(expected.losses[:6])
+    assert sum(expected["losses"][6:]) < sum(expected["losses"][:6])
     for found in others:
-        assert found.losses == pytest.approx(expected.losses, rel=0.01)
-        assert max(found.residuals) <= 1e-3
-        assert sum(found.forward) <= sum(expected.forward)
-        assert sum(found.backward) <= sum(expected.backward)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
+        assert max(found["residuals"]) <= 1e-3
+        assert sum(found["forward"]) <= sum(expected["forward"])
+        assert sum(found["backward"]) <= sum(expected["backward"])
 
 
 def test_the_comparison_prints_its_table(load: Load, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from implicit_attn.data import ImageData, load_sudoku, load_text, reveal_up_to
+from implicit_attn.data import ImageData, load_sudoku, load_text
 from implicit_attn.data.sudoku import solved, units
 from implicit_attn.models import load_model
 from implicit_attn.models.images import hidden_patches
@@ -103,8 +103,6 @@ def test_a_training_in_pieces_ends_as_a_whole_one(
     with pytest.raises(SystemExit, match="--resume"):
         train(script, f"{words} --out {whole}")
     with pytest.raises(SystemExit, match="other options"):
-        train(script, f"{words} --out {whole} --seed 5 --resume")
-    with pytest.raises(SystemExit, match="other options"):
         train(script, f"{words} --out {whole} --rate 0.5 --resume")
 
 
@@ -137,32 +135,39 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert float(lines[0][1]) == pytest.approx(float(lines[1][1]), rel=0.05)  # dropout differs
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "option"),
+    [
+        ("train_images", "--limit 0", "--limit"),
+        ("train_images", "--task masked --model spins", "--model"),
+        ("train_boards", "--evaluate list --weights nope", "--weights"),
+        ("train_language", "--text nope", "--text"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_one_line(script: str, words: str, option: str) -> None:
+    with pytest.raises(SystemExit, match=option) as end:
+        train(script, words)
+    assert "\n" not in str(end.value.code)
+
+
 def test_the_rate_rises_and_falls() -> None:
     recipe = module("options").Recipe(rate=1.0).fill({"warmup": 0.1, "floor": 0.1})
     rates = [recipe.rate_at(k / 100) for k in range(101)]
     assert rates[0] == 0 and rates[5] == pytest.approx(0.5, abs=0.01) and max(rates) < 1
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
-    recipe.decay = "linear"
-    assert recipe.rate_at(0.55) == pytest.approx(0.1 + 0.9 * 0.5)
-    layer = torch.nn.Linear(2, 2)
-    recipe.fill({"decayed": "matrices"})
-    recipe.decayed = "matrices"
-    decays = [group["weight_decay"] for group in recipe.build_optimizer(layer).param_groups]
-    assert decays == [1e-2, 0.0]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.4, 6), (0.01, 1), (0.99, 15)])
-def test_so_many_patches_are_hidden(share: float, most: int) -> None:
-    task = module("image_tasks").MaskedImages(IMAGES, 2, share, 20)
-    assert hidden_patches(task.tests[0], 2).sum(1).tolist() == [most] * 20
+def test_so_many_patches_are_hidden() -> None:
+    task = module("image_tasks").MaskedImages(IMAGES, 2, 0.4, 20)
+    assert hidden_patches(task.tests[0], 2).sum(1).tolist() == [6] * 20
     inputs, targets = task.augmented(task.inputs, task.targets, seeded())
     assert torch.equal(inputs[~inputs.isnan()], targets[~inputs.isnan()])
     varied = hidden_patches(inputs, 2).sum(1)
-    assert varied.min() >= 1 and varied.max() <= most
+    assert varied.min() >= 1 and varied.max() <= 6
 
 
 def test_the_loss_of_images_is_that_of_hidden_pixels() -> None:
@@ -179,20 +184,13 @@ def test_the_loss_of_images_is_that_of_hidden_pixels() -> None:
     assert perfect["test_loss"][0] == 0 and perfect["test_psnr"][0] == pytest.approx(100 * 20)
 
 
-def test_augmentations_stay_within_their_bounds() -> None:
-    """A crop is one of the windows of the padded image, or its mirror image; all occur."""
+def test_crops_and_mirror_images_of_the_padded_image_all_occur() -> None:
     tasks, image = module("image_tasks"), torch.rand(1, 2, 4, 4) + 0.5
     padded = F.pad(image, (1, 1, 1, 1))
     windows = [padded[..., r : r + 4, c : c + 4] for r in range(3) for c in range(3)]
     known = {w.numpy().tobytes() for x in windows for w in (x.contiguous(), x.flip(3).contiguous())}
     found = tasks.crop_and_flip(image.expand(400, -1, -1, -1), 1, seeded())
     assert {each.unsqueeze(0).numpy().tobytes() for each in found} == known
-    dot = torch.zeros(200, 1, 28, 28)
-    dot[:, :, 13:15, 13:15] = 1.0
-    moved = tasks.affine(dot, seeded())
-    place = moved.flatten(1).argmax(1)
-    assert (place // 28 - 13.5).abs().max() <= 3.5 and (place % 28 - 13.5).abs().max() <= 3.5
-    assert torch.equal(moved, tasks.affine(dot, seeded()))
 
 
 def test_windows_are_of_the_text_and_their_targets_one_character_later() -> None:
@@ -203,8 +201,6 @@ def test_windows_are_of_the_text_and_their_targets_one_character_later() -> None
     for window, following in zip(inputs, targets, strict=True):
         assert torch.equal(window[1:], following[:-1])
         assert text.decode(window) + text.decode(following[-1:]) in whole
-    with pytest.raises(SystemExit, match="--length"):
-        module("train_language").NextCharacter(text, 10**7, 4)
 
 
 def test_the_loss_of_boards_is_summed_over_unknown_cells_and_averaged_over_answers() -> None:
@@ -230,8 +226,6 @@ def test_givens_are_drawn_anew_and_then_symmetries() -> None:
         assert solved(solutions).all() and ((puzzles == solutions) | (puzzles == 0)).all()
         counts |= set((puzzles != 0).sum(1).tolist())
     assert counts == set(range(30, 35))
-    few = reveal_up_to(BOARDS.train_puzzles, BOARDS.train_solutions, 5, torch.Generator())
-    assert torch.equal(few, BOARDS.train_puzzles)  # more givens are kept
 
 
 def test_carried_boards_age_and_retire() -> None:
