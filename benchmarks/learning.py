@@ -194,12 +194,11 @@ class FirstStep(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.block = EquilibriumBlock(dim, heads)
+        self.energy = EquilibriumBlock(dim, heads).energy
 
     def forward(self, x: Tensor) -> Tensor:
-        energy = self.block.energy
-        given = energy.prepare(F.rms_norm(x, x.shape[-1:]))
-        return x - energy.grad(torch.zeros_like(x), given)
+        given = self.energy.prepare(F.rms_norm(x, x.shape[-1:]))
+        return x - self.energy.grad(torch.zeros_like(x), given)
 
 
 def solved(layer: Any) -> nn.Module:

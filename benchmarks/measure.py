@@ -78,7 +78,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows of one table as Markdown."""
-    names = list(rows[0])
+    names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
         lines.append("| " + " | ".join(_cell(row.get(name, "")) for name in names) + " |")

@@ -222,7 +222,7 @@ def test_a_command_goes_on_where_it_stopped(
 ) -> None:
     options = {
         "tasks": ("digits",),
-        "rows": ("logistic", "per-token", "block"),
+        "rows": ("logistic", "first step", "block"),
         "readouts": ("class",),
     }
     options |= {"limit": 100, "epochs": 1, "seeds": 2, "rates": (1e-3, 3e-3), "out": tmp_path}
@@ -242,5 +242,5 @@ def test_a_command_goes_on_where_it_stopped(
     finally:
         torch.set_num_threads(threads)
     assert len(asked) == len(set(asked)) + 1 == 1 + (3 + 1) + 2 * (2 + 2)
-    assert [row["row"] for row in rows] == ["logistic", "per-token", "block"]
+    assert [row["row"] for row in rows] == ["logistic", "first step", "block"]
     assert rows[2]["converged (worst epoch)"] == 1.0 and "evaluations" not in rows[1]
