@@ -2,6 +2,8 @@
 
     python benchmarks/cost.py curves [--repeats 5] [--out docs/gallery/scaling-curves.png]
     python benchmarks/cost.py memory [--out docs/gallery/activation-memory.png]
+    python benchmarks/cost.py block [--rounds 40]
+    python benchmarks/cost.py verify [--rounds 60]
 
 Seconds are those of the process on one thread, so that other programs disturb them little.
 """
@@ -12,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
 from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, new_figure
+from implicit_attn.updates import MeanFieldAttention
 
 Row = dict[str, Any]
 
@@ -39,8 +43,10 @@ HEADS = 4
 COLORS = {"bi-softmax layer": BLUE, "equilibrium block": ORANGE, "transformer layer": GREY}
 
 
-def transformer_layer(dim: int, heads: int) -> nn.Module:
-    return nn.TransformerEncoderLayer(dim, heads, 2 * dim, dropout=0.0, batch_first=True)
+def encoder_layer(dim: int, heads: int, norm_first: bool = False) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        dim, heads, 2 * dim, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
 
 
 def layers(dim: int) -> dict[str, nn.Module]:
@@ -51,7 +57,7 @@ def layers(dim: int) -> dict[str, nn.Module]:
     return {
         "bi-softmax layer": DEQ(energy),
         "equilibrium block": EquilibriumBlock(dim, HEADS),
-        "transformer layer": transformer_layer(dim, HEADS),
+        "transformer layer": encoder_layer(dim, HEADS),
     }
 
 
@@ -188,7 +194,7 @@ def ways(iterations: int, dim: int, heads: int) -> dict[str, Way]:
 
         return run, block
 
-    stack = nn.Sequential(*(transformer_layer(dim, heads) for _ in range(iterations)))
+    stack = nn.Sequential(*(encoder_layer(dim, heads) for _ in range(iterations)))
     ignore = solvers.Implicit(on_failure="ignore", max_steps=iterations)
     found: dict[str, Way] = {
         "implicit": by(ignore),
@@ -251,5 +257,60 @@ def memory(
         draw_memory(out, rows, f"Memory of an equilibrium block, {size}")
 
 
+# --- the block beside an encoder layer, and the check of the returned value ---------------------------
+
+
+def use(layer: Any, x: Tensor, training: bool, **options: Any) -> None:
+    """A training step, or a call without gradients."""
+    with torch.set_grad_enabled(training):
+        y = layer.train(training)(x, **options)
+    if training:
+        layer.zero_grad()
+        y.square().mean().backward()
+
+
+def block(rounds: int = 40) -> None:
+    """Times of a training step and an evaluation of the block, and their ratios to an encoder layer's."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, rows = torch.randn(32, 16, 64), list[Row]()
+    made = {"encoder layer": encoder_layer(64, HEADS, True), "block": EquilibriumBlock(64, HEADS)}
+    for training, what in ((True, "training step"), (False, "evaluation")):
+        runs = {name: partial(use, layer, x, training) for name, layer in made.items()}
+        times = interleaved(runs, rounds, time.process_time)
+        rows += [
+            {"what": f"{name}, {what}", "ms": 1e3 * took, "ratio": took / times["encoder layer"]}
+            for name, took in times.items()
+        ]
+    print(table(rows))
+
+
+def verify(rounds: int = 60) -> None:
+    """What looking again at the returned value costs: ratios to the times of ``verify=False``.
+
+    The default looks again in the first 8 solves and in one of 32, ``verify=True`` in every one.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made: dict[str, tuple[Any, int]] = {
+        "equilibrium block": (EquilibriumBlock(64, heads=4), 64),
+        "mean-field layer": (DEQ(MeanFieldAttention(16, 16, bound=0.9)), 16),
+    }
+    rows, modes = list[Row](), {"without": False, "default": None, "every solve": True}
+    for name, (layer, width) in made.items():
+        x = torch.randn(16, 16, width)
+        for training in (True, False):
+            runs = {m: partial(use, layer, x, training, verify=v) for m, v in modes.items()}
+            for _ in range(10):  # skips the first solves, which are all verified
+                runs["default"]()
+            times = interleaved(runs, rounds, time.process_time)
+            row = {"layer": name, "what": "training step" if training else "inference"}
+            row |= {"evaluations": int(layer.last.evaluations.max())}
+            row |= {"ms without": 1e3 * times["without"]}
+            rows.append(row | {f"{m} / without": times[m] / times["without"] for m in modes})
+    print(table(rows))
+
+
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"curves": curves, "memory": memory})
+    programs = {"curves": curves, "memory": memory, "block": block, "verify": verify}
+    tyro.extras.subcommand_cli_from_dict(programs)

@@ -6,7 +6,7 @@ Every run is a line of OUT/learning.jsonl as soon as it has ended; the same comm
 stopped. The rate of a row (of the logistic regression: its C) is the best on the last fifth of the training
 samples with seed 0; "!" marks one at the end of the choice. All seeds are then trained at that rate on all
 training samples and judged by the test samples. Times are those of the processor, of one thread, for a batch
-of 64 and the whole model. ``--ablations`` changes one thing of the block a row; ``--cost`` times the block.
+of 64 and the whole model. ``--ablations`` changes one thing of the block a row.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.measure import interleaved, table
+from benchmarks.measure import table
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.data import load
 from implicit_attn.energies import HyperSETEnergy
 from implicit_attn.models import HyperSET
 from implicit_attn.regularization import remove_norm
-from implicit_attn.updates import MeanFieldAttention, SoftmaxCouplingAttention
+from implicit_attn.updates import SoftmaxCouplingAttention
 
 DIM, HEADS, BATCH = 64, 4, 64
 RATES, PENALTIES = (3e-3, 6e-3, 1.2e-2), (0.1, 1.0, 10.0)  # penalties: scikit-learn's C
@@ -194,12 +194,11 @@ class FirstStep(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.block = EquilibriumBlock(dim, heads)
+        self.energy = EquilibriumBlock(dim, heads).energy
 
     def forward(self, x: Tensor) -> Tensor:
-        energy = self.block.energy
-        given = energy.prepare(F.rms_norm(x, x.shape[-1:]))
-        return x - energy.grad(torch.zeros_like(x), given)
+        given = self.energy.prepare(F.rms_norm(x, x.shape[-1:]))
+        return x - self.energy.grad(torch.zeros_like(x), given)
 
 
 def solved(layer: Any) -> nn.Module:
@@ -229,7 +228,6 @@ ROWS: dict[str, Build | None] = {
         d, h, 2 * d, 0.0, norm_first=True, batch_first=True
     ),
     "hyperset": lambda n, d, h: HyperSET(d, h, 2 * d, iterations=12),
-    "mean-field": lambda n, d, h: solved(MeanFieldAttention(n, d, bound=0.9)),
     "couplings": lambda n, d, h: solved(SoftmaxCouplingAttention(d, h)),
     "equilibrium": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d)),
     "equilibrium-inside": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d, context=True)),
@@ -448,33 +446,6 @@ def line(setting: Run, rates: tuple[float, ...], seeds: int, kept: Kept) -> dict
     return shown
 
 
-def costs(rounds: int) -> list[dict[str, Any]]:
-    """What a training step and an evaluation of the block cost beside an encoder layer."""
-    x, runs = torch.randn(32, 16, DIM), dict[str, Callable[[], Any]]()
-    torch.manual_seed(0)
-
-    def training(layer: nn.Module) -> None:
-        layer.train().zero_grad()
-        layer(x).square().sum().backward()
-
-    @torch.no_grad()
-    def evaluation(layer: nn.Module) -> None:
-        layer.eval()(x)
-
-    for name in ("encoder", "block"):
-        build = ROWS[name]
-        assert build is not None
-        layer = build(16, DIM, HEADS)
-        runs[f"{name}, training step"] = partial(training, layer)
-        runs[f"{name}, evaluation"] = partial(evaluation, layer)
-    times = interleaved(runs, rounds, clock=time.process_time)
-    base = {what: times[f"encoder, {what}"] for what in ("training step", "evaluation")}
-    return [
-        {"what": name, "ms": 1e3 * took, "/ encoder layer": took / base[name.split(", ")[1]]}
-        for name, took in times.items()
-    ]
-
-
 def plan(
     tasks: dict[str, Task], rows: list[str], readouts: tuple[str, ...], layers: tuple[int, ...],
     epochs: int | None, limit: int | None,
@@ -500,7 +471,6 @@ def main(
     limit: int | None = None,
     out: Path = Path("runs/learning"),
     ablations: bool = False,
-    cost: bool = False,
 ) -> list[dict[str, Any]]:
     """What layers learn between the same embedding and readout.
 
@@ -513,25 +483,21 @@ def main(
         limit: most training samples.
         out: folder of learning.jsonl.
         ablations: the block with one thing changed, at the rate 6e-3, in place of the rows.
-        cost: only time the block beside an encoder layer.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", solvers.SolveWarning)  # counted instead
-    if cost:
-        found = costs(rounds=40)
-    else:
-        here = dict[str, Task]()
-        for name in tasks:
-            try:
-                here[name] = task_of(name, limit)
-            except (OSError, ImportError) as error:
-                print(f"{name} left out: {error}", file=sys.stderr)
-        kept = Kept(out / "learning.jsonl")
-        chosen, rates = (list(ABLATIONS), (6e-3,)) if ablations else (list(rows), rates)
-        found = [
-            line(run, *((PENALTIES, 1) if run.row == "logistic" else (rates, seeds)), kept)
-            for run in plan(here, chosen, readouts, layers, epochs, limit)
-        ]
+    here = dict[str, Task]()
+    for name in tasks:
+        try:
+            here[name] = task_of(name, limit)
+        except (OSError, ImportError) as error:
+            print(f"{name} left out: {error}", file=sys.stderr)
+    kept = Kept(out / "learning.jsonl")
+    chosen, rates = (list(ABLATIONS), (6e-3,)) if ablations else (list(rows), rates)
+    found = [
+        line(run, *((PENALTIES, 1) if run.row == "logistic" else (rates, seeds)), kept)
+        for run in plan(here, chosen, readouts, layers, epochs, limit)
+    ]
     print(table(found))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def interleaved(
-    contestants: dict[str, Callable[[], object]],
+    contestants: Mapping[str, Callable[[], object]],
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
     share: float = 0.5,
@@ -78,7 +78,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows of one table as Markdown."""
-    names = list(rows[0])
+    names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
         lines.append("| " + " | ".join(_cell(row.get(name, "")) for name in names) + " |")

@@ -1,14 +1,11 @@
 """The training step of a mean-field layer, ours beside torchdeq's.
 
-python benchmarks/step.py race [--rounds 40] [--threads 2] [--samples 1] [--masked]
+python benchmarks/step.py race [--rounds 40] [--threads 2]
 """
 
 from __future__ import annotations
 
-import importlib
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,12 +21,10 @@ from torchdeq.core import get_deq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.measure import interleaved, peak_bytes, table
-from implicit_attn import Update
+from benchmarks.measure import interleaved, table
 
 B, N, D = 64, 17, 10
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
-SILVA = ("anderson", "broyden", "picard")
 # What every contestant of the training step must reach: true residual, gradient error.
 TARGETS = ((1e-4, 1e-3), (1e-6, 1e-5))
 TOLERANCES = [10 ** (-k / 2) for k in range(4, 17)]
@@ -40,11 +35,9 @@ Ladder = Sequence[float]  # of tolerances, the loosest first
 class MeanField(nn.Module):
     """``z = J z - ffn(z) + x`` with symmetric couplings without self-coupling; Bal (2021)."""
 
-    def __init__(
-        self, scale: float = 1.0, seed: int = 0, samples: int = B, masked: bool = False
-    ) -> None:
+    def __init__(self, scale: float = 1.0, samples: int = B) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.raw = nn.Parameter(scale * torch.randn(N * D, N * D) / (N * D * D) ** 0.5)
         self.first, self.second = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
         blocks = torch.kron(1 - torch.eye(N), torch.ones(D, D))
@@ -52,17 +45,13 @@ class MeanField(nn.Module):
         self.register_buffer("blocks", blocks)
         self.x = torch.randn(samples, N, D)
         self.cotangent = torch.randn(samples, N, D)
-        self.mask = None
-        if masked:  # a quarter of the tokens, others in each sample
-            self.mask = torch.rand(samples, N).argsort(1) >= N // 4
 
     def couplings(self) -> Tensor:
         return (self.raw + self.raw.mT) / 2 * self.blocks
 
-    def update(self, z: Tensor, x: Tensor, couplings: Tensor, mask: Tensor | None = None) -> Tensor:
+    def update(self, z: Tensor, x: Tensor, couplings: Tensor) -> Tensor:
         field = F.linear(z.reshape(len(z), -1), couplings).view_as(z)
-        updated = field - self.second(F.gelu(self.first(z))) + x
-        return updated if mask is None else updated.masked_fill(~mask.unsqueeze(-1), 0.0)
+        return field - self.second(F.gelu(self.first(z))) + x
 
     def exact(self) -> tuple[Tensor, list[Tensor]]:
         """Fixed point and gradients of <cotangent, z> by a dense float64 solve."""
@@ -73,44 +62,29 @@ class MeanField(nn.Module):
         with torch.no_grad():
             for _ in range(20):  # Newton
                 jacobian = self._jacobian(z, couplings)
-                residual = self.update(z, x, couplings, self.mask) - z
+                residual = self.update(z, x, couplings) - z
                 unit = torch.eye(N * D, dtype=z.dtype)
                 z = z + solve_each(unit - jacobian, residual.flatten(1)).view_as(z)
         jacobian = self._jacobian(z, couplings)
         unit = torch.eye(N * D, dtype=z.dtype)
         u = solve_each((unit - jacobian).mT, cotangent.flatten(1)).view_as(z)
-        loss = (self.update(z, x, couplings, self.mask) * u.detach()).sum()
+        loss = (self.update(z, x, couplings) * u.detach()).sum()
         gradients = torch.autograd.grad(loss, list(self.parameters()))
         self.float()
         return z, [g.detach() for g in gradients]
 
     def _jacobian(self, z: Tensor, couplings: Tensor) -> Tensor:
-        def one(state: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-            return self.update(state.view(1, N, D), x[None], couplings, mask[None]).flatten()
+        def one(state: Tensor, x: Tensor) -> Tensor:
+            return self.update(state.view(1, N, D), x[None], couplings).flatten()
 
-        mask = torch.ones(z.shape[:2], dtype=torch.bool) if self.mask is None else self.mask
         each = torch.func.vmap(torch.func.jacrev(one))
-        return each(z.flatten(1), self.x.to(z.dtype), mask).detach()
+        return each(z.flatten(1), self.x.to(z.dtype)).detach()
 
 
 def solve_each(matrices: Tensor, right: Tensor) -> Tensor:
     """Dense solves one by one: batched LU of large matrices breaks after ``set_num_threads(2)``."""
     pairs = zip(matrices, right, strict=True)
     return torch.stack([torch.linalg.solve(matrix, vector) for matrix, vector in pairs])
-
-
-class MeanFieldUpdate(Update):
-    """The benchmark's layer as an update, its couplings computed from their weights."""
-
-    def __init__(self, layer: MeanField) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.layer.update(z, x, self.layer.couplings())
-
-    def initial(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
 
 
 def theirs(solver: str, tolerances: Pair, most: int) -> Any:
@@ -129,39 +103,13 @@ class Ours:
         couplings, layer = self.layer.couplings(), self.layer
         forward, backward = (solvers.Tolerance(each) for each in tolerances)
         solution = solvers.fixed_point(
-            lambda z, x, *mask: layer.update(z, x, couplings, *mask), torch.zeros_like(layer.x),
-            (layer.x,) if layer.mask is None else (layer.x, layer.mask), mask=layer.mask,
+            lambda z, x: layer.update(z, x, couplings), torch.zeros_like(layer.x), (layer.x,),
             solver=self.solver, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward),
             max_steps=200,
         )  # fmt: skip
         layer.zero_grad()
         solution.value.backward(layer.cotangent)
         return solution.value.detach()
-
-
-class Silva:
-    """silva-networks' implicit layer, its adjoint by GMRES; Anderson's method sample by sample."""
-
-    def __init__(self, layer: MeanField, solver: str) -> None:
-        self.layer, self.solver = layer, solver
-
-    def step(self, tolerances: Pair) -> Tensor:
-        silva = importlib.import_module("silva_networks.solvers")
-        config = silva.SolverConfig(
-            solver=self.solver, max_iter=200, tol=tolerances[0], stop_mode="relative",
-            anderson_batch_dims=int(self.solver == "anderson"), track_residuals=False,
-            reengage=False, backward_mode="implicit", backward_tol=tolerances[1],
-            backward_stop_mode="relative", backward_max_iter=200,
-        )  # fmt: skip
-        couplings, layer = self.layer.couplings(), self.layer
-        inner = [*layer.first.parameters(), *layer.second.parameters()]
-        result = silva.solve_equilibrium(
-            lambda z: layer.update(z, layer.x, couplings, layer.mask), torch.zeros_like(layer.x),
-            config, params=inner, tensors=(couplings,),
-        )  # fmt: skip
-        layer.zero_grad()
-        result.z.backward(layer.cotangent)
-        return result.z.detach()
 
 
 class Theirs:
@@ -174,7 +122,7 @@ class Theirs:
             self.deq[tolerances] = theirs(self.solver, tolerances, 200)
         couplings, layer = self.layer.couplings(), self.layer
         outputs, _ = self.deq[tolerances](
-            lambda z: layer.update(z, layer.x, couplings, layer.mask), torch.zeros_like(layer.x)
+            lambda z: layer.update(z, layer.x, couplings), torch.zeros_like(layer.x)
         )
         layer.zero_grad()
         outputs[-1].backward(layer.cotangent)
@@ -195,7 +143,7 @@ def loosest(
 def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
     """Worst true relative residual of a sample, and relative error of the parameter gradient."""
     with torch.no_grad():
-        fz = layer.update(z, layer.x, layer.couplings(), layer.mask)
+        fz = layer.update(z, layer.x, layer.couplings())
     residual = ((fz - z).flatten(1).norm(dim=1) / fz.flatten(1).norm(dim=1)).max().item()
     got = torch.cat([p.grad.flatten().double() for p in layer.parameters() if p.grad is not None])
     want = torch.cat([g.flatten() for g in exact[1]])
@@ -219,61 +167,21 @@ def _rows(
     meets = {n: r[0] <= target[0] and r[1] <= target[1] for n, (_, r) in found.items()}
     fastest = min(t for n, t in seconds.items() if n.startswith("torchdeq") and meets[n])
     rows: list[dict[str, Any]] = []
-    for name, (tolerances, reached) in found.items():
-        f, vjp, overhead = account(layer, contestants[name], tolerances)
+    for name, (_, reached) in found.items():
         same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
         row: dict[str, Any] = {"solver": name if meets[name] else f"{name} (target missed)"}
         row |= {"residual": reached[0], "gradient error": reached[1], "ms": 1e3 * seconds[name]}
         row["/ its torchdeq"] = seconds[name] / seconds[same] if same in seconds else ""
-        row |= {"/ fastest torchdeq": seconds[name] / fastest, "f": f, "vjp": vjp}
-        rows.append(row | {"overhead": overhead, "peak MB": peak_bytes(runs[name]) / 2**20})
+        rows.append(row | {"/ fastest torchdeq": seconds[name] / fastest})
     return rows
 
 
-def account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, int, float]:
-    """Calls of f, VJPs, and the share of a step spent in neither."""
-    spent, calls, repeats = [0.0, 0.0], [0, 0], 15
-    update, grad = layer.update, torch.autograd.grad
-
-    def timed(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            spent[index] += time.perf_counter() - start
-            calls[index] += 1
-            return result
-
-        return run
-
-    layer.update, torch.autograd.grad = timed(0, update), timed(1, grad)  # type: ignore[method-assign]
-    shares: list[float] = []
-    try:
-        for _ in range(repeats):
-            spent[:] = [0.0, 0.0]
-            start = time.perf_counter()
-            contestant.step(tolerances)
-            shares.append(1 - sum(spent) / (time.perf_counter() - start))
-    finally:
-        layer.update, torch.autograd.grad = update, grad  # type: ignore[method-assign]
-    return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
-
-
-def race(
-    rounds: int = 40,
-    threads: int = 2,
-    samples: int = B,
-    masked: bool = False,
-    silva: bool = False,
-) -> None:
-    """Contestants at equal true residual and gradient error.
-
-    ``masked`` masks a quarter of the tokens of every sample; ``silva``
-    adds the solvers of silva-networks, which must be installed (``pip install --no-deps silva-networks``).
-    """
+def race(rounds: int = 40, threads: int = 2) -> None:
+    """Contestants at equal true residual and gradient error."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     for scale in (1.0, 2.0):
-        layer = MeanField(scale, samples=samples, masked=masked)
+        layer = MeanField(scale)
         exact = layer.exact()
         contestants: dict[str, Any] = {f"torchdeq {name}": Theirs(layer, name) for name in TORCHDEQ}
         contestants |= {
@@ -282,8 +190,6 @@ def race(
             "ours forward": Ours(layer, solvers.Forward()),
             "ours default": Ours(layer, None),
         }
-        if silva:
-            contestants |= {f"silva {name}": Silva(layer, name) for name in SILVA}
         for target in TARGETS:
             rows = _rows(layer, contestants, target, exact, rounds)
             print(

@@ -262,15 +262,6 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[int, int], str, str]] = {
     "newton-taylor, order 0": (
         ("--attention", "newton-taylor", "--arguments", "order=0"), (1, 1), "#d9772b", "--"),
 }  # fmt: skip
-# Ren, Ouyang, Tang, Liu, arXiv 2511.00907, figure 1: what is claimed, the lower row, the higher one.
-CLAIMS = (
-    ("(a) momentum below plain, all along", "momentum", PLAIN),
-    ("(a) Nesterov below plain, all along", "nesterov", PLAIN),
-    ("(b) Nesterov below momentum (lowest of all)", "nesterov", "momentum"),
-    ("(c) plain below first-order Newton", PLAIN, "newton-taylor"),
-    ("(d) first-order Newton below that without values", "newton-taylor", "newton-taylor-no-value"),
-    ("(e) light form about equal to plain (within 0.01)", "light-newton-taylor", PLAIN),
-)
 Curve = dict[int, float]  # validation loss by the number of steps done
 Losses = dict[Run, Curve]
 
@@ -320,7 +311,7 @@ def forms(
     done = perform(plan(text, size, rows, seeds, steps), out, workers, train)
     losses = {run: read_losses(run.folder(out)) for run in done}
     for each in dict.fromkeys(run.size for run in done):
-        print(table(lines(losses, each, out)), *verdicts(losses, each), sep="\n", end="\n\n")
+        print(table(lines(losses, each, out)), end="\n\n")
     if figure:
         draw(figure, losses)
 
@@ -365,24 +356,6 @@ def lines(losses: Losses, size: str, out: Path) -> list[dict[str, str]]:
     return found
 
 
-def verdicts(losses: Losses, size: str) -> list[str]:
-    """A sentence a claim: seen, not seen or not measured, with the differences at the end."""
-    found = []
-    for words, low, high in CLAIMS:
-        apart = differences(losses, size, low, high)
-        ends = [last(curve) for curve in apart.values()]
-        points = [value for curve in apart.values() for value in curve.values()]
-        below = sum(value < 0 for value in points)
-        limit = 0.01 if "equal" in words else 0.0
-        seen = "seen" if all((abs(e) if limit else e) <= limit for e in ends) else "not seen"
-        if "all along" in words and seen == "seen" and below < len(points):
-            seen = "seen at the end"
-        told = " ".join(f"{end:+.4f}" for end in ends)
-        told = f"{seen} ({told}; below at {below} of {len(points)} evaluations)"
-        found.append(f"{words}: {told if ends else 'not measured'}")
-    return found
-
-
 def draw(path: Path, losses: Losses) -> None:
     """A column a size: the losses, and below them the differences from plain attention."""
     mpl.use("Agg")
@@ -391,34 +364,26 @@ def draw(path: Path, losses: Losses) -> None:
     figure, panels = plt.subplots(2, len(sizes), figsize=shape, squeeze=False, layout="constrained")
     figure.suptitle("Attention as steps of descent: losses of language models")
     handles: dict[str, Any] = {}
-    for place, size in enumerate(sizes):
+    for (top, below), size in zip(panels.T, sizes, strict=True):
         tops = []
         for name, (_, _, color, dashes) in FORMS.items():
             curves = list(of_row(losses, size, name).values())
             apart = list(differences(losses, size, name, PLAIN).values())
-            for axes, drawn in ((panels[0][place], curves), (panels[1][place], apart)):
-                if not drawn or (drawn is apart and name == PLAIN):
-                    continue
-                steps = list(drawn[0])
-                middle = [mean(curve[step] for curve in drawn) for step in steps]
-                (handles[name],) = axes.plot(steps, middle, dashes, color=color, linewidth=1.4)
-                if drawn is curves:
-                    tops.append(middle[min(1, len(middle) - 1)])
-                for each in drawn if drawn is apart and len(apart) > 1 else ():
-                    axes.plot(steps, list(each.values()), color=color, linewidth=0.6, alpha=0.6)
+            for axes, drawn in ((top, curves), (below, apart if name != PLAIN else [])):
+                if drawn:
+                    middle = [mean(curve[step] for curve in drawn) for step in drawn[0]]
+                    (handles[name],) = axes.plot(list(drawn[0]), middle, dashes, color=color)
+                    tops += middle[1:2] if axes is top else []
         words = SIZES[size]
         numbers = dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
         title = "{}: d {dim}, {layers} blocks, {length} characters".format(size, **numbers)
-        panels[0][place].set(title=title, xlabel="training step", ylim=(None, max(tops) + 0.05))
-        panels[0][place].set_ylabel("validation loss (nats a character)")
-        below = panels[1][place]
+        top.set(title=title, xlabel="training step", ylim=(None, max(tops) + 0.05))
+        top.set_ylabel("validation loss (nats a character)")
         below.axhline(0.0, color="black", linewidth=0.8)
         below.set_yscale("symlog", linthresh=0.05)
         below.set(xlabel="training step", ylabel="loss above plain attention, same seed (nats)")
-        below.set_title("differences (thin: single seeds; linear within 0.05)", fontsize=11)
-    names = [name for name in FORMS if name in handles]
     figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center", ncols=len(sizes) + 2
+        list(handles.values()), list(handles), loc="outside lower center", ncols=len(sizes) + 2
     )
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -434,23 +399,18 @@ WINDOWS = {  # width, length of a window, windows of a step
     "small": ("96", "128", "32"),
 }
 BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
-    "one block": (("--layers", "1"), ("1e-2", "2e-2")),
     "one pass": ((*DRAWN, "--iterations", "1"), RATES),
     "three blocks": (("--layers", "3", *TORCH), RATES),
     "six blocks": (("--layers", "6", *TORCH), RATES),
     "drawn": (DRAWN, RATES),
-    "fixed": ((*DRAWN, "--iterations", "12"), ("1e-2",)),
     "drawn, last 4": ((*DRAWN, "--gradient", "4"), ("1e-2",)),
-    "drawn, implicit": ((*DRAWN, "--gradient", "implicit"), ("1e-2",)),
-    "drawn, 8 to 40": ((*DRAWN, "--iterations", "8", "40"), ("1e-2",)),
-    "drawn, 16 to 80": ((*DRAWN, "--iterations", "16", "80"), ("1e-2",)),
 }
 
 
 def equilibrium(
     text: str = "austen",
     size: Literal["tiny", "small"] = "tiny",
-    rows: tuple[str, ...] = tuple(BLOCKS)[:-2],
+    rows: tuple[str, ...] = tuple(BLOCKS),
     rates: tuple[str, ...] = (),
     seeds: int = 3,
     steps: int = 1200,
@@ -458,7 +418,7 @@ def equilibrium(
     out: Path = Path("runs/language-equilibrium"),
     train: bool = True,
 ) -> None:
-    """One block at its fixed point, beside stacks of blocks and its own forms.
+    """One block at its fixed point, beside stacks of blocks.
 
     4 heads; "tiny" has width 64 and sees 16 windows of 64 characters a step, "small" 96 and 32 of 128.
     "drawn" is the default of ``train_language.py --model equilibrium``: iterations drawn from 4 to 20,
@@ -466,7 +426,7 @@ def equilibrium(
 
     Args:
         text: name or path.
-        rows: of the table; those of more iterations by their names, "drawn, 8 to 40" and "drawn, 16 to 80".
+        rows: of the table.
         rates: learning rates in place of each row's own.
         workers: processes at a time.
         out: folder of the runs.

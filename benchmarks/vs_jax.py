@@ -1,4 +1,4 @@
-"""Our training step against JAX: jaxopt, optimistix, and loops jitted by hand.
+"""Our training step against JAX: jaxopt, and loops jitted by hand.
 
 python benchmarks/vs_jax.py [--rounds 30] [--couplings 1 2] [--jax-python .venv-jax/bin/python]
 
@@ -16,15 +16,14 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,66 +31,23 @@ import solvers
 from benchmarks.jax_peers.protocol import ROOT, Arrays, Contestant, Worker, serve
 from benchmarks.measure import table
 from benchmarks.step import TARGETS, TOLERANCES, MeanField, Ours, Pair, errors, loosest
-from implicit_attn import DEQ
 
 PROGRAMS = "benchmarks.vs_jax", "benchmarks.jax_peers.theirs"
-ANSWER = "--answer"  # as the last word but the pipe: this program answers for our contestants
+ANSWER = "--answer"  # as the last word but the pipe: this program answers for ours
 VARIABLE = "IMPLICIT_ATTN_JAX_PYTHON"
 BAR, LIBRARY = "hand-jitted", "jaxopt"  # what the ratios are to: this row, the best of these
 STEPS, BEFORE = 4, 2  # timed steps of a turn, and those that go before
-# lineax raises where a solve breaks down: here NaN is enough, which misses the target.
-JAX_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "EQX_ON_ERROR": "nan"}
+JAX_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 
 
-# --- our contestants, which answer from a process of their own -------------------------------------------
-
-MOST = 200  # evaluations
-
-
-class Field(nn.Module):
-    """The map of a MeanField ``layer`` as a module; its symmetric couplings are computed once a solve."""
-
-    def __init__(self, layer: MeanField) -> None:
-        super().__init__()
-        self.layer = layer
-        parametrize.register_parametrization(layer, "raw", Symmetric(layer.blocks))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return self.layer.update(z, x, self.layer.raw)
-
-
-class Symmetric(nn.Module):
-    def __init__(self, blocks: Tensor) -> None:
-        super().__init__()
-        self.blocks: Tensor
-        self.register_buffer("blocks", blocks)
-
-    def forward(self, raw: Tensor) -> Tensor:
-        return (raw + raw.mT) / 2 * self.blocks
-
-
-class Layer:
-    """The training step by a ``DEQ`` around the map."""
-
-    def __init__(self, layer: MeanField) -> None:
-        self.layer = layer
-        self.deq = DEQ.from_update(Field(layer), init="zeros", max_steps=MOST)
-
-    def step(self, tolerances: Pair) -> Tensor:
-        forward, backward = (solvers.Tolerance(each) for each in tolerances)
-        solution = self.deq.solve(
-            self.layer.x, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward)
-        )
-        self.layer.zero_grad()
-        solution.value.backward(self.layer.cotangent)
-        return solution.value.detach()
+# --- ours, which answers from a process of its own ------------------------------------------------------
 
 
 class Step:
     """A contestant as one that can be asked."""
 
-    def __init__(self, layer: MeanField, contestant: Ours | Layer) -> None:
-        self.layer, self.contestant = layer, contestant
+    def __init__(self, layer: MeanField) -> None:
+        self.layer, self.contestant = layer, Ours(layer, None)
 
     def run(self, forward: float, backward: float) -> Tensor:
         return self.contestant.step((forward, backward))
@@ -100,18 +56,12 @@ class Step:
         found = {"z": result.numpy()}
         for name, parameter in self.layer.named_parameters():
             assert parameter.grad is not None
-            found["raw" if name.startswith("parametrizations") else name] = parameter.grad.numpy()
+            found[name] = parameter.grad.numpy()
         return found
 
 
-MAKERS: dict[str, Callable[[MeanField], Step]] = {
-    "ours": lambda layer: Step(layer, Ours(layer, None)),
-    "ours, DEQ layer": lambda layer: Step(layer, Layer(layer)),
-}
-
-
 def load(arrays: Arrays) -> dict[str, Contestant]:
-    return {name: make(restored(arrays)) for name, make in MAKERS.items()}
+    return {"ours": Step(restored(arrays))}
 
 
 def restored(arrays: Arrays) -> MeanField:
@@ -127,7 +77,7 @@ def restored(arrays: Arrays) -> MeanField:
 def answer() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     warnings.simplefilter("ignore", solvers.SolveWarning)
-    serve(list(MAKERS), {"torch": torch.__version__}, load)
+    serve(["ours"], {"torch": torch.__version__}, load)
 
 
 # --- the race -----------------------------------------------------------------------------------------

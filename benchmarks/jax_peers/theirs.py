@@ -1,7 +1,7 @@
 """Answers for the contestants in JAX: ``benchmarks/vs_jax.py`` starts it in the environment of JAX.
 
-The map of ``benchmarks/step.py``'s MeanField, loops jitted by hand, and the solvers of jaxopt and
-optimistix, each with the settings that were fastest here. What is written by hand is for XLA on CPUs:
+The map of ``benchmarks/step.py``'s MeanField, loops jitted by hand, and the solvers of jaxopt with the
+settings that were fastest here. What is written by hand is for XLA on CPUs:
 samples in the last dimension (D, N, B), where the map takes 0.6 of the time of the layout (B, N, D); a ring
 of differences that is updated in place; small systems solved by a Cholesky factorisation unrolled over
 vectors of samples (``jnp.linalg.solve`` takes 1.15 times as long a step); a combination written as a sum
@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jaxopt
-import lineax
 import numpy as np
-import optimistix
 from jax import Array, lax
 from jax.scipy.sparse.linalg import bicgstab
 from jaxopt.linear_solve import solve_bicgstab
@@ -234,7 +232,7 @@ def by_plain_anderson(product: Callable[[Array], Array], right: Array, tolerance
     return plain_anderson(lambda u: product(u) + right, right, tolerance)
 
 
-# ---- jaxopt and optimistix ------------------------------------------------------------------------------
+# ---- jaxopt ---------------------------------------------------------------------------------------------
 
 LIBRARY_MOST = 400
 
@@ -261,56 +259,17 @@ def jaxopt_solver(kind: Any, *, tuned: bool = True) -> Callable[[Update], Solve]
     return make
 
 
-def optimistix_solver(kind: Callable[[Array], Any]) -> Callable[[Update], Solve]:
-    """A solver of optimistix, its adjoint by GMRES: lineax's BiCGStab breaks down in float32."""
-
-    def make(update: Update) -> Solve:
-        def solve(weights: Any, x: Array, forward: Array, backward: Array) -> Array:
-            solution = optimistix.fixed_point(
-                lambda z, args: update(z, *args),
-                kind(forward),
-                jnp.zeros_like(x),
-                (weights, x),
-                max_steps=LIBRARY_MOST,
-                adjoint=optimistix.ImplicitAdjoint(_gmres(backward, backward)),
-                throw=False,
-            )
-            return solution.value
-
-        return solve
-
-    return make
-
-
-def _gmres(relative: Array | float, absolute: Array) -> Any:
-    # A cycle is never cut short: with restart 20 the products are half as many again.
-    return lineax.GMRES(rtol=relative, atol=absolute, norm=optimistix.rms_norm, restart=10)
-
-
-def _iteration(tolerance: Array) -> Any:
-    norm = optimistix.rms_norm
-    return optimistix.FixedPointIteration(rtol=tolerance, atol=tolerance, norm=norm)
-
-
-def _newton(tolerance: Array) -> Any:
-    linear = _gmres(1e-2, 1e-2 * tolerance)
-    norm = optimistix.rms_norm
-    return optimistix.Newton(rtol=tolerance, atol=tolerance, norm=norm, linear_solver=linear)
-
-
 LIBRARIES: dict[str, Callable[[Update], Solve]] = {
     "jaxopt Anderson": jaxopt_solver(jaxopt.AndersonAcceleration),
     "jaxopt iteration": jaxopt_solver(jaxopt.FixedPointIteration),
     "jaxopt Anderson, its adjoint": jaxopt_solver(jaxopt.AndersonAcceleration, tuned=False),
     "jaxopt iteration, its adjoint": jaxopt_solver(jaxopt.FixedPointIteration, tuned=False),
-    "optimistix iteration": optimistix_solver(_iteration),
-    "optimistix Newton": optimistix_solver(_newton),
 }
 
 
 # ---- the contestants ------------------------------------------------------------------------------------
 
-PACKAGES = ("jax", "jaxopt", "optimistix", "lineax")
+PACKAGES = ("jax", "jaxopt")
 MAKERS: dict[str, Callable[[Update], Solve]] = {
     "hand-jitted": lambda update: implicit(update, anderson, by_bicgstab),
     "hand-jitted, first version": lambda update: implicit(

@@ -87,9 +87,8 @@ print(f"Wells: test accuracy {accuracy(model):.1%}")
 print(model.layer.last.summary())
 
 # %% [markdown]
-# The layer ruins the accuracy, although its solves on the test images converged. The state meets the input
-# only in $|z - x|^2$, so the layer applies one fixed map to every token and cannot combine tokens. Such a
-# layer is a proximal step.
+# The layer ruins the accuracy, although its solves on the test images converged. The input enters only
+# through $|z - x|^2$, so the layer applies the same map to every token and cannot combine tokens.
 #
 # ## An energy that learns
 #
@@ -103,10 +102,8 @@ print(model.layer.last.summary())
 # - **The spectral norms of the weights that multiply the state are bounded.** `spectral_norm` keeps the
 #   norms of W and Q close to 1, and keys have length 1. With the factor 0.7, each of the two terms lowers
 #   the curvature of $|z|^2/2$ by about 0.49 at most. The curvature stays positive, so there is one minimum.
-# - **The state starts at zero**, by `init="zeros"`. The input already acts inside the energy, so it is not
-#   needed as a starting point.
-# - **A skip connection** adds the input to the output. At the start of training the network is then close
-#   to the network without a layer, and the layer learns a correction.
+# - **The state starts at zero**, by `init="zeros"`, as the input already acts inside the energy.
+# - **A skip connection** adds the input to the output, so the layer learns a correction.
 
 
 # %%
@@ -135,8 +132,8 @@ class Residual(nn.Module):
 # ## Check it
 #
 # Before you train, let `check_energy` look for mistakes. It compares derivatives with central differences
-# and tests that no sample influences another. The line "proximal" says that the input enters by more than
-# the distance to the state.
+# and tests that no sample influences another. The line "proximal" says that the input enters through more
+# than the distance to the state.
 
 # %%
 torch.manual_seed(0)
@@ -152,16 +149,14 @@ print(f"MyEnergy: test accuracy {accuracy(model):.1%}")
 print(deq.last.summary())
 
 # %% [markdown]
-# The layer learns. It was trained for 184 steps and on another split of the digits than the program in
-# the README, which takes 400 steps and has an accuracy of 96.7 %. `deq.last` holds a status, a residual
-# and a number of evaluations for each test image, and `summary()` puts them in one line. After a backward
+# The layer learns. (The README trains it for 400 steps instead of 184, on another split, to 96.7 %.)
+# `deq.last` holds a status, a residual and a number of evaluations for each test image. After a backward
 # pass, `deq.last.adjoint.solution` describes the solve for the gradients in the same way.
 #
 # ## Without the bounds
 #
-# Without bounds on W and Q, nothing keeps the energy convex, and it may even be unbounded below. We train
-# such a network for 3 epochs and count the statuses of all solves. `on_failure="ignore"` turns off the
-# warning that you would otherwise see.
+# Without bounds on W and Q, nothing keeps the energy convex or even bounded below. We train such a network
+# for 3 epochs and count the statuses of all solves; `on_failure="ignore"` turns off the warning.
 
 # %%
 statuses = []
@@ -173,8 +168,8 @@ for status, count in zip(*torch.cat(statuses).unique(return_counts=True)):
     print(f"{solvers.Status(int(status)).name:10s} {count:6d} samples")
 
 # %% [markdown]
-# A sample whose solve failed has no equilibrium to differentiate. If you see many failures in your own
-# layer, bound its weights first. [What can go wrong](../guide/failing.md) lists other remedies.
+# If you see many failures in your own layer, bound its weights first.
+# [What can go wrong](../guide/failing.md) lists other remedies.
 #
 # ## More iterations at test time
 #
