@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
 import solvers
-from cases.deq import DIM, make, relative_error, tokens
+from cases.deq import make, relative_error, tokens
 from implicit_attn import DEQ, EquilibriumBlock, Update
 from implicit_attn.energies import (
     BiSoftmaxAttention,
@@ -153,19 +153,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
 # Two processes on gloo run this file as a program.
-
-STEPS, SAMPLES = 3, 6
-LAYERS = ("gradient", "update")
-
-
-def build() -> nn.Module:
-    layers = [make(name, seed) for seed, name in enumerate(LAYERS)]
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(3, DIM).double(), *layers, nn.Linear(DIM, 1).double())
-
-
-def batch(step: int) -> Tensor:
-    return tokens(batch=SAMPLES, dim=3, seed=step)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -118,23 +118,18 @@ def run_case(name: str, family: Family, number: int) -> list[Failure]:
     return draw.failures()
 
 
-def world() -> tuple[Any, ...]:
+def world() -> dict[str, Any]:
     """The global state that no call may change."""
-    cache = getattr(parametrize, "_cache", {})
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_num_threads(),
-        getattr(parametrize, "_cache_enabled", 0),
-        len(cache),
-        torch.get_rng_state().numpy().tobytes(),
-    )
-
-
-NAMES = ("grad mode", "inference mode", "default dtype", "autocast", "threads", "cached()",
-         "cache", "RNG")  # fmt: skip
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "threads": torch.get_num_threads(),
+        "cached()": getattr(parametrize, "_cache_enabled", 0),
+        "cache": len(getattr(parametrize, "_cache", {})),
+        "RNG": torch.get_rng_state().numpy().tobytes(),
+    }
 
 
 class Call:
@@ -162,8 +157,8 @@ class Call:
             place = f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}"
             told = f"{warning.category.__name__} at {place}: {warning.message}"
             draw.expect(False, "warnings", told[:300])
-        for name, old, new in zip(NAMES, state, world(), strict=True):
-            draw.expect(old == new, "global state", f"{name} was changed")
+        for name, new in world().items():
+            draw.expect(state[name] == new, "global state", f"{name} was changed")
         for position, (old, new) in enumerate(zip(before, leaves, strict=True)):
             draw.expect(same(old, new), "inputs", f"input {position} was changed")
 

@@ -54,6 +54,15 @@ def descent(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return f
 
 
+def minimised(
+    energy: Callable[..., Tensor], z0: Tensor, args: tuple[Tensor, ...], source: str, **other: Any
+) -> ZooProblem:
+    """``z = z - dE/dz``; ``other`` are fields of the problem."""
+    f = descent(energy)
+    fields: dict[str, Any] = {"reference": lambda: minimum(f, energy, z0, args)} | other
+    return ZooProblem(f=f, z0=z0, args=args, symmetric=True, source=source, energy=energy, **fields)
+
+
 def affine(z: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
     """``A z + b``: z (B, D), matrix (B, D, D), offset (B, D)."""
     return matvec(matrix, z) + offset
@@ -436,12 +445,9 @@ def valley(generator: Generator, *, steepness: float) -> ZooProblem:
     batch = 4
     z0 = torch.tensor([-1.2, 1.0], dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, 2)
-    return ZooProblem(
-        f=descent(valley_energy), z0=z0, args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
-        symmetric=True,
-        source="H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1),
-        reference=lambda: torch.ones(batch, 2, dtype=torch.float64), energy=valley_energy,
-    )  # fmt: skip
+    args = (torch.full((batch, 1), steepness, dtype=torch.float64),)
+    source = "H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1)
+    return minimised(valley_energy, z0, args, source, reference=lambda: torch.ones_like(z0))
 
 
 def log_sum_exp_energy(z: Tensor, design: Tensor, offset: Tensor, centre: Tensor) -> Tensor:
@@ -461,12 +467,8 @@ def log_sum_exp(generator: Generator) -> ZooProblem:
     design = normal(generator, batch, terms, dim)
     args = (design, normal(generator, batch, terms), normal(generator, batch, dim))
     z0 = normal(generator, batch, dim)
-    return ZooProblem(
-        f=descent(log_sum_exp_energy), z0=z0, args=args, symmetric=True,
-        source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2",
-        reference=lambda: minimum(descent(log_sum_exp_energy), log_sum_exp_energy, z0, args),
-        energy=log_sum_exp_energy,
-    )  # fmt: skip
+    source = "S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2"
+    return minimised(log_sum_exp_energy, z0, args, source)
 
 
 def wells_energy(z: Tensor, coupling: Tensor) -> Tensor:
@@ -480,13 +482,8 @@ def wells(generator: Generator) -> ZooProblem:
     raw = normal(generator, batch, dim, dim) / dim**0.5
     coupling = 0.3 * (raw + raw.mT) / 2**0.5
     z0 = 0.05 * normal(generator, batch, dim)
-    args = (coupling,)
-    return ZooProblem(
-        f=descent(wells_energy), z0=z0, args=args, symmetric=True,
-        source="D. Wales, Energy Landscapes (2003): coupled quartic double wells",
-        reference=lambda: minimum(descent(wells_energy), wells_energy, z0, args), energy=wells_energy,
-        unique=False,
-    )  # fmt: skip
+    source = "D. Wales, Energy Landscapes (2003): coupled quartic double wells"
+    return minimised(wells_energy, z0, (coupling,), source, unique=False)
 
 
 LEAST_SQUARES = {"powell": powell_singular, "helical": helical_valley}
@@ -506,11 +503,9 @@ def least_squares(
     z0 = torch.tensor(start, dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, len(start))
     moved = torch.full_like(z0, origin)
-    return ZooProblem(
-        f=descent(partial(squares_energy, system=system, step=step)), z0=z0 + moved, args=(moved,),
-        symmetric=True, expect=expect, source=source,
-        reference=lambda: moved + torch.tensor(answer, dtype=torch.float64),
-        energy=partial(squares_energy, system=system, step=step),
+    return minimised(
+        partial(squares_energy, system=system, step=step), z0 + moved, (moved,), source,
+        expect=expect, reference=lambda: moved + torch.tensor(answer, dtype=torch.float64),
     )  # fmt: skip
 
 
@@ -596,12 +591,8 @@ def bisoftmax(generator: Generator, *, attention: float, feedforward: float) -> 
     x = normal(generator, batch, tokens, dim)
     weights = torch.tensor([attention, feedforward], dtype=torch.float64).repeat(batch, 1)
     args = (heads, memory, x, weights)
-    return ZooProblem(
-        f=descent(bisoftmax_energy), z0=x.clone(), args=args, symmetric=True,
-        source="Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7",
-        reference=lambda: minimum(descent(bisoftmax_energy), bisoftmax_energy, x, args),
-        energy=bisoftmax_energy, unique=False,
-    )  # fmt: skip
+    source = "Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7"
+    return minimised(bisoftmax_energy, x.clone(), args, source, unique=False)
 
 
 ENERGY_BUILDS: dict[str, Build] = {

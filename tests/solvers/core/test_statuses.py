@@ -13,7 +13,7 @@ from torch import Tensor
 import solvers
 from cases.solves import FEW, SOLVERS, Counter, EnergyCounter, Given, Plain, plain_batch, solve
 from problems import rows, scaled
-from problems.zoo import ZooProblem, make
+from problems.zoo import make
 from solvers import (
     Anderson,
     Broyden,
@@ -372,34 +372,27 @@ def test_the_trace_records_every_evaluation(solver: str, name: str) -> None:
 NAMES = ["kepler", "energy_bisoftmax_0.2_0.2", "transient_nan", "start_at_solution"]
 
 
-def same(together: Solution, alone: list[Solution]) -> None:
+# Trials of a safeguarded solve are rejected at other times in other samples.
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((n, {"max_steps": 60}) for n in NAMES),
+        ("linear_expanding", {"max_steps": 40, "safeguarded": True}),
+    ],
+)
+@pytest.mark.parametrize("solver", MORE)
+def test_a_sample_alone_and_in_a_batch(solver: str, name: str, options: dict[str, Any]) -> None:
     """Statuses and costs are equal, and values up to rounding that the solve has amplified."""
-    assert together.evaluations.tolist() == [int(each.evaluations) for each in alone]
-    assert together.status.tolist() == [int(each.status) for each in alone]
-    assert together.steps.tolist() == [int(each.steps) for each in alone]
-    values = torch.cat([each.value for each in alone])
-    torch.testing.assert_close(together.value, values, rtol=1e-5, atol=1e-7)
-
-
-def one_by_one(problem: ZooProblem, solver: str, **options: object) -> list[Solution]:
-    return [
-        solve(rows(problem, torch.tensor([i])), solver, **options)  # type: ignore[arg-type]
-        for i in range(problem.batch)
-    ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("solver", MORE)
-def test_a_sample_alone_and_in_a_batch(solver: str, name: str) -> None:
     problem = make(name)
-    same(solve(problem, solver, max_steps=60), one_by_one(problem, solver, max_steps=60))
-
-
-@pytest.mark.parametrize("solver", MORE)
-def test_a_safeguarded_sample_alone_and_in_a_batch(solver: str) -> None:
-    """Trials are rejected at other times in other samples."""
-    problem, options = make("linear_expanding"), {"max_steps": 40, "safeguarded": True}
-    same(solve(problem, solver, **options), one_by_one(problem, solver, **options))
+    together = solve(problem, solver, **options)
+    each = [
+        solve(rows(problem, torch.tensor([i])), solver, **options) for i in range(problem.batch)
+    ]
+    for field in ("evaluations", "status", "steps"):
+        alone = torch.cat([getattr(one, field) for one in each])
+        assert torch.equal(getattr(together, field), alone)
+    values = torch.cat([one.value for one in each])
+    torch.testing.assert_close(together.value, values, rtol=1e-5, atol=1e-7)
 
 
 # Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.
