@@ -62,13 +62,14 @@ def values_and_derivatives(
     tensors: list[Tensor], options: dict[str, Any], backend: str
 ) -> list[Tensor]:
     query, key, by_mean, by_lse = tensors
-    inputs = [t.detach().requires_grad_() for t in (query, key)]
+    inputs: Any = [t.detach().requires_grad_() for t in (query, key)]
     if "bias" in options:
         inputs.append(options["bias"].detach().requires_grad_())
         options = options | {"bias": inputs[-1]}
-    mean, lse = frozen_key_attention(*inputs[:2], BETA, backend=backend, **options)
+    query, key = inputs[:2]
+    mean, lse = frozen_key_attention(query, key, BETA, backend=backend, **options)
     with torch.no_grad():
-        again = frozen_key_attention(*inputs[:2], BETA, backend=backend, **options)
+        again = frozen_key_attention(query, key, BETA, backend=backend, **options)
     loss = (mean * by_mean).sum()
     alone = torch.autograd.grad(mean, inputs[0], by_mean, retain_graph=True)
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
@@ -92,7 +93,7 @@ def test_fused_is_dense(cuda: bool, given: str, queries: int, keys: int) -> None
     exact = values_and_derivatives(tensors, options, "reference")
     if cuda:
         with forced():
-            assert explain_frozen_keys(*tensors[:2], BETA, **options).backend == "flash"
+            assert explain_frozen_keys(tensors[0], tensors[1], BETA, **options).backend == "flash"
             found = values_and_derivatives(tensors, options, "auto")
     else:
         found = values_and_derivatives(tensors, options, "flash")
@@ -137,8 +138,8 @@ def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor], strided: str)
     (0, 200, 200, ""), (2, 0, 9, "mask"), (2, 9, 0, ""),
 ])  # fmt: skip
 def test_nothing_to_attend(batch: int, queries: int, keys: int, given: str) -> None:
-    (query, key, g, _), options = problem(queries, keys, "", batch=batch)
-    options = {"mask": torch.ones(batch, keys) > 0} if given else {}
+    (query, key, g, _), _ = problem(queries, keys, "", batch=batch)
+    options: dict[str, Any] = {"mask": torch.ones(batch, keys) > 0} if given else {}
     query, key = query.requires_grad_(), key.requires_grad_()
     results = []
     for backend in ("flash", "auto"):
@@ -178,7 +179,7 @@ def test_no_matrix_of_all_pairs_without_masks(monkeypatch: pytest.MonkeyPatch) -
     key.requires_grad_()
     for need_lse, most in ((False, 2 * 3 * 512 * 8), (True, 2 * 3 * 16 * 512)):
         with Allocations() as seen:
-            options = {"need_lse": need_lse, "backend": "flash"}
+            options: dict[str, Any] = {"need_lse": need_lse, "backend": "flash"}
             mean, lse = frozen_key_attention(query, key, BETA, **options)
             torch.autograd.grad(mean, (query, key), g)
         assert (lse is not None) == need_lse
