@@ -102,6 +102,15 @@ def test_fused_is_dense(cuda: bool, given: str, queries: int, keys: int) -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("given", GIVEN)
+def test_strips_of_the_log_sum_exp(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "SCORES", 2 * 3 * 20 * 4)  # strips of 4 rows
+    tensors, options = problem(20, 20, given)
+    exact = values_and_derivatives(tensors, options, "reference")
+    for ours, theirs in zip(values_and_derivatives(tensors, options, "flash"), exact, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("given", ["nothing", "mask bias"])
 def test_gradcheck(given: str) -> None:
     (query, key, *_), options = problem(3, 4, given)
