@@ -2,8 +2,7 @@
 
     python benchmarks/bisoftmax.py peers                    # CPU or GPU, the shapes of the table below
     python benchmarks/bisoftmax.py peers --shapes 1 8 1024 64 4 8 197 64 --rounds 9
-    python benchmarks/bisoftmax.py cpu --threads 1          # the C++ kernel and the strips by attention
-    python benchmarks/bisoftmax.py variants --sweep         # of the Triton kernels, on a CUDA device
+    python benchmarks/bisoftmax.py peers --backend blocks   # without the C++ kernel
     python benchmarks/bisoftmax.py layer --backend cpp      # a DEQ layer against backend="reference"
 
 All print medians of runs in turns. On a GPU times are the device's own, by events around calls that are all
@@ -37,7 +36,6 @@ from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.optional import require
 
 Runs = dict[str, Callable[[], object]]
 Shape = tuple[int, int, int, int]  # batch, heads, tokens, features of a head
@@ -64,13 +62,6 @@ TARGETS = (
     ("gradient", "dense", 0.2, 4096, 10**9),
     ("gradient", "compiled", 0.5, 65, 257),
 )
-SWEPT = {
-    "gradient": (
-        (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4),
-    ),
-    "curvature": ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (64, 64, 8, 3)),
-}  # fmt: skip
-
 # --- what is timed -------------------------------------------------------------------------------
 
 
@@ -108,17 +99,16 @@ def attention_and_back(z: Tensor, v: Tensor, beta: float, kind: SDPBackend) -> A
     return torch.autograd.grad(output, (query, key, value), v)
 
 
-def ours(z: Tensor, v: Tensor, beta: float, **options: Any) -> Runs:
+def contestants(
+    z: Tensor, v: Tensor, beta: float, limit: float, compiled: bool, backend: str
+) -> Runs:
+    """What runs on these tensors, by name; ``limit`` bounds the scores."""
+    options: dict[str, Any] = {"limit": limit, "backend": backend}
     _, lse = bisoftmax(z, beta, **options)
-    return {
+    runs: Runs = {
         "gradient": lambda: bisoftmax(z, beta, **options),
         "hvp": lambda: bisoftmax_hvp(z, v, beta, lse=lse, **options),
     }
-
-
-def contestants(z: Tensor, v: Tensor, beta: float, limit: float, compiled: bool) -> Runs:
-    """What runs on these tensors, by name; ``limit`` bounds the scores."""
-    runs = ours(z, v, beta, limit=limit)
     free = min(2**31, torch.cuda.mem_get_info()[0] // DENSE_BYTES) if z.is_cuda else 2**28
     if z.shape[0] * z.shape[1] * z.shape[2] ** 2 <= free:
         runs["dense"] = lambda: dense(z, beta)
@@ -205,6 +195,7 @@ def peers(
     rounds: int = 9,
     threads: int = 2,
     compiled: bool = ON_GPU or shutil.which("g++") is not None,
+    backend: Literal["auto", "blocks", "cpp", "triton"] = "auto",
 ) -> None:
     """Ratios to the peers; on a GPU also what was aimed at.
 
@@ -218,10 +209,10 @@ def peers(
     for shape in shapes:
         z, v, beta, limit = inputs(shape)
         z, v = (each.to(DEVICE, getattr(torch, dtype)) for each in (z, v))
-        runs = able(contestants(z, v, beta, limit, compiled))
+        runs = able(contestants(z, v, beta, limit, compiled, backend))
         times = timed(runs, rounds)
         row: dict[str, Any] = {"shape": named(shape)}
-        row["backend"] = explain(z, beta, limit=limit).backend
+        row["backend"] = explain(z, beta, limit=limit, backend=backend).backend
         for name, others in PEERS.items():
             row |= {f"{name} ms": times[name], f"{name} MiB": peak_mebibytes(runs[name])}
             row |= {f"{name} / {o}": times[name] / times[o] for o in others if o in times}
@@ -235,129 +226,41 @@ def peers(
         print(table(aims), flush=True)
 
 
-def cpu(
-    threads: int = 2,
-    shapes: tuple[Shape, ...] = ((1, 8, 1024, 64), (4, 8, 197, 64), (8, 4, 65, 64)),
-    rounds: int = 15,
-) -> None:
-    """The C++ kernel and the strips: a gradient by a forward pass of stock attention, a product by both.
-
-    Errors are those of the C++ kernel to the dense formula in float64.
-
-    Args:
-        shapes: batch, heads, tokens and features of a head; four numbers each.
-    """
-    torch.set_num_threads(threads)
-    rows: list[dict[str, Any]] = []
-    for shape in shapes:
-        z, v, beta, limit = inputs(shape)
-        flash = SDPBackend.FLASH_ATTENTION
-        runs: Runs = {"forward": partial(attention, z, beta, flash)}
-        runs["both"] = partial(attention_and_back, z, v, beta, flash)
-        for name in ("cpp", "blocks"):
-            own = ours(z, v, beta, limit=limit, backend=name)
-            runs |= {f"{what}, {name}": run for what, run in own.items()}
-        times = interleaved(runs, rounds)
-        row: dict[str, Any] = {"shape": named(shape), "forward ms": 1e3 * times["forward"]}
-        for what, base in (("gradient", "forward"), ("hvp", "both")):
-            for name in ("cpp", "blocks"):
-                row[f"{what}, {name} / {base}"] = times[f"{what}, {name}"] / times[base]
-        exact = bisoftmax(z.double(), beta, backend="reference")[0]
-        found = bisoftmax(z, beta, limit=limit, backend="cpp")[0]
-        row["gradient's error"] = ((found - exact).norm() / exact.norm()).item()
-        exact = bisoftmax_hvp(z.double(), v.double(), beta, backend="reference")
-        found = bisoftmax_hvp(z, v, beta, limit=limit, backend="cpp")
-        rows.append(row | {"product's error": ((found - exact).norm() / exact.norm()).item()})
-    print(table(rows))
-
-
-def variants(
-    shape: Shape = (2, 16, 4096, 64),
-    dtype: DType = "bfloat16",
-    rounds: int = 7,
-    sweep: bool = False,
-) -> None:
-    """The Triton kernels in their variants on a CUDA device: limits, masks, widths, tiles.
-
-    What does not fit the card is said.
-
-    Args:
-        shape: batch, heads, tokens and features of a head.
-        sweep: other tiles than the tables', too, of one bounded kernel at a time.
-    """
-    if not ON_GPU:
-        raise SystemExit("error: no CUDA device")
-
-    def row(name: str, shape: Shape = shape, **options: Any) -> dict[str, Any]:
-        z, v, beta, _ = inputs(shape)
-        z, v = (each.to("cuda", getattr(torch, dtype)) for each in (z, v))
-        return {"variant": name} | timed(ours(z, v, beta, backend="triton", **options), rounds)
-
-    limit = 1.01 * shape[3] ** 0.5
-    mask = torch.rand(shape[0], shape[2], device="cuda") < 0.8
-    rows = [row("limit", limit=limit), row("no limit"), row("causal", causal=True)]
-    rows.append(row("masked", limit=limit, mask=mask))
-    for width in (72, 96):
-        rows.append(row(f"width {width}", (*shape[:3], width), limit=1.01 * width**0.5))
-    print(table(rows), flush=True)
-    if not sweep:
-        return
-    arguments: Any = require("implicit_attn.kernels.bi_softmax.triton_backend", extra="gpu")
-    tabulated, rows = arguments.tiles, []
-    for kernel, candidate in ((name, each) for name, some in SWEPT.items() for each in some):
-        chosen = arguments.Tiles(*candidate)
-
-        def instead(name: str, *rest: int, kernel: str = kernel, chosen: Any = chosen) -> Any:
-            return chosen if name == kernel else tabulated(name, *rest)
-
-        arguments.tiles = instead
-        name = f"{kernel} {candidate}"
-        try:
-            rows.append(row(name, limit=limit))
-        except Exception as error:  # Triton's own kinds of errors: too much for the chip
-            rows.append({"variant": name, "gradient": type(error).__name__, "hvp": "-"})
-        finally:
-            arguments.tiles = tabulated
-    print(table(rows), flush=True)
-
-
-def solves(
-    shape: tuple[int, int, int], heads: int, threads: int, backend: str, rounds: int
-) -> list[dict[str, Any]]:
-    """So many solves with their backward passes, after a warm-up."""
+def solved(
+    shape: tuple[int, int, int], heads: int, threads: int, backend: str
+) -> tuple[dict[str, float], list[float]]:
+    """A solve and its backward pass after a warm-up: what they took, and the gradients."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     energy = 0.4 * BiSoftmaxAttention(shape[2], heads=heads, backend=backend) + Quadratic()
     layer = DEQ(energy, tolerance=solvers.Tolerance(rtol=1e-3)).to(DEVICE)
     x = torch.randn(shape, device=DEVICE)
+    wait = torch.cuda.synchronize if ON_GPU else lambda: None
     # A GPU compiles kernels for the size of the input; on a CPU the peak of memory never sinks again.
-    for _ in range(2 if ON_GPU else 1):
-        layer(x if ON_GPU else x[:1, :64]).square().mean().backward()
-    wait, found = torch.cuda.synchronize if ON_GPU else lambda: None, []
-    for _ in range(rounds):
-        layer.zero_grad()
-        wait()
-        if ON_GPU:
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if ON_GPU else resident()
-        start = time.perf_counter()
-        loss = layer(x).square().mean()
-        wait()
-        middle = time.perf_counter()
-        loss.backward()
-        wait()
-        end = time.perf_counter()
-        after = torch.cuda.max_memory_allocated() if ON_GPU else resident()
-        assert layer.last is not None
-        row = {"forward s": middle - start, "backward s": end - middle, "seconds": end - start}
-        row |= {"MiB": (after - before) / 2**20, "evaluations": layer.last.evaluations.max().item()}
-        gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
-        found.append(row | {"gradients": [each.tolist() for each in gradients]})
-    return found
+    layer(x if ON_GPU else x[:1, :64]).square().mean().backward()
+    layer.zero_grad()
+    wait()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    before, start = peak(), time.perf_counter()
+    loss = layer(x).square().mean()
+    wait()
+    middle = time.perf_counter()
+    loss.backward()
+    wait()
+    end = time.perf_counter()
+    assert layer.last is not None
+    row = {"forward s": middle - start, "backward s": end - middle, "seconds": end - start}
+    row |= {"MiB": (peak() - before) / 2**20}
+    row |= {"evaluations": layer.last.evaluations.max().item()}
+    gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
+    return row, torch.cat(gradients).tolist()
 
 
-def resident() -> int:
-    """The peak of this process's memory, in bytes."""
+def peak() -> int:
+    """The peak of the memory of this process or of the device, in bytes."""
+    if ON_GPU:
+        return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
@@ -373,33 +276,27 @@ def layer(
 ) -> None:
     """A DEQ layer on a backend against the same layer on the dense formula.
 
-    Forward solve and implicit backward pass; prints seconds, their ratio, the largest difference of the
-    gradients, and the peak memory, each backend in processes of its own: on a CPU one a round, on a GPU
-    one for all rounds, after solves of the full size.
+    Forward solve and implicit backward pass; prints seconds, peak memory, their ratios, and the difference of
+    the gradients. Each round is a process of its own, so that its peak of memory is known.
     """
-    runs: dict[str, list[dict[str, Any]]] = {backend: [], "reference": []}
-    inside = rounds if ON_GPU else 1  # starting on a GPU takes longer than the rounds
-    context = multiprocessing.get_context("spawn")
-    for _ in range(rounds // inside):
-        for name, results in runs.items():
+    results: dict[str, list[Any]] = {backend: [], "reference": []}
+    context, size = multiprocessing.get_context("spawn"), (batch, tokens, dim)
+    for _ in range(rounds):
+        for name, each in results.items():
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-                size = (batch, tokens, dim)
-                results += pool.submit(solves, size, heads, threads, name, inside).result()
+                each.append(pool.submit(solved, size, heads, threads, name).result())
     rows: list[dict[str, Any]] = []
-    for name, results in runs.items():
-        measured = [key for key in results[0] if key != "gradients"]
-        medians = {key: statistics.median(each[key] for each in results) for key in measured}
+    for name, each in results.items():
+        medians = {key: statistics.median(row[key] for row, _ in each) for key in each[0][0]}
         rows.append({"backend": name} | medians)
     first, second = rows
     # A small layer's memory lies within what the warm-up took.
     shares = {key: first[key] / (second[key] or float("nan")) for key in list(first)[1:]}
     rows.append({"backend": f"{backend} / reference"} | shares)
     print(table(rows))
-    pairs = zip(runs[backend][0]["gradients"], runs["reference"][0]["gradients"], strict=True)
-    errors = [(torch.tensor(a) - torch.tensor(b)).norm() / torch.tensor(b).norm() for a, b in pairs]
-    print(f"largest relative difference of a parameter's gradient: {max(errors).item():.1e}")
+    ours, theirs = (torch.tensor(each[0][1]) for each in results.values())
+    print(f"difference of the gradients: {((ours - theirs).norm() / theirs.norm()).item():.1e}")
 
 
 if __name__ == "__main__":
-    programs = {"peers": peers, "cpu": cpu, "variants": variants, "layer": layer}
-    tyro.extras.subcommand_cli_from_dict(programs)
+    tyro.extras.subcommand_cli_from_dict({"peers": peers, "layer": layer})

@@ -6,7 +6,7 @@
 # It leaves table.md there (one row a step, then what each benchmark printed) and a .log of each step.
 # It needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, tyro, torchdeq; it uses
 # pytest-xdist where that is installed, and no network. PYTHON names another interpreter. It exits with 1 if
-# a step failed or ran out of time. The kernels' variants and tiles: python benchmarks/bisoftmax.py variants
+# a step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +166,8 @@ def apply_norm(
     elif norm == "bound":
         raise ValueError('target must be a number > 0 for norm="bound", got None')
     chosen = _chosen(module, kinds, _patterns("only", only), _patterns("skip", skip))
-    _check_weights(module, chosen)
+    for name, layer in chosen.items():
+        _check_weight(module, name, layer)
     for layer in chosen.values():
         dim = 1 if isinstance(layer, TRANSPOSED) else 0
         made: nn.Module
@@ -185,31 +188,26 @@ def remove_norm(module: nn.Module) -> list[str]:
     a weight has another parametrisation on top of such a norm.
     """
     require_instance("module", module, nn.Module, "an nn.Module")
-    found = []
+    normed = {}
     for name, layer in module.named_modules():
         if not parametrize.is_parametrized(layer, "weight"):
             continue
-        parts = list(layer.parametrizations["weight"])  # type: ignore[index,arg-type]
+        parts: Any = layer.parametrizations["weight"]  # type: ignore[index]
         ours = [isinstance(part, (WeightNorm, _MatrixBound)) for part in parts]
-        if not any(ours):
-            continue
-        if not all(ours):
-            raise ValueError(f"{_weight_name(name)} has other parametrisations; remove them first")
-        found.append((name, layer))
-    for _, layer in found:
-        _remove(layer)
-    return [_weight_name(name) for name, _ in found]
-
-
-def _remove(layer: nn.Module) -> None:
-    originals = list(layer.parametrizations["weight"].parameters())  # type: ignore[index,union-attr]
-    own_class(layer)
-    with torch.enable_grad():
-        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-    if originals and "weight" in layer._buffers:  # torch makes a frozen parameter a buffer
-        weight = layer._buffers.pop("weight")
-        assert weight is not None
-        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        if any(ours):
+            if not all(ours):
+                raise ValueError(
+                    f"{_weight_name(name)} has other parametrisations; remove them first"
+                )
+            normed[name] = layer, bool(list(parts.parameters()))
+    for layer, learned in normed.values():
+        own_class(layer)
+        with torch.enable_grad():
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+        if learned and "weight" in layer._buffers:  # torch makes a frozen parameter a buffer
+            weight: Any = layer._buffers.pop("weight")
+            layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+    return [_weight_name(name) for name in normed]
 
 
 def _matrix(weight: Tensor, dim: int) -> Tensor:
@@ -241,32 +239,24 @@ def _chosen(
         if isinstance(layer, kinds) and fits(name, only) and not fits(name, skip)
     }
     if not chosen:
-        layers = [name for name, layer in module.named_modules() if isinstance(layer, kinds)]
-        raise ValueError(
-            f"module must contain a layer that matches only={only} and not skip={skip}; the candidates "
-            f"are {layers[:10]}"
-        )
+        raise ValueError(f"module must contain a layer that matches only={only}, not skip={skip}")
     return chosen
 
 
-def _check_weights(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
-    """Check that every chosen weight is a parameter of only one layer."""
-    places: dict[int, list[str]] = {}
-    for path, part in module.named_modules():  # a shared module appears once
-        for name, weight in part._parameters.items():
-            places.setdefault(id(weight), []).append(f"{path}.{name}" if path else name)
-    for name, layer in chosen.items():
-        if parametrize.is_parametrized(layer, "weight"):
-            raise ValueError(f"{_weight_name(name)} is already parametrised; remove_norm first")
-        weight = getattr(layer, "weight", None)
-        if not isinstance(weight, nn.Parameter) or isinstance(weight, UninitializedParameter):
-            raise ValueError(
-                f"{_weight_name(name)} must be an initialised parameter, got {type(weight)}"
-            )
-        if len(places[id(weight)]) > 1:
-            raise ValueError(
-                f"each weight must belong to one layer, got one shared by {places[id(weight)]}"
-            )
+def _check_weight(module: nn.Module, name: str, layer: nn.Module) -> None:
+    """Check that the weight of a layer is a parameter of that layer only."""
+    if parametrize.is_parametrized(layer, "weight"):
+        raise ValueError(f"{_weight_name(name)} is already parametrised; remove_norm first")
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, nn.Parameter) or isinstance(weight, UninitializedParameter):
+        raise ValueError(
+            f"{_weight_name(name)} must be an initialised parameter, got {type(weight)}"
+        )
+    parts = module.named_modules()  # a shared module appears once
+    every = [(path, key, each) for path, at in parts for key, each in at._parameters.items()]
+    places = [f"{path}.{key}".lstrip(".") for path, key, each in every if each is weight]
+    if len(places) > 1:
+        raise ValueError(f"each weight must belong to one layer, got one shared by {places}")
 
 
 # Spectral radii of a model's layers during training.
@@ -307,41 +297,50 @@ class SpectralRadii:
         self.inputs = inputs[:samples]
 
     def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
-        found: dict[str, list[Tensor]] = {}
         layers = {name: part for name, part in model.named_modules() if isinstance(part, DEQ)}
-        before = {name: (at.observer, at.last, at._seeds) for name, at in layers.items()}
+        radii: dict[str, list[Tensor]] = {name: [] for name in layers}
         training = [module for module in model.modules() if module.training]
-        device = self.inputs.device
-        others = [] if device.type == "cpu" else [device]
-        kept = torch.random.fork_rng(others, device_type=device.type if others else "cuda")
+        devices = [] if self.inputs.device.type == "cpu" else [self.inputs.device]
+        kind = self.inputs.device.type if devices else "cuda"
         try:
             model.eval()
-            for name, layer in layers.items():
-                layer.observer = _noting(layer, found.setdefault(name, []))
-            with torch.no_grad(), kept:
-                model(self.inputs)
+            with _undisturbed(layers.values()), torch.random.fork_rng(devices, device_type=kind):
+                for name, layer in layers.items():
+                    layer.observer = partial(_note_radii, layer, radii[name])
+                with torch.no_grad():
+                    model(self.inputs)
         finally:
             for module in training:
                 module.training = True
-            for name, layer in layers.items():
-                layer.observer, layer.last, layer._seeds = before[name]
-        return {
-            name: {
-                "median": (radii := torch.cat(parts)).median().item(),
-                "largest": radii.max().item(),
-                "above_one": (radii > 1).double().mean().item(),
-                "samples": len(radii),
-            }
-            for name, parts in found.items()
-            if parts
-        }
+        return {name: _summary(torch.cat(parts)) for name, parts in radii.items() if parts}
 
 
-def _noting(layer: DEQ, radii: list[Tensor]) -> Callable[..., None]:
-    def note(x: Any, mask: Tensor | None, solution: Any) -> None:
-        radii.append(layer.spectral_radius(solution.value, x, mask))
+def _note_radii(
+    layer: DEQ, radii: list[Tensor], x: Any, mask: Tensor | None, solution: Any
+) -> None:
+    radii.append(layer.spectral_radius(solution.value, x, mask))
 
-    return note
+
+def _summary(radii: Tensor) -> dict[str, float]:
+    return {
+        "median": radii.median().item(),
+        "largest": radii.max().item(),
+        "above_one": (radii > 1).double().mean().item(),
+        "samples": len(radii),
+    }
+
+
+@contextmanager
+def _undisturbed(layers: Iterable[DEQ]) -> Iterator[None]:
+    """Solve without observers, and restore what the layers keep of their latest solve."""
+    before = [(layer, layer.observer, layer.last, layer._seeds) for layer in layers]
+    try:
+        for layer, *_ in before:
+            layer.observer = None
+        yield
+    finally:
+        for layer, observer, last, seeds in before:
+            layer.observer, layer.last, layer._seeds = observer, last, seeds
 
 
 # Fixed-point correction: a loss on intermediate states.
@@ -393,12 +392,8 @@ def states_at(
     options: dict[str, Any] = {"z0": z0, "on_failure": "ignore"}
     if layer.adjoint is None or isinstance(layer.adjoint, Implicit):
         options["adjoint"] = OneStep()
-    before = layer.last, layer._seeds, layer.observer
-    layer.observer = None
-    try:
+    with _undisturbed([layer]):
         return [layer.solve(x, mask, max_steps=limit, **options).value for limit in limits]
-    finally:
-        layer.last, layer._seeds, layer.observer = before
 
 
 def fixed_point_correction(

@@ -49,7 +49,7 @@ def attend(
     else:
         mean = _mean(query, key, added, beta, causal)
     if need_lse and lse is None:
-        lse = _log_sum_exp(query, key, allowed, bias, beta, causal)
+        lse = _log_sum_exp(query, key, added, beta, causal)
     if attends is not None:
         mean = mean.masked_fill(~attends, 0.0)
         lse = None if lse is None else lse.masked_fill(~attends.squeeze(-1), 0.0)
@@ -57,14 +57,16 @@ def attend(
 
 
 def _added(query: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return the argument ``attn_mask`` of torch's attention."""
+    """Return what is added to the scores, in float32 or wider, or the allowed pairs if there is no bias."""
     if bias is None:
         return allowed
-    bias = bias.to(query.dtype)
+    bias = bias.to(wide_dtype(query))
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
 def _mean(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool) -> Tensor:
+    if added is not None and added.is_floating_point():
+        added = added.to(query.dtype)
     return F.scaled_dot_product_attention(
         query, key, key, attn_mask=added, is_causal=causal, scale=beta
     )
@@ -76,6 +78,7 @@ def _mean_and_lse(
     """Call the operator behind torch's attention on CPUs, which also returns the log-sum-exp."""
     if added is not None and added.dtype == torch.bool:
         added = query.new_zeros(added.shape).masked_fill_(~added, -torch.inf)
+    added = None if added is None else added.to(query.dtype)
     # The operator requires unit strides along the width and does not check them.
     rows, columns = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key))
     return _ON_CPU(rows, columns, columns, 0.0, causal, attn_mask=added, scale=beta)
@@ -124,36 +127,28 @@ def _dense_mean(
 
 
 def _log_sum_exp(
-    query: Tensor,
-    key: Tensor,
-    allowed: Tensor | None,
-    bias: Tensor | None,
-    beta: float,
-    causal: bool,
+    query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
 ) -> Tensor:
     """Return L (B, H, N), float32 or wider, computed in strips of at most ``SCORES`` scores."""
     batch, heads, queries, _ = query.shape
+    if added is not None:
+        added = added.expand(-1, -1, queries, -1)
     rows = max(1, SCORES // max(1, batch * heads * key.shape[2]))
-    arguments = (query, key, allowed, bias, beta, causal)
+    arguments = (query, key, added, beta, causal)
     return torch.cat(strips.recomputed(_strip, queries, rows, *arguments), -1)
 
 
 def _strip(
-    rows: slice,
-    query: Tensor,
-    key: Tensor,
-    allowed: Tensor | None,
-    bias: Tensor | None,
-    beta: float,
-    causal: bool,
+    rows: slice, query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
 ) -> Tensor:
     wide = wide_dtype(query)
     scores = (query[:, :, rows].to(wide) @ key.to(wide).mT) * beta
-    if bias is not None:
-        scores = scores + bias[:, :, rows].to(wide)
-    if causal:
-        count = torch.arange(query.shape[2], device=query.device)
-        scores = scores.masked_fill(count[: key.shape[2]] > count[rows, None], -torch.inf)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed[:, :, rows], -torch.inf)
+    if causal:  # then nothing is added
+        order = torch.arange(query.shape[2], device=query.device)
+        scores = scores.masked_fill(order > order[rows, None], -torch.inf)
+    elif added is not None and added.dtype == torch.bool:
+        scores = scores.masked_fill(~added[:, :, rows], -torch.inf)
+    elif added is not None:
+        part = added[:, :, rows].to(wide)
+        scores = (scores + part).masked_fill(part.isneginf(), -torch.inf)
     return scores.logsumexp(-1)
