@@ -115,16 +115,7 @@ class QuarticInClosedForm(Energy):
         return (0.25 * z**4).flatten(1).sum(1), z**3
 
 
-class QuarticWithBoth(QuarticWell):
-    def value_and_grad(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        return self(z), z**3
-
-
-@pytest.mark.parametrize(
-    ("cls", "record"), [(QuarticWell, False), (QuarticInClosedForm, True), (QuarticWithBoth, False)]
-)
+@pytest.mark.parametrize(("cls", "record"), [(QuarticWell, False), (QuarticInClosedForm, True)])
 def test_user_energies(cls: type[Energy], record: bool, z: Tensor) -> None:
     energy = cls()
     with torch.set_grad_enabled(record):

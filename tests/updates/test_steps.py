@@ -146,22 +146,6 @@ def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str,
     assert relative_error(slope, reference) <= 1e-9
 
 
-@each_lagrangian
-@pytest.mark.parametrize("solver", [None], ids=str)
-def test_fixed_point_condition(name: str, solver: Any) -> None:
-    """``z = x - dE_int/dg(g(z))``, whatever solver and step."""
-    torch.manual_seed(1)
-    energy = (0.4 * ReLUFeedForward(WIDE, 10, norm=None, bound=1.0)).double()
-    update = ActivationStep(energy, LAGRANGIANS[name], 0.7)
-    x = 2 * torch.randn(3, 4, WIDE, dtype=torch.float64)
-    layer = DEQ(update, solver=solver, tolerance=Tolerance(rtol=1e-11), max_steps=500)
-    with torch.no_grad():
-        solution = layer.solve(x)
-    assert bool(solution.converged.all()), solution.summary()
-    z = solution.value
-    assert relative_error(x - energy.grad(update.activation(z), x), z) <= 1e-10
-
-
 def descend(update: ActivationStep, z: Tensor, x: Tensor | None, steps: int) -> float:
     """Largest rise of the monitored energy along unit steps, relative to its scale."""
     worst, last = -torch.inf, None
