@@ -71,11 +71,11 @@ class PatternEnergy(ProjectedEnergy):
         if bias is not None:
             check_tensor("bias", bias, "d", finite=False, d=dim)
             bias = bias.detach().to(patterns.dtype, copy=True)
-        self._store("bias", bias, learnable and bias is not None)
+        self._store("bias", bias, learnable)
 
     def _store(self, name: str, value: Tensor | None, learnable: bool) -> None:
         if learnable and value is not None:
-            self.register_parameter(name, nn.Parameter(value))
+            setattr(self, name, nn.Parameter(value))
         else:
             self.register_buffer(name, value)
 
@@ -458,62 +458,33 @@ def _draw_laplace(t: Tensor, generator: torch.Generator | None) -> Tensor:
     return -torch.log1p(-_uniform(t, generator)) * sign / (1 - sign * t)
 
 
+# Name, K, K', K'' and draw of the laws; then the ends of a bounded domain.
 LAWS = (
-    ScalarPrior(
-        "normal",  # h ~ N(0, 1)
-        function=lambda t: 0.5 * t.square(),
-        mean=lambda t: t,
-        variance=torch.ones_like,
-        draw=lambda t, generator: t + _normal(t, generator),
-    ),
-    ScalarPrior(
-        "poisson",  # of mean 1
-        function=torch.expm1,
-        mean=torch.exp,
-        variance=torch.exp,
-        draw=_draw_poisson,
-    ),
-    ScalarPrior(
-        "ising",  # +1 or -1 with equal weight
-        function=lambda t: log_two_cosh(t) - math.log(2.0),
-        mean=torch.tanh,
-        variance=lambda t: 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t),
-        draw=lambda t, generator: torch.where(
-            _uniform(t, generator) < torch.sigmoid(2 * t), 1.0, -1.0
-        ),
-    ),
-    ScalarPrior(
-        "binary",  # 0 or 1 with equal weight
-        function=lambda t: F.softplus(t, threshold=60.0) - math.log(2.0),
-        mean=torch.sigmoid,
-        variance=lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
-        draw=lambda t, generator: (_uniform(t, generator) < torch.sigmoid(t)).to(t.dtype),
-    ),
-    ScalarPrior(
-        "exponential",  # h >= 0 with density exp(-h)
-        function=lambda t: -torch.log1p(-t),
-        mean=lambda t: 1 / (1 - t),
-        variance=lambda t: (1 - t).square().reciprocal(),
-        draw=lambda t, generator: -torch.log1p(-_uniform(t, generator)) / (1 - t),
-        upper=1.0,
-    ),
-    ScalarPrior(
-        "laplace",  # density exp(-|h|) / 2
-        function=lambda t: -torch.log1p(-t.square()),
-        mean=lambda t: 2 * t / ((1 - t) * (1 + t)),
-        variance=lambda t: (1 - t).square().reciprocal() + (1 + t).square().reciprocal(),
-        draw=_draw_laplace,
-        lower=-1.0,
-        upper=1.0,
-    ),
-    ScalarPrior(
-        "constant",  # h = 1
-        function=lambda t: t,
-        mean=torch.ones_like,
-        variance=torch.zeros_like,
-        draw=lambda t, generator: torch.ones_like(t),
-    ),
-)
+    # h ~ N(0, 1)
+    ScalarPrior("normal", lambda t: 0.5 * t.square(), lambda t: t, torch.ones_like,
+                lambda t, g: t + _normal(t, g)),
+    # Poisson with mean 1
+    ScalarPrior("poisson", torch.expm1, torch.exp, torch.exp, _draw_poisson),
+    # +1 or -1 with equal weight
+    ScalarPrior("ising", lambda t: log_two_cosh(t) - math.log(2.0), torch.tanh,
+                lambda t: 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t),
+                lambda t, g: torch.where(_uniform(t, g) < torch.sigmoid(2 * t), 1.0, -1.0)),
+    # 0 or 1 with equal weight
+    ScalarPrior("binary", lambda t: F.softplus(t, threshold=60.0) - math.log(2.0), torch.sigmoid,
+                lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
+                lambda t, g: (_uniform(t, g) < torch.sigmoid(t)).to(t.dtype)),
+    # h >= 0 with density exp(-h)
+    ScalarPrior("exponential", lambda t: -torch.log1p(-t), lambda t: 1 / (1 - t),
+                lambda t: (1 - t).square().reciprocal(),
+                lambda t, g: -torch.log1p(-_uniform(t, g)) / (1 - t), upper=1.0),
+    # density exp(-|h|) / 2
+    ScalarPrior("laplace", lambda t: -torch.log1p(-t.square()), lambda t: 2 * t / ((1 - t) * (1 + t)),
+                lambda t: (1 - t).square().reciprocal() + (1 + t).square().reciprocal(),
+                _draw_laplace, lower=-1.0, upper=1.0),
+    # h = 1
+    ScalarPrior("constant", lambda t: t, torch.ones_like, torch.zeros_like,
+                lambda t, g: torch.ones_like(t)),
+)  # fmt: skip
 PRIORS: dict[str, HiddenPrior] = {**{law.name: law for law in LAWS}, "one-hot": OneHotPrior()}
 
 
