@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
-from implicit_attn.energies.heads import Beta, HasHeads, ProjectedEnergy, fit_keys, read_input
+from implicit_attn.energies.heads import Beta, HasHeads, TokenEnergy, fit_keys, read_input
 from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
 from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
 from implicit_attn.energies.tokens import (
@@ -41,7 +41,7 @@ from solvers.core.checks import (
 LARGEST_MIXTURE = 2_000_000  # largest number of pattern indices in a density at a lower temperature
 
 
-class PatternEnergy(ProjectedEnergy):
+class PatternEnergy(TokenEnergy):
     """Base class of functions of overlaps ``y_mu = x_mu.z`` with stored patterns, summed over tokens.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
@@ -82,14 +82,6 @@ class PatternEnergy(ProjectedEnergy):
     @property
     def weight(self) -> Tensor:
         return self.patterns
-
-    @abstractmethod
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
-        """Return the value of each token, (B, ...), or None, and its gradient, like y."""
-
-    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
-        value, gradient = self.overlap(y, need_value)
-        return sum_samples(hide(value, context.mask)) if need_value else None, gradient
 
     def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         value, gradient = super().evaluate(z, x, mask, need_value)
@@ -138,12 +130,12 @@ class Hopfield(PatternEnergy):
         super().__init__(patterns, learnable=learnable, confined=True)
         self.beta = require_positive("beta", beta)
 
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         scores, value = y * self.beta, None
         if need_value:
             wide = y.to(accumulation_dtype(y.dtype)) * self.beta
-            value = wide.logsumexp(-1) / -self.beta
-        return value, -scores.softmax(-1)
+            value = wide.logsumexp(-1) / self.beta
+        return value, scores.softmax(-1)
 
     def log_partition(self, cooling: int = 1) -> Tensor:
         """Return the differentiable scalar ``log Z`` of one token at temperature ``1 / (cooling beta)``.
@@ -249,13 +241,13 @@ class DenseAssociative(PatternEnergy):
             raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
         self.concave = isinstance(power, str) or power % 2 == 0
 
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         wide = y.to(accumulation_dtype(y.dtype))
         if isinstance(self.power, str):
-            value = -(wide - self.shift).exp().sum(-1) if need_value else None
-            return value, -(y - self.shift).exp()
-        value = -wide.pow(self.power).sum(-1) if need_value else None
-        return value, -self.power * y.pow(self.power - 1)
+            value = (wide - self.shift).exp().sum(-1) if need_value else None
+            return value, (y - self.shift).exp()
+        value = wide.pow(self.power).sum(-1) if need_value else None
+        return value, self.power * y.pow(self.power - 1)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"
@@ -566,10 +558,10 @@ class EffectiveRBM(PatternEnergy):
         # A site that does not support these units raises an error now.
         self.prior.token_value(self.patterns.new_zeros(1, 1, self.components))
 
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         fields = self._fields(y)
-        value = -self.prior.token_value(fields).sum(-1) if need_value else None
-        return value, -self.prior.activation(fields).flatten(-2).to(y.dtype)
+        value = self.prior.token_value(fields).sum(-1) if need_value else None
+        return value, self.prior.activation(fields).flatten(-2).to(y.dtype)
 
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw hidden units (..., units) or (..., units, components), given visible ones (..., d).
