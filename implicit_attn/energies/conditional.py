@@ -164,10 +164,10 @@ class ConditionalAttention(HasHeads, ClosedForm):
                 lse = frozen_key_attention(query, key, 1.0, **options)[1]
             if seen is not None:
                 keyless = ~seen.any(1)[:, None, None].expand(-1, 1, count)
-            pairs = Pairs(*(None if t is None else _expanded(t, batch) for t in pairs))
+            pairs = Pairs(*(None if t is None else t.expand(batch, -1, -1, -1) for t in pairs))
             return AttentionContext(
-                mask=mask, query=query, key=torch.cat((key, value), -1), value=value, lse=lse,
-                key_mask=seen, pairs=pairs, keyless=keyless,
+                mask=mask, query=query, key=torch.cat((key, value), -1), lse=lse, key_mask=seen,
+                pairs=pairs, keyless=keyless,
             )  # fmt: skip
         allowed, bias = pairs.intersect(token_pairs(None, causal, count, query.device)).intersect(
             None if seen is None else seen[:, None, None, :]
@@ -177,7 +177,6 @@ class ConditionalAttention(HasHeads, ClosedForm):
         if bias is not None:
             scores = scores + bias.to(wide)
         if allowed is not None:
-            allowed = allowed if allowed.dim() == 4 else allowed[None, None]
             keyless = ~allowed.any(-1).expand(batch, -1, -1)
             # A row without any key is uniform, and its result is set to zero.
             scores = scores.masked_fill(~allowed, EXCLUDED)
@@ -206,24 +205,15 @@ class ConditionalAttention(HasHeads, ClosedForm):
         ``z`` is zero at masked tokens.
         """
         y = split_heads(F.linear(z, weight), self.heads)
-        value, lse = context.value, None
-        assert value is not None  # set by ``read``
-        if context.log_weights is None:
+        given, value = context.log_weights, context.value
+        if given is None or value is None:
             attended, lse = self._among_keys(y, context, need_lse)
         else:
-            wide = context.log_weights.dtype
-            scores = torch.baddbmm(
-                context.log_weights.flatten(0, 1),
-                y.to(wide).flatten(0, 1),
-                value.to(wide).flatten(0, 1).mT,
-                alpha=self.tau,
-            ).view(context.log_weights.shape)
-            if need_lse:
-                lse = scores.logsumexp(-1)
-                weights = (scores - lse.unsqueeze(-1)).exp()
-            else:
-                weights = scores.softmax(-1)
-            attended = weights.to(y.dtype) @ value
+            rows, keys = (t.to(given.dtype).flatten(0, 1) for t in (y, value))
+            scores = torch.baddbmm(given.flatten(0, 1), rows, keys.mT, alpha=self.tau)
+            scores = scores.view(given.shape)
+            lse = scores.logsumexp(-1) if need_lse else None
+            attended = scores.softmax(-1).to(y.dtype) @ value
         if context.keyless is not None:
             attended = attended.masked_fill(context.keyless.unsqueeze(-1), 0.0)
         return merge_heads(attended), lse
@@ -250,11 +240,6 @@ class ConditionalAttention(HasHeads, ClosedForm):
             f"dim={self.dim}, heads={self.heads}, {self.described()}, "
             f"curvature={self.curvature}, cross={self.cross}, causal={self.causal}"
         )
-
-
-def _expanded(pairs: Tensor, batch: int) -> Tensor:
-    """Expand (N, M) or (B or 1, H or 1, N, M) to (B, H or 1, N, M), without a copy."""
-    return (pairs if pairs.dim() == 4 else pairs[None, None]).expand(batch, -1, -1, -1)
 
 
 # Added to the mean square of a token in ``c(x)``, typically of order 1, to bound the gradient of a token

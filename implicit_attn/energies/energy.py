@@ -86,6 +86,15 @@ class AttentionContext(NamedTuple):
     gates: Tensor | None = None
 
 
+def is_prepared(x: Any, mask: Mask) -> bool:
+    """Return whether ``x`` is a context. ValueError if it was prepared without the mask."""
+    if not isinstance(x, AttentionContext):
+        return False
+    if mask is not None and x.mask is None:
+        raise ValueError("mask must also be passed to prepare, which was called without a mask")
+    return True
+
+
 class FunctionCall(NamedTuple):
     """Adapter that calls a function ``(z)`` or ``(z, x)``, with or without ``mask=``, with all three."""
 
@@ -286,7 +295,7 @@ class ClosedForm(Energy):
     """Base class of energies that compute the value and the gradient in one method, ``evaluate``."""
 
     def prepare(self, x: Any, *, mask: Mask = None) -> Any:
-        return x if isinstance(x, AttentionContext) else self.read(x, mask)
+        return x if is_prepared(x, mask) else self.read(x, mask)
 
     def read(self, x: Any, mask: Mask) -> Any:
         """Return what ``prepare`` returns for an input that is not prepared yet."""
@@ -312,7 +321,7 @@ class ClosedForm(Energy):
         """
 
     def _enter(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
-        if not isinstance(x, AttentionContext):
+        if not is_prepared(x, mask):
             x = self.prepare(x, mask=mask)
         if isinstance(x, AttentionContext):
             mask = x.mask

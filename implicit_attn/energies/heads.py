@@ -295,7 +295,7 @@ def fit_pairs(
     pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")  # type: ignore[arg-type]
     if not exclude_self:
         return pairs
-    others = ~torch.eye(shape[2], dtype=torch.bool, device=device)
+    others = ~torch.eye(shape[2], dtype=torch.bool, device=device)[None, None]
     return (pairs or Pairs()).intersect(others)
 
 

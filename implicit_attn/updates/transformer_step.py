@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import AttentionContext
+from implicit_attn.energies.energy import AttentionContext, is_prepared
 from implicit_attn.energies.heads import (
     AttentionInput,
     check_state,
@@ -87,7 +87,7 @@ class TransformerStep(Update):
 
     def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return the input, the allowed pairs, and with ``cross`` keys and values."""
-        if isinstance(x, AttentionContext):
+        if is_prepared(x, mask):
             return x
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)

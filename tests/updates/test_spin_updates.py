@@ -142,9 +142,8 @@ def test_formula_of_couplings(correction: str | None) -> None:
     update = attention(heads, strength=0.7, correction=correction)
     z, x = pair(WIDE)
     query, key = x @ update.query.weight.T, x @ update.key.weight.T
-    parts = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, z)]
-    attended = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
-    expected = x + 0.7 * attended
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, z))
+    expected = x + 0.7 * F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
     if update.correction is not None:
         expected -= update.correction(z)
     torch.testing.assert_close(update(z, x), expected, rtol=1e-12, atol=1e-12)
