@@ -159,30 +159,29 @@ class ConditionalAttention(HasHeads, ClosedForm):
         causal = self.causal and count > 0
         options = self._options(seen, pairs, causal)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
-            lse = attends = None
+            lse = keyless = None
             if not on_cuda(query):  # computed for energies only, which CUDA solves do not need
                 lse = frozen_key_attention(query, key, 1.0, **options)[1]
             if seen is not None:
-                attends = seen.any(1)[:, None, None].expand(-1, 1, count)
-            pairs = Pairs(*(None if t is None else _expanded(t, batch) for t in pairs))
+                keyless = ~seen.any(1)[:, None, None].expand(-1, 1, count)
+            pairs = Pairs(*(None if t is None else t.expand(batch, -1, -1, -1) for t in pairs))
             return AttentionContext(
-                mask=mask, query=query, key=torch.cat((key, value), -1), value=value, lse=lse,
-                key_mask=seen, pairs=pairs, attends=attends,
+                mask=mask, query=query, key=torch.cat((key, value), -1), lse=lse, key_mask=seen,
+                pairs=pairs, keyless=keyless,
             )  # fmt: skip
         allowed, bias = pairs.intersect(token_pairs(None, causal, count, query.device)).intersect(
             None if seen is None else seen[:, None, None, :]
         )
         wide = accumulation_dtype(query.dtype)
-        scores, attends = query.to(wide) @ key.to(wide).mT, None
+        scores, keyless = query.to(wide) @ key.to(wide).mT, None
         if bias is not None:
             scores = scores + bias.to(wide)
         if allowed is not None:
-            allowed = allowed if allowed.dim() == 4 else allowed[None, None]
-            attends = allowed.any(-1).expand(batch, -1, -1)
+            keyless = ~allowed.any(-1).expand(batch, -1, -1)
             # A row without any key is uniform, and its result is set to zero.
             scores = scores.masked_fill(~allowed, EXCLUDED)
         return AttentionContext(
-            mask=mask, value=value, log_weights=scores.log_softmax(-1), attends=attends
+            mask=mask, value=value, log_weights=scores.log_softmax(-1), keyless=keyless
         )
 
     def _options(self, mask: Mask, pairs: Pairs, causal: bool) -> dict[str, Any]:
@@ -191,39 +190,32 @@ class ConditionalAttention(HasHeads, ClosedForm):
 
     def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         weight, value = self.state.weight, None
-        attended, lse = self.attend(z, x, weight, need_value)
+        attended, lse = self.attend(hide(z, mask), x, weight, need_value)
         if need_value:
-            for there in (x.attends, None if mask is None else mask[:, None]):
-                lse = lse if there is None else lse.masked_fill(~there, 0.0)
+            for none in (x.keyless, None if mask is None else ~mask[:, None]):
+                lse = lse if none is None else lse.masked_fill(none, 0.0)
             value = sum_samples(lse) / -self.tau
         return value, -hide(attended @ weight, mask).to(z.dtype)
 
     def attend(
         self, z: Tensor, context: AttentionContext, weight: Tensor, need_lse: bool = False
     ) -> tuple[Tensor, Any]:
-        """Return ``sum_j P_ij v_j`` of all heads, (B, N, H p), and ``log sum_j P0_ij exp(tau y_i.v_j)``."""
-        visible = z if context.mask is None else hide(z, context.mask)
-        y = split_heads(F.linear(visible, weight), self.heads)
-        value, lse = context.value, None
-        assert value is not None  # set by ``read``
-        if context.log_weights is None:
+        """Return ``sum_j P_ij v_j`` of all heads, (B, N, H p), and ``log sum_j P0_ij exp(tau y_i.v_j)``.
+
+        ``z`` is zero at masked tokens.
+        """
+        y = split_heads(F.linear(z, weight), self.heads)
+        given, value = context.log_weights, context.value
+        if given is None or value is None:
             attended, lse = self._among_keys(y, context, need_lse)
         else:
-            wide = context.log_weights.dtype
-            scores = torch.baddbmm(
-                context.log_weights.flatten(0, 1),
-                y.to(wide).flatten(0, 1),
-                value.to(wide).flatten(0, 1).mT,
-                alpha=self.tau,
-            ).view(context.log_weights.shape)
-            if need_lse:
-                lse = scores.logsumexp(-1)
-                weights = (scores - lse.unsqueeze(-1)).exp()
-            else:
-                weights = scores.softmax(-1)
-            attended = weights.to(y.dtype) @ value
-        if context.attends is not None:
-            attended = attended.masked_fill(~context.attends.unsqueeze(-1), 0.0)
+            rows, keys = (t.to(given.dtype).flatten(0, 1) for t in (y, value))
+            scores = torch.baddbmm(given.flatten(0, 1), rows, keys.mT, alpha=self.tau)
+            scores = scores.view(given.shape)
+            lse = scores.logsumexp(-1) if need_lse else None
+            attended = scores.softmax(-1).to(y.dtype) @ value
+        if context.keyless is not None:
+            attended = attended.masked_fill(context.keyless.unsqueeze(-1), 0.0)
         return merge_heads(attended), lse
 
     def _among_keys(
@@ -248,11 +240,6 @@ class ConditionalAttention(HasHeads, ClosedForm):
             f"dim={self.dim}, heads={self.heads}, {self.described()}, "
             f"curvature={self.curvature}, cross={self.cross}, causal={self.causal}"
         )
-
-
-def _expanded(pairs: Tensor, batch: int) -> Tensor:
-    """Expand (N, M) or (B or 1, H or 1, N, M) to (B, H or 1, N, M), without a copy."""
-    return (pairs if pairs.dim() == 4 else pairs[None, None]).expand(batch, -1, -1, -1)
 
 
 # Added to the mean square of a token in ``c(x)``, typically of order 1, to bound the gradient of a token
@@ -330,12 +317,12 @@ class EquilibriumEnergy(SummedEnergy):
         parts, mask, step = x.parts, x.mask, None
         first: Any = self.memory if self.attention is None else self.attention
         check_state(z, parts[1], type(self).__name__, first.dim, self.attention is not None)
+        visible = z if mask is None else hide(z, mask)
         if self.attention is not None:
             weight = self.attention.state.weight
-            step = self.attention.attend(z, parts[1], weight)[0] @ weight
+            step = self.attention.attend(visible, parts[1], weight)[0] @ weight
         if self.memory is not None:
             weight, recalled = self.memory.projection.weight, parts[-1]
-            visible = z if mask is None else hide(z, mask)
             y = project(visible, weight, recalled.query, None, mask)
             active = self.memory.activate(y, recalled.gates, False)[1]
             if step is None:

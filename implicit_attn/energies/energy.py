@@ -2,8 +2,7 @@
 
 To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, which returns the
 value (B,), or ``value_and_grad(self, z, x=None, *, mask=None)``, with the gradient in closed form.
-The parameters ``x`` and ``mask`` of ``forward`` are optional. Masked tokens must have no influence: begin
-with ``hide(z, mask)``. ``check_energy`` verifies this.
+Masked tokens must have no influence: begin with ``hide(z, mask)``. ``check_energy`` verifies this.
 
 The energies of this package are :class:`ClosedForm`: their public methods turn the input into an
 :class:`AttentionContext`, check the state, and call ``evaluate``, which a solve repeats.
@@ -66,7 +65,7 @@ class AttentionContext(NamedTuple):
         value: values (B, H, M, p).
         key_mask: (B, M) bool, mask of frozen keys.
         pairs: allowed pairs of queries and keys, and biases of their scores.
-        attends: (B, 1 or H, N) bool, False at queries without any key; None if all have one.
+        keyless: (B, 1 or H, N) bool, True at queries without any key; None if all have one.
         log_weights: (B, H, N, M), logarithms of attention weights that do not depend on the state.
         lse: (B, H, N), log-sum-exps of their scores, if the weights are not stored.
         gates: (B, ..., rows), weights of the features.
@@ -81,10 +80,19 @@ class AttentionContext(NamedTuple):
     value: Tensor | None = None
     key_mask: Mask = None
     pairs: Pairs = Pairs()
-    attends: Tensor | None = None
+    keyless: Tensor | None = None
     log_weights: Tensor | None = None
     lse: Tensor | None = None
     gates: Tensor | None = None
+
+
+def is_prepared(x: Any, mask: Mask) -> bool:
+    """Return whether ``x`` is a context. ValueError if it was prepared without the mask."""
+    if not isinstance(x, AttentionContext):
+        return False
+    if mask is not None and x.mask is None:
+        raise ValueError("mask must also be passed to prepare, which was called without a mask")
+    return True
 
 
 class FunctionCall(NamedTuple):
@@ -287,7 +295,7 @@ class ClosedForm(Energy):
     """Base class of energies that compute the value and the gradient in one method, ``evaluate``."""
 
     def prepare(self, x: Any, *, mask: Mask = None) -> Any:
-        return x if isinstance(x, AttentionContext) else self.read(x, mask)
+        return x if is_prepared(x, mask) else self.read(x, mask)
 
     def read(self, x: Any, mask: Mask) -> Any:
         """Return what ``prepare`` returns for an input that is not prepared yet."""
@@ -313,7 +321,7 @@ class ClosedForm(Energy):
         """
 
     def _enter(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
-        if not isinstance(x, AttentionContext):
+        if not is_prepared(x, mask):
             x = self.prepare(x, mask=mask)
         if isinstance(x, AttentionContext):
             mask = x.mask
@@ -321,18 +329,24 @@ class ClosedForm(Energy):
         return self.evaluate(z, x, mask, need_value)
 
 
-def _is_closed(term: Energy) -> bool:
+def _is_closed(term: Any) -> bool:
     """Return whether ``evaluate`` defines the term, and not a user's override of a public method."""
-    kind = type(term)
-    return isinstance(term, ClosedForm) and (kind.forward, kind.value_and_grad, kind.grad) == (
-        ClosedForm.forward, ClosedForm.value_and_grad, ClosedForm.grad
-    )  # fmt: skip
+    kind, names = type(term), ("forward", "value_and_grad", "grad")
+    return isinstance(term, ClosedForm) and all(
+        getattr(kind, name) is getattr(ClosedForm, name) for name in names
+    )
 
 
-def _evaluate(term: Energy, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
-    """Evaluate a term of a sum, whose state has been checked, with what it prepared."""
+def _check(term: Any, z: Any, x: Any, mask: Mask) -> None:
+    """Check the state of a term, which a term of the user does itself."""
     if _is_closed(term):
-        return term.evaluate(z, x, mask, need_value)  # type: ignore[operator,return-value]
+        term.check(z, x, mask)
+
+
+def _evaluate(term: Any, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+    """Evaluate a term, whose state has been checked, with what it prepared."""
+    if _is_closed(term):
+        return term.evaluate(z, x, mask, need_value)
     if need_value:
         return term.value_and_grad(z, x, mask=mask)
     return None, term.grad(z, x, mask=mask)
@@ -351,8 +365,7 @@ class _Wrapped(ClosedForm):
         return x if part is x else AttentionContext(part, mask=mask)
 
     def check(self, z: Any, x: Any, mask: Mask) -> None:
-        if _is_closed(self.energy):
-            self.energy.check(z, x.parts if isinstance(x, AttentionContext) else x, mask)  # type: ignore[operator]
+        _check(self.energy, z, x.parts if isinstance(x, AttentionContext) else x, mask)
 
     def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         part = x.parts if isinstance(x, AttentionContext) else x
@@ -445,14 +458,12 @@ class SummedEnergy(ClosedForm):
     def _terms(self, x: Any) -> Iterator[tuple[Any, Any]]:
         """Yield each term with what it prepared."""
         terms = tuple(self.summands())
-        return zip(
-            terms, x.parts if isinstance(x, AttentionContext) else (x,) * len(terms), strict=True
-        )
+        parts = x.parts if isinstance(x, AttentionContext) else (x,) * len(terms)
+        return zip(terms, parts, strict=True)
 
     def check(self, z: Any, x: Any, mask: Mask) -> None:
         for term, part in self._terms(x):
-            if _is_closed(term):
-                term.check(z, part, mask)
+            _check(term, z, part, mask)
 
     def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         found = [_evaluate(term, z, part, mask, need_value) for term, part in self._terms(x)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -19,7 +18,7 @@ from implicit_attn.energies.attention import (
     ScoreAttention,
 )
 from implicit_attn.energies.energy import AttentionContext, Evaluation, Quadratic, SummedEnergy
-from implicit_attn.energies.heads import ProjectedEnergy
+from implicit_attn.energies.heads import TokenEnergy
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
     NONLINEAR_MAPS,
@@ -28,9 +27,7 @@ from implicit_attn.energies.tokens import (
     Projection,
     RMSNorm,
     accumulation_dtype,
-    hide,
     normal_density,
-    sum_samples,
     visible_input,
 )
 from solvers.core.checks import require_choice, require_count, require_flag
@@ -49,7 +46,7 @@ class MemoryOptions(TypedDict, total=False):
     bound: float | None
 
 
-class MemoryEnergy(ProjectedEnergy):
+class MemoryEnergy(TokenEnergy):
     """Base class of sums over tokens of a function of ``y = norm(D^T z + U x + c)``, D the hidden units.
 
     ``projection.weight`` is ``D^T``, with one hidden unit per row; U and c are optional. With gates the
@@ -113,14 +110,6 @@ class MemoryEnergy(ProjectedEnergy):
 
     def added(self, context: AttentionContext) -> Tensor | None:
         return self.bias if context.query is None else context.query
-
-    @abstractmethod
-    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
-        """Return the integral of the hidden units of each token, or None, and its derivative, like y."""
-
-    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
-        value, active = self.activate(y, context.gates, need_value)
-        return -sum_samples(hide(value, context.mask)) if need_value else None, -active
 
 
 class ReLUFeedForward(MemoryEnergy):

@@ -27,6 +27,7 @@ from implicit_attn.energies.tokens import (
     hide,
     like_state,
     project,
+    sum_samples,
     visible_input,
 )
 from implicit_attn.kernels.arguments import Pairs, check_pairs
@@ -128,6 +129,18 @@ class ProjectedEnergy(ClosedForm):
 
     def extra_repr(self) -> str:
         return f"norm={self.norm}"
+
+
+class TokenEnergy(ProjectedEnergy):
+    """Energy ``E = -sum_i F(y_i)`` of the features of each token, whose activations are ``dF/dy``."""
+
+    @abstractmethod
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
+        """Return F of each token, (B, ...), or None, and its derivative, like y."""
+
+    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
+        value, active = self.activate(y, context.gates, need_value)
+        return -sum_samples(hide(value, context.mask)) if need_value else None, -active
 
 
 Beta: TypeAlias = float | Sequence[float] | Tensor | None
@@ -282,7 +295,7 @@ def fit_pairs(
     pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")  # type: ignore[arg-type]
     if not exclude_self:
         return pairs
-    others = ~torch.eye(shape[2], dtype=torch.bool, device=device)
+    others = ~torch.eye(shape[2], dtype=torch.bool, device=device)[None, None]
     return (pairs or Pairs()).intersect(others)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
-from implicit_attn.energies.heads import Beta, HasHeads, ProjectedEnergy, fit_keys, read_input
+from implicit_attn.energies.heads import Beta, HasHeads, TokenEnergy, fit_keys, read_input
 from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
 from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
 from implicit_attn.energies.tokens import (
@@ -41,7 +41,7 @@ from solvers.core.checks import (
 LARGEST_MIXTURE = 2_000_000  # largest number of pattern indices in a density at a lower temperature
 
 
-class PatternEnergy(ProjectedEnergy):
+class PatternEnergy(TokenEnergy):
     """Base class of functions of overlaps ``y_mu = x_mu.z`` with stored patterns, summed over tokens.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
@@ -71,25 +71,17 @@ class PatternEnergy(ProjectedEnergy):
         if bias is not None:
             check_tensor("bias", bias, "d", finite=False, d=dim)
             bias = bias.detach().to(patterns.dtype, copy=True)
-        self._store("bias", bias, learnable and bias is not None)
+        self._store("bias", bias, learnable)
 
     def _store(self, name: str, value: Tensor | None, learnable: bool) -> None:
         if learnable and value is not None:
-            self.register_parameter(name, nn.Parameter(value))
+            setattr(self, name, nn.Parameter(value))
         else:
             self.register_buffer(name, value)
 
     @property
     def weight(self) -> Tensor:
         return self.patterns
-
-    @abstractmethod
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
-        """Return the value of each token, (B, ...), or None, and its gradient, like y."""
-
-    def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
-        value, gradient = self.overlap(y, need_value)
-        return sum_samples(hide(value, context.mask)) if need_value else None, gradient
 
     def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
         value, gradient = super().evaluate(z, x, mask, need_value)
@@ -138,12 +130,12 @@ class Hopfield(PatternEnergy):
         super().__init__(patterns, learnable=learnable, confined=True)
         self.beta = require_positive("beta", beta)
 
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         scores, value = y * self.beta, None
         if need_value:
             wide = y.to(accumulation_dtype(y.dtype)) * self.beta
-            value = wide.logsumexp(-1) / -self.beta
-        return value, -scores.softmax(-1)
+            value = wide.logsumexp(-1) / self.beta
+        return value, scores.softmax(-1)
 
     def log_partition(self, cooling: int = 1) -> Tensor:
         """Return the differentiable scalar ``log Z`` of one token at temperature ``1 / (cooling beta)``.
@@ -249,13 +241,13 @@ class DenseAssociative(PatternEnergy):
             raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
         self.concave = isinstance(power, str) or power % 2 == 0
 
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         wide = y.to(accumulation_dtype(y.dtype))
         if isinstance(self.power, str):
-            value = -(wide - self.shift).exp().sum(-1) if need_value else None
-            return value, -(y - self.shift).exp()
-        value = -wide.pow(self.power).sum(-1) if need_value else None
-        return value, -self.power * y.pow(self.power - 1)
+            value = (wide - self.shift).exp().sum(-1) if need_value else None
+            return value, (y - self.shift).exp()
+        value = wide.pow(self.power).sum(-1) if need_value else None
+        return value, self.power * y.pow(self.power - 1)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"
@@ -458,62 +450,33 @@ def _draw_laplace(t: Tensor, generator: torch.Generator | None) -> Tensor:
     return -torch.log1p(-_uniform(t, generator)) * sign / (1 - sign * t)
 
 
+# Name, K, K', K'' and draw of the laws; then the ends of a bounded domain.
 LAWS = (
-    ScalarPrior(
-        "normal",  # h ~ N(0, 1)
-        function=lambda t: 0.5 * t.square(),
-        mean=lambda t: t,
-        variance=torch.ones_like,
-        draw=lambda t, generator: t + _normal(t, generator),
-    ),
-    ScalarPrior(
-        "poisson",  # of mean 1
-        function=torch.expm1,
-        mean=torch.exp,
-        variance=torch.exp,
-        draw=_draw_poisson,
-    ),
-    ScalarPrior(
-        "ising",  # +1 or -1 with equal weight
-        function=lambda t: log_two_cosh(t) - math.log(2.0),
-        mean=torch.tanh,
-        variance=lambda t: 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t),
-        draw=lambda t, generator: torch.where(
-            _uniform(t, generator) < torch.sigmoid(2 * t), 1.0, -1.0
-        ),
-    ),
-    ScalarPrior(
-        "binary",  # 0 or 1 with equal weight
-        function=lambda t: F.softplus(t, threshold=60.0) - math.log(2.0),
-        mean=torch.sigmoid,
-        variance=lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
-        draw=lambda t, generator: (_uniform(t, generator) < torch.sigmoid(t)).to(t.dtype),
-    ),
-    ScalarPrior(
-        "exponential",  # h >= 0 with density exp(-h)
-        function=lambda t: -torch.log1p(-t),
-        mean=lambda t: 1 / (1 - t),
-        variance=lambda t: (1 - t).square().reciprocal(),
-        draw=lambda t, generator: -torch.log1p(-_uniform(t, generator)) / (1 - t),
-        upper=1.0,
-    ),
-    ScalarPrior(
-        "laplace",  # density exp(-|h|) / 2
-        function=lambda t: -torch.log1p(-t.square()),
-        mean=lambda t: 2 * t / ((1 - t) * (1 + t)),
-        variance=lambda t: (1 - t).square().reciprocal() + (1 + t).square().reciprocal(),
-        draw=_draw_laplace,
-        lower=-1.0,
-        upper=1.0,
-    ),
-    ScalarPrior(
-        "constant",  # h = 1
-        function=lambda t: t,
-        mean=torch.ones_like,
-        variance=torch.zeros_like,
-        draw=lambda t, generator: torch.ones_like(t),
-    ),
-)
+    # h ~ N(0, 1)
+    ScalarPrior("normal", lambda t: 0.5 * t.square(), lambda t: t, torch.ones_like,
+                lambda t, g: t + _normal(t, g)),
+    # Poisson with mean 1
+    ScalarPrior("poisson", torch.expm1, torch.exp, torch.exp, _draw_poisson),
+    # +1 or -1 with equal weight
+    ScalarPrior("ising", lambda t: log_two_cosh(t) - math.log(2.0), torch.tanh,
+                lambda t: 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t),
+                lambda t, g: torch.where(_uniform(t, g) < torch.sigmoid(2 * t), 1.0, -1.0)),
+    # 0 or 1 with equal weight
+    ScalarPrior("binary", lambda t: F.softplus(t, threshold=60.0) - math.log(2.0), torch.sigmoid,
+                lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
+                lambda t, g: (_uniform(t, g) < torch.sigmoid(t)).to(t.dtype)),
+    # h >= 0 with density exp(-h)
+    ScalarPrior("exponential", lambda t: -torch.log1p(-t), lambda t: 1 / (1 - t),
+                lambda t: (1 - t).square().reciprocal(),
+                lambda t, g: -torch.log1p(-_uniform(t, g)) / (1 - t), upper=1.0),
+    # density exp(-|h|) / 2
+    ScalarPrior("laplace", lambda t: -torch.log1p(-t.square()), lambda t: 2 * t / ((1 - t) * (1 + t)),
+                lambda t: (1 - t).square().reciprocal() + (1 + t).square().reciprocal(),
+                _draw_laplace, lower=-1.0, upper=1.0),
+    # h = 1
+    ScalarPrior("constant", lambda t: t, torch.ones_like, torch.zeros_like,
+                lambda t, g: torch.ones_like(t)),
+)  # fmt: skip
 PRIORS: dict[str, HiddenPrior] = {**{law.name: law for law in LAWS}, "one-hot": OneHotPrior()}
 
 
@@ -595,10 +558,10 @@ class EffectiveRBM(PatternEnergy):
         # A site that does not support these units raises an error now.
         self.prior.token_value(self.patterns.new_zeros(1, 1, self.components))
 
-    def overlap(self, y: Tensor, need_value: bool) -> Evaluation:
+    def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
         fields = self._fields(y)
-        value = -self.prior.token_value(fields).sum(-1) if need_value else None
-        return value, -self.prior.activation(fields).flatten(-2).to(y.dtype)
+        value = self.prior.token_value(fields).sum(-1) if need_value else None
+        return value, self.prior.activation(fields).flatten(-2).to(y.dtype)
 
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw hidden units (..., units) or (..., units, components), given visible ones (..., d).

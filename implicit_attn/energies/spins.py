@@ -86,8 +86,7 @@ class Couplings(nn.Module):
     @property
     def matrix(self) -> Tensor:
         """``J`` as a matrix (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``."""
-        size = self.sites * self.dim
-        return self.weight.transpose(1, 2).reshape(size, size)
+        return _flat(self.weight)
 
     def forward(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return the field ``sum_j J_ij z_j`` at every site, (B, N, d).
@@ -115,10 +114,8 @@ class Couplings(nn.Module):
         return torch.linalg.matrix_norm(self.weight)
 
     def extra_repr(self) -> str:
-        return (
-            f"sites={self.sites}, dim={self.dim}, symmetric_sites={self.symmetric_sites}, "
-            f"bound={self.bound}"
-        )
+        tied = f"symmetric_sites={self.symmetric_sites}"
+        return f"sites={self.sites}, dim={self.dim}, {tied}, bound={self.bound}"
 
 
 class _FreeEntries(nn.Module):
@@ -167,8 +164,12 @@ class _BoundedMatrix(SpectralBound):
         self.symmetric = symmetric
 
     def matrix(self, weight: Tensor) -> Tensor:
-        size = weight.shape[0] * weight.shape[2]
-        return weight.transpose(1, 2).reshape(size, size)
+        return _flat(weight)
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """Return couplings (N, N, d, d) as a matrix (Nd, Nd)."""
+    return weight.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def zero_sum(couplings: Tensor) -> Tensor:
@@ -401,9 +402,7 @@ class ConditionalMixture(NamedTuple):
             raise NotImplementedError(f"{type(self.site).__name__} does not define sample")
         with torch.no_grad():
             chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
-            fields = self.fields.flatten(0, 1)[
-                torch.arange(len(chosen), device=chosen.device), chosen.squeeze(1)
-            ]
+            fields = self.fields.flatten(0, 1).take_along_dim(chosen.unsqueeze(-1), 1)
             return self.site.sample(fields.view(*self.fields.shape[:2], -1), generator)
 
 
@@ -418,16 +417,14 @@ class BareAttention(ClosedForm):
 
     ``-de_i/dz_i`` is attention with ``J_ij z_j`` as keys and values; ``BareAttentionStep`` iterates it. It
     is not the gradient of E, which has the additional term ``-sum_k alpha_ki J_ki^T z_k`` of the same size.
-
     With a single-site distribution rho, ``e_i`` defines a normalised conditional distribution, a mixture::
 
         p(z_i | rest) = rho(z_i) sum_j exp(lam z_i^T J_ij z_j) / sum_j Z_rho(lam J_ij z_j)
         -log p(z_i | rest) = lam e_i + lse_{j != i} log Z_rho(lam J_ij z_j)
 
     (:meth:`conditionals`, :meth:`log_prob`). These conditionals do not belong to one joint distribution.
-    ``E`` alone, without the second term, has no minimum in J. For small lam all neighbours have equal
-    weights and E is a pair model with couplings ``J / (N - 1)``; for large lam only the neighbour with the
-    largest score counts. To learn from products of pairs of tokens and to predict tokens::
+    ``E`` alone, without the second term, has no minimum in J. To learn from products of pairs of tokens and
+    to predict tokens::
 
         energy = BareAttention(16, 8, site=solvers.TorusSite())
         energy.assign_gradient(energy.local_gradient(tokens))  # for any optimiser of its parameters
@@ -474,11 +471,7 @@ class BareAttention(ClosedForm):
             features = check_tensor("features", features, "d D", d=dim).detach().clone()
         self.register_buffer("features", features)
         self.site: Any = None if site is None else check_site("site", site)
-
-    @property
-    def width(self) -> int:
-        """Number D of components of a token."""
-        return self.couplings.dim if self.features is None else self.features.shape[1]
+        self.width = dim if features is None else features.shape[1]
 
     def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
         pairs = self._pairs(z, mask)
@@ -523,12 +516,9 @@ class BareAttention(ClosedForm):
             "source"  -alpha_ij z_i z_j^T                                   of E
             "hebb"    -z_i z_j^T / (N - 1)                                  of E for lam -> 0
 
-        "exact" is data minus model, the exact version of contrastive divergence. The other two
-        losses are unbounded below, so the couplings must be bounded. At J = 0 all three are
-        Hebb's rule (if rho has mean 0, and up to the factor lam).
-
-        ``z`` is (B, N, D) with at least one sample. The result is (N, N, d, d) with zero blocks for i = j,
-        ignoring symmetries of J; see :meth:`assign_gradient`. "exact" needs a ``site``.
+        The losses of "source" and "hebb" are unbounded below, so the couplings must be bounded. "exact"
+        needs a ``site``. ``z`` is (B, N, D) with at least one sample. The result is (N, N, d, d) with zero
+        blocks for i = j, ignoring symmetries of J; see :meth:`assign_gradient`.
         """
         require_choice("rule", rule, RULES)
         check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
@@ -599,14 +589,15 @@ class BareAttention(ClosedForm):
 
 
 class _Pairs(NamedTuple):
-    """Intermediate tensors of a state, in float32 or wider."""
+    """Intermediate tensors of a state, in float32 or wider.
+
+    A token without neighbours attends to itself, with ``J_ii = 0``.
+    """
 
     couplings: Tensor  # J (N, N, d, d)
     query: Tensor  # z or F z, (B, N, d)
     keys: Tensor  # J_ij z_j, (B, N, N, d), keys and values
-    speaks: (
-        Tensor  # (B or 1, N, N) bool; a token without neighbours attends to itself with J_ii = 0
-    )
+    speaks: Tensor  # (B or 1, N, N) bool
     scores: Tensor  # lam z_i.J_ij z_j, minus infinity for excluded pairs
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import AttentionContext
+from implicit_attn.energies.energy import AttentionContext, is_prepared
 from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.spins import BareAttention, Couplings
 from implicit_attn.energies.tokens import (
@@ -309,7 +309,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
 
     def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return x and J, so that a solve computes the couplings once."""
-        if isinstance(x, AttentionContext):
+        if is_prepared(x, mask):
             return x
         return AttentionContext(self.couplings(x, mask=mask), tokens=x, mask=mask)
 
@@ -433,7 +433,7 @@ class KineticAttention(Update):
 
     def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return the field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
-        if isinstance(x, AttentionContext):
+        if is_prepared(x, mask):
             return x
         x = self.on_spheres(self._visible(x, None))
         couplings = self.beta * self.couplings(x, mask=mask)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import AttentionContext
+from implicit_attn.energies.energy import AttentionContext, is_prepared
 from implicit_attn.energies.heads import (
     AttentionInput,
     check_state,
@@ -87,7 +87,7 @@ class TransformerStep(Update):
 
     def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
         """Return the input, the allowed pairs, and with ``cross`` keys and values."""
-        if isinstance(x, AttentionContext):
+        if is_prepared(x, mask):
             return x
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
@@ -102,13 +102,13 @@ class TransformerStep(Update):
         if self.causal and any(part is not None for part in pairs):
             order = torch.ones(keys, keys, dtype=torch.bool, device=tokens.device).tril()
             pairs = pairs.intersect(order.expand(batch, 1, -1, -1))
-        attends = None
+        keyless = None
         if pairs.allowed is not None:
-            attends = pairs.allowed.any(-1)
+            keyless = ~pairs.allowed.any(-1)
             # A softmax over no keys would be NaN.
-            pairs = pairs._replace(allowed=pairs.allowed | ~attends.unsqueeze(-1))
+            pairs = pairs._replace(allowed=pairs.allowed | keyless.unsqueeze(-1))
         return AttentionContext(
-            tokens=hide(tokens, mask), key=key, value=value, pairs=pairs, attends=attends, mask=mask
+            tokens=hide(tokens, mask), key=key, value=value, pairs=pairs, keyless=keyless, mask=mask
         )
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
@@ -129,14 +129,15 @@ class TransformerStep(Update):
         key, value = context.key, context.value
         if key is None or value is None:
             key, value = self._split(self.key_value(n), 2)
-        (allowed, bias), attends, count = context.pairs, context.attends, n.shape[1]
+        (allowed, bias), keyless, count = context.pairs, context.keyless, n.shape[1]
         causal = self.causal and allowed is None
         if first:  # keep a row that all queries share
-            allowed, bias, attends = (
+            allowed, bias = (
                 t[..., first:, :] if t is not None and t.shape[-2] == count else t
-                for t in (allowed, bias, None if attends is None else attends.unsqueeze(-1))
+                for t in (allowed, bias)
             )
-            attends = None if attends is None else attends.squeeze(-1)
+            if keyless is not None and keyless.shape[-1] == count:
+                keyless = keyless[..., first:]
             if causal:  # torch's flag needs as many queries as keys
                 causal, allowed = False, n.new_ones(count, count, dtype=torch.bool).tril()[first:]
         if dense_for_transforms(query, key, value) is not None:
@@ -154,8 +155,8 @@ class TransformerStep(Update):
             found = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=pattern, is_causal=causal
             )
-        if attends is not None:
-            found = found.masked_fill(~attends.unsqueeze(-1), 0.0)
+        if keyless is not None:
+            found = found.masked_fill(keyless.unsqueeze(-1), 0.0)
         return self.output(found.transpose(1, 2).flatten(2))
 
     def _split(self, features: Tensor, parts: int) -> tuple[Tensor, ...]:

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import AttentionContext, Energy, FunctionCall, map_tree
+from implicit_attn.energies.energy import (
+    AttentionContext,
+    Energy,
+    FunctionCall,
+    is_prepared,
+    map_tree,
+)
 from implicit_attn.energies.heads import Beta
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.memories import QueryEnergy
@@ -217,7 +223,7 @@ class ActivationStep(EnergyStep):
 
     def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         """Return a context with x and what the energy prepared, or ``x`` if that is x itself."""
-        if isinstance(x, AttentionContext):
+        if is_prepared(x, mask):
             return x
         part = super().prepare(x, mask=mask)
         return x if part is x else AttentionContext(part, tokens=x, mask=mask)

@@ -189,18 +189,11 @@ def with_matrix(z: Tensor, x: Tensor) -> Tensor:
     return 0.5 * (z - mixed).square().flatten(1).sum(1)
 
 
-@pytest.mark.parametrize(
-    ("energy", "warned"),
-    [
-        (Quadratic(), True),
-        (Quadratic() + Hopfield(torch.eye(4)), True),
-        (2 * Quadratic() + Field(), True),
-        (Right(), False),
-        (Quadratic() + Right(), False),
-        (with_matrix, False),
-        (lambda z, x: z.square().flatten(1).sum(1), False),  # x is the start alone
-    ],
-)
+@pytest.mark.parametrize(("energy", "warned"), [
+    (Quadratic(), True), (Quadratic() + Hopfield(torch.eye(4)), True), (2 * Quadratic() + Field(), True),
+    (Quadratic() + Right(), False), (with_matrix, False),
+    (lambda z, x: z.square().flatten(1).sum(1), False),  # x is the start alone
+])  # fmt: skip
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_an_input_that_enters_by_its_distance_alone_is_a_warning(
     energy: Any, warned: bool, mask: Tensor | None

@@ -125,12 +125,11 @@ def test_monitored_energy_and_its_gradient(case: EnergyCase, name: str, with_inp
 
 
 @each_lagrangian
-@pytest.mark.parametrize("kind", ["empty-sample"])
 @few_energies("bisoftmax-soft-4")
-def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str, kind: str) -> None:
+def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str) -> None:
     update = ActivationStep(build(case), LAGRANGIANS[name], 0.3)
     z, x = tokens(case)[0], tokens(case, seed=5)[0]
-    mask = masks()[kind]
+    mask = masks()["empty-sample"]
     assert mask is not None
     moved, value, slope = update.joint(z, x, mask=mask)
     assert torch.equal(moved[~mask], z[~mask])
@@ -146,38 +145,6 @@ def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str,
     assert relative_error(slope, reference) <= 1e-9
 
 
-@each_lagrangian
-@pytest.mark.parametrize("solver", [None], ids=str)
-def test_fixed_point_condition(name: str, solver: Any) -> None:
-    """``z = x - dE_int/dg(g(z))``, whatever solver and step."""
-    torch.manual_seed(1)
-    energy = (0.4 * ReLUFeedForward(WIDE, 10, norm=None, bound=1.0)).double()
-    update = ActivationStep(energy, LAGRANGIANS[name], 0.7)
-    x = 2 * torch.randn(3, 4, WIDE, dtype=torch.float64)
-    layer = DEQ(update, solver=solver, tolerance=Tolerance(rtol=1e-11), max_steps=500)
-    with torch.no_grad():
-        solution = layer.solve(x)
-    assert bool(solution.converged.all()), solution.summary()
-    z = solution.value
-    assert relative_error(x - energy.grad(update.activation(z), x), z) <= 1e-10
-
-
-def descend(update: ActivationStep, z: Tensor, x: Tensor | None, steps: int) -> float:
-    """Largest rise of the monitored energy along unit steps, relative to its scale."""
-    worst, last = -torch.inf, None
-    for _ in range(steps):
-        following, value, _ = update.joint(z, x)
-        if not bool(torch.isfinite(value).all() and torch.isfinite(following).all()):
-            break  # unbounded below: it fell to minus infinity
-        if last is not None:
-            scale = torch.maximum(value.abs(), last.abs()).clamp_min(1.0)
-            # Sums of large terms of both signs round at the scale of the terms.
-            scale = scale.maximum(z.square().sum((1, 2)))
-            worst = max(worst, ((value - last) / scale).max().item())
-        z, last = following, value
-    return worst
-
-
 @pytest.mark.parametrize("name", ["relu", "rms", "ising"])
 @few_energies(*CONCAVE)
 def test_unit_step_never_raises_the_energy_of_concave_interactions(
@@ -191,17 +158,22 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
             for tensor in (*energy.parameters(), *energy.buffers()):
                 tensor.mul_(strength)
         z, x = 3 * tokens(case, seed=seed)[0], tokens(case, seed=seed + 50)[0]
-        rise = descend(ActivationStep(energy, LAGRANGIANS[name]), z, x, steps=4)
-        assert rise <= 1e-12, (seed, strength)
-        if name in BOUNDED:
-            assert rise > -torch.inf  # some step was really compared
+        update, values = ActivationStep(energy, LAGRANGIANS[name]), []
+        for _ in range(4):
+            # Sums of large terms of both signs round at the scale of the terms.
+            scale = z.square().sum((1, 2)).clamp_min(1.0)
+            z, value, _ = update.joint(z, x)
+            values.append(value)
+            if len(values) > 1 and value.isfinite().all():  # others fell to minus infinity
+                rise = (value - values[-2]) / scale.maximum(value.abs())
+                assert rise.max() <= 1e-12, (seed, strength)
+        assert name not in BOUNDED or values[1].isfinite().all()  # some step was really compared
 
 
-@pytest.mark.parametrize("name", ["rms"])
-def test_gradients_through_the_layer(name: str) -> None:
+def test_gradients_through_the_layer() -> None:
     torch.manual_seed(4)
     energy = (0.5 * SoftmaxAttention(4, 2, cross=True, norm=RMSNorm(1.0), bound=1.0)).double()
-    update = ActivationStep(energy, LAGRANGIANS[name])
+    update = ActivationStep(energy, RMSNormLagrangian())
     layer = DEQ(update, tolerance=Tolerance(rtol=1e-13), max_steps=300, on_failure="raise")
     x = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x), (x,))
@@ -287,12 +259,11 @@ def by_torch(energy: SoftmaxAttention, z: Tensor, x: Tensor, **options: Any) -> 
     return states
 
 
-@pytest.mark.parametrize("eta", [0.3])
-def test_heavy_ball_is_that_of_torch(eta: float) -> None:
+def test_heavy_ball_is_that_of_torch() -> None:
     energy, z, x = problem()
     with torch.no_grad():
-        found, _ = run(descent(energy, x, method="momentum", beta=0.6, eta=eta), z)
-        expected = by_torch(energy, z, x, lr=eta, momentum=0.6)
+        found, _ = run(descent(energy, x, method="momentum", beta=0.6, eta=0.3), z)
+        expected = by_torch(energy, z, x, lr=0.3, momentum=0.6)
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_error(ours, theirs) <= 1e-12
 
