@@ -329,15 +329,21 @@ class _Substitution(TorchFunctionMode):
         self.alias, self.start = alias, start
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [self._seen(value) for value in args]
-        kwargs = {name: self._seen(value) for name, value in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            own = isinstance(value, Tensor) and (value.is_leaf or not self._is_early(value))
+            if not own and (isinstance(value, Tensor) or type(value) in (tuple, list, dict)):
+                args = [self._seen(value) for value in args]
+                kwargs = {name: self._seen(value) for name, value in kwargs.items()}
+                break
         return func(*args, **kwargs)
+
+    def _is_early(self, value: Tensor) -> bool:
+        return value.grad_fn is not None and value.grad_fn._sequence_nr() < self.start
 
     def _seen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            node = value.grad_fn
-            early = node is not None and node._sequence_nr() < self.start
-            return self.alias(value) if early else value
+            return self.alias(value) if self._is_early(value) else value
         if type(value) in (tuple, list, dict):
             return pytree.tree_map(self._seen, value)
         return value
