@@ -70,7 +70,7 @@ class ConvolutionalStem(nn.Module):
     """Embed images (B, C, S, S) as tokens (B, (S / patch)^2, dim) by convolutions.
 
     It applies a 3x3 convolution, a learned offset per pixel, GELU, and a convolution with stride ``patch``.
-    Because the offset precedes the nonlinearity, a token depends on the position of its pixels.
+    Since the offset precedes the nonlinearity, a token depends on the position of its pixels.
     """
 
     def __init__(self, channels: int, image_size: int, patch: int, dim: int) -> None:

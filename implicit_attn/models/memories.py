@@ -89,12 +89,10 @@ class BinaryMemory(nn.Module):
 
         E(s) = -sum_mu F(y_mu),              s_i <- the sign with the lower energy
 
-    Both updates choose the sign of one spin with the lower energy, given all others; if both energies are
-    equal, the spin does not change. A sequential sweep never increases the energy.
+    If both energies are equal, the spin does not change. A sequential sweep never increases the energy.
 
     Args:
-        patterns: (P, N) floating-point, entries +1 and -1; copied. Half precision is used for storage only;
-            computations use float32.
+        patterns: (P, N) floating-point, entries +1 and -1; copied. Half precision is used for storage only.
         rule: ``"hebb"``, ``J = X^T X / N``, with a capacity of about 0.138 N random patterns;
             ``"pseudo-inverse"``, ``J = X^+ X``, the projection onto them, with a capacity below N;
             ``"pseudo-likelihood"``, J from 200 ascent steps on ``sum_i log p(s_i | others)``;
@@ -309,10 +307,8 @@ def fit_patterns(
     The method is expectation maximisation. With the attention ``p_mu(z) = softmax_mu(beta x_mu.z)`` and its
     averages over the data ``s_mu = <p_mu(z) z>``, a step solves ``w_mu x_mu = s_mu`` for all patterns with
     their weights ``w = softmax_mu(beta |x_mu|^2 / 2)``. Every third step starts from an extrapolation of the
-    last two, if the likelihood is higher there. No step decreases the likelihood.
-
-    The weights of the Gaussians depend on the norms of their centres, so the origin is a special point:
-    scale or shift data with very unequal norms.
+    last two, if the likelihood is higher there. The weights of the Gaussians depend on the norms of their
+    centres: scale or shift data with very unequal norms.
 
     Args:
         data: (n, d) floating-point.
@@ -326,9 +322,6 @@ def fit_patterns(
     Returns:
         A :class:`Fit` at a local maximum of the likelihood. Equal rows of ``start`` remain equal, so
         such a start converges to a saddle.
-
-    Raises:
-        TypeError, ValueError: if a shape, dtype or number is invalid, or data are not finite.
 
     Example:
         >>> memory = Hopfield(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), beta=4.0)

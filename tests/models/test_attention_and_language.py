@@ -116,7 +116,6 @@ def test_softmax_attention_is_minus_the_gradient_of_each_tokens_energy() -> None
                 total = total + own_energy(at[b, i], held, query, key, "inner", WIDTH**0.5) / HEADS
     (gradient,) = torch.autograd.grad(total, at)
     assert relative_error(form(z).detach(), -gradient) <= 1e-12
-    assert relative_error(make(fused=False)(z), make()(z)) <= 1e-14
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

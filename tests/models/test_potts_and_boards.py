@@ -380,8 +380,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     )],
     (lambda: FactoredAttention(4, 3, rows="none"), "rows"),
     (lambda: FactoredAttention(4, 3, power=3), "power"),
-    (lambda: FactoredAttention.from_couplings(torch.zeros(5, 5, 3, 3), 10), "heads"),
-    (lambda: FactoredAttention.from_couplings(torch.ones(5, 5, 3, 3), 1), "J_ii"),
     *[(lambda options=options: fit(**options), message) for options, message in (
         ({"l2": -1.0}, "l2"),
         ({"solver": "newton"}, "solver"),
