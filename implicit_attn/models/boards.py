@@ -303,8 +303,8 @@ class BoardSolver(nn.Module):
     """A model that solves boards by repeating a :class:`BoardUpdate`.
 
     In training only the last ``window`` iterations have gradients, and each of them has logits. With random
-    numbers of iterations (``Recipe(iterations=(window, iterations))``) the model cannot know which iteration
-    is the last, so it learns to keep correct answers.
+    numbers of iterations the model cannot know which iteration is the last, so it learns to keep correct
+    answers.
 
     Args:
         groups: cells of each group, such as the result of :func:`learn_groups`.
@@ -406,8 +406,8 @@ class BoardSolver(nn.Module):
                 gradients, to a tolerance of 0.
 
         Returns:
-            A :class:`BoardSolution`. With "consistent" a board is STOPPED where it, or its accepted guess, is
-            consistent. Evaluations include those of all guesses. ``print`` draws the boards.
+            A :class:`BoardSolution`, which ``print`` draws. With "consistent" a board is STOPPED where it, or
+            its accepted guess, is consistent. Evaluations include those of all guesses.
 
         Raises:
             solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.
