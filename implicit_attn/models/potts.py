@@ -406,19 +406,22 @@ def _run_lbfgs(
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data.copy_(part.view_as(parameter))
         loss = _objective(model, states, l2)
-        slopes = torch.autograd.grad(loss, parameters)
-        losses.append(float(loss.detach()))
-        watch(len(losses), losses[-1])
-        return losses[-1], parameters_to_vector(slopes).double().cpu().numpy()
+        slopes = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        return float(loss.detach()), parameters_to_vector(slopes).double().cpu().numpy()
+
+    def note(x: np.ndarray) -> tuple[float, np.ndarray]:
+        loss, slope = measure(x)
+        losses.append(loss)
+        watch(len(losses), loss)
+        return loss, slope
 
     start = parameters_to_vector(parameters).detach().double().cpu().numpy()
     first = float(np.abs(measure(start)[1]).max())
-    losses.clear()
     options = {
         "maxiter": limit, "maxfun": 25 * limit, "maxcor": LBFGS_MEMORY, "ftol": 0.0,
         "gtol": tolerance * first,
     }  # fmt: skip
-    found: Any = minimize(measure, start, jac=True, method="L-BFGS-B", options=options)
+    found: Any = minimize(note, start, jac=True, method="L-BFGS-B", options=options)
     end = float(np.abs(measure(found.x)[1]).max())
     if not math.isfinite(end) or not math.isfinite(first):
         model.load_state_dict(kept)
