@@ -148,7 +148,7 @@ class EncoderLayer(nn.Module):
                 return state
             value = step(z, held, mask=mask)
             far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
-            before = (far & moves).int().cummax(1).values  # or a token before it is far
+            before = (far & moves).int().cummax(1).values  # 1 from the first token on that is far
             return torch.where(moves[..., None], value.to(z), z), (before * seen).to(z)
 
         def all_rest(state: tuple[Tensor, Tensor]) -> Tensor:

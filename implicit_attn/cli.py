@@ -39,9 +39,8 @@ def main(words: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: 2 with one line where a word, a file or a package is wrong; 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser(
-        "implicit-attn", description="Trainings and studies: see examples/."
-    )
+    about = "Trainings and studies: see examples/."
+    parser = argparse.ArgumentParser("implicit-attn", description=about)
     parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     shown = commands.add_parser(
@@ -54,13 +53,11 @@ def main(words: Sequence[str] | None = None) -> None:
     shown.add_argument("--seed", type=int, default=0, help="of the weights and the noise")
     shown.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     listed = commands.add_parser("weights", help="the trained models that come with the package")
-    listed.add_argument(
-        "path", nargs="?", choices=["path"], help="print the file of the model NAME"
-    )
+    named = "print the file of the model NAME"
+    listed.add_argument("path", nargs="?", choices=["path"], help=named)
     listed.add_argument("name", nargs="?", metavar="NAME")
-    commands.add_parser(
-        "info", help="versions, devices, kernels, folders, for a report of an error"
-    )
+    reported = "versions, devices, kernels, folders, for a report of an error"
+    commands.add_parser("info", help=reported)
     options = vars(parser.parse_args(words))
     command = options.pop("command")
     try:
@@ -69,9 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
             demo(**options)
         elif command == "weights":
-            if options["path"] and options["name"] is None:
-                raise ValueError("weights path must be followed by the NAME of a model")
-            weights(options["name"]) if options["path"] else weights()
+            weights(**options)
         else:
             info()
     except KeyboardInterrupt:
@@ -84,10 +79,12 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from error
 
 
-def weights(*name: str | None) -> None:
+def weights(path: str | None, name: str | None) -> None:
     """Print the shipped models, or the file of one."""
-    if name:
-        print(weights_path(str(name[0])))
+    if path and name is None:
+        raise ValueError("weights path must be followed by the NAME of a model")
+    if name is not None:
+        print(weights_path(name))
         return
     for row in pretrained_models().values():
         size = row.path.stat().st_size / 1000
@@ -122,11 +119,11 @@ def versions() -> Rows:
 
 def devices() -> Rows:
     """The processor, its threads, and what else torch computes on."""
-    threads = f"{torch.get_num_threads()} threads"
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        if variable in os.environ:
-            threads += f", {variable}={os.environ[variable]}"
-    yield "cpu", f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {threads}"
+    threads = [f"{torch.get_num_threads()} threads"]
+    for variable in {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        threads.append(f"{variable}={os.environ[variable]}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{os.cpu_count()} cores, {capability}, {', '.join(threads)}"
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(number)
         size = f"{found.total_memory / 2**30:.0f} GiB"
@@ -140,11 +137,10 @@ def devices() -> Rows:
 
 def kernels() -> Rows:
     """Which kernel "auto" takes for two sizes on every device, and why; the native engine."""
-    places = ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
-    for place in places:
-        for batch, heads, tokens, features in SIZES:
-            z = torch.zeros(batch, heads, tokens, features, device=place)
-            found, shape = explain(z, 1.0), f"{tokens} tokens x {features}"
+    for place in ("cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))):
+        for *sizes, tokens, features in SIZES:
+            found = explain(torch.zeros(*sizes, tokens, features, device=place), 1.0)
+            shape = f"{tokens} tokens x {features}"
             yield place, f"bi-softmax, {shape}: {found.backend} ({found.reason})"
     yield "native engine", native.told()
 

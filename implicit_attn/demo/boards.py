@@ -45,13 +45,9 @@ def draw_frame(axes: Any, puzzle: Tensor, solution: Tensor, frame: Frame) -> Non
 
 
 def draw_board(
-    axes: Any,
-    puzzle: Tensor,
-    filled: Tensor,
-    solution: Tensor,
-    size: float = 13,
+    axes: Any, puzzle: Tensor, filled: Tensor, solution: Tensor, size: float = 13,
     strengths: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """The nine by nine cells of a puzzle (81,), 0 = unknown, clues bold, found digits blue or red.
 
     ``strengths`` (81,) in 0 .. 1 make digits the fainter the less they are; None: all alike.

@@ -22,8 +22,16 @@ from implicit_attn.demo.restoration import (
 )
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
-from implicit_attn.studies.study import BLUE, DPI, GREY, ORANGE, Table, format_table, new_figure
-from implicit_attn.studies.study import write_table as write
+from implicit_attn.studies.study import (
+    BLUE,
+    DPI,
+    GREY,
+    ORANGE,
+    Table,
+    format_table,
+    new_figure,
+    write_table,
+)
 from implicit_attn.weights import load_pretrained
 from solvers.core.checks import require_count
 
@@ -31,6 +39,11 @@ MARKS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations on Sudoku boards
 FRAMES = (1, 8, 16, 32, 64)
 DIM = 32
 LAYERS = ("no layer", "your own energy", "encoder layer")
+HEADINGS = (
+    "One energy, many tasks: an energy trained to remove noise also solves five other tasks.",
+    "Sudoku: a learned update solves more boards the longer it iterates.",
+    "Your own energy: the ten-line layer of the README learns to classify digits.",
+)
 
 
 def demo(out: Path, epochs: int = 15, steps: int = 400, boards: int = 100, seed: int = 0) -> None:
@@ -54,12 +67,18 @@ def demo(out: Path, epochs: int = 15, steps: int = 400, boards: int = 100, seed:
     torch.set_num_threads(1)  # these models are so small that a second thread would mostly wait
     out.mkdir(parents=True, exist_ok=True)
     digits = load("digits")
-    paths = [
-        restore_digits(out, digits, epochs, seed),
-        solve_boards(out, boards),
-        classify_digits(out, digits, steps, seed),
-    ]
-    names = "\n".join(f"  {path}" for path in paths)
+    parts = (
+        ("one-energy", lambda: restore_digits(digits, epochs, seed)),
+        ("sudoku", lambda: solve_boards(boards)),
+        ("own-energy", lambda: classify_digits(digits, steps, seed)),
+    )
+    for number, (heading, (name, run)) in enumerate(zip(HEADINGS, parts, strict=True), start=1):
+        print(f"\n{number}. {heading}\n", flush=True)
+        table, about, figure = run()
+        print(f"{format_table(table)}\n({about})")
+        write_table(out / f"{name}.csv", table)
+        figure.savefig(out / f"{name}.png", dpi=DPI)
+    names = "\n".join(f"  {out / name}.png" for name, _ in parts)
     print(
         f"\nThe pictures:\n{names}\n"
         'Next: write an energy of your own. The tutorial is docs/notebooks/own_energy.md, or "An energy '
@@ -67,17 +86,13 @@ def demo(out: Path, epochs: int = 15, steps: int = 400, boards: int = 100, seed:
     )
 
 
-def heading(number: int, text: str) -> None:
-    print(f"\n{number}. {text}\n", flush=True)
+Part = tuple[Table, str, Any]  # a table, what its numbers mean, and a figure
 
 
-def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> Path:
-    """Train an energy to remove noise, solve six tasks with it, and write a table and a picture."""
-    heading(
-        1, "One energy, many tasks: an energy trained to remove noise also solves five other tasks."
-    )
+def restore_digits(digits: ImageData, epochs: int, seed: int) -> Part:
+    """Train an energy to remove noise, and solve six tasks with it."""
     model = train_digits(digits.train_images, epochs, seed)
-    test, table, panels, titles = digits.test_images, [], {}, {}
+    test, table, panels, titles = digits.test_images, list[dict[str, Any]](), {}, {}
     for task in progress(tasks_of(8), "tasks"):
         y, weight = task.observe(test, torch.Generator().manual_seed(1000 + seed))
         solution = restore(model, task, y, weight)
@@ -92,25 +107,18 @@ def restore_digits(folder: Path, digits: ImageData, epochs: int, seed: int) -> P
         seen = torch.where(weight > 0, y, torch.nan)[:9]
         panels[task.name] = {"seen": seen, "restored": solution.value[:9], "true": test[:9]}
         titles[task.name] = title_of(task, 8, mine, other)
-    print(
-        f"{format_table(table)}\n(mean squared error of the pixels of {len(test)} test images; "
-        "lower is better)"
-    )
-    write(folder / "one-energy.csv", table)
-    path = folder / "one-energy.png"
-    draw(panels, titles).savefig(path, dpi=DPI)
-    return path
+    about = f"mean squared error of the pixels of {len(test)} test images; lower is better"
+    return table, about, draw(panels, titles)
 
 
 @torch.no_grad()
-def solve_boards(folder: Path, number: int) -> Path:
-    """Solve generated Sudoku boards with the shipped update, and write a table and a picture."""
-    heading(2, "Sudoku: a learned update solves more boards the longer it iterates.")
+def solve_boards(number: int) -> Part:
+    """Solve generated Sudoku boards with the shipped update."""
     data = load_sudoku(1, number, source="generated", seed=17)
     puzzles, solutions = data.test_puzzles, data.test_solutions
     model: Any = load_pretrained("sudoku-solver")
     singles = 100 * (solve_by_singles(puzzles) == solutions).all(1).float().mean().item()
-    hardest, frames, table = int((puzzles > 0).sum(1).argmin()), [], []
+    hardest, frames, table = int((puzzles > 0).sum(1).argmin()), [], list[dict[str, Any]]()
     steps = model.trajectory(puzzles, MARKS[-1])
     for count, logits in enumerate(progress(steps, "iterations"), start=1):
         certainty, found = logits.softmax(-1).max(-1)
@@ -120,11 +128,7 @@ def solve_boards(folder: Path, number: int) -> Path:
             filled = torch.where(puzzles > 0, puzzles, found + 1)
             solved = 100 * (filled == solutions).all(1).float().mean().item()
             table.append({"iterations": count, "boards solved (%)": solved})
-    print(
-        f"{format_table(table)}\n({number} generated boards; the rules of naked and hidden singles alone "
-        f"solve {singles:.0f} %)"
-    )
-    write(folder / "sudoku.csv", table)
+    about = f"{number} generated boards; the rules of naked and hidden singles alone solve {singles:.0f} %"
     figure = new_figure(
         (13.0, 6.2), f"A learned update without built-in rules solves {number} Sudoku boards"
     )
@@ -139,9 +143,7 @@ def solve_boards(folder: Path, number: int) -> Path:
     axes.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left")
-    path = folder / "sudoku.png"
-    figure.savefig(path, dpi=DPI)
-    return path
+    return table, about, figure
 
 
 class OwnEnergy(nn.Module):
@@ -185,9 +187,8 @@ class Classifier(nn.Module):
         return self.head(x).mean(1)
 
 
-def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> Path:
-    """Train three classifiers for the same number of steps, and write a table and a picture."""
-    heading(3, "Your own energy: the ten-line layer of the README learns to classify digits.")
+def classify_digits(digits: ImageData, steps: int, seed: int) -> Part:
+    """Train three classifiers for the same number of steps."""
     table: Table = []
     for name in LAYERS:
         torch.manual_seed(seed)
@@ -205,8 +206,6 @@ def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> P
         size = sum(each.numel() for each in model.layer.parameters()) if model.layer else 0
         row = {"layer": name, "test accuracy (%)": 100 * right.item(), "weights of the layer": size}
         table.append(row | {"converged (%)": solves})
-    print(f"{format_table(table)}\n(after {steps} training steps, one seed)")
-    write(folder / "own-energy.csv", table)
     figure = new_figure((7, 2.6), f"Handwritten digits after {steps} training steps, one seed")
     axes = figure.subplots()
     shares = [row["test accuracy (%)"] for row in table]
@@ -214,6 +213,4 @@ def classify_digits(folder: Path, digits: ImageData, steps: int, seed: int) -> P
     axes.bar_label(bars, fmt="%.1f", padding=4)
     axes.set(xlim=(0, 108), xlabel="test accuracy (%)")
     axes.invert_yaxis()
-    path = folder / "own-energy.png"
-    figure.savefig(path, dpi=DPI)
-    return path
+    return table, f"after {steps} training steps, one seed", figure

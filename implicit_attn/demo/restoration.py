@@ -78,11 +78,6 @@ def blur(images: Tensor, deviation: float) -> Tensor:
     return F.conv2d(images, kernel.to(images).expand(1, 1, 5, 5), padding=2)
 
 
-def halve(images: Tensor) -> Tensor:
-    """Return means of 2 x 2 pixels."""
-    return F.avg_pool2d(images, 2)
-
-
 def tasks_of(size: int) -> list[Task]:
     """Return the six tasks on images of 8 x 8 or more pixels."""
     noise, deviation = (0.3, 0.8) if size == 8 else (0.5, 1.5)
@@ -91,7 +86,11 @@ def tasks_of(size: int) -> list[Task]:
         Task(f"noise {noise}", noise),
         Task("half missing", 0.1, 0.5),
         Task("3/4 missing", 0.1, 0.75),
-        Task(f"{half} x {half} to {size} x {size}", 0.05, operator=halve),
+        Task(
+            f"{half} x {half} to {size} x {size}",
+            0.05,
+            operator=lambda images: F.avg_pool2d(images, 2),
+        ),
         Task("blurred", 0.05, operator=lambda images: blur(images, deviation)),
         Task("a quarter missing", 0.1, "quarter"),
     ]
@@ -100,10 +99,9 @@ def tasks_of(size: int) -> list[Task]:
 def title_of(task: Task, size: int, error: float | str, linear: float | str) -> str:
     """Return the title of a panel: the task, whether it was in training, and mean squared errors."""
     known = task.operator is None and task.missing in ((0.0,) if size == 8 else (0.0, 0.5, 0.75))
-    numbers = (f"{each:.4f}" if isinstance(each, float) else each for each in (error, linear))
-    return "{}{}\nmean squared error {}, best linear answer {}".format(
-        task.name, "" if known else " (task not in training)", *numbers
-    )
+    mine, other = (f"{each:.4f}" if isinstance(each, float) else each for each in (error, linear))
+    name = task.name if known else f"{task.name} (task not in training)"
+    return f"{name}\nmean squared error {mine}, best linear answer {other}"
 
 
 @torch.no_grad()
@@ -123,14 +121,9 @@ def best_linear(task: Task, y: Tensor, weight: Tensor, images: Tensor) -> Tensor
 
 
 def descend(
-    model: nn.Module,
-    loss: Callable[[], Tensor],
-    *,
-    rate: float,
-    steps: int,
-    clip: float = 1.0,
+    model: nn.Module, loss: Callable[[], Tensor], *, rate: float, steps: int, clip: float = 1.0,
     title: str = "training",
-) -> None:
+) -> None:  # fmt: skip
     """Minimise a loss by Adam with a rate that decreases linearly to a hundredth."""
     optimiser = torch.optim.Adam(model.parameters(), rate)
     bar = require("tqdm", extra="training").tqdm

@@ -71,8 +71,7 @@ class AttentionForm(nn.Module):
 
     def values(self, memory: Tensor) -> Tensor:
         """Return ``W_V h``, (B, H, N, p)."""
-        assert self.value is not None
-        return self.split(self.value(memory))
+        return self.split(self.value(memory))  # type: ignore[misc]
 
     def split(self, tokens: Tensor) -> Tensor:
         """Convert (B, N, H p) to (B, H, N, p)."""
@@ -110,21 +109,17 @@ class CausalAttention(AttentionForm):
 
     Args:
         dim, heads, causal: see ``AttentionForm``.
-        fused: whether to use torch's fused attention, which has no second derivatives in reverse mode;
-            ``fused=False`` uses the dense formula of the other forms. Forward-mode derivatives and the
-            transforms of ``torch.func`` always use the dense formula.
+
+    It uses torch's fused attention, which has no second derivatives in reverse mode. Forward-mode
+    derivatives and the transforms of ``torch.func`` use the dense formula of the other forms.
 
     Source: Vaswani et al. (2017), https://arxiv.org/abs/1706.03762; as a gradient step Ren, Ouyang,
     Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907, theorem 3.
     """
 
-    def __init__(self, dim: int, heads: int, *, causal: bool = True, fused: bool = True) -> None:
-        super().__init__(dim, heads, causal=causal)
-        self.fused = require_flag("fused", fused)
-
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         value = self.values(memory)
-        if not self.fused or dense_for_transforms(query, key, value) is not None:
+        if dense_for_transforms(query, key, value) is not None:
             return self.weights((query @ key.mT) * self.width**-0.5, mask) @ value
         pairs = None if mask is None else self.allowed(query.shape[2], mask, query.device)
         return F.scaled_dot_product_attention(
@@ -144,17 +139,15 @@ class NewtonAttention(AttentionForm):
         order=m:     y = sum_(r<=m) (tau C)^r w
 
     With ``W_V = W_Q``, ``W_O,h = -(eta/H) M_h`` and, for an order, ``tau = 1/T`` this is the step
-    ``-(eta/H) sum_h (Hessian of F_h)^+ gradient of F_h``, with the series in place of the inverse for an
-    order. The series converges if ``|C/T| < 1``, that is, if the energy is locally convex, with an error of
-    at most ``|C/T|^(m+1) / (1 - |C/T|) |w|``; otherwise the exact step leads to a saddle.
+    ``-(eta/H) sum_h (Hessian of F_h)^+ gradient of F_h``, or its series, which converges where the energy is
+    locally convex, ``|C/T| < 1``; otherwise the exact step leads to a saddle. T_h > 0 is learned from
+    ``sqrt(2p)``, tau_h of any sign from 0.01.
 
     Args:
         dim, heads, causal: see ``AttentionForm``.
         order: number m of terms after the first; each costs about half an attention in dense
             operations. None for the exact inverse, which forms a p x p matrix for every query.
         values: False omits ``W_V M_h``: ``sum_h W_O,h y_h``, which can represent the same functions.
-
-    T_h > 0 is learned from ``sqrt(2p)``, tau_h of any sign from 0.01 (not with ``order`` None or 0).
 
     Raises:
         torch.linalg.LinAlgError: in ``forward`` with values, if the rows of a head's ``W_Q`` are
@@ -240,16 +233,13 @@ class LightNewtonAttention(AttentionForm):
 
         y = sum_(r<=order) (tau_h C_h)^r m_h
 
-    It is derived from the inner free energy, whose Hessian ``-C/T`` is negative, so Newton's step would
-    ascend; ``I - tau C`` preconditions a descent as long as ``tau C < I``. With ``tau = 0`` it is softmax
-    attention.
+    The inner free energy has the Hessian ``-C/T`` < 0, so Newton's step would ascend; ``I - tau C``
+    preconditions a descent as long as ``tau C < I``. tau_h of any sign is learned from 0.01; with
+    ``tau = 0`` it is softmax attention.
 
     Args:
         dim, heads, causal: see ``AttentionForm``.
-        order: number of terms of the series after the first; each costs about half an attention in
-            dense operations.
-
-    tau_h of any sign is learned from 0.01.
+        order: number of terms of the series after the first.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, LightMHA2nd1st.
@@ -291,18 +281,13 @@ def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> Att
         dim, heads: features d of a token, number of attention heads.
         options: further arguments of the form, except those fixed by its name: an exact form has no
             ``order``, "newton-taylor-no-value" no ``values``.
-
-    Raises:
-        ValueError: if the name is unknown or contradicts an option.
-        TypeError: if the form does not have an option.
     """
     make = ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)]
     for option, value in getattr(make, "keywords", {}).items():
-        # A series accepts any order.
         given = options.get(option, value)
-        if given is not value and (isinstance(value, bool) or None in (value, given)):
-            expected = "a number" if given is None else repr(value)
-            raise ValueError(f"{option} must be {expected} for the form {name!r}, got {given!r}")
+        # A series accepts any order.
+        if given is not value and (option == "values" or None in (value, given)):
+            raise ValueError(f"{option}={given!r} does not belong to the form {name!r}")
     return make(dim, heads, **options)
 
 
@@ -326,28 +311,24 @@ class EnergyAttention(nn.Module):
         y = W_o concatenate_h(q_h), or W_o concatenate_h(V_h q_h)
 
     One step with ``eta = 1`` is softmax attention with the keys as values. With ``eta <= 1`` no step
-    increases the energy, and the queries move towards its minima, which lie in the convex hull of the keys.
-    ``steps=None`` solves for a fixed point with implicit gradients. Self-attention has ``c = x``.
+    increases the energy, and the queries move towards its minima, in the convex hull of the keys.
 
-    Shapes: ``x`` (B, N, dim), ``context`` (B, M, context_dim) -> (B, N, dim).
+    Shapes: ``x`` (B, N, dim), ``context`` (B, M, context_dim) -> (B, N, dim). Self-attention has ``c = x``.
 
     Args:
         dim: features of x.
         context_dim: features of the context in cross-attention; None for self-attention.
-        heads: number of heads.
-        head_dim: features p of a head; None for ``dim / heads``.
+        heads, head_dim: number of heads, features p of a head; None for ``dim / heads``.
         beta: inverse temperature > 0, or one per head; None for ``1 / sqrt(p)``.
         steps: number of steps; None to solve for a fixed point with a :class:`implicit_attn.DEQ`. The
             fixed points depend only on the keys; the initial queries select a minimum, so the gradient of
             ``W_q``, and of x in cross-attention, is 0.
         step_size: eta > 0.
         values: None, or "after" for a learned matrix ``V_h`` (p, p) per head, initially the identity.
-            One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``;
-            several heads cannot invert their keys and learn V instead.
+            One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``.
         causal: whether token i attends only to ``j <= i`` in self-attention.
-        options: options of the ``DEQ`` if ``steps`` is None, such as ``tolerance`` or ``solver``; by default
-            L-BFGS with ``max_steps=200``. If there are several minima it may converge to another one than
-            ``solvers.Forward()``, which repeats the step.
+        options: options of the ``DEQ`` if ``steps`` is None; by default L-BFGS with ``max_steps=200``, which
+            may converge to another minimum than ``solvers.Forward()``, which repeats the step.
 
     Attributes:
         descent: the :class:`implicit_attn.updates.QueryDescent`.
@@ -419,16 +400,11 @@ class EnergyAttention(nn.Module):
         Args:
             x: (B, N, dim).
             context: (B, M, context_dim) in cross-attention, else None.
-            mask: bool (B, M), False at masked keys, which have no influence; in self-attention (M = N)
-                the output of masked tokens is 0. Or pairs (B, N, M) or (B, heads, N, M): bool, True if
-                query i may attend to key j, or floating-point and added to the scores, with -inf at
-                excluded pairs, as in torch's ``scaled_dot_product_attention``. Inf and NaN are detected
-                on a CPU only, because the check would wait for a GPU. A query without any key shrinks:
-                its output is 0 after a unit step.
-            return_trajectory: whether to return the trajectory, which needs an integer ``steps``.
-
-        Returns:
-            (B, N, dim), or a :class:`QueryTrajectory`.
+            mask: bool (B, M), False at masked keys; in self-attention (M = N) the output of masked tokens
+                is 0. Or pairs (B, N, M) or (B, heads, N, M): bool, True if query i may attend to key j, or
+                floating-point and added to the scores, with -inf at excluded pairs. A query without any key
+                shrinks: its output is 0 after a unit step.
+            return_trajectory: whether to return a :class:`QueryTrajectory`, which needs an integer ``steps``.
         """
         queries, given, tokens = self._queries_and_keys(x, context, mask)
         if require_flag("return_trajectory", return_trajectory):

@@ -74,33 +74,13 @@ class RecurrentBackbone(nn.Module):
         iterations: int | None = None,
         mask: Tensor | None = None,
         z0: Tensor | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the tokens after ``iterations`` of each layer, by default as many as in training.
 
-        ``z0`` is the initial state; None for the input.
+        ``z0`` is the initial state; None for the input. The state after each iteration is appended to a
+        list ``states``.
         """
-        return self._run(x, iterations, mask, None, z0)
-
-    def states(
-        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Return the input and the state after each iteration, (1 + layers * iterations, B, N, d)."""
-        states = [x]
-        self._run(x, iterations, mask, states)
-        return torch.stack(states)
-
-    def schedule(self, iterations: int) -> list[tuple[int, int]]:
-        """Return pairs (layer, iteration from 0) in the order of execution."""
-        return [(layer, k) for layer in range(len(self.layers)) for k in range(iterations)]
-
-    def _run(
-        self,
-        x: Tensor,
-        iterations: int | None,
-        mask: Tensor | None,
-        states: list[Tensor] | None,
-        z0: Tensor | None = None,
-    ) -> Tensor:
         count = self.iterations if iterations is None else require_count("iterations", iterations)
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         times = torch.arange(1, count + 1, device=x.device)
@@ -109,11 +89,20 @@ class RecurrentBackbone(nn.Module):
         z = hide(x, mask)
         contexts = [layer.context(z, times) for layer in self.layers]
         z = z if z0 is None else hide(z0, mask)
-        for layer, index in self.schedule(count):
-            z = self.layers[layer].advance(z, contexts[layer], index, mask)
-            if states is not None:
-                states.append(keep_masked(z, x, mask))
+        for layer, context in zip(self.layers, contexts, strict=True):
+            for index in range(count):
+                z = layer.advance(z, context, index, mask)
+                if states is not None:
+                    states.append(keep_masked(z, x, mask))
         return keep_masked(z, x, mask)
+
+    def states(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the input and the state after each iteration, (1 + layers * iterations, B, N, d)."""
+        states = [x]
+        self(x, iterations=iterations, mask=mask, states=states)
+        return torch.stack(states)
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}, beyond={self.beyond}"
@@ -395,11 +384,11 @@ class HyperSET(RecurrentBackbone):
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Trajectory:
         """Return states, energies and subspace features of the iterations from ``x`` (B, N, d)."""
-        count = self.iterations if iterations is None else iterations
-        states = self.states(x, iterations=count, mask=mask)
-        plan = self.schedule(count)
+        states = self.states(x, iterations=iterations, mask=mask)
+        count = (len(states) - 1) // len(self.layers)
+        plan = [(layer, index) for layer in self.layers for index in range(count)]
         rows = [
-            self.layers[layer].observe(z, index, mask)
+            layer.observe(z, index, mask)
             for z, (layer, index) in zip(states, [*plan, plan[-1]], strict=True)
         ]
         return Trajectory(states, *(torch.stack(column) for column in zip(*rows, strict=True)))
@@ -439,9 +428,11 @@ class HyperSETEquilibrium(nn.Module):
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Return the equilibrium, or the best state within ``iterations`` evaluations per sample."""
-        limit = {} if iterations is None else {"max_steps": iterations}
-        return self.layer(x, mask, **limit)
+        return self.layer(x, mask, **_limit(iterations))
+
+
+def _limit(iterations: int | None) -> dict[str, int]:
+    return {} if iterations is None else {"max_steps": iterations}
 
 
 class EquilibriumTransformer(nn.Module):
@@ -491,12 +482,10 @@ class EquilibriumTransformer(nn.Module):
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Return the tokens after the last block, each solved in at most ``iterations`` evaluations."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         padding = None if mask is None else ~mask
-        limit = {} if iterations is None else {"max_steps": iterations}
         for block in self.blocks:
-            x = block(x, src_key_padding_mask=padding, **limit)
+            x = block(x, src_key_padding_mask=padding, **_limit(iterations))
         return x
 
     def extra_repr(self) -> str:
@@ -556,12 +545,10 @@ class SpinTransformer(nn.Module):
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Return the tokens after the last module, each solved in at most ``iterations`` evaluations."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
-        limit = {} if iterations is None else {"max_steps": iterations}
         z = x
         for index, steady in enumerate(self.steady):
-            mean = steady(z, mask, **limit)
+            mean = steady(z, mask, **_limit(iterations))
             z = mean if self.outputs is None else z + self.outputs[index](mean)
         return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
 

@@ -160,17 +160,12 @@ class BoardUpdate(Update):
 
     Args:
         groups: cells of each group, integers in 0 .. cells - 1.
-        cells: number of cells N.
-        colours: number of colours q.
+        cells, colours: numbers of cells N and of colours q.
         features: number of features m of a cell and colour.
-        width: number of hidden units M.
+        width: number of hidden units M; not 3, the number of marks.
 
     Shapes: state (B, N, q, m); input x, the marks (B, N, q, 3), or the result of :meth:`prepare`,
     (B, N, q, M). The initial state is zero.
-
-    Raises:
-        TypeError, ValueError: if there is no group, a cell does not exist or is repeated in a group, or a
-            number is below 1; the width must not be 3, the number of marks.
 
     Source: message passing between variables and constraints with shared weights, as in Selsam et al.,
     "Learning a SAT solver from single-bit supervision" (2019), https://arxiv.org/abs/1802.03685, and
@@ -308,8 +303,8 @@ class BoardSolver(nn.Module):
     """A model that solves boards by repeating a :class:`BoardUpdate`.
 
     In training only the last ``window`` iterations have gradients, and each of them has logits. With random
-    numbers of iterations (``Recipe(iterations=(window, iterations))``) the model cannot know which iteration
-    is the last, so it learns to keep correct answers.
+    numbers of iterations the model cannot know which iteration is the last, so it learns to keep correct
+    answers.
 
     Args:
         groups: cells of each group, such as the result of :func:`learn_groups`.
@@ -411,8 +406,8 @@ class BoardSolver(nn.Module):
                 gradients, to a tolerance of 0.
 
         Returns:
-            A :class:`BoardSolution`. With "consistent" a board is STOPPED where it, or its accepted guess, is
-            consistent. Evaluations include those of all guesses. ``print`` draws the boards.
+            A :class:`BoardSolution`, which ``print`` draws. With "consistent" a board is STOPPED where it, or
+            its accepted guess, is consistent. Evaluations include those of all guesses.
 
         Raises:
             solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.

@@ -70,7 +70,7 @@ class ConvolutionalStem(nn.Module):
     """Embed images (B, C, S, S) as tokens (B, (S / patch)^2, dim) by convolutions.
 
     It applies a 3x3 convolution, a learned offset per pixel, GELU, and a convolution with stride ``patch``.
-    Because the offset precedes the nonlinearity, a token depends on the position of its pixels.
+    Since the offset precedes the nonlinearity, a token depends on the position of its pixels.
     """
 
     def __init__(self, channels: int, image_size: int, patch: int, dim: int) -> None:
@@ -252,15 +252,13 @@ class MaskedImageModel(nn.Module):
         x_i = mask token + position_i  of a masked patch
         predicted pixels of patch i = V LN(backbone(x)_i) + v
 
-    No norm precedes the backbone, because it would remove the brightness of a patch. A patch with a NaN
-    pixel is masked, and only its position reaches the backbone.
+    A patch with a NaN pixel is masked, and only its position reaches the backbone. No norm precedes the
+    backbone, because it would remove the brightness of a patch.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``; Hyper-SET's
             paper uses ``step_size="conditioned-input"`` here.
-        image_size: height = width S of an image, a multiple of ``patch``.
-        channels: number of channels C.
-        patch: height = width of a patch in pixels.
+        image_size, channels, patch: S, C, and the height = width of a patch, which divides S.
         positions: "learned" (added, initially N(0, 0.5^2)) or "sinusoidal" (``grid_positions``).
 
     Shapes: images (B, C, S, S) -> images (B, C, S, S), every patch predicted; :meth:`fill` keeps the

@@ -78,9 +78,7 @@ class SymbolModel(nn.Module):
     LayerNorm of the last state, with untied weights.
 
     Args:
-        vocabulary: number of symbols V.
-        dim: features d of a token.
-        length: context length n.
+        vocabulary, dim, length: numbers of symbols V and of features d of a token, context length n.
         dropout: dropout probability in training.
 
     Shapes: symbols (B, N), integers in 0 .. V - 1, N <= n -> logits (B, N, V); those at position i
@@ -152,8 +150,8 @@ class LanguageModel(SymbolModel):
         hidden: number of hidden units of the feed-forward part; None for 4 d.
         iterations: number of passes through all blocks with shared weights; more than one gives a looped
             transformer.
-        initial: initial weights: "gpt2" for N(0, 0.02^2), or "torch" for embeddings from N(0, 1/d) and
-            torch's default layers, which trains faster at small widths.
+        initial: "gpt2" for weights from N(0, 0.02^2), or "torch" for embeddings from N(0, 1/d) and torch's
+            default layers, which trains faster at small widths.
         form: further arguments of the attention form.
 
     Shapes: symbols (B, N) -> logits (B, N, V), causal.

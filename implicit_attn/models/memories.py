@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,12 +89,10 @@ class BinaryMemory(nn.Module):
 
         E(s) = -sum_mu F(y_mu),              s_i <- the sign with the lower energy
 
-    Both updates choose the sign of one spin with the lower energy, given all others; if both energies are
-    equal, the spin does not change. A sequential sweep never increases the energy.
+    If both energies are equal, the spin does not change. A sequential sweep never increases the energy.
 
     Args:
-        patterns: (P, N) floating-point, entries +1 and -1; copied. Half precision is used for storage only;
-            computations use float32.
+        patterns: (P, N) floating-point, entries +1 and -1; copied. Half precision is used for storage only.
         rule: ``"hebb"``, ``J = X^T X / N``, with a capacity of about 0.138 N random patterns;
             ``"pseudo-inverse"``, ``J = X^+ X``, the projection onto them, with a capacity below N;
             ``"pseudo-likelihood"``, J from 200 ascent steps on ``sum_i log p(s_i | others)``;
@@ -149,7 +147,7 @@ class BinaryMemory(nn.Module):
         """
         self._check(s)
         if self.couplings is not None:
-            couplings = self._wide_couplings()
+            couplings = self.couplings.to(accumulation_dtype(self.couplings.dtype))
             s = s.to(couplings.dtype)
             return -0.5 * (s @ couplings * s).sum(-1)
         y = s.double() @ self.patterns.double().mT
@@ -185,53 +183,42 @@ class BinaryMemory(nn.Module):
         """Return whether no spin would change, (B,) bool, for spins (B, N)."""
         self._check(s)
         s = s.to(accumulation_dtype(s.dtype))
-        couplings, noise = self._pairs()
-        if couplings is not None:
-            return (_sign(s @ couplings.mT, noise, s) == s).all(-1)
-        columns = self._wide().mT
-        y, stays = s @ columns, torch.ones(len(s), dtype=torch.bool, device=s.device)
-        for old, column in zip(s.mT, columns, strict=True):
-            stays &= self._dense_sign(y - torch.outer(old, column), column, old) == old
+        y, stays = s @ self._wide().mT, torch.ones(len(s), dtype=torch.bool, device=s.device)
+        for i, sign in enumerate(self._signs(s, y)):
+            stays &= sign == s[:, i]
         return stays
 
     def _wide(self) -> Tensor:
         """Return the patterns in the dtype of computations."""
         return self.patterns.to(accumulation_dtype(self.patterns.dtype))
 
-    def _wide_couplings(self) -> Tensor:
-        assert self.couplings is not None
-        return self.couplings.to(accumulation_dtype(self.couplings.dtype))
-
     def _sweep(self, s: Tensor) -> Tensor:
-        s, patterns, (couplings, noise) = s.clone(), self._wide(), self._pairs()
+        s, patterns = s.clone(), self._wide()
         y = s @ patterns.mT
-        for i in range(self.sites):
-            old = s[:, i]
-            if couplings is not None:
-                s[:, i] = _sign(s @ couplings[i], noise, old)
-                continue
-            column = patterns[:, i]
-            new = self._dense_sign(y - torch.outer(old, column), column, old)
-            y += torch.outer(new - old, column)
-            s[:, i] = new
+        for i, sign in enumerate(self._signs(s, y)):
+            y += torch.outer(sign - s[:, i], patterns[:, i])
+            s[:, i] = sign
         return s
 
-    def _pairs(self) -> tuple[Tensor | None, Tensor]:
-        """Return the couplings, and the largest size of a field that counts as zero."""
-        if self.couplings is None:
-            return None, self.patterns.new_zeros(())
-        couplings = self._wide_couplings()
-        largest = couplings.abs().sum(-1).amax()
-        return couplings, NOISE * torch.finfo(largest.dtype).eps * largest
-
-    def _dense_sign(self, rest: Tensor, column: Tensor, old: Tensor) -> Tensor:
-        """Return new signs (B,) of a spin with entries ``column`` (P,) and overlaps ``rest`` (B, P)."""
-        if self.rule == "exp":  # exp(rest + 1) - exp(rest - 1) is a multiple of exp(rest)
-            weight = rest.softmax(-1)
-        else:
-            weight = self._power((rest + 1) / self.sites) - self._power((rest - 1) / self.sites)
-        noise = NOISE * torch.finfo(rest.dtype).eps * weight.abs().sum(-1)
-        return _sign(weight @ column, noise, old)
+    def _signs(self, s: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """Yield the new sign (B,) of each spin, given s (B, N) and overlaps y (B, P), which may change."""
+        patterns, eps = self._wide(), NOISE * torch.finfo(y.dtype).eps
+        couplings = None if self.couplings is None else self.couplings.to(y.dtype)
+        largest = None if couplings is None else couplings.abs().sum(-1).amax()
+        for i, column in enumerate(patterns.mT):
+            old = s[:, i]
+            if couplings is not None and largest is not None:
+                field, size = s @ couplings[i], largest
+            else:
+                rest = y - torch.outer(old, column)
+                if self.rule == "exp":  # exp(rest + 1) - exp(rest - 1) is a multiple of exp(rest)
+                    weight = rest.softmax(-1)
+                else:
+                    above, below = (self._power((rest + e) / self.sites) for e in (1, -1))
+                    weight = above - below
+                field, size = weight @ column, weight.abs().sum(-1)
+            # If the field is zero up to rounding, the spin does not change.
+            yield torch.where(field.abs() <= eps * size, old, field.sign())
 
     def _power(self, y: Tensor) -> Tensor:
         y = y.clamp_min(0) if self.rectified else y
@@ -249,11 +236,6 @@ class BinaryMemory(nn.Module):
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}, rule={self.rule!r}"
-
-
-def _sign(field: Tensor, noise: Tensor, old: Tensor) -> Tensor:
-    """Return the sign of the field, or ``old`` where the field is zero up to rounding."""
-    return torch.where(field.abs() <= noise, old, field.sign())
 
 
 def check_rule(rule: object) -> str | int:
@@ -309,10 +291,8 @@ def fit_patterns(
     The method is expectation maximisation. With the attention ``p_mu(z) = softmax_mu(beta x_mu.z)`` and its
     averages over the data ``s_mu = <p_mu(z) z>``, a step solves ``w_mu x_mu = s_mu`` for all patterns with
     their weights ``w = softmax_mu(beta |x_mu|^2 / 2)``. Every third step starts from an extrapolation of the
-    last two, if the likelihood is higher there. No step decreases the likelihood.
-
-    The weights of the Gaussians depend on the norms of their centres, so the origin is a special point:
-    scale or shift data with very unequal norms.
+    last two, if the likelihood is higher there. The weights of the Gaussians depend on the norms of their
+    centres: scale or shift data with very unequal norms.
 
     Args:
         data: (n, d) floating-point.
@@ -326,9 +306,6 @@ def fit_patterns(
     Returns:
         A :class:`Fit` at a local maximum of the likelihood. Equal rows of ``start`` remain equal, so
         such a start converges to a saddle.
-
-    Raises:
-        TypeError, ValueError: if a shape, dtype or number is invalid, or data are not finite.
 
     Example:
         >>> memory = Hopfield(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), beta=4.0)

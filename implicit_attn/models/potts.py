@@ -7,9 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import minimize
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from implicit_attn.energies.spins import Couplings
 from implicit_attn.energies.tokens import check_tensor
@@ -98,13 +102,11 @@ class PottsModel(ConditionalModel):
 
     so the negative log pseudo-likelihood is convex, and its minimum recovers the couplings of a Potts
     model from enough samples. Terms of ``J_ij`` that depend on only one of the two colours are equivalent
-    to fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins``.
-
-    All parameters are initially 0, which means independent uniform sites. ``J_ij^{ab} = J_ji^{ba}`` always.
+    to fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins``. All parameters are
+    initially 0. ``J_ij^{ab} = J_ji^{ba}`` always.
 
     Args:
-        sites: number of sites N.
-        colours: number of colours d.
+        sites, colours: numbers of sites N and of colours d.
 
     Attributes:
         couplings: :class:`Couplings`; ``couplings.weight`` is J (N, N, d, d).
@@ -147,39 +149,25 @@ class FactoredAttention(ConditionalModel):
 
         logits_i = x_i + sum_h sum_j A^h_ij V^h S_j,    that is    J_ij = sum_h A^h_ij V^h
 
-    This is a Potts model of rank H: J rearranged as a matrix (N^2, d^2) is a sum over the heads. The weights
-    depend on scores ``a^h_ij``:
-
-    * ``rows="softmax"``: ``A^h_ij = softmax_{j != i}(a^h_ij)``. Every row sums to 1, so
-      ``sum_j J_ij`` is the same matrix for all sites, with any number of heads. This excludes couplings
-      of both signs and graphs with unequal degrees.
-    * ``rows="sink"``: an additional key with score 0 and value 0, so that rows sum to at most 1.
-    * ``rows="linear"``: ``A^h_ij = a^h_ij``, without constraints.
-
-    ``power=2`` squares the mixed values, which adds terms of three sites::
-
-        logits_i = x_i + sum_h W^h (sum_j A^h_ij V^h S_j)^2
-                 = x_i + sum_h sum_jk A^h_ij A^h_ik W^h (V^h S_j * V^h S_k)
-
-    The terms with j = k couple pairs. The conditionals of the sites are learned independently, so J is not
-    symmetric; ``zero_sum`` of ``implicit_attn.energies.spins`` averages both directions.
-
-    If all colours are equivalent at every site, as for the digits of Sudoku, freeze the fields
-    (``model.field.requires_grad_(False)``). Otherwise they overfit to few samples and impair the couplings.
-
-    The last factor (V, or W with ``power=2``) is initially 0, so all sites are independent.
+    This is a Potts model of rank H: J rearranged as a matrix (N^2, d^2) is a sum over the heads. J is not
+    symmetric, because the conditionals of the sites are learned independently; ``zero_sum`` of
+    ``implicit_attn.energies.spins`` averages both directions. If all colours are equivalent at every site, as
+    for the digits of Sudoku, freeze the fields (``model.field.requires_grad_(False)``), which would overfit.
 
     Args:
-        sites: number of sites N.
-        colours: number of colours d.
-        heads: number of heads H.
-        rows: "sink", "softmax" or "linear".
-        power: 1, or 2 for terms of three sites.
+        sites, colours, heads: numbers N, d and H.
+        rows: how weights follow from scores ``a^h_ij``. "softmax": ``A^h_ij = softmax_{j != i}(a^h_ij)``,
+            so ``sum_j J_ij`` is the same matrix for all sites, which excludes couplings of both signs and
+            graphs with unequal degrees. "sink": with an additional key with score 0 and value 0, so that
+            rows sum to at most 1. "linear": ``A^h_ij = a^h_ij``.
+        power: 1, or 2 to square the mixed values, which adds terms of three sites::
+
+            logits_i = x_i + sum_h W^h (sum_j A^h_ij V^h S_j)^2
 
     Attributes:
         scores: a (H, N, N); the diagonal has no effect.
-        values: V (H, d, d).
-        output: W (H, d, d), or None with ``power=1``.
+        values: V (H, d, d); initially 0 with ``power=1``.
+        output: W (H, d, d), initially 0, or None with ``power=1``.
         field: x (N, d).
 
     Source: Rende, Gerace, Laio, Goldt, "Mapping of attention mechanisms to a generalized Potts model"
@@ -220,33 +208,6 @@ class FactoredAttention(ConditionalModel):
         else:
             nn.init.normal_(self.values, std=self.colours**-0.5)
             nn.init.zeros_(self.output)
-
-    @classmethod
-    def from_couplings(cls, couplings: Tensor, heads: int) -> FactoredAttention:
-        """Return the best approximation of couplings by linear heads in the Frobenius norm.
-
-        The error is the tail ``sqrt(sum_{k > H} sigma_k^2)`` of the singular values of the couplings
-        rearranged as (N^2, d^2), the smallest possible for H heads.
-
-        Args:
-            couplings: J (N, N, d, d), floating-point, with ``J_ii = 0``.
-            heads: number of heads H <= min(N^2, d^2).
-        """
-        check_tensor("couplings", couplings, "N N d d")
-        if bool((couplings.diagonal() != 0).any()):
-            raise ValueError("couplings must have zero blocks J_ii, got nonzero blocks")
-        n, d = couplings.shape[0], couplings.shape[2]
-        if require_count("heads", heads) > min(n * n, d * d):
-            raise ValueError(f"heads must be <= {min(n * n, d * d)}, got {heads}")
-        u, sigma, v = torch.linalg.svd(
-            couplings.detach().reshape(n * n, d * d), full_matrices=False
-        )
-        model = cls(n, d, heads, rows="linear").to(couplings.device, couplings.dtype)
-        root = sigma[:heads, None].sqrt()
-        with torch.no_grad():
-            model.scores.copy_((root * u.T[:heads]).view(heads, n, n))
-            model.values.copy_((root * v[:heads]).view(heads, d, d))
-        return model
 
     def attention(self) -> Tensor:
         """Return the weights A (H, N, N), zero on the diagonal."""
@@ -439,42 +400,34 @@ def _run_lbfgs(
 ) -> PseudoLikelihoodFit:  # fmt: skip
     losses, kept = list[float](), copy.deepcopy(model.state_dict())
 
-    def measure() -> tuple[Tensor, float]:
-        """Return the objective and the largest entry of its gradient."""
-        model.zero_grad()
+    def measure(x: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the objective and its gradient at the parameters x."""
+        parts = torch.from_numpy(x).split([each.numel() for each in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data.copy_(part.view_as(parameter))
         loss = _objective(model, states, l2)
-        loss.backward()
-        found = [p.grad.abs().max() for p in parameters if p.grad is not None]
-        return loss.detach(), float(torch.stack(found).max())
+        slopes = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        return float(loss.detach()), parameters_to_vector(slopes).double().cpu().numpy()
 
-    def closure() -> Tensor:
-        loss, largest = measure()
-        losses.append(float(loss))
-        watch(len(losses), losses[-1])
-        if math.isfinite(losses[-1]) and math.isfinite(largest):
-            return loss
-        # An infinite loss makes the line search step back, while NaN would propagate.
-        model.zero_grad()
-        return torch.full_like(loss, math.inf)
+    def note(x: np.ndarray) -> tuple[float, np.ndarray]:
+        loss, slope = measure(x)
+        losses.append(loss)
+        watch(len(losses), loss)
+        return loss, slope
 
-    _, start = measure()
-    optimizer = torch.optim.LBFGS(
-        parameters, max_iter=limit, max_eval=25 * limit, tolerance_grad=tolerance * start,
-        tolerance_change=0.0, history_size=LBFGS_MEMORY, line_search_fn="strong_wolfe",
-    )  # fmt: skip
-    try:
-        optimizer.step(closure)  # type: ignore[arg-type]
-        _, end = measure()
-    except (RuntimeError, ArithmeticError, IndexError):
-        # The line search fails for values out of range.
-        if all(map(math.isfinite, losses)):
-            raise
-        end = math.nan
-    model.zero_grad()
-    steps = int(optimizer.state[parameters[0]].get("n_iter", 0))
-    if not math.isfinite(end) or not math.isfinite(start):
+    start = parameters_to_vector(parameters).detach().double().cpu().numpy()
+    first = float(np.abs(measure(start)[1]).max())
+    options = {
+        "maxiter": limit, "maxfun": 25 * limit, "maxcor": LBFGS_MEMORY, "ftol": 0.0,
+        "gtol": tolerance * first,
+    }  # fmt: skip
+    found: Any = minimize(note, start, jac=True, method="L-BFGS-B", options=options)
+    end = float(np.abs(measure(found.x)[1]).max())
+    if not math.isfinite(end) or not math.isfinite(first):
         model.load_state_dict(kept)
-        return PseudoLikelihoodFit("nonfinite", tuple(losses), steps, math.nan)
-    relative = end / start if start > 0 else 0.0
-    status = "converged" if relative <= tolerance else "max_steps" if steps >= limit else "stalled"
-    return PseudoLikelihoodFit(status, tuple(losses), steps, relative)
+        return PseudoLikelihoodFit("nonfinite", tuple(losses), found.nit, math.nan)
+    relative = end / first if first > 0 else 0.0
+    status = (
+        "converged" if relative <= tolerance else "max_steps" if found.nit >= limit else "stalled"
+    )
+    return PseudoLikelihoodFit(status, tuple(losses), found.nit, relative)

@@ -57,8 +57,7 @@ class SpinClassifier(TokenClassifier):
 
     Args:
         channels, classes: number of image channels and of classes.
-        dim: number of components d of a site.
-        hidden: number of hidden units of the correction network f.
+        dim, hidden: numbers of components d of a site and of hidden units of the correction network f.
         widths: numbers of channels of the stem's first three convolutions.
         bound: bound on the spectral norm of J, or None.
         layer: further options of :class:`DEQ`.
