@@ -156,6 +156,27 @@ class Completion(Task):
         }
 
 
+def by_givens(
+    boards: Boards, numbers: Sequence[int], generator: torch.Generator, option: str, most: int | None = None
+) -> dict[int, Boards]:  # fmt: skip
+    """Return up to ``most`` puzzles for each number of givens, with further cells of their solutions.
+
+    Puzzles that have more givens to begin with are left out; generated ones have about 24.
+    """
+    (puzzles, solutions), sets = boards, dict[int, Boards]()
+    for number in sorted(set(numbers)):
+        few = ((puzzles != 0).sum(1) <= number).nonzero()[:most, 0]
+        if len(few):
+            revealed = reveal_up_to(puzzles[few], solutions[few], number, generator)
+            sets[number] = revealed, solutions[few]
+    if not sets:
+        least = int((puzzles != 0).sum(1).min())
+        raise SystemExit(
+            f"--{option} must be at least {least} for these puzzles, got {max(numbers)}"
+        )
+    return sets
+
+
 def solved(digits: Tensor, boards: Boards) -> Tensor:
     """(B,) bool: all unknown cells are as in the solutions."""
     right, unknown = board_counts(digits, *boards)

@@ -29,26 +29,21 @@ LENGTH, LOOPS = 32, 4  # of text: tokens of a window; steps of all of them
 class Energy(NamedTuple):
     r"""Free energies of single tokens z (B, N, d) among tokens h (B, M, d) that are held ::
 
-        elastic:  F_i = -T log sum_j exp(-|W1 z_i - W2 h_j|^2 / (2T))
-        inner:    F_i = -T log sum_j exp(W1 z_i . W2 h_j / T)
+        F_i = -T log sum_j exp(-|W1 z_i - W2 h_j|^2 / (2T))
 
     With ``q = W1 z``, ``k = W2 h``, weights P and ``m = sum_j P_j k_j`` the gradients are local ::
 
-        elastic:  dF/dz = W1^T (q - m),   dF/dW1 = (q - m) z^T,   dF/dW2 = -sum_j P_j (q - k_j) h_j^T
-        inner:    dF/dz = -W1^T m,        dF/dW1 = -m z^T,        dF/dW2 = -sum_j P_j q h_j^T
+        dF/dz = W1^T (q - m),   dF/dW1 = (q - m) z^T,   dF/dW2 = -sum_j P_j (q - k_j) h_j^T
 
     ``causal``: token i sees ``j <= i`` only.
     """
 
-    elastic: bool = True
     causal: bool = False
 
     def scores(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        """q, k and the scores (B, N, M), of the elastic energy without what is constant in a row."""
+        """Return q, k and the scores (B, N, M), without a term that is constant in a row."""
         q, k = z @ query.mT, h @ key.mT
-        scores = q @ k.mT
-        if self.elastic:
-            scores = scores - 0.5 * k.square().sum(-1).unsqueeze(-2)
+        scores = q @ k.mT - 0.5 * k.square().sum(-1).unsqueeze(-2)
         if self.causal:
             earlier = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
             scores = scores.masked_fill(~earlier, -torch.inf)
@@ -58,24 +53,20 @@ class Energy(NamedTuple):
         """The mean of F_i."""
         q, _, scores = self.scores(z, h, query, key)
         energy = -TEMPERATURE * torch.logsumexp(scores, dim=-1)
-        return (energy + 0.5 * q.square().sum(-1) if self.elastic else energy).mean()
+        return (energy + 0.5 * q.square().sum(-1)).mean()
 
     def by_state(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """dF_i/dz_i, differentiable."""
         q, k, scores = self.scores(z, h, query, key)
-        pull = torch.softmax(scores, dim=-1) @ k
-        return (q - pull if self.elastic else -pull) @ query
+        return (q - torch.softmax(scores, dim=-1) @ k) @ query
 
     @torch.no_grad()
     def by_weights(self, z: Tensor, h: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the sum of F_i by W1 and W2."""
         q, k, scores = self.scores(z, h, query, key)
         weights = torch.softmax(scores, dim=-1)
-        force, pulled = -(weights @ k), weights.mT @ q
-        if self.elastic:
-            force = force + q
-            pulled = pulled - weights.sum(-2).unsqueeze(-1) * k
-        by_query = torch.einsum("bnp,bnd->pd", force, z)
+        pulled = weights.mT @ q - weights.sum(-2).unsqueeze(-1) * k
+        by_query = torch.einsum("bnp,bnd->pd", q - weights @ k, z)
         return by_query, -torch.einsum("bmp,bmd->pd", pulled, h)
 
 
@@ -105,14 +96,12 @@ def descend(adam: torch.optim.Adam, outputs: Tensor, targets: Tensor) -> None:
     adam.step()
 
 
-def learn_digits(
-    data: ImageData, rule: str, epochs: int, seed: int, elastic: bool = True, records: int = RECORDS
-) -> Table:
+def learn_digits(data: ImageData, rule: str, epochs: int, seed: int) -> Table:
     """Each sample's state makes one step an epoch and lasts; the local rule moves W at these states.
 
     Back-propagation runs DEPTH steps from zero instead, in batches.
     """
-    energy, unit = Energy(elastic), torch.eye(DIM)  # W1
+    energy, unit = Energy(), torch.eye(DIM)  # W1
     g = torch.Generator().manual_seed(seed)
     patches = [F.unfold(images, 2, stride=2).mT for images in (data.train_images, data.test_images)]
     embed, place = torch.randn(4, DIM, generator=g) / 2, torch.randn(16, DIM, generator=g)
@@ -141,7 +130,7 @@ def learn_digits(
                 key = key - 0.1 / len(z) * energy.by_weights(z, tokens, unit, key)[1]
             descend(adam, z[:, 0] @ readout, data.train_labels)
         decay.step()
-        if epoch % math.ceil(epochs / records) == 0 or epoch in (1, epochs):
+        if epoch % math.ceil(epochs / RECORDS) == 0 or epoch in (1, epochs):
             with torch.no_grad():
                 steps = DEPTH if rule == BACKWARD else min(epoch, TEST_STEPS)
                 z = states(tokens, steps) if rule == BACKWARD else z
@@ -155,16 +144,13 @@ def learn_digits(
     return table
 
 
-def learn_text(
-    data: TextData, rule: str, steps: int, seed: int, learn_query: bool = True, loops: int = LOOPS
-) -> Table:
+def learn_text(data: TextData, rule: str, steps: int, seed: int, loops: int = LOOPS) -> Table:
     """Predict the next symbol after ``loops`` steps of all tokens; the local rule learns at their ends."""
     energy, symbols = Energy(causal=True), len(data.alphabet)
     g = torch.Generator().manual_seed(seed)
     embedding = torch.randn(symbols, DIM, generator=g)
     key, query = (w.clone() for w in torch.randn(2, DIM, DIM, generator=g) / DIM**0.5)
     readout = 0.1 * torch.randn(DIM, symbols, generator=g)
-    query = query if learn_query else torch.eye(DIM)
     learned = [query, key] if rule == BACKWARD else []
     adam, decay = learner(readout, 0.1, steps, *learned, by=0.01)
 
@@ -190,7 +176,7 @@ def learn_text(
             if rule == LOCAL:
                 by_query, by_key = energy.by_weights(z, z, query, key)
                 key = key - 0.3 / inputs.numel() * by_key
-                query = query - learn_query * 0.3 / inputs.numel() * by_query
+                query = query - 0.3 / inputs.numel() * by_query
             decay.step()
         if step % math.ceil(steps / RECORDS) == 0 or step == steps:
             with torch.no_grad():
@@ -206,31 +192,27 @@ def local_learning(
     epochs: int = 200,  # epochs on digits of the local rule and of fixed weights
     passes: int = 60,  # epochs on digits of back-propagation
     steps: int = 400,  # training steps on the text
-    inner: int = 12,  # epochs of the inner energy, which is unbounded below and diverges
     text: str = HELP,  # text: python-help, austen, or the path of a UTF-8 file
     seed: int = 0,  # random seed of embeddings, weights and batches
 ) -> Result:
     images, words = load_digits(), load_text(text)
-    tables: dict[str, Table] = {"digits": [], "text": [], "text-keys": []}
+    tables: dict[str, Table] = {"digits": [], "text": []}
     for rule in RULES:
         rounds = passes if rule == BACKWARD else epochs
         tables["digits"] += learn_digits(images, rule, rounds, seed)
         tables["text"] += learn_text(words, rule, steps, seed)
-        # Which weights are learned matters: with W1 the identity the order is another one.
-        if rule != BACKWARD:
-            tables["text-keys"] += learn_text(words, rule, steps, seed, learn_query=False)
     tables["text-token"] = learn_text(words, FIXED, steps, seed, loops=0)
-    tables["inner"] = learn_digits(images, LOCAL, inner, seed, elastic=False, records=inner)
     ends: Table = []
     for task, name in {
-        "digits": "digits", "text": "text", "text, W1 = I": "text-keys",
-        "text, no attention": "text-token", "digits, inner energy": "inner",
-    }.items():  # fmt: skip
+        "digits": "digits",
+        "text": "text",
+        "text, no attention": "text-token",
+    }.items():
         measure = "loss" if "text" in name else "test_accuracy"
         for row in {row["rule"]: row for row in tables[name]}.values():  # the last of each rule
             new = {"task": task} | {key: row[key] for key in ("rule", "free_energy", "spread")}
             ends.append(new | {"measure": measure.replace("_", " "), "value": row[measure]})
-    bars = {"without attention": ends[-2]["value"], "counts of pairs": ngram_loss(words, 2)}
+    bars = {"without attention": ends[-1]["value"], "counts of pairs": ngram_loss(words, 2)}
     digits, text_rows = tables["digits"], tables["text"]
 
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.4), dpi=90)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from board_tasks import by_givens
 from matplotlib.figure import Figure
 from runner import Result, Table, columns, legend_below, run
 from sudoku_graph import HEAD, POTTS, couplings_of, fitted, solved_boards
@@ -145,15 +146,8 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
             further = sudoku.SudokuSymmetries()(minimal[index], solutions[index], symmetric)
             minimal = torch.cat([minimal, further[0]])
             solutions = torch.cat([solutions, further[1]])
-    sets = {}
-    for number in sorted(set(clues)):
-        few = (minimal != 0).sum(1) <= number
-        if few.any():
-            puzzles = sudoku.reveal_up_to(minimal[few], solutions[few], number, generator)
-            sets[str(number)] = puzzles, solutions[few]
-    if not sets:
-        least = int((minimal != 0).sum(1).min())
-        raise SystemExit(f"--clues must be at least {least} for these puzzles, got {max(clues)}")
+    found = by_givens((minimal, solutions), clues, generator, "clues")
+    sets = {str(number): boards for number, boards in found.items()}
     sets[MIXED] = sudoku.reveal(minimal, solutions, more, generator), solutions
     return Boards(name, learned, sets)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from board_tasks import solved_after
+from board_tasks import by_givens, solved_after
 from matplotlib.animation import FuncAnimation
 from runner import Result, Table, run
 from torch import Tensor
 from train_boards import load_solver
 
-from implicit_attn.data import board_counts, load_sudoku, resolve_source, reveal_up_to
+from implicit_attn.data import board_counts, load_sudoku, resolve_source
 from implicit_attn.demo.boards import Frame, draw_frame, frames_of
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # multiples of the iterations of training
@@ -70,15 +70,8 @@ def sudoku_solver(
     data = load_sudoku(*counts, source=source, more=0, seed=drawn)
     generator, table = torch.Generator().manual_seed(seed), Table()
     marks = [max(1, round(times * model.iterations)) for times in TIMES]
-    sets = []
-    for number in sorted(set(givens)):
-        there = ((data.test_puzzles != 0).sum(1) <= number).nonzero()[:boards, 0]
-        if len(there):  # generated puzzles have more than 17
-            puzzles, solutions = data.test_puzzles[there], data.test_solutions[there]
-            sets.append((number, reveal_up_to(puzzles, solutions, number, generator), solutions))
-    if not sets:
-        least = int((data.test_puzzles != 0).sum(1).min())
-        raise SystemExit(f"--givens must be at least {least} for these puzzles, got {max(givens)}")
+    found = by_givens((data.test_puzzles, data.test_solutions), givens, generator, "givens", boards)
+    sets = [(number, *pair) for number, pair in found.items()]
     for number, puzzles, solutions in sets:
         shares = solved_after(model, (puzzles, solutions), marks)
         pairs = zip(marks, shares, strict=True)

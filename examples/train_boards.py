@@ -27,12 +27,12 @@ import lightning_fabric
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from board_tasks import Boards, CarriedStates, Completion, row_of
+from board_tasks import Boards, CarriedStates, Completion, by_givens, row_of
 from options import Backbone, refuse
 from runner import STYLE, Table
 from training import Training
 
-from implicit_attn.data import load_sudoku, read_list, resolve_source, reveal_up_to
+from implicit_attn.data import load_sudoku, read_list, resolve_source
 from implicit_attn.data.files import find, missing
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
 from implicit_attn.studies import write_table
@@ -122,13 +122,10 @@ def puzzles_of(options: Sudoku, more: int | None) -> Any:
 def held_out(options: Sudoku) -> dict[str, Boards]:
     """Test puzzles and solutions by their number of givens, and mixed."""
     few, mixed = puzzles_of(options, 0), puzzles_of(options, None)
-    generator, sets = torch.Generator().manual_seed(options.seed), {}
-    for number in GIVENS:
-        there = ((few.test_puzzles != 0).sum(1) <= number).nonzero()[: options.boards, 0]
-        if len(there) > 0:  # generated puzzles have more than 17
-            puzzles, solutions = few.test_puzzles[there], few.test_solutions[there]
-            puzzles = reveal_up_to(puzzles, solutions, number, generator)
-            sets[f"{number} givens"] = puzzles, solutions
+    generator = torch.Generator().manual_seed(options.seed)
+    few_boards = few.test_puzzles, few.test_solutions
+    found = by_givens(few_boards, GIVENS, generator, "givens", options.boards)
+    sets = {f"{number} givens": boards for number, boards in found.items()}
     least, most = (mixed.test_puzzles != 0).sum(1).aminmax()
     mixed_part = mixed.test_puzzles[: options.boards], mixed.test_solutions[: options.boards]
     return sets | {f"{least} to {most} givens": mixed_part}

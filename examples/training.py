@@ -159,9 +159,8 @@ class Training:
         self.fabric.save(self.path.with_suffix(".part"), self._parts() | kept)
         if self.fabric.global_rank == 0:
             self.path.with_suffix(".part").replace(self.path)
-            spent = self.history[-1].get("evaluations") if self.history else None
-            settings = self.settings | ({} if spent is None else {"evaluations": spent})
-            save_model(self.folder / "weights.safetensors", self.averaged or self.model, settings)
+            if self.step < self.steps:  # weights.safetensors stands for a whole training
+                self._write_weights("unfinished.safetensors")
             if self.history:
                 with (self.folder / "history.csv").open("w", newline="") as file:
                     writer = csv.DictWriter(file, list(self.history[0]))
@@ -191,12 +190,21 @@ class Training:
             self.save()
             if time.perf_counter() - start > 60 * options.minutes and self.step < self.steps:
                 self.fabric.print(
-                    f"stopped after {self.step} of {self.steps} steps: --resume goes on"
+                    f"stopped after {self.step} of {self.steps} steps: --resume goes on; the weights so "
+                    f"far are in {self.folder}/unfinished.safetensors"
                 )
                 return False
         if self.averaged is not None:
             self.model.load_state_dict(self.averaged.state_dict())
+        if rank == 0:
+            self._write_weights("weights.safetensors")
+            (self.folder / "unfinished.safetensors").unlink(missing_ok=True)
         return True
+
+    def _write_weights(self, name: str) -> None:
+        spent = self.history[-1].get("evaluations") if self.history else None
+        settings = self.settings | ({} if spent is None else {"evaluations": spent})
+        save_model(self.folder / name, self.averaged or self.model, settings)
 
     def _step(self, epoch: int, batch: int, index: Tensor) -> None:
         options, fabric, rank = self.options, self.fabric, self.fabric.global_rank

@@ -15,10 +15,8 @@ from torch import Tensor
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
-# timm, torchmetrics and transformers import torchvision. That of PyPI is compiled for torch with CUDA; beside
-# the wheel of torch for CPUs its library does not load, and its import fails at shape functions for two
-# operators that are then unknown ("operator torchvision::nms does not exist"). Nothing here calls them, so
-# their schemas are enough. With a torchvision that fits its torch this does nothing.
+# timm and transformers import torchvision. Next to torch for CPUs, the torchvision of PyPI does not load, and
+# its import fails at two operators. Nothing here calls them, so their schemas are enough.
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -96,8 +94,6 @@ def test_timm(capsys: pytest.CaptureFixture[str]) -> None:
         assert weight.requires_grad or torch.equal(weight, vit.state_dict()[name])
     moving = {name.split(".")[0] for name, p in parameters.items() if p.requires_grad}
     assert moving == {"blocks", "norm", "head"}
-    assert mixed(images()).shape == (3, 10)
-    assert mixed.forward_features(images()).shape == (3, 17, 48)
     mixed(images()).sum().backward()
     trained = [p for p in mixed.blocks[-1].parameters() if p.requires_grad]
     assert trained and all(p.grad is not None and p.grad.isfinite().all() for p in trained)
@@ -193,18 +189,3 @@ def test_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {"each node alone", "graph"}
     assert found["graph"] > found["each node alone"] + 0.1
     assert "of the edges within a class" in capsys.readouterr().out
-
-
-def test_nodes_see_their_neighbours_alone() -> None:
-    module = example("graph_nodes")
-    torch.manual_seed(0)
-    model = module.NodeClassifier(4, 3, 8, "self").double().eval()
-    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])  # a path 0 -> 1 -> 2 -> 3 -> 4
-    excluded = torch.ones(5, 5, dtype=torch.bool).fill_diagonal_(False)
-    excluded[edge_index[1], edge_index[0]] = False
-    model.blocks = model.blocks[:1]
-    x = torch.randn(5, 4, dtype=torch.float64)
-    slopes: Any = torch.autograd.functional.jacobian(lambda x: model(x, excluded), x)
-    reached = slopes.abs().sum((1, 3)) > 0
-    # The keys of a block are made of its input: one block reaches one step.
-    assert torch.equal(reached, ~excluded)
