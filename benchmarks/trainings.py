@@ -6,8 +6,7 @@
     python benchmarks/trainings.py equilibrium [--size small] [--rows drawn] [--rates 1e-2] [--seeds 3]
 
 Every run is a script ``examples/train_*.py`` with the words of a row, a process in a folder of its own,
-several at a time; a command that was interrupted goes on where it stopped, and ``--no-train`` only shows
-what is done.
+several at a time; a command that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Run:
         return [*self.words, "--seed", str(self.seed), "--accelerator", DEVICE]
 
 
-def perform(runs: Sequence[Run], out: Path, workers: int, train: bool = True) -> list[Run]:
+def perform(runs: Sequence[Run], out: Path, workers: int) -> list[Run]:
     """Train what is missing, ``workers`` processes of one thread at a time; the runs that are done.
 
     Raises:
@@ -79,7 +78,7 @@ def perform(runs: Sequence[Run], out: Path, workers: int, train: bool = True) ->
     pool = ThreadPoolExecutor(workers)
     try:
         missing = [run for run in runs if not (run.folder(out) / WEIGHTS).exists()]
-        for told in pool.map(lambda run: _train(run, out), missing if train else []):
+        for told in pool.map(lambda run: _train(run, out), missing):
             print(f"{time.perf_counter() - start:6.0f} s  {told}", file=sys.stderr, flush=True)
     finally:  # after Ctrl-C, which the processes have received too, they save where they are
         pool.shutdown(cancel_futures=True)
@@ -118,14 +117,13 @@ def parameters(folder: Path) -> int:
 
 # --- images: Hyper-SET, its equilibrium and rivals of the same size and effort ---------------------------
 
-# The words that make the parameters of all about as many, and the accuracies published with Hyper-SET
-# (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646): width 384, 200 epochs.
-BACKBONES: dict[str, tuple[tuple[str, ...], str]] = {
-    "hyperset": ((), "88.89 % (0.96 M)"),
-    "hyperset-equilibrium": ((), "-"),
-    "transformer": ((), "89.90 % (1.79 M)"),
-    "energy-transformer": (("--width", "660"), "75.98 %"),
-    "crate": (("--dim", "80"), "86.97 %"),
+# The words that make the parameters of all about as many.
+BACKBONES: dict[str, tuple[str, ...]] = {
+    "hyperset": (),
+    "hyperset-equilibrium": (),
+    "transformer": (),
+    "energy-transformer": ("--width", "660"),
+    "crate": ("--dim", "80"),
 }
 MASKED = ("deq-transformer", "transformer", "hyperset", "energy-transformer")
 
@@ -138,9 +136,8 @@ def cifar10(
     logistic: bool = False,
     workers: int = 2,
     out: Path = Path("runs/cifar10"),
-    train: bool = True,
 ) -> None:
-    """CIFAR-10 on a CPU: accuracies of 10,000 test images with 1, 2 and 4 times training's iterations.
+    """CIFAR-10 on a CPU: accuracies of 10,000 test images with 1 and 4 times training's iterations.
 
     All train with the same batches of the same augmented images, rate and schedule. An equilibrium is
     solved by plain iteration with at most as many evaluations.
@@ -150,7 +147,6 @@ def cifar10(
         logistic: only logistic regression on the pixels.
         workers: processes at a time.
         out: folder of the runs.
-        train: what is missing.
     """
     if logistic:
         right = logistic_accuracy(load("cifar10").first(limit))
@@ -158,31 +154,29 @@ def cifar10(
         return
     shared = ("--data", "cifar10", "--epochs", str(epochs), "--limit", str(limit))
     runs = [
-        Run(row, seed, (IMAGES, "--model", row, *shared, *BACKBONES[row][0]), "cifar10")
+        Run(row, seed, (IMAGES, "--model", row, *shared, *BACKBONES[row]), "cifar10")
         for seed in range(seeds)
         for row in rows
     ]
     found: dict[str, dict[str, Any]] = {}
-    for run in perform(runs, out, workers, train):
+    for run in perform(runs, out, workers):
         row = found.setdefault(run.row, {"model": run.row})
         for key, value in accuracies(run.folder(out)).items():
             row[key] = f"{row[key]} {value}" if key in row and key != "parameters" else value
-    print(table([row | {"published": BACKBONES[name][1]} for name, row in found.items()]))
+    print(table(list(found.values())))
 
 
 def accuracies(folder: Path) -> dict[str, str]:
-    """Accuracies of a trained model, and what its training took."""
+    """Accuracies of a trained model after training's iterations and after 4 times as many."""
     subject = studies.open_subject(folder / WEIGHTS)
-    found = {"parameters": f"{parameters(folder):,}", "iterations": str(subject.trained)}
-    numbers = [times * subject.trained for times in (1, 2, 4)]
+    numbers = [times * subject.trained for times in (1, 4)]
     if subject.recurrence is not None:
         rows = studies.accuracy_by_iterations(subject, numbers)
     else:
         solver = studies.solver_choices(subject.layer)["forward"]
         rows = studies.accuracy_by_evaluations(subject, numbers, *solver)
-    for times, row in zip((1, 2, 4), rows, strict=True):
-        found[f"{times}x, %"] = f"{100 * row['accuracy']:.2f}"
-    return found | {"minutes": f"{sum(row['seconds'] for row in history(folder)) / 60:.1f}"}
+    once, more = (f"{100 * row['accuracy']:.2f}" for row in rows)
+    return {"parameters": f"{parameters(folder):,}", "1x, %": once, "4x, %": more}
 
 
 def logistic_accuracy(data: ImageData) -> float:
@@ -209,7 +203,6 @@ def masked(
     limit: int | None = None,
     workers: int = 2,
     out: Path = Path("runs/masked"),
-    train: bool = True,
 ) -> None:
     """Error of hidden patches with 1/4 to 4 times training's iterations, beside simple fillings.
 
@@ -218,7 +211,6 @@ def masked(
         limit: training images.
         workers: processes at a time.
         out: folder of the runs, of their tables and figure.
-        train: what is missing.
     """
     shared = ["--data", data]
     for name, value in (("--epochs", epochs), ("--limit", limit)):
@@ -228,7 +220,7 @@ def masked(
         for seed in range(seeds)
         for row in rows
     ]
-    folders = [str(run.folder(out)) for run in perform(runs, out, workers, train)]
+    folders = [str(run.folder(out)) for run in perform(runs, out, workers)]
     program = ROOT / "examples" / "masked_images.py"
     words = [sys.executable, str(program), "--runs", *folders, "--out", str(out)]
     raise SystemExit(subprocess.run(words, check=False).returncode)
@@ -291,7 +283,6 @@ def forms(
     figure: Path | None = None,
     workers: int = 2,
     out: Path = Path("runs/language-forms"),
-    train: bool = True,
 ) -> None:
     """Attention as steps of descent: the forms and their controls, 137 minutes of one core.
 
@@ -306,9 +297,8 @@ def forms(
         figure: draw the curves to this file (PNG).
         workers: processes at a time.
         out: folder of the runs.
-        train: what is missing.
     """
-    done = perform(plan(text, size, rows, seeds, steps), out, workers, train)
+    done = perform(plan(text, size, rows, seeds, steps), out, workers)
     losses = {run: read_losses(run.folder(out)) for run in done}
     for each in dict.fromkeys(run.size for run in done):
         print(table(lines(losses, each, out)), end="\n\n")
@@ -416,7 +406,6 @@ def equilibrium(
     steps: int = 1200,
     workers: int = 2,
     out: Path = Path("runs/language-equilibrium"),
-    train: bool = True,
 ) -> None:
     """One block at its fixed point, beside stacks of blocks.
 
@@ -430,7 +419,6 @@ def equilibrium(
         rates: learning rates in place of each row's own.
         workers: processes at a time.
         out: folder of the runs.
-        train: what is missing.
     """
     dim, length, batch = WINDOWS[size]
     words = (LANGUAGE, "--text", text, "--dim", dim, "--length", length, "--dropout", "0")
@@ -441,14 +429,14 @@ def equilibrium(
         for row in rows
         for rate in rates or BLOCKS[row][1]
     ]
-    done = perform(runs, out, workers, train)
+    done = perform(runs, out, workers)
     lines = []
     for name in dict.fromkeys(run.row for run in done):
         found = [judged(run.folder(out), text) for run in done if run.row == name]
         row: dict[str, Any] = {"model": name, "parameters": f"{found[0]['parameters']:,.0f}"}
         row["mean"] = f"{mean(each['12'] for each in found):.4f}"
-        for key, form in (("12", ".4f"), ("24", ".4f"), ("48", ".4f"), ("residual", ".0e")):
-            row[key] = " ".join(f"{each[key]:{form}}" for each in found if key in each)
+        for key in map(str, NUMBERS):
+            row[key] = " ".join(f"{each[key]:.4f}" for each in found if key in each)
         lines.append(row | {"seconds": f"{mean(each['seconds'] for each in found):.0f}"})
     print(table(lines))
 
@@ -470,10 +458,6 @@ def judged(folder: Path, text: str) -> dict[str, float]:
             for inputs, targets in zip(*tests, strict=True)
         ]
         found[str(number)] = sum(total for total, _ in sums) / sum(terms for _, terms in sums)
-    if isinstance(model, EquilibriumLanguageModel) and solved:
-        tokens = model.tokens(tests[0][0])
-        z, after = (model.mix(tokens, number) for number in (NUMBERS[-1], NUMBERS[-1] + 1))
-        found["residual"] = ((after - z).norm() / after.norm()).item()
     return found | {"seconds": sum(row["seconds"] for row in history(folder))}
 
 

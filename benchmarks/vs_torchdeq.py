@@ -115,25 +115,18 @@ def part_batch() -> None:
         billed[0] += len(z)
         return eigenvalues * z + x
 
-    def total(rows: slice, solver: solvers.Solver) -> int:
-        billed[0] = 0
-        part = x[rows]
-        options: Any = {"tolerance": solvers.Tolerance(1e-6), "max_steps": 500, "adjoint": None}
-        start = torch.zeros_like(part)
-        solvers.fixed_point(f, start, (part, eigenvalues[rows]), solver=solver, **options)
-        return billed[0]
-
     rows = []
+    options: Any = {"tolerance": solvers.Tolerance(1e-6), "max_steps": 500, "adjoint": None}
     for solver in (solvers.Anderson(), solvers.Broyden(), solvers.Forward()):
-        together = total(slice(None), solver)
-        alone = sum(total(slice(i, i + 1), solver) for i in range(64))
+        billed[0] = 0
+        solvers.fixed_point(f, torch.zeros_like(x), (x, eigenvalues), solver=solver, **options)
+        together = billed[0]
         name = {"Anderson": "anderson", "Broyden": "broyden", "Forward": "fixed_point_iter"}
         theirs = name[type(solver).__name__]
         billed[0] = 0
         limits: Any = {"max_iter": 1000, "tol": 1e-6, "stop_mode": "rel"}
         get_solver(theirs)(lambda z: f(z, x, eigenvalues), torch.zeros_like(x), **limits)
         row = {"solver": type(solver).__name__, "samples evaluated": together}
-        row |= {"sum over single solves": alone, "ratio": together / alone}
         rows.append(row | {"torchdeq": billed[0], "ours / torchdeq": together / billed[0]})
     print("\n(c) 63 easy samples and a hard one, to 1e-6\n")
     print(table(rows))
@@ -216,13 +209,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def part_zoo() -> None:
-    """Ours against the best of torchdeq's solvers, problem by problem.
+    """Ours against the best of torchdeq's solvers, to the same true relative residual.
 
-    Two counts, both to the same true relative residual ``|f(z) - z| / |f(z)|``:
-
-    * *first hit*: evaluations until a sample first meets it, as if torchdeq could stop sample by sample;
-    * *billed*: evaluations that a sample is charged until the solver returns. Ours stop per sample; the
-      best of torchdeq's stops when the worst sample of the batch is done, and bills them all.
+    "First hit" counts evaluations until a sample first meets it; "billed" until the solver returns, which for
+    torchdeq's best is when the worst sample of the batch is done.
     """
     rows = [zoo_row(name) for name in zoo.SOLVABLE]
     print(f"\nzoo: evaluations to a true relative residual of {TOLERANCE:g}, median over samples\n")
@@ -244,15 +234,11 @@ OUR_METHODS: dict[str, solvers.Solver | None] = {
 
 
 class Counter:
-    """The problem's f, counted; raises :class:`Enough` at the first point that meets the criterion.
-
-    Attributes:
-        calls: evaluations so far.
-        reached: the evaluation that met the criterion, infinite if none did.
-    """
+    """The problem's f, counted; raises :class:`Enough` at the first point that meets the criterion."""
 
     def __init__(self, problem: Collected) -> None:
-        self.problem, self.calls, self.reached = problem, 0, math.inf
+        self.problem, self.calls = problem, 0
+        self.reached = math.inf  # the evaluation that met the criterion
 
     def __call__(self, z: Tensor) -> Tensor:
         """``f(z)``, (1, n) -> (1, n)."""
@@ -292,25 +278,23 @@ def peer(solve: Callable[[Counter, Collected], Any]) -> Method:
 
 
 def torchdeq(name: str) -> Method:
-    def solve(counter: Counter, problem: Collected) -> Any:
-        return get_solver(name)(counter, problem.z0, max_iter=BUDGET, tol=0.0, stop_mode="rel")
-
-    return peer(solve)
+    return peer(
+        lambda f, problem: get_solver(name)(
+            f, problem.z0, max_iter=BUDGET, tol=0.0, stop_mode="rel"
+        )
+    )
 
 
 def scipy_root(method: str, **options: Any) -> Method:
-    def solve(counter: Counter, problem: Collected) -> Any:
-        return root(counter.minus, problem.z0[0].numpy(), method=method, options=options)
-
-    return peer(solve)
+    return peer(lambda f, problem: root(f.minus, problem.z0[0], method=method, options=options))
 
 
 def scipy_minimise(method: str, **options: Any) -> Method:
-    def solve(counter: Counter, problem: Collected) -> Any:
-        start = problem.z0[0].numpy()
-        return minimize(counter.energy, start, jac=True, method=method, options=options)
-
-    return peer(solve)
+    return peer(
+        lambda f, problem: minimize(
+            f.energy, problem.z0[0], jac=True, method=method, options=options
+        )
+    )
 
 
 PEERS: dict[str, Method] = {
@@ -330,9 +314,8 @@ def our_method(solver: solvers.Solver | None) -> Method:
 
     def evaluations(problem: Collected) -> float:
         solution = collected.run(problem, solver)
-        return (
-            float(solution.evaluations) if collected.solved(problem, solution.value) else math.inf
-        )
+        solved = collected.solved(problem, solution.value)
+        return float(solution.evaluations) if solved else math.inf
 
     return evaluations
 
@@ -359,17 +342,12 @@ def methods_table(counts: dict[str, list[float]]) -> list[dict[str, Any]]:
 def part_others(kind: str) -> None:
     """Ours, torchdeq's and scipy's solvers on other people's problems of a kind.
 
-    17 maps ``z = f(z)``, 20 systems ``F = 0`` posed as ``z = z - F(z)``, 33 minimisers posed as
-    ``z = z - gradient`` (``tests/problems/collected.py``), each from its published start, in float64.
-
-    One criterion for every method: a problem is solved where ``|f(z) - z| <= 1e-6 max(1, |z|)``, recomputed
-    by us, after at most 500 evaluations. An evaluation is one call of f, or of an energy with its
-    gradient; those of scipy's finite differences count. A peer's own test of convergence is off: it is
-    stopped at its first evaluation of a point that meets the criterion. Ours stop themselves
-    (``Tolerance(1e-6, 1e-6)``) and are charged until they return, Jacobian products included. Where an
-    energy is flat far away (jennrich_sampson, gulf) a point there meets the criterion, for every method.
-
-    A ratio is the evaluations of a method over those of our default, median over the problems both solve.
+    ``tests/problems/collected.py`` has 17 maps ``z = f(z)``, 20 systems ``F = 0`` posed as ``z = z - F(z)``
+    and 33 minimisers posed as ``z = z - gradient``, each with its published start, in float64. A problem is
+    solved where ``|f(z) - z| <= 1e-6 max(1, |z|)``, recomputed by us, after at most 500 evaluations of f, or
+    of an energy with its gradient. A peer is stopped at its first evaluation of such a point. Ours stop
+    themselves and are charged until they return, Jacobian products included. A ratio is the evaluations of a
+    method over those of our default, median over the problems that both solve.
     """
     warnings.simplefilter("ignore")  # of peers that run into numbers they cannot take
     problems = KINDS[kind]

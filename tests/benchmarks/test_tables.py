@@ -152,7 +152,7 @@ def test_runs_are_made_once_and_failures_told(
     good, bad = Run("plain", 0, (*words, *small), "tiny"), Run("bad", 0, (*words, "--heads", "7"))
     assert trainings.perform([good, bad], tmp_path, 2) == [good]
     assert "bad-0: ended with 1" in capsys.readouterr().err
-    assert trainings.perform([good], tmp_path, 2, train=False) == [good]
+    assert trainings.perform([good], tmp_path, 2) == [good]
     with pytest.raises(SystemExit, match="run with other options"):
         trainings.perform([Run("plain", 0, words, "tiny")], tmp_path, 2)
     losses = {good: trainings.read_losses(good.folder(tmp_path))}
