@@ -180,7 +180,7 @@ def test_sample_without_any_token(name: str) -> None:
         assert bool(torch.isfinite(gradient).all())
 
 
-B, N, M = 3, 3, 4
+N = 3
 
 
 class Seeing(Energy):
@@ -191,9 +191,9 @@ class Seeing(Energy):
         return 0.05 * (z @ z.mT * weights).sum((1, 2))
 
 
-def row_tokens(batch: int = B, keys: int = N) -> Tensor:
+def row_tokens(batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, keys, DIM, generator=generator, dtype=torch.float64)
+    return torch.randn(batch, N, DIM, generator=generator, dtype=torch.float64)
 
 
 def zeros(x: AttentionInput) -> Tensor:

@@ -179,13 +179,6 @@ def test_half_precision(name: str) -> None:
         assert bool(torch.isfinite(gradient).all()), key
 
 
-TIGHT: dict[str, Any] = {
-    "tolerance": Tolerance(rtol=1e-11),
-    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-11)),
-    "max_steps": 300,
-}
-
-
 def structured() -> DEQ:
     torch.manual_seed(0)
     attention = SoftmaxAttention(DIM, 2, cross=True, context_dim=3, norm=None, bound=1.0)
@@ -196,7 +189,7 @@ def structured() -> DEQ:
         + 0.2 * Field().select("field")
         + Quadratic().select("x")
     )
-    return DEQ(energy.double(), init=lambda x: x["x"], **TIGHT)
+    return DEQ(energy.double(), init=lambda x: x["x"], tolerance=1e-11, max_steps=300)
 
 
 def structured_input() -> dict[str, Tensor]:
@@ -279,16 +272,12 @@ def test_updates_that_hold_the_whole_batch() -> None:
         DEQ.from_update(update, compact=1)  # type: ignore[arg-type]
 
 
-def energy_layer(**options: object) -> tuple[DEQ, Tensor]:
-    torch.manual_seed(0)
-    energy = BiSoftmaxAttention(64, 4) + ReLUFeedForward(64, 128) + Quadratic()
-    return DEQ(energy, **options), torch.randn(8, 17, 64)  # type: ignore[arg-type]
-
-
 @pytest.mark.defect("D9")
 @pytest.mark.parametrize(("kind", "dtype"), [("energy", torch.bfloat16), ("map", torch.float16)])
 def test_a_default_layer_converges_under_autocast(kind: str, dtype: torch.dtype) -> None:
-    layer, x = energy_layer()
+    torch.manual_seed(0)
+    layer = DEQ(BiSoftmaxAttention(64, 4) + ReLUFeedForward(64, 128) + Quadratic())
+    x = torch.randn(8, 17, 64)
     if kind == "map":
         layer = DEQ.from_update(Cell(64))
     exact = layer.solve(x, tolerance=Tolerance(1e-6), max_steps=500).value

@@ -33,10 +33,6 @@ class Map(NamedTuple):
     elementwise: bool = False  # of arithmetic alone: the same numbers in whatever batch
 
 
-def _linear_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
-    return s.abs() * (z.abs() @ w.abs().T) + b.abs()
-
-
 def _network_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
     return s.abs() * (z.abs() @ w.abs().T + b.abs() + 1)
 
@@ -52,12 +48,9 @@ def _root_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
     return size / (2 * inside.sqrt()) + inside.sqrt()
 
 
-def _affine_in_place(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
-    return z.mul_(s).add_(b)
-
-
 MAPS: dict[str, Map] = {
-    "linear": Map(lambda z, s, b, w: s * (z @ w.T) + b, _linear_terms),
+    "linear": Map(lambda z, s, b, w: s * (z @ w.T) + b,
+        lambda z, s, b, w: s.abs() * (z.abs() @ w.abs().T) + b.abs()),
     "affine": Map(lambda z, s, b, w: s * z + b, _affine_terms, elementwise=True),
     "tanh": Map(lambda z, s, b, w: s * torch.tanh(z @ w.T + b), _network_terms),
     "cos": Map(lambda z, s, b, w: s * torch.cos(z @ w.T + b), _network_terms),
@@ -78,7 +71,8 @@ MAPS: dict[str, Map] = {
     "constant": Map(lambda z, s, b, w: b.clone(), lambda z, s, b, w: b.abs(), elementwise=True),
     "identity": Map(lambda z, s, b, w: z, lambda z, s, b, w: z.abs(), elementwise=True),
     "zero": Map(lambda z, s, b, w: 0 * z, lambda z, s, b, w: 0 * z, elementwise=True),
-    "in place": Map(_affine_in_place, _affine_terms, lambda z, s, b, w: s * z + b, elementwise=True),
+    "in place": Map(lambda z, s, b, w: z.mul_(s).add_(b), _affine_terms,
+        lambda z, s, b, w: s * z + b, elementwise=True),
     "relu in place": Map(lambda z, s, b, w: z.mul_(s).add_(b).relu_(), _affine_terms,
         lambda z, s, b, w: torch.relu(s * z + b), elementwise=True),
 }  # fmt: skip
@@ -216,12 +210,6 @@ def _sizes(draw: Draw) -> tuple[list[tuple[int, ...]], str]:
     return [first, second], kind
 
 
-def _structure(kind: str, leaves: list[Tensor]) -> Any:
-    if kind == "tuple":
-        return tuple(leaves)
-    return {"b": leaves[0], "a": leaves[1]} if kind == "dict" else leaves[0]
-
-
 def _factors(draw: Draw, batch: int) -> Tensor:
     """``s`` (B, 1): one kind for all samples, or another for each."""
     kind = draw.choose("factors", FACTORS, (5, 2, 1, 2, 1, 1, 3))
@@ -283,7 +271,9 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
         mask = draw.note("mask", draw.mask(batch, shapes[0][0]))
     free = None if mask is None else _free(mask, shapes)
     witness = Witness.of(batch, min(torch.finfo(each).max for each in dtypes))
-    z0 = _structure(kind, leaves)
+    # A dict's leaves are in the order of its keys.
+    pair = {"tuple": tuple, "dict": lambda leaves: {"b": leaves[0], "a": leaves[1]}}
+    z0: Any = pair[kind](leaves) if kind in pair else leaves[0]
     spec = pytree.tree_structure(z0)
 
     def inner(vector: Tensor, mask: Tensor | None) -> Tensor:
@@ -330,9 +320,6 @@ def _free(mask: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
     parts = [mask[:, :, None].expand(-1, -1, shapes[0][1]).reshape(len(mask), -1)]
     parts += [mask.new_ones(len(mask), prod(shape)) for shape in shapes[1:]]
     return torch.cat(parts, 1)
-
-
-SMALL = torch.float32  # norms are accumulated in float32 or wider
 
 
 def check_fixed_point(draw: Draw) -> None:
@@ -444,7 +431,8 @@ def check_solution(
     size, reference = norms(residual), norms(image)
     reported, relative = solution.residual_norm.double(), solution.residual.double()
     tolerance, told = options["tolerance"], {"status": status, "reported": reported, "true": size}
-    unit = max(torch.finfo(torch.promote_types(problem.dtype, SMALL)).eps, problem.eps)
+    # Norms are accumulated in float32 or wider.
+    unit = max(torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps, problem.eps)
     slack = 4 * (value.shape[1] + 8) * unit
     limit = (tolerance.rtol * reference).clamp_min(tolerance.atol)
     converged, known = solution.converged, torch.isfinite(reported)

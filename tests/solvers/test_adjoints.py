@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,29 +64,30 @@ def layer_inputs(batch: int = 2, dim: int = 3) -> tuple[Tensor, Tensor]:
     return weight.requires_grad_(), x.requires_grad_()
 
 
-def layer_solve(adjoint: Adjoint, solver: Solver, **options: object) -> Callable[..., Tensor]:
-    def solve(weight: Tensor, x: Tensor) -> Tensor:
-        return fixed_point(
-            tanh_layer, torch.zeros_like(x), (weight, x), solver=solver, tolerance=TIGHT,
-            max_steps=200, adjoint=adjoint, on_failure="ignore", **options,  # type: ignore[arg-type]
-        ).value  # fmt: skip
+def solve_layer(
+    weight: Tensor, x: Tensor, adjoint: Adjoint, solver: Solver | None = None
+) -> solvers.Solution:
+    return fixed_point(
+        tanh_layer, torch.zeros_like(x), (weight, x), solver=solver, tolerance=TIGHT,
+        max_steps=200, adjoint=adjoint, on_failure="ignore",
+    )  # fmt: skip
 
-    return solve
 
+def descent_solve(adjoint: Adjoint, solver: Solver, **options: Any) -> Callable[..., Tensor]:
+    given: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 300, "on_failure": "ignore"} | options
 
-def descent_solve(adjoint: Adjoint, solver: Solver) -> Callable[..., Tensor]:
     def solve(x: Tensor, matrix: Tensor) -> Tensor:
-        return fixed_point(
-            Descent(energy, 0.5), torch.zeros_like(x), (x, matrix), solver=solver,
-            tolerance=TIGHT, max_steps=300, adjoint=adjoint, on_failure="ignore",
-        ).value  # fmt: skip
+        f, z0 = Descent(energy, 0.5), torch.zeros_like(x)
+        return fixed_point(f, z0, (x, matrix), solver=solver, adjoint=adjoint, **given).value
 
     return solve
 
 
 @pytest.mark.parametrize("linear", [None, GMRES(), GMRES(restart=2)])
 def test_implicit_on_a_map(linear: LinearSolver | None) -> None:
-    solve = layer_solve(exact(linear), Anderson())
+    def solve(weight: Tensor, x: Tensor) -> Tensor:
+        return solve_layer(weight, x, exact(linear), Anderson()).value
+
     assert gradcheck(solve, layer_inputs())
     assert gradgradcheck(solve, layer_inputs(), fast_mode=linear is not None)
 
@@ -129,13 +131,7 @@ def test_unrolled_steps_of_a_map(solver: Solver, steps: int, checkpoint: bool) -
     ("solver", "checkpoint"), [(LBFGS(memory=2), False), (GradientDescent("auto"), True)]
 )
 def test_unrolled_steps_of_an_energy(solver: Solver, checkpoint: bool) -> None:
-    def solve(x: Tensor, matrix: Tensor) -> Tensor:
-        return fixed_point(
-            Descent(energy, 0.5), torch.zeros_like(x), (x, matrix), solver=solver,
-            tolerance=0.0, max_steps=5, adjoint=Unrolled(checkpoint),
-            on_failure="ignore",
-        ).value  # fmt: skip
-
+    solve = descent_solve(Unrolled(checkpoint), solver, tolerance=0.0, max_steps=5)
     assert gradcheck(solve, descent_inputs(), fast_mode=True)
     assert gradgradcheck(solve, descent_inputs(), atol=1e-4, fast_mode=True)
 
@@ -555,13 +551,6 @@ def test_a_start_that_is_the_solution_has_a_gradient_of_zero(checkpoint: bool) -
     assert weight.grad == 0
 
 
-def solve_layer(weight: Tensor, x: Tensor, adjoint: Adjoint) -> solvers.Solution:
-    f, _, _ = plain_batch(1)
-    return fixed_point(
-        f, torch.zeros_like(x), (weight, x), tolerance=TIGHT_SOURCE, max_steps=100, adjoint=adjoint
-    )
-
-
 def third(adjoint: Adjoint) -> Tensor:
     _, x = layer_inputs(3, 4)
     weight = layer_inputs(3, 4)[0].detach()
@@ -602,11 +591,10 @@ def test_a_failed_adjoint_solve_is_reported() -> None:
     assert (report.status == solvers.Status.MAX_STEPS).all()
     assert (report.residual > 1e-12).all()
     assert (report.evaluations <= 1).all()
-    quiet = solve_layer(
-        weight, x, Implicit(tolerance=TIGHT_SOURCE, max_steps=1, on_failure="ignore")
-    )
+    hurried = partial(Implicit, tolerance=TIGHT_SOURCE, max_steps=1)
+    quiet = solve_layer(weight, x, hurried(on_failure="ignore"))
     quiet.value.sum().backward()
-    loud = solve_layer(weight, x, Implicit(tolerance=TIGHT_SOURCE, max_steps=1, on_failure="raise"))
+    loud = solve_layer(weight, x, hurried(on_failure="raise"))
     with pytest.raises(solvers.SolveError):
         loud.value.sum().backward()
 

@@ -26,6 +26,13 @@ from solvers import (
     solve_linear,
 )
 
+
+def solve(solver: LinearSolver, matrix: Tensor, right: Tensor, **options: object) -> Solution:
+    settings: dict = {"tolerance": 1e-6, "on_failure": "ignore", "max_steps": 400}
+    settings.update(options)
+    return solve_linear(multiply, right, solver=solver, args=(matrix,), **settings)
+
+
 SUITED = [
     ("definite", CG()),
     ("definite", MINRES()),
@@ -47,9 +54,7 @@ def test_matches_a_dense_solution(
     kind: str, solver: LinearSolver, dtype: torch.dtype, rtol: float, error: float
 ) -> None:
     matrix, right = matrices(kind).to(dtype), right_sides().to(dtype)
-    solution = solve_linear(
-        multiply, right, solver=solver, tolerance=rtol, max_steps=400, args=(matrix,)
-    )
+    solution = solve(solver, matrix, right, tolerance=rtol)
     assert solution.converged.all()
     assert (solution.residual <= rtol).all()
     reference = exact(matrix, right)
@@ -72,9 +77,7 @@ def test_matches_a_dense_solution(
 ])  # fmt: skip
 def test_steps_are_those_of_scipy(kind: str, solver: LinearSolver, rtol: float) -> None:
     matrix, right = matrices(kind, 3, 60, condition=3.0), right_sides(3, 60)
-    solution = solve_linear(
-        multiply, right, solver=solver, tolerance=rtol, max_steps=300, args=(matrix,)
-    )
+    solution = solve(solver, matrix, right, tolerance=rtol)
     assert solution.converged.all()
     for sample in range(3):
         expected = scipy_steps(solver, matrix[sample], right[sample], rtol)
@@ -130,10 +133,7 @@ def test_the_zero_matrix(solver: LinearSolver, status: Status) -> None:
 @pytest.mark.parametrize("solver", [CG(), MINRES(), GMRES(restart=6)])
 def test_a_tolerance_below_rounding_stalls_a_linear_solve(solver: LinearSolver) -> None:
     matrix, right = matrices("definite").float(), right_sides().float()
-    solution = solve_linear(
-        multiply, right, solver=solver, tolerance=1e-12, max_steps=2000, args=(matrix,),
-        on_failure="ignore",
-    )  # fmt: skip
+    solution = solve(solver, matrix, right, tolerance=1e-12, max_steps=2000)
     assert (solution.status == Status.STALLED).all()
     assert (solution.evaluations < 500).all()
     assert (true_residual(matrix, right, solution) <= 2e-6).all()
@@ -154,12 +154,6 @@ def test_indefinite_matrices_are_detected() -> None:
 
 
 METHODS = [CG(), MINRES(), GMRES(2), GMRES(20)]
-
-
-def solve(solver: LinearSolver, matrix: Tensor, right: Tensor, **options: object) -> Solution:
-    settings: dict = {"tolerance": 1e-6, "on_failure": "ignore", "max_steps": 400}
-    settings.update(options)
-    return solve_linear(multiply, right, solver=solver, args=(matrix,), **settings)
 
 
 def check(solution: Solution, matrix: Tensor, b: Tensor, rtol: float) -> None:
@@ -414,10 +408,7 @@ def test_starts(solver: LinearSolver) -> None:
 def test_trace_and_callback(solver: LinearSolver) -> None:
     matrix, right = mixed(20)
     heard: list[Progress] = []
-    solution = solve_linear(
-        multiply, right, solver=solver, args=(matrix,), max_steps=300, record=True,
-        callback=heard.append,
-    )  # fmt: skip
+    solution = solve(solver, matrix, right, record=True, callback=heard.append)
     assert solution.trace is not None
     trace = solution.trace.residual
     assert trace.shape == (20, 1 + len(heard))
@@ -430,7 +421,7 @@ def test_trace_and_callback(solver: LinearSolver) -> None:
         torch.testing.assert_close(progress.residual, trace[:, number], equal_nan=True)
     last = torch.stack([row[~row.isnan()][-1] for row in trace])
     torch.testing.assert_close(last, solution.residual, rtol=1e-6, atol=0)
-    silent = solve_linear(multiply, right, solver=solver, args=(matrix,), max_steps=300)
+    silent = solve(solver, matrix, right)
     assert silent.trace is None
     assert torch.equal(silent.value, solution.value)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from cases.solves import FEW, SOLVERS, plain_batch, solve, true_residuals
@@ -67,17 +68,6 @@ STRUCTURES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def structured(structure: str) -> tuple[Any, Any, Any]:
-    """The map on a structure, and its entry in the table."""
-    build, parts = STRUCTURES[structure]
-
-    def f(z: Any, x: Tensor) -> Any:
-        a, b = parts(z)
-        return build(*coupled(a, b, x))
-
-    return f, build, parts
-
-
 @pytest.mark.parametrize(
     ("structure", "solver"),
     [
@@ -89,10 +79,10 @@ def structured(structure: str) -> tuple[Any, Any, Any]:
     ],
 )
 def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> None:
-    f, build, parts = structured(structure)
+    build, parts = STRUCTURES[structure]
     a, b, x = start()
     call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 150}
-    solution = fixed_point(f, build(a, b), (x,), **call)
+    solution = fixed_point(lambda z, x: build(*coupled(*parts(z), x)), build(a, b), (x,), **call)
     vector = fixed_point(joined, torch.zeros(4, 7, dtype=torch.float64), (x,), **call)
     assert bool(solution.converged.all())
     assert solution.evaluations.tolist() == vector.evaluations.tolist()
@@ -198,10 +188,28 @@ BATCH, SIZE = 2, 4096
 STATE = BATCH * SIZE * 8  # bytes
 
 
-def alive() -> int:
-    """States in the storages of living tensors."""
-    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor]
-    return round(sum({each.data_ptr(): each.nbytes() for each in storages}.values()) / STATE)
+class Storages(TorchDispatchMode):
+    """Bytes of live storages made since it was entered; ``highest`` is the largest sum seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.highest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.live or self.live[key][0]() is None:
+                    self.live[key] = (weakref.ref(storage), storage.nbytes())
+                    weakref.finalize(storage, self.live.pop, key, None)
+        self.highest = max(self.highest, self.now())
+        return result
+
+    def now(self) -> int:
+        return sum(size for _, size in self.live.values())
 
 
 def rotation(z: Tensor) -> Tensor:
@@ -209,27 +217,29 @@ def rotation(z: Tensor) -> Tensor:
     return torch.roll(z, 1, dims=1).mul_(0.999).add_(1)  # makes one state, its result
 
 
-def held(solver: Solver, steps: int, energy: bool = False) -> list[int]:
-    """States alive at each call of f before it has made anything."""
+def held(solver: Solver, steps: int, energy: bool = False) -> tuple[int, list[int]]:
+    """States alive at the peak, and at each call of f before it has made anything."""
     counts: list[int] = []
-    before = alive()
+    storages = Storages()
 
     def f(z: Tensor) -> Tensor:
-        counts.append(alive() - before)
+        counts.append(round(storages.now() / STATE))
         return rotation(z)
 
     def quartic(z: Tensor) -> Tensor:
-        counts.append(alive() - before)
+        counts.append(round(storages.now() / STATE))
         weights = torch.linspace(1, 50, SIZE, dtype=z.dtype)
         return (weights * (z - 1).square()).sum(1) / 100
 
     generator = torch.Generator().manual_seed(0)
     z0 = torch.randn(BATCH, SIZE, generator=generator, dtype=torch.float64)
-    fixed_point(
-        Descent(quartic) if energy else f, z0, solver=solver, max_steps=steps, tolerance=0.0,
-        adjoint=None, on_failure="ignore",
-    )  # fmt: skip
-    return counts
+    gc.collect()
+    with storages:
+        fixed_point(
+            Descent(quartic) if energy else f, z0, solver=solver, max_steps=steps,
+            tolerance=0.0, adjoint=None, on_failure="ignore",
+        )  # fmt: skip
+    return round(storages.highest / STATE), counts
 
 
 @pytest.mark.parametrize(("solver", "energy", "most"), [
@@ -242,10 +252,11 @@ def held(solver: Solver, steps: int, energy: bool = False) -> list[int]:
 def test_a_solver_keeps_no_more_states_than_its_memory(
     solver: Solver, energy: bool, most: int
 ) -> None:
-    calls = held(solver, 40, energy)
-    early = held(solver, 20, energy)
+    _, early = held(solver, 20, energy)
+    peak, calls = held(solver, 40, energy)
     assert max(calls[:20]) <= max(early) + 1
     assert max(calls) <= most
+    assert peak <= 1.6 * most
 
 
 def test_a_solve_leaves_no_reference_cycle() -> None:
