@@ -175,8 +175,8 @@ def frozen_key_attention(
         backend: "reference" (dense), "flash" (torch's attention: no N x M matrix for the mean and its
             first derivatives), or "auto"; see ``explain_frozen_keys``. "flash" on CUDA devices has not
             been run on a GPU yet.
-        need_lse: whether to compute L. Torch's attention returns it only on CPUs and without gradients;
-            otherwise it costs another product of queries and keys.
+        need_lse: whether to compute L. On CUDA devices torch's attention does not return it, and it costs
+            another product of queries and keys; so does its gradient on every device.
 
     Returns:
         (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider, or None without
