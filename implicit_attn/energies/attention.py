@@ -358,10 +358,9 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         causal: whether to restrict the energy of token i to ``j <= i`` in self-attention. The key term of
             the gradient still carries information from later to earlier tokens.
         exclude_self: whether no token attends to itself in self-attention.
-        backend: implementation of cross-attention: "reference" (dense), "flash" (torch's fused attention
-            on the CPU, which forms no N x M matrix) or "auto";
-            ``implicit_attn.kernels.explain_frozen_keys`` shows the choice of "auto".
-            Self-attention is dense, and so is attention with pairs or their biases.
+        backend: implementation of cross-attention: "reference" (dense), "flash" (torch's fused attention,
+            which forms no N x M matrix) or "auto"; ``implicit_attn.kernels.explain_frozen_keys`` shows the
+            choice of "auto". Self-attention is dense.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, equation 3 ("inner") and theorem 1 ("elastic").

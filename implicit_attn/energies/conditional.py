@@ -86,7 +86,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
             ``beta p``, so that no head concentrates on a single token early in training.
         causal: whether token i attends only to ``j <= i``; self-attention only.
         exclude_self: whether no token attends to itself; self-attention only.
-        backend: "reference" (dense), "flash" (no N x M matrix; on the CPU, without pairs) or "auto"; see
+        backend: "reference" (dense), "flash" (no N x M matrix) or "auto"; see
             :func:`implicit_attn.kernels.frozen_key_attention`.
 
     Example:

@@ -35,14 +35,9 @@ class Choice:
 # --- what surrounds a call: transforms, forward mode, export --------------------------------------
 
 
-def transformed() -> bool:
-    """Return whether a transform of ``torch.func`` (vmap, grad, jvp) is active."""
-    return not torch.compiler.is_compiling() and modes.in_transform()
-
-
 def differentiated() -> bool:
     """Return whether ``torch.func`` differentiates, which custom operators do not support."""
-    if not transformed():
+    if torch.compiler.is_compiling() or not modes.in_transform():
         return False
     return any(each.key() in _DIFFERENTIATING for each in _FUNCTORCH.get_interpreter_stack())
 
@@ -54,11 +49,18 @@ def has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def traced(*tensors: Tensor) -> bool:
+    """Return whether a compiler, a transform or forward mode is at work, which hide or extend the values."""
+    if torch.compiler.is_compiling() or modes.in_transform():
+        return True
+    return any(map(has_tangent, tensors))
+
+
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     """Return the dense formula if no other backend supports the active differentiation, else None."""
     if modes.exporting():
         return Choice("reference", "inside torch.export, which supports standard operators only")
-    if any(has_tangent(tensor) for tensor in tensors):
+    if any(map(has_tangent, tensors)):
         return Choice("reference", "only the dense formula supports forward-mode differentiation")
     if differentiated():
         return Choice("reference", "inside torch.func.grad, which differentiates the dense formula")
@@ -67,7 +69,7 @@ def dense_for_transforms(*tensors: Tensor) -> Choice | None:
 
 def refuse_transforms(backend: str, *tensors: Tensor) -> None:
     """Raise NotImplementedError if only the dense formula supports the active differentiation."""
-    if differentiated() or any(has_tangent(tensor) for tensor in tensors):
+    if differentiated() or any(map(has_tangent, tensors)):
         raise NotImplementedError(
             f'forward mode, torch.func.grad, vjp and jvp are not implemented for backend="{backend}"; '
             'use torch.autograd or backend="reference"'

@@ -18,10 +18,9 @@ from implicit_attn.kernels.arguments import (
     Pairs,
     check_pairs,
     dense_for_transforms,
-    has_tangent,
     refuse_transforms,
     token_pairs,
-    transformed,
+    traced,
     wide_dtype,
 )
 from implicit_attn.kernels.bi_softmax import ops
@@ -138,10 +137,9 @@ def bisoftmax_hvp(
     _check_vector(z, v, lse)
     x, number, root = _at_number(z, beta, 0.5)
     v = v if root is None else v.to(x.dtype)
-    choice = _log("bi-softmax", _choose_bisoftmax(x, mask, given, backend))
-    if choice == "reference" or (backend == "auto" and has_tangent(v)):
+    choice = _log("bi-softmax", _choose_bisoftmax(x, mask, given, backend, v))
+    if choice == "reference":
         return reference.bisoftmax_hvp(x, v, number, mask, causal, given).to(z.dtype)
-    refuse_transforms(choice, v)
     lse = None if lse is None else lse.detach()
     product = ops.hvp(x, v, number, mask, causal, limit, lse, None, choice)
     return product.to(z.dtype)
@@ -177,8 +175,8 @@ def frozen_key_attention(
         backend: "reference" (dense), "flash" (torch's attention: no N x M matrix for the mean and its
             first derivatives), or "auto"; see ``explain_frozen_keys``. "flash" on CUDA devices has not
             been run on a GPU yet.
-        need_lse: whether to compute L. Torch's attention returns it only on CPUs and without gradients;
-            otherwise it costs another product of queries and keys.
+        need_lse: whether to compute L. On CUDA devices torch's attention does not return it, and it costs
+            another product of queries and keys; so does its gradient on every device.
 
     Returns:
         (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider, or None without
@@ -260,16 +258,11 @@ def _at_number(
     if isinstance(beta, Tensor):
         # A tensor per head, even for one head, avoids waiting for the device to read a number.
         by_head, recorded = beta.dim() == 3, torch.is_grad_enabled() and beta.requires_grad
-        if by_head or recorded or _traced(beta):
+        if by_head or recorded or traced(beta):
             factor = (beta if by_head else beta.reshape(())) ** power
             # Rounding the product to half precision would change the scores.
             return x.to(wide_dtype(x)) * factor, 1.0, factor
     return x, float(beta), None
-
-
-def _traced(tensor: Tensor) -> bool:
-    """Return whether a transform or a compiler hides the value of ``tensor``."""
-    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
 
 
 def _log(kernel: str, choice: Choice) -> str:
@@ -281,7 +274,9 @@ def _log(kernel: str, choice: Choice) -> str:
 # --- the choice of a backend ----------------------------------------------------------------------
 
 
-def _choose_bisoftmax(z: Tensor, mask: Tensor | None, pairs: Pairs | None, backend: str) -> Choice:
+def _choose_bisoftmax(
+    z: Tensor, mask: Tensor | None, pairs: Pairs | None, backend: str, *others: Tensor
+) -> Choice:
     if pairs is not None:
         if backend not in ("auto", "reference"):
             raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
@@ -291,10 +286,10 @@ def _choose_bisoftmax(z: Tensor, mask: Tensor | None, pairs: Pairs | None, backe
     if torch.compiler.is_compiling() and not modes.exporting():
         return Choice(backend, "compiled: the operator checks its input when it runs")
     if backend != "auto":
-        refuse_transforms(backend, z)
+        refuse_transforms(backend, z, *others)
         ops.require_backend(backend, z, mask)
         return Choice(backend, "asked for")
-    dense = dense_for_transforms(z)
+    dense = dense_for_transforms(z, *others)
     if dense is not None:
         return dense
     fused = "triton" if z.is_cuda else "cpp"
@@ -319,13 +314,8 @@ def _choose_frozen_keys(query: Tensor, key: Tensor, backend: str) -> Choice:
         return Choice(backend, "asked for")
     if unsupported:
         return Choice("reference", "the fused operators support CPU and CUDA only")
-    dense = dense_for_transforms(query, key)
-    if dense is not None:
-        return dense
-    if transformed():
-        return Choice("reference", "inside torch.func.vmap, which maps over the dense formula")
-    if torch.compiler.is_compiling():
-        return Choice("reference", "a compiler fuses the dense formula")
+    if traced(query, key):
+        return Choice("reference", "compilers, transforms and forward mode need the dense formula")
     count = query.shape[2] * key.shape[2]
     if count < FLASH_PAIRS and not cuda:
         return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
@@ -381,7 +371,7 @@ def _check_beta(beta: float | Tensor, heads: int) -> None:
                 f"(H, 1, 1) = ({heads}, 1, 1), got {beta.dtype} {tuple(beta.shape)}"
             )
         # Its values are read only if this does not wait for a device.
-        if beta.device.type != "cpu" or _traced(beta) or not heads:
+        if beta.device.type != "cpu" or traced(beta) or not heads:
             return
         beta = float(beta.detach().min())
     if isinstance(beta, (str, bytes, list, tuple)) or beta is None:

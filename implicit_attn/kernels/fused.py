@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from implicit_attn.kernels import reference, strips
 from implicit_attn.kernels.arguments import Pairs, token_pairs, wide_dtype, without_autocast
+from solvers.core.cuda import on_cuda
 
 # Number of scores in memory at a time for the log-sum-exp where torch does not return it.
 SCORES = 2**24
-_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @without_autocast
@@ -39,82 +39,92 @@ def attend(
     if allowed is not None:
         attends = allowed.any(-1, keepdim=True)
         allowed = allowed | ~attends  # a softmax over no key would be NaN
-    added = _added(query, allowed, bias)
-    given = [t for t in (query, key, added) if t is not None]
-    lse: Tensor | None = None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        mean: Tensor = _Mean.apply(query, key, added, beta, causal)  # type: ignore[assignment]
-    elif need_lse and query.device.type == "cpu":
-        mean, lse = _mean_and_lse(query, key, added, beta, causal)
+    if bias is None:
+        added = allowed
     else:
-        mean = _mean(query, key, added, beta, causal)
-    if need_lse and lse is None:
-        lse = _log_sum_exp(query, key, added, beta, causal)
+        added = bias.to(wide_dtype(query))
+        added = added if allowed is None else added.masked_fill(~allowed, -torch.inf)
+    given = [t for t in (query, key, added) if t is not None]
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    attend: Any = _Attend.apply if recorded else _fused
+    mean, lse = attend(query, key, added, beta, causal, need_lse)
     if attends is not None:
         mean = mean.masked_fill(~attends, 0.0)
         lse = None if lse is None else lse.masked_fill(~attends.squeeze(-1), 0.0)
     return mean, lse
 
 
-def _added(query: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return what is added to the scores, in float32 or wider, or the allowed pairs if there is no bias."""
-    if bias is None:
-        return allowed
-    bias = bias.to(wide_dtype(query))
-    return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+def _fused(
+    query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the mean of the keys, and L without a gradient or None.
 
-
-def _mean(query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool) -> Tensor:
-    if added is not None and added.is_floating_point():
-        added = added.to(query.dtype)
-    return F.scaled_dot_product_attention(
-        query, key, key, attn_mask=added, is_causal=causal, scale=beta
-    )
-
-
-def _mean_and_lse(
-    query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Call the operator behind torch's attention on CPUs, which also returns the log-sum-exp."""
-    if added is not None and added.dtype == torch.bool:
-        added = query.new_zeros(added.shape).masked_fill_(~added, -torch.inf)
-    added = None if added is None else added.to(query.dtype)
-    # The operator requires unit strides along the width and does not check them.
+    ``added`` is added to the scores, or bool for the allowed pairs.
+    """
+    mask = added
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(query.dtype)
+    learned = mask is not None and mask.requires_grad
+    if learned or not need_lse or on_cuda(query):
+        mean = F.scaled_dot_product_attention(
+            query, key, key, attn_mask=mask, is_causal=causal, scale=beta
+        )
+        with torch.no_grad():
+            lse = _log_sum_exp(query, key, added, beta, causal) if need_lse else None
+        return mean, lse
+    # The operator behind torch's attention on CPUs also returns L. It takes neither a bool mask nor one
+    # that is differentiated, and requires unit strides along the width, which it does not check.
+    if mask is not None and mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     rows, columns = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key))
-    return _ON_CPU(rows, columns, columns, 0.0, causal, attn_mask=added, scale=beta)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mean, lse = operator(rows, columns, columns, 0.0, causal, attn_mask=mask, scale=beta)
+    return mean, lse.detach()
 
 
-class _Mean(torch.autograd.Function):
-    """Torch's attention with a differentiable backward pass, which then uses the dense formula."""
+class _Attend(torch.autograd.Function):
+    """``_fused`` with a differentiable backward pass, which then uses the dense formula for the mean."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
-    ) -> Tensor:
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        added: Tensor | None,
+        beta: float,
+        causal: bool,
+        need_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         given = (query, key, added)
         ctx.save_for_backward(*given)
-        ctx.beta, ctx.causal = beta, causal
-        inputs: Any = [
+        ctx.set_materialize_grads(False)
+        ctx.options = beta, causal
+        ctx.inputs = [
             None if t is None else t.detach().requires_grad_(needed)
             for t, needed in zip(given, ctx.needs_input_grad, strict=False)
         ]
         with torch.enable_grad():
-            ctx.inputs, ctx.mean = inputs, _mean(*inputs, beta=beta, causal=causal)
-        return ctx.mean.detach()
+            ctx.mean, lse = _fused(*ctx.inputs, beta=beta, causal=causal, need_lse=need_lse)
+        return ctx.mean.detach(), lse
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(each is None for each in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
         again = torch.is_grad_enabled()
-        if again:
-            inputs = ctx.saved_tensors
-            mean = _dense_mean(*inputs, beta=ctx.beta, causal=ctx.causal)
-        else:
-            inputs, mean = ctx.inputs, ctx.mean
+        inputs = ctx.saved_tensors if again else ctx.inputs
         wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-        gradients = iter(
-            torch.autograd.grad(mean, wanted, cotangents, retain_graph=True, create_graph=again)
-        )
-        return *(next(gradients) if needed else None for needed in ctx.needs_input_grad), None, None
+        outputs: list[Any] = [None, None]
+        with torch.enable_grad():
+            if cotangents[0] is not None:
+                outputs[0] = _dense_mean(*inputs, *ctx.options) if again else ctx.mean
+            if cotangents[1] is not None:
+                outputs[1] = _log_sum_exp(*inputs, *ctx.options)
+        pairs = [(t, g) for t, g in zip(outputs, cotangents, strict=True) if g is not None]
+        values, weights = zip(*pairs, strict=True)
+        graph = {"retain_graph": True, "create_graph": again}
+        gradients = iter(torch.autograd.grad(values, wanted, weights, **graph))
+        return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad)
 
 
 def _dense_mean(

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from implicit_attn.kernels.arguments import (
-    ORDINARY,
-    dense_for_transforms,
-    wide_dtype,
-    zero_masked,
-)
+from implicit_attn.kernels.arguments import ORDINARY, traced, wide_dtype, zero_masked
 
 # Elements of a strip for all its heads: 1 MiB of float32, which fits into the cache.
 STRIP = 2**18
@@ -38,8 +33,8 @@ def recomputed(function: Callable[..., Any], count: int, rows: int, *arguments: 
     """
     strips = [slice(first, first + rows) for first in range(0, max(count, 1), max(rows, 1))]
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    plain = all(type(each) in ORDINARY for each in tensors) and not torch.compiler.is_compiling()
-    if len(strips) == 1 or not plain or dense_for_transforms(*tensors) is not None:
+    ordinary = all(type(each) in ORDINARY for each in tensors)
+    if len(strips) == 1 or not ordinary or traced(*tensors):
         return [function(strip, *arguments) for strip in strips]
     options: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return [checkpoint(function, strip, *arguments, **options) for strip in strips]

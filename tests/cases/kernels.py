@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from implicit_attn.kernels.bi_softmax import native
 from solvers import native as library
 
-COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
 # Scores bounded by norms, by nothing, with a causal mask; (limit, causal).
 PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
          "unbounded, causal": (1e9, True)}  # fmt: skip

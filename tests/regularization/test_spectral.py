@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -69,10 +70,7 @@ def test_the_same_function_on_both_devices(size: float, dtype: torch.dtype) -> N
     found = []
     for cuda in (False, True):
         matrix = weight.clone().requires_grad_()
-        if cuda:
-            with forced():
-                norm = spectral_norm(matrix, 0.5)
-        else:
+        with forced() if cuda else nullcontext():
             norm = spectral_norm(matrix, 0.5)
         found.append((norm.detach(), *torch.autograd.grad(norm, matrix)))
     for cpu, cuda in zip(*found, strict=True):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from implicit_attn.kernels import strips
-from implicit_attn.kernels.arguments import ORDINARY, transformed, wide_dtype
+from implicit_attn.kernels.arguments import ORDINARY, traced, wide_dtype
 from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
 from solvers.core.modes import without_autocast
@@ -69,7 +69,7 @@ class Operator:
         tensors = [each for each in args if isinstance(each, Tensor)]
         recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         ordinary = all(type(each) in ORDINARY for each in tensors)
-        if recorded or not ordinary or torch.compiler.is_compiling() or transformed():
+        if recorded or not ordinary or traced():
             return self.operator(*args)
         return self.implementation(*args)
 
