@@ -230,7 +230,7 @@ def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.Mo
 def test_the_step_of_rows_is_softmax_attention_over_the_pairs() -> None:
     row: Row = (RowSoftmaxAttention, {})
     energy, (z, x, mask) = made(row, "none", bias=False), given(row, True)
-    assert mask is not None and x.pair_bias is not None
+    assert mask is not None and x.pairs is not None and x.pair_bias is not None
     y = energy.features(z, mask=mask)
     scores = torch.tensor([0.4, 1.3], dtype=y.dtype).view(2, 1, 1) * (y @ y.mT) + x.pair_bias
     allowed = x.pairs & mask[:, None, None] & mask[:, None, :, None]
@@ -336,6 +336,7 @@ def test_bad_inputs_of_hidden_units() -> None:
     for given, keep, error, match in rows:
         with pytest.raises(error, match=match):
             energy.grad(z, given, mask=keep)
-    for cls, options in ((ReLUFeedForward, {}), (SoftmaxFeedForward, {"context_dim": WIDTH})):
-        with pytest.raises(ValueError, match="gates"):
-            cls(DIM, 6, gates=True, **options)
+    with pytest.raises(ValueError, match="gates"):
+        ReLUFeedForward(DIM, 6, gates=True)
+    with pytest.raises(ValueError, match="gates"):
+        SoftmaxFeedForward(DIM, 6, gates=True, context_dim=WIDTH)
