@@ -220,28 +220,25 @@ class Map:
         self.walked_modules = list(parts.values())
         self.layer = layer  # warnings include its name
         self.spec, self.dropped = spec, dropped
-        self.known: tuple[Any, Any] = (
-            None,
-            None,
-        )  # the tensors and the prepared input of the latest call
+        # The tensors and the prepared input of the latest call.
+        self.known: tuple[Any, Any] = (None, None)
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
-        return self.evaluate(self.update, z, x, mask, seeds)
-
-    def evaluate(
-        self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None, seeds: Any
-    ) -> Any:
-        """Call a method of the update with the prepared input, rebuilt from its tensors."""
-        if self.spec is not None and x is not self.known[0]:
-            leaves, spec = self.spec
-            tensors = iter(x)
-            leaves = [next(tensors) if leaf is _PLACE else leaf for leaf in leaves]
-            self.known = x, pytree.tree_unflatten(leaves, spec)
-        context = x if self.spec is None else self.known[1]
+        if x is not self.known[0]:
+            self.rebuild(x)
         if self.dropped is None or seeds is None:
-            return function(z, context, mask=mask)
+            return self.update(z, self.known[1], mask=mask)
         with self.dropped.within(seeds):
-            return function(z, context, mask=mask)
+            return self.update(z, self.known[1], mask=mask)
+
+    def rebuild(self, x: Any) -> None:
+        """Make the prepared input from its tensors; it serves the following calls with the same tensors."""
+        prepared = x
+        if self.spec is not None:
+            (leaves, spec), tensors = self.spec, iter(x)
+            leaves = [next(tensors) if leaf is _PLACE else leaf for leaf in leaves]
+            prepared = pytree.tree_unflatten(leaves, spec)
+        self.known = x, prepared
 
 
 class PreparingMap:
@@ -277,7 +274,12 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
     def joint(  # type: ignore[override]
         self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None
     ) -> tuple[Any, Tensor, Any | None]:
-        return self.evaluate(self.update.joint, z, x, mask, seeds)
+        if x is not self.known[0]:
+            self.rebuild(x)
+        if self.dropped is None or seeds is None:
+            return self.update.joint(z, self.known[1], mask=mask)
+        with self.dropped.within(seeds):
+            return self.update.joint(z, self.known[1], mask=mask)
 
 
 class MaskedMap:

@@ -198,8 +198,7 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         beta, mask, pairs = self.beta_like(y), context.mask, self.pairs(y, context)
         if pairs is not None:
             given: dict[str, Any] = {"pairs": pairs.allowed, "bias": pairs.bias, "mask": mask}
-            mean = frozen_key_attention(y, y, beta, **given)[0]
-            return mean if mask is None else mean.masked_fill(~mask[:, None, :, None], 0.0)
+            return frozen_key_attention(y, y, beta, **given)[0]
         attends = token_pairs(mask, False, y.shape[2], y.device)
         if attends is not None:
             # A masked token attends only to itself, a row of zeros, which avoids NaN.

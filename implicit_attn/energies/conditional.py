@@ -209,7 +209,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
         if given is None or value is None:
             attended, lse = self._among_keys(y, context, need_lse)
         else:
-            rows, keys = (t.to(given.dtype).flatten(0, 1) for t in (y, value))
+            rows, keys = y.to(given.dtype).flatten(0, 1), value.to(given.dtype).flatten(0, 1)
             scores = torch.baddbmm(given.flatten(0, 1), rows, keys.mT, alpha=self.tau)
             scores = scores.view(given.shape)
             lse = scores.logsumexp(-1) if need_lse else None

@@ -226,7 +226,9 @@ class Energy(nn.Module):
 
         Solves do not call it.
         """
-        shapes, expected = ([tuple(t.shape) for t in pytree.tree_leaves(tree)] for tree in (v, z))
+        shapes, expected = (
+            [tuple(getattr(t, "shape", ())) for t in pytree.tree_leaves(tree)] for tree in (v, z)
+        )
         if shapes != expected:
             raise ValueError(f"v must have the shapes of z, {expected}, got {shapes}")
 

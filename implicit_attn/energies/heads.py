@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation, inverse_softplus
 from implicit_attn.energies.tokens import (
+    SELECT,
     Features,
     Mask,
     Projection,
@@ -24,6 +25,7 @@ from implicit_attn.energies.tokens import (
     check_mask,
     check_norm,
     check_tokens,
+    got,
     hide,
     like_state,
     project,
@@ -39,16 +41,13 @@ def check_state(z: Any, context: AttentionContext, name: str, dim: int, heads: b
     check_tokens(z, context.mask, name, dim=dim, tokens=heads)
     query = context.query if context.log_weights is None else context.log_weights
     if query is not None:
-        got = (query.shape[0], query.shape[2]) if heads else query.shape[:-1]
-        if tuple(got) != tuple(z.shape[:-1]):
-            raise ValueError(
-                f"{name}: x must have the batch size and tokens of z, {tuple(z.shape[:-1])}, got "
-                f"{tuple(got)}"
-            )
-    if context.key is not None and len(context.key) != len(z):
-        raise ValueError(
-            f"{name}: x must have the batch size of z, {len(z)}, got {len(context.key)}"
-        )
+        own = (query.shape[0], query.shape[2]) if heads else tuple(query.shape[:-1])
+        if own != tuple(z.shape[:-1]):
+            wanted = tuple(z.shape[:-1])
+            raise ValueError(f"{name}: x must have the sizes of z before d, {wanted}, got {own}")
+    key = context.key
+    if key is not None and len(key) != len(z):
+        raise ValueError(f"{name}: x must have the batch size of z, {len(z)}, got {len(key)}")
 
 
 class ProjectedEnergy(ClosedForm):
@@ -342,15 +341,9 @@ def read_input(
         memory, seen = x
     if width is None:
         return tokens, pairs, tokens, mask
-    if not isinstance(memory, Tensor):
-        raise TypeError(
-            f"{name}: x must be a tensor (B, M, {width}), a pair (tensor, mask) or an AttentionInput "
-            f"with a memory, got {type(memory).__name__}; if x is a dict, select its entry with "
-            ".select(key)"
-        )
-    if memory.dim() != 3 or memory.shape[2] != width:
-        raise ValueError(
-            f"{name}: x must have the shape (B, M, {width}), got {tuple(memory.shape)}"
-        )
+    if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[2] != width:
+        wanted = f"{name}: x must be a tensor (B, M, {width}), a pair of one and a mask, or an "
+        wanted += f"AttentionInput with such a memory, {got(memory)}"
+        raise ValueError(wanted) if isinstance(memory, Tensor) else TypeError(wanted + SELECT)
     check_mask(seen, memory, f"{name}, context", features=1)
     return tokens, pairs, hide(memory, seen), seen

@@ -43,14 +43,21 @@ def hide(values: Tensor, mask: Mask) -> Tensor:
     return values.masked_fill(~mask.reshape(*mask.shape, *[1] * (values.dim() - 2)), 0.0)
 
 
+def got(value: Any) -> str:
+    """Describe an argument in the message of an error."""
+    if not isinstance(value, Tensor):
+        return f"got {type(value).__name__}"
+    return f"got {value.dtype} {tuple(value.shape)} on {value.device}"
+
+
 def check_values(energy: Any, batch: int, name: str) -> None:
     """Check that ``energy`` is a tensor (B,) with one number per sample."""
     if not isinstance(energy, Tensor):
-        raise TypeError(f"{name} must return a tensor of shape (B,), got {type(energy).__name__}")
+        raise TypeError(f"{name} must return a tensor of shape (B,), {got(energy)}")
     if tuple(energy.shape) != (batch,):
-        got = f"shape {tuple(energy.shape)}" if energy.dim() else "a scalar"
+        what = f"shape {tuple(energy.shape)}" if energy.dim() else "a scalar"
         raise ValueError(
-            f"{name} must return one number per sample, shape (B,) = ({batch},), got {got}; sum over "
+            f"{name} must return one number per sample, shape (B,) = ({batch},), got {what}; sum over "
             "all dimensions except the first"
         )
 
@@ -74,8 +81,7 @@ def check_tensor(
     letters = shape.split()
     text = f"({', '.join(letters)}{',' * (len(letters) == 1)})"
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a floating-point tensor {text}, got {got}")
+        raise TypeError(f"{name} must be a floating-point tensor {text}, {got(value)}")
     if dtype is not None and value.dtype != dtype:
         raise TypeError(f"{name} must have dtype {dtype}, got {value.dtype}")
     known, given = dict(sizes), tuple(value.shape)
@@ -93,19 +99,12 @@ def check_mask(mask: Mask, z: Tensor, name: str, *, features: int = 0) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name}: mask must be a bool tensor (B, N), got {kind}")
-    if z.dim() < 2 + features:
+        raise TypeError(f"{name}: mask must be a bool tensor (B, N), {got(mask)}")
+    if z.dim() < 2 + features or mask.shape != z.shape[:2] or mask.device != z.device:
         raise ValueError(
-            f"{name}: mask needs a state z of shape (B, N, ...), got shape {tuple(z.shape)}"
+            f"{name}: mask must have the shape (B, N) and the device of z (B, N, ...), "
+            f"{tuple(z.shape)} on {z.device}, {got(mask)}"
         )
-    if mask.shape != z.shape[:2]:
-        raise ValueError(
-            f"{name}: mask must have the shape (B, N) = {tuple(z.shape[:2])}, "
-            f"got {tuple(mask.shape)}"
-        )
-    if mask.device != z.device:
-        raise ValueError(f"{name}: mask must be on {z.device} like z, got {mask.device}")
 
 
 def check_tokens(
@@ -121,33 +120,26 @@ def check_tokens(
 
     See :func:`check_mask`.
     """
-    shape = "(B, N, d)" if tokens else "(B, ...)" if dim is None else "(B, ..., d)"
-    if not isinstance(z, Tensor):
-        raise TypeError(f"{name}: z must be a tensor {shape}, got {type(z).__name__}")
-    if not z.is_floating_point():
-        raise TypeError(f"{name}: z must have a floating-point dtype, got {z.dtype}")
-    least = 1 if dim is None else 2
-    if (tokens and z.dim() != 3) or z.dim() < least:
-        raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
-    if dim is not None and z.shape[-1] != dim:
-        raise ValueError(f"{name}: z must have {dim} features (d), got shape {tuple(z.shape)}")
+    shape = "B, N" if tokens else "B, ..."
+    if not isinstance(z, Tensor) or not z.is_floating_point():
+        raise TypeError(f"{name}: z must be a floating-point tensor ({shape}), {got(z)}")
+    fits = z.dim() == 3 if tokens else z.dim() >= (1 if dim is None else 2)
+    if not fits or (dim is not None and z.shape[-1] != dim):
+        wanted = f"({shape})" if dim is None else f"({shape}, d) with {dim} features (d)"
+        raise ValueError(f"{name}: z must have the shape {wanted}, {got(z)}")
     if mask is not None:
         check_mask(mask, z, name, features=features)
 
 
+SELECT = "; if x is a dict or a tuple, select its entry with .select(key)"
+
+
 def check_input(x: Any, z: Tensor, name: str) -> Tensor:
     """Check that ``x`` is a tensor with the shape and device of ``z``."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: x must be a tensor of shape {tuple(z.shape)}, got {type(x).__name__}; "
-            "if x is a dict or a tuple, select its entry with .select(key)"
-        )
-    if x.shape != z.shape:
-        raise ValueError(
-            f"{name}: x must have the shape of z, {tuple(z.shape)}, got {tuple(x.shape)}"
-        )
-    if x.device != z.device:
-        raise ValueError(f"{name}: x must be on {z.device} like z, got {x.device}")
+    if not isinstance(x, Tensor) or x.shape != z.shape or x.device != z.device:
+        shape = tuple(z.shape)
+        wanted = f"{name}: x must be a tensor of shape {shape} on {z.device} like z, {got(x)}"
+        raise ValueError(wanted) if isinstance(x, Tensor) else TypeError(wanted + SELECT)
     return x
 
 
@@ -165,14 +157,10 @@ def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
 def visible_input(x: Any, weight: Tensor, mask: Mask, name: str, *, tokens: bool = False) -> Tensor:
     """Check ``x`` (B, ..., k), or (B, N, k) with ``tokens``, and set masked tokens to zero."""
     width = weight.shape[1]
-    shape = f"(B, {'N' if tokens else '...'}, {width})"
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: x must be a tensor {shape}, got {type(x).__name__}; if x is a dict or a tuple, "
-            "select its entry with .select(key)"
-        )
-    if x.dim() < 2 or (tokens and x.dim() != 3) or x.shape[-1] != width:
-        raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(x.shape)}")
+    fits = isinstance(x, Tensor) and x.shape[-1:] == (width,)
+    if not fits or (x.dim() != 3 if tokens else x.dim() < 2):
+        wanted = f"{name}: x must be a tensor (B, {'N' if tokens else '...'}, {width}), {got(x)}"
+        raise ValueError(wanted) if isinstance(x, Tensor) else TypeError(wanted + SELECT)
     check_dtype(x, weight, name)
     if mask is None:
         return x

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import AttentionContext, is_prepared
-from implicit_attn.energies.heads import head_width
+from implicit_attn.energies.heads import check_state, head_width
 from implicit_attn.energies.spins import BareAttention, Couplings
 from implicit_attn.energies.tokens import (
     Mask,
@@ -374,9 +374,6 @@ class KineticAttention(Update):
     Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are not keys and keep
     their state. A token without any key has the field ``beta x_i``.
 
-    Raises:
-        TypeError, ValueError: if an argument is invalid.
-
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/, with the
     closure "plefka" and p - 2 instead of p in the radius; Mezard and Sakellariou (2011),
     https://arxiv.org/abs/1103.3433, for the Gaussian closure, here on spheres in many dimensions.
@@ -432,40 +429,34 @@ class KineticAttention(Update):
         return visible_input(x, weight, mask, type(self).__name__, tokens=True)
 
     def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
-        """Return the field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
+        """Return the field ``beta x`` (B, heads, N, p) and the couplings ``beta J`` (B, heads, N, N)."""
         if is_prepared(x, mask):
             return x
         x = self.on_spheres(self._visible(x, None))
         couplings = self.beta * self.couplings(x, mask=mask)
-        return AttentionContext(couplings, tokens=self.beta * x, mask=mask)
+        return AttentionContext(couplings, query=split_heads(self.beta * x, self.heads), mask=mask)
 
     def initial(self, x: Tensor) -> Tensor:
         """Return the means without couplings, ``J = 0``."""
         return self.start(x, self.prepare(x))
 
     def start(self, x: Any, prepared: AttentionContext) -> Tensor:
-        assert prepared.tokens is not None
-        field = prepared.tokens.detach()
-        parts = field.view(*field.shape[:-1], self.heads, self.width)
-        size = parts.square().sum(-1, keepdim=True)
-        return (parts / (1 + (1 + size / self.radius**2).sqrt())).view(field.shape)
+        assert prepared.query is not None
+        field = prepared.query.detach()
+        size = field.square().sum(-1, keepdim=True)
+        return merge_heads(field / (1 + (1 + size / self.radius**2).sqrt()))
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
-        context, name = self.prepare(x, mask=mask), type(self).__name__
-        couplings, mask = context.parts, context.mask
-        check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        field = check_input(context.tokens, z, name)
+        context = self.prepare(x, mask=mask)
+        check_state(z, context, type(self).__name__, self.dim, True)
         if not z.numel():  # no samples, or no tokens
             return z
-        batch = z.shape[0]
-
-        def fold(y: Tensor) -> Tensor:
-            return split_heads(y, self.heads).flatten(0, 1)
-
+        given: Any = split_heads(z, self.heads), context.query, context.parts
+        mask = context.mask
         apart = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
         options: dict[str, Any] = {"site": self.site, "closure": self.closure, "mask": apart}
-        mean = kinetic_map(fold(z), fold(field), couplings.flatten(0, 1), **options)
-        return merge_heads(mean.unflatten(0, (batch, self.heads)))
+        mean = kinetic_map(*(t.flatten(0, 1) for t in given), **options)
+        return merge_heads(mean.unflatten(0, (len(z), self.heads)))
 
     def extra_repr(self) -> str:
         return (

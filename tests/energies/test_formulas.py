@@ -16,6 +16,7 @@ from cases.kernels import Allocations
 from implicit_attn.energies import (
     AttentionInput,
     BiSoftmaxAttention,
+    ConditionalAttention,
     Field,
     GatedFeedForward,
     GELUFeedForward,
@@ -193,6 +194,42 @@ def test_pairs_of_the_input(row: Row) -> None:
     assert all(t.isfinite().all() for t in found[0])
 
 
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"memory_dim": DIM}], ids=str)
+def test_conditional_attention_is_its_formula(options: dict[str, Any], paired: bool) -> None:
+    row: Row = (ConditionalAttention, {"cross": True} if "memory_dim" in options else {})
+    torch.manual_seed(3)
+    energy = ConditionalAttention(DIM, H, context_dim=WIDTH, beta=(0.4, 1.3), **options).double()
+    with torch.no_grad():
+        for parameter in energy.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    z, x, mask = given(row, paired)
+    source, seen = (x.tokens, mask) if x.memory is None else (x.memory, x.memory_mask)
+
+    def heads(tokens: Any, side: str) -> Tensor:
+        y = tokens @ getattr(energy, side).weight.T + getattr(energy, f"{side}_bias")
+        return normed(y.unflatten(-1, (H, -1)).transpose(1, 2), energy)
+
+    beta = torch.tensor([0.4, 1.3], dtype=torch.float64).view(-1, 1, 1)
+    scores = beta * (heads(x.tokens, "query") @ heads(source, "key").mT)
+    allowed = torch.ones_like(scores, dtype=torch.bool)
+    allowed = allowed.tril() if energy.causal else allowed
+    allowed = allowed if seen is None else allowed & seen[:, None, None]
+    if x.pairs is not None and x.pair_bias is not None:
+        allowed, scores = allowed & x.pairs, scores + x.pair_bias
+    some = allowed.any(-1)
+    weights = scores.masked_fill(~allowed & some.unsqueeze(-1), -torch.inf).softmax(-1)
+    leaf = z.clone().requires_grad_()
+    y = (leaf @ energy.state.weight.T).unflatten(-1, (H, -1)).transpose(1, 2)
+    tilted = (energy.tau * (y @ heads(source, "value").mT)).exp()
+    free = ((weights * tilted).sum(-1).log() * some).sum(1) / -energy.tau
+    value = (free if mask is None else free * mask).sum(1)
+    (slope,) = torch.autograd.grad(value.sum(), leaf)
+    for form in (x, energy.prepare(x, mask=mask)):
+        torch.testing.assert_close(energy(z, form, mask=mask), value, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(energy.grad(z, form, mask=mask), slope, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("backend", ["reference", "flash"])
 @pytest.mark.parametrize("energy", ["inner", "elastic"])
 def test_an_empty_memory_has_energy_zero(energy: str, backend: str) -> None:
@@ -230,7 +267,7 @@ def test_scores_by_strips(score: str, dtype: torch.dtype, monkeypatch: pytest.Mo
 def test_the_step_of_rows_is_softmax_attention_over_the_pairs() -> None:
     row: Row = (RowSoftmaxAttention, {})
     energy, (z, x, mask) = made(row, "none", bias=False), given(row, True)
-    assert mask is not None and x.pair_bias is not None
+    assert mask is not None and x.pairs is not None and x.pair_bias is not None
     y = energy.features(z, mask=mask)
     scores = torch.tensor([0.4, 1.3], dtype=y.dtype).view(2, 1, 1) * (y @ y.mT) + x.pair_bias
     allowed = x.pairs & mask[:, None, None] & mask[:, None, :, None]
@@ -336,6 +373,7 @@ def test_bad_inputs_of_hidden_units() -> None:
     for given, keep, error, match in rows:
         with pytest.raises(error, match=match):
             energy.grad(z, given, mask=keep)
-    for cls, options in ((ReLUFeedForward, {}), (SoftmaxFeedForward, {"context_dim": WIDTH})):
-        with pytest.raises(ValueError, match="gates"):
-            cls(DIM, 6, gates=True, **options)
+    with pytest.raises(ValueError, match="gates"):
+        ReLUFeedForward(DIM, 6, gates=True)
+    with pytest.raises(ValueError, match="gates"):
+        SoftmaxFeedForward(DIM, 6, gates=True, context_dim=WIDTH)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
-from implicit_attn import DEQ, ActivationStep, GradientStep
+from implicit_attn import DEQ, ActivationStep, EquilibriumBlock, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
@@ -61,6 +61,28 @@ def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
     assert relative_error(gradient, reference) <= 1e-9
     if chosen is not None:
         assert torch.equal(moved[~chosen], z[~chosen])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"hidden": 0}, {"attention": None}, {"activation": "gelu", "causal": True}, {"state_dim": 4},
+], ids=str)  # fmt: skip
+def test_the_unit_step_of_the_block_is_its_gradient_step(options: dict[str, Any]) -> None:
+    """With masked tokens and without, and in its derivatives by state and weights."""
+    torch.manual_seed(0)
+    block = EquilibriumBlock(DIM, 2, **options).double()
+    own, plain = block.deq.update, GradientStep(block.energy)
+    x, z = inputs(), inputs(1)[..., : block.state_dim].requires_grad_()
+    for mask in (None, torch.tensor([[True, False, True], [False] * 3])):
+        found, expected = (step(z, x, mask=mask) for step in (own, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        sources = [z, *block.energy.parameters()]
+        slopes = (
+            torch.autograd.grad(t.pow(3).sum(), sources, materialize_grads=True, allow_unused=True)
+            for t in (found, expected)
+        )
+        torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-11)
+    other = block.deq.replace(block.energy.quadratic, 2.0 * Quadratic()).update
+    torch.testing.assert_close(other(z, x), plain(z, x) - z, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[True, False, True]])], ids=["all", "mask"])
