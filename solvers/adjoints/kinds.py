@@ -174,7 +174,7 @@ class Unrolled(Adjoint):
         again: list[Solution] = []
 
         def attach(part: Problem, value: Tensor, rows: Tensor | None, state: int | None) -> Tensor:
-            if rows is None or keeps_failures_out(value.device):
+            if rows is None or keeps_failures_out():
                 return value
             # Solving the other samples again keeps the NaN out of the graph.
             if not again:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from solvers.core.device import Watch, maybe_any, readable
+from solvers.core.device import maybe_any, readable
 from solvers.core.layout import Layout
 from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
@@ -129,12 +129,9 @@ DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
 
 
-def keeps_failures_out(device: torch.device) -> bool:
-    """Whether a solve that autograd records drops samples whose first evaluation is not finite.
-
-    Not on a GPU, where asking for them would wait for the device, and not in transforms.
-    """
-    return readable(device) and torch.is_grad_enabled()
+def keeps_failures_out() -> bool:
+    """Whether a solve that autograd records drops samples whose first evaluation is not finite."""
+    return readable() and torch.is_grad_enabled()
 
 
 class Loop:
@@ -174,7 +171,6 @@ class Loop:
             self.growth = Growth.start(start)
         self.history = History(len(start.norm), record, callback)
         self.snapshots = Snapshots(states_at, uneven=type(solver).products is not Solver.products)
-        self.watch = Watch(start.z.device)
         self.some_ended = False  # some row of the working batch has ended
         self.recovering = False  # some row was rejected at the last turn
         self.patience = PATIENCE
@@ -204,7 +200,7 @@ class Loop:
             self.current = self.trial
         else:
             self.current = merge_rows(self.accepted, self.trial, self.current)
-        if evaluation == 1 and keeps_failures_out(self.trial.z.device):
+        if evaluation == 1 and keeps_failures_out():
             self._keep_failures_out()
         self._shrink()
         return False
@@ -307,11 +303,11 @@ class Loop:
         return self.problem.projected(candidate)
 
     def _all_ended(self) -> bool:
-        seen = self.watch(self.rows.status == RUNNING)
-        if seen is None:
+        if not readable():
             return False
-        self.some_ended = not bool(seen.all())
-        return self.some_ended and not bool(seen.any())
+        running = int((self.rows.status == RUNNING).sum())
+        self.some_ended = running < len(self.rows.status)
+        return running == 0
 
     def _keep_failures_out(self) -> None:
         """Evaluate anew without the rows that have no finite first evaluation.
@@ -327,7 +323,7 @@ class Loop:
 
     def _shrink(self) -> None:
         """Let finished rows leave, their history with them, when enough of them have finished."""
-        if not (self.some_ended and self.problem.compact and readable(self.trial.z.device)):
+        if not (self.some_ended and self.problem.compact):
             return
         ended = self.rows.status != RUNNING
         # Where rows make evaluations of their own, a finished row must not make more.

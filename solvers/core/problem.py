@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.context import Weights, modules_of
+from solvers.core.cuda import on_cuda
 from solvers.core.device import readable
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
@@ -282,7 +283,8 @@ class Problem:
 
     def exact(self, point: Point) -> Point:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
-        if not readable(point.z.device) or norms_fit(point.norm, point.reference):
+        known = on_cuda(point.z) or not readable()
+        if known or norms_fit(point.norm, point.reference):
             return point
         low, norm, reference = MODERATE_ABOVE[point.norm.dtype], point.norm, point.reference
         fit = (reference > low) & (reference < torch.inf) & (norm < torch.inf)

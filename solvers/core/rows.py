@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.device import maybe_any, readable, small_dtype
+from solvers.core.device import maybe_any, small_dtype, surely_all
 from solvers.core.solution import Status, Tolerance, Trace
 
 RUNNING = -1  # status of a sample that is still being solved
@@ -88,7 +88,7 @@ class Best:
 
     def update(self, better: Tensor, point: Point, relative: Tensor) -> None:
         """Take ``point`` with its ``relative`` residual in the rows ``better`` (B,) bool."""
-        if readable(better.device) and bool(better.all()):
+        if surely_all(better):
             self.replace(point, relative)
         elif maybe_any(better):
             self.value = where_rows(better, point.z, self.value)
@@ -310,7 +310,7 @@ def row_norm(vector: Tensor) -> Tensor:
 
     On the CPU a norm whose squares over- or underflow is wrong; see :meth:`Problem.exact`.
     """
-    if on_cuda(vector):  # whether it is would have to be awaited there
+    if on_cuda(vector):  # to ask whether it is would cost more
         return scaled_norm(vector)
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 

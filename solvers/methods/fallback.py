@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solvers.core.device import leaves_alone
 from solvers.core.loop import Loop, Rule, Solver
 from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Best, Point, Progress, row_norm, scaled_norm, where_rows
@@ -50,7 +49,7 @@ class DifferenceNewton(Newton):
             usable = (norm > 0) & (length > 0)
             step = torch.where(usable, length / torch.where(usable, norm, 1.0), 1.0)
             step = step.to(v.dtype).unsqueeze(1)
-            if not leaves_alone(problem.compact, v.device) or bool(usable.all()):
+            if not problem.compact or bool(usable.all()):
                 change = problem.evaluate(point.z + step * v).residual - point.residual
                 return v + change / step
             # Nothing is evaluated for samples whose linear solve has ended.
@@ -89,7 +88,7 @@ def solve_failed(
         stages.append(DifferenceNewton(forcing=EXACT if few else 0.1))
     for solver in stages:
         spent = solution.evaluations
-        if not leaves_alone(problem.compact, spent.device):  # each has been in all of them
+        if not problem.compact:  # each has been in all of them
             spent = spent.max().expand_as(spent)
         rows = _given_up(solution, spent, max_steps)
         if rows.numel() == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
-from solvers.core.device import leaves_alone, maybe_any
+from solvers.core.device import maybe_any
 from solvers.core.loop import Solver, Turn
 from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Point, merge_rows, select_rows, where_rows
@@ -106,7 +106,7 @@ class Newton(Solver):
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
             spent = (used + self.recordings) * wanted[index]
-            if leaves_alone(problem.compact, point.z.device):
+            if problem.compact:
                 state.products = state.products.index_add(0, index, spent)
             else:
                 state.products = state.products + spent.amax()

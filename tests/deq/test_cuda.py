@@ -1,4 +1,4 @@
-"""On a CUDA card, where the host does not wait for numbers (``solvers.core.device``), as on the CPU."""
+"""On a CUDA card as on the CPU."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def test_solvers(solver: str, name: str) -> None:
     done = here.converged
     assert torch.equal(there.converged.cpu(), done)
     assert bool((true_residuals(moved, there.value)[0].cpu()[done] < 2e-6).all())
-    # A sample of a card may be seen to have ended some steps late, an inner one of Newton's by all steps.
-    assert bool((there.evaluations.cpu() <= 2 * here.evaluations + 60)[done].all())
+    assert bool((there.evaluations.cpu() <= 2 * here.evaluations + 5)[done].all())
 
 
 def test_failures_are_reported() -> None:
