@@ -41,24 +41,17 @@ DIM = 32
 LAYERS = ("no layer", "your own energy", "encoder layer")
 HEADINGS = (
     "One energy, many tasks: an energy trained to remove noise also solves five other tasks.",
-    "Sudoku: a learned update solves more boards the longer it iterates.",
+    "Sudoku: a learned update, without built-in rules, solves more boards the longer it iterates.",
     "Your own energy: the ten-line layer of the README learns to classify digits.",
 )
 
 
 def demo(out: Path, epochs: int = 15, steps: int = 400, boards: int = 100, seed: int = 0) -> None:
-    """Run the three parts of the demo; pictures and tables go to the folder ``out``.
-
-    1. One energy, many tasks: a layer learns to remove noise from handwritten digits. With another data term
-    it also fills in missing pixels, doubles the resolution and deblurs, without further training.
-    2. Sudoku: a learned update, without built-in rules, solves more boards the longer it iterates.
-    3. Your own energy: a layer defined by ten lines learns to classify digits. It is compared with no layer
-    and with an encoder layer, all trained for the same number of steps.
+    """Run the three parts of the demo, which ``HEADINGS`` names.
 
     Args:
-        out: folder of the results, which replace those of an earlier run.
-        epochs: training epochs of the first part.
-        steps: training steps of the third part.
+        out: folder of the pictures and tables, which replace those of an earlier run.
+        epochs, steps: training epochs of the first part, training steps of the third.
         boards: number of Sudoku boards to solve.
         seed: random seed of the weights and the noise.
     """

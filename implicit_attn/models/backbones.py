@@ -239,24 +239,16 @@ class EnergyTransformerLayer(RecurrentLayer):
         E(g) = -beta^-1 sum_h sum_i log sum_j exp(beta q_hi.k_hj) - 1/2 sum_i sum_m relu(xi_m.g_i)^2
 
     and ``q = W_Q g, k = W_K g``. The Jacobian of the norm, which is the Hessian of a convex
-    Lagrangian, is omitted; small steps still descend E. The closed-form gradient includes the
-    derivatives with respect to queries and keys. ``attention`` are options of ``SoftmaxAttention``.
+    Lagrangian, is omitted; small steps still descend E. ``attention`` are options of ``SoftmaxAttention``.
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        memories: int,
-        *,
-        step_size: float = 0.1,
-        memory_bias: bool = False,
-        **attention: Any,
+        self, dim: int, heads: int, memories: int, *, step_size: float = 0.1, **attention: Any
     ) -> None:
         super().__init__()
         self.step_size = require_positive("step_size", step_size)
         self.attention = SoftmaxAttention(dim, heads, norm=None, **attention)
-        self.feedforward = ReLUFeedForward(dim, memories, norm=None, bias=memory_bias)
+        self.feedforward = ReLUFeedForward(dim, memories, norm=None, bias=False)
         self.gain, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(dim))
 
     def activation(self, z: Tensor) -> Tensor:
@@ -286,7 +278,6 @@ class EnergyTransformer(RecurrentBackbone):
         options: options of the layers:
             step_size: step size eta of the descent; the paper uses 0.1 for images.
             bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, initially zero.
-            memory_bias: bias of each memory, ``relu(xi_m.g + c_m)``, initially zero.
             beta: inverse temperature, or one per head; None for ``1 / sqrt(p)`` with head width p.
             learned_beta: whether to train one inverse temperature per head.
             exclude_self: whether no token attends to itself, as in the paper (sum over ``B != C``); its
@@ -447,8 +438,7 @@ class EquilibriumTransformer(nn.Module):
         options: further arguments of :class:`implicit_attn.EquilibriumBlock`: attention ("self" or
             None), activation, state_dim, causal, curvature, dropout.
 
-    Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
-    their input and do not influence other tokens. ``blocks[k].last`` reports the latest solves.
+    Shapes: tokens and mask as in ``RecurrentBackbone``. ``blocks[k].last`` reports the latest solves.
 
     Example:
         >>> EquilibriumTransformer(64, 4, layers=2)(torch.randn(3, 16, 64)).shape
@@ -495,9 +485,8 @@ class EquilibriumTransformer(nn.Module):
 class SpinTransformer(nn.Module):
     """A stack of spin modules, each the steady state ``m*`` of a ``KineticAttention``.
 
-    In the source a module is ``x -> m*(x)``, and the next module normalises the means to its spheres again,
-    so only the attention weights mix features. With ``residual`` a module is ``x -> x + O m*(x)``, with
-    output weights O (d, d) that mix the heads.
+    In the source a module is ``x -> m*(x)``, so only the attention weights mix features. With ``residual`` a
+    module is ``x -> x + O m*(x)``, with output weights O (d, d) that mix the heads.
 
     Args:
         dim, heads: features d of a token, number of attention heads, at most d / 2.
@@ -509,8 +498,7 @@ class SpinTransformer(nn.Module):
         options: further arguments of :class:`implicit_attn.updates.KineticAttention`: beta, closure,
             scale, self_coupling, causal.
 
-    Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
-    their input and do not influence other tokens. ``steady[k].last`` reports the latest solves.
+    Shapes: tokens and mask as in ``RecurrentBackbone``. ``steady[k].last`` reports the latest solves.
 
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
 

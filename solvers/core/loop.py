@@ -173,7 +173,8 @@ class Loop:
         self.snapshots = Snapshots(states_at, uneven=type(solver).products is not Solver.products)
         self.some_ended = False  # some row of the working batch has ended
         self.recovering = False  # some row was rejected at the last turn
-        self.patience = PATIENCE
+        # With a rule, samples go on up to max_steps.
+        self.patience = PATIENCE if rule is None else max_steps + 1
         self.guarded = True  # trials are judged by their energies, where there are any
 
     def run(self) -> Solution:
@@ -236,7 +237,7 @@ class Loop:
             status = self._give_up(status, accepted, evaluation)
         over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
-        if self.rule is None and evaluation % self.patience == 0:
+        if evaluation % self.patience == 0:
             status = self._find_stalled(status)
         if self.growth is not None and maybe_any(self.growth.lost):
             failed = self.growth.lost & running & (status > Status.CONVERGED)
