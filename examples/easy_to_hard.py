@@ -350,9 +350,12 @@ def easy_to_hard(
         row |= {**shares(common, test), "evaluations": 0.0, "converged": None, "wrong": None}
         measured.append(row)
     shown = ["solved", "accuracy", "evaluations", "wrong"]
+    tested = [test.targets.shape[1] for test in rings.values()]
     summary: dict[str, dict[str, Any]] = {}  # a row for each model, means over seeds
     for row in over_seeds(measured, ["model", "parameters", "size"], shown):
-        line = summary.setdefault(row["model"], {k: row[k] for k in ("model", "parameters")})
+        blank = dict.fromkeys(f"{measure}_{n}" for n in tested for measure in shown)
+        known = {"model": row["model"], "parameters": row["parameters"]}
+        line = summary.setdefault(row["model"], known | blank)
         line |= {f"{measure}_{row['size']}": row[measure] for measure in shown}
     note = f"; {seeds} seeds, mean and range" if seeds > 1 else ""
     title = f"Easy to hard: parity along a ring, trained on small rings{note}"

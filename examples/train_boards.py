@@ -8,11 +8,12 @@
     python examples/train_boards.py --features 96 --width 192 --iterations 48 --batch 192 --carried 768
         --train 36864 --precision tf32 --compile --minutes 4    # a larger update, on a card
 
-Which cells constrain each other is learned first, in seconds: a head of factored attention predicts every
-cell of complete boards from the other 80. The maximal cliques of its strong pairs are the groups of the
-model, 27 for Sudoku. The model then repeats one update, in which cells and groups exchange features of each
-digit. Numbers of iterations and of givens are drawn at random. --carried 48 --batch 16 --start NAME trains
-weights on with states that earlier steps left, so that what is found stays.
+The script first learns which cells constrain each other, in seconds: a head of factored attention predicts
+every cell of complete boards from the other 80. The maximal cliques of its strong pairs are the groups of
+the model, 27 for Sudoku. The model then repeats one update, in which cells and groups exchange features of
+each digit. The numbers of iterations and of givens are random. --start NAME continues from other weights.
+--carried N also trains on states that earlier steps left, so that the model learns to keep its answers. A
+training that stops after --minutes leaves its weights in unfinished.safetensors, for --evaluate.
 
 The puzzles have 17 to 34 givens, made from the list of 17-clue puzzles (Gordon Royle, CC BY 2.5) in
 $IMPLICIT_ATTN_DATA/sudoku; without it they are generated. sudoku/hard.npz has the public sets of hard

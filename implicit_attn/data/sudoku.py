@@ -143,17 +143,16 @@ def solve_sudoku(
     board, found = list(puzzle), list[list[int]]()
     rows, columns, boxes = ([ALL] * SIDE for _ in range(3))  # free digits, a bit each
 
-    def allowed(cell: int) -> int:
-        row, column, box = PLACES[cell]
-        return rows[row] & columns[column] & boxes[box]
-
     def toggle(cell: int, digit: int) -> None:
-        for free, place in zip((rows, columns, boxes), PLACES[cell], strict=True):
-            free[place] ^= 1 << digit
+        row, column, box = PLACES[cell]
+        rows[row] ^= 1 << digit
+        columns[column] ^= 1 << digit
+        boxes[box] ^= 1 << digit
 
     for cell, digit in enumerate(board):
         if digit:
-            if not allowed(cell) >> (digit - 1) & 1:
+            row, column, box = PLACES[cell]
+            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
                 return []  # two clues contradict each other
             toggle(cell, digit - 1)
 
@@ -163,19 +162,21 @@ def solve_sudoku(
             return
         fewest, chosen, free = SIDE + 1, -1, 0
         for cell in unknown:
-            digits = allowed(cell)
-            if digits.bit_count() < fewest:
-                fewest, chosen, free = digits.bit_count(), cell, digits
-            if fewest <= 1:
-                break
+            row, column, box = PLACES[cell]
+            digits = rows[row] & columns[column] & boxes[box]
+            if (count := digits.bit_count()) < fewest:
+                fewest, chosen, free = count, cell, digits
+                if count <= 1:
+                    break
         order = [digit for digit in range(SIDE) if free >> digit & 1]
         if chooser is not None:
             chooser.shuffle(order)
+        rest = [cell for cell in unknown if cell != chosen]
         for digit in order:
             if len(found) < most:
                 board[chosen] = digit + 1
                 toggle(chosen, digit)
-                search([cell for cell in unknown if cell != chosen])
+                search(rest)
                 toggle(chosen, digit)
 
     search([cell for cell, digit in enumerate(board) if digit == 0])
