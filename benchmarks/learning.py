@@ -322,27 +322,21 @@ def perform(run: Run) -> dict[str, Any]:
         optimiser, run.rate, total_steps=run.epochs * steps
     )
     equilibria: list[Any] = [layer for layer in model.modules() if isinstance(layer, DEQ)]
-    worst = {"converged": math.nan, "adjoint converged": math.nan}
+    worst: dict[str, float] = {}  # of the epochs, shares of the samples
     evaluations: list[float] = []
-
-    def step(index: Tensor) -> bool:
-        loss = F.cross_entropy(model(inputs[index]), labels[index])
-        optimiser.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if math.isfinite(loss.item() + norm.item()):
-            optimiser.step()
-            return True
-        return False
-
     start = time.process_time()
     for epoch in range(run.epochs):
         model.train()
         draw = torch.Generator().manual_seed(1000 * run.seed + epoch)
-        shares: dict[str, list[float]] = {name: [] for name in worst}
+        shares: dict[str, list[float]] = {"converged": [], "adjoint converged": []}
         for index in torch.randperm(len(labels), generator=draw)[: steps * BATCH].split(BATCH):
-            if not step(index):
+            loss = F.cross_entropy(model(inputs[index]), labels[index])
+            optimiser.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not math.isfinite(loss.item() + norm.item()):
                 return {"status": "not finite"}
+            optimiser.step()
             schedule.step()
             for solve in (layer.last for layer in equilibria):
                 evaluations.append(solve.evaluations.double().mean().item())
@@ -352,8 +346,7 @@ def perform(run: Run) -> dict[str, Any]:
                     shares["adjoint converged"].append(done.double().mean().item())
         for name, share in shares.items():
             if share:
-                mean, before = statistics.fmean(share), worst[name]
-                worst[name] = mean if math.isnan(before) else min(mean, before)
+                worst[name] = min(worst.get(name, 1.0), statistics.fmean(share))
     spent = time.process_time() - start
     model.eval()
 
@@ -363,13 +356,13 @@ def perform(run: Run) -> dict[str, Any]:
         right = (logits.argmax(1) == labels).double().mean().item()
         return right, F.cross_entropy(logits, labels).item()
 
-    accuracy, loss = judge(other, others)
+    accuracy, test_loss = judge(other, others)
     return {
         "status": "ok",
         "parameters": sum(each.numel() for each in model.layers.parameters()),
         "train_accuracy": judge(inputs[:10_000], labels[:10_000])[0],
         "accuracy": accuracy,
-        "loss": loss,
+        "loss": test_loss,
         "seconds": spent,
         "evaluations": statistics.fmean(evaluations) if evaluations else math.nan,
     } | {f"{name} (worst epoch)": share for name, share in worst.items()}
