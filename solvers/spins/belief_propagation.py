@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -445,10 +446,10 @@ def marginals(
 
 
 def bethe_log_partition(
-    step: Messages, messages: Tensor, evidence: Evidence, free: Tensor | None
+    step: Messages, args: tuple[Evidence, Tensor | None], messages: Tensor
 ) -> Tensor:
-    """Return ``log Z`` (B,) of the free sites."""
-    graph = step.graph
+    """Return ``log Z`` (B,) of the free sites; ``args`` are the evidence and which sites are free."""
+    graph, (evidence, free) = step.graph, args
     own = evidence.field + graph.gather(messages)
     sites = torch.logsumexp(where_left(own, evidence.states), 2)  # (B, N)
     cavities = step.cavity_fields(messages, evidence)
@@ -573,7 +574,13 @@ def belief_propagation(
     tracked = adjoint is not None and torch.is_grad_enabled()
     with torch.set_grad_enabled(tracked), without_autocast(field.device.type):
         x = as_wide(field)
-        graph, blocks, allowed = _pairs(as_wide(couplings), edges, x.shape[1])
+        graph = Graph.of(edges, x.shape[1])
+        blocks = graph.blocks(as_wide(couplings))
+        allowed: Tensor | None = blocks.detach() > -math.inf
+        if bool(allowed.all()):
+            allowed = None
+        else:
+            blocks = torch.where(allowed, blocks, 0.0)
         clamped = read_clamped(given, x, mask)
         sample = gather_evidence(graph, blocks, allowed, x, mask, clamped, bound)
         evidence, widest = sample.evidence, sample.evidence.bound
@@ -585,7 +592,11 @@ def belief_propagation(
         solution = solve(step, first, (evidence,), **options)
         messages = solution.value
         mean = marginals(step, messages, sample, clamped)
-        log_z = _log_partition(step, messages, sample) if log_partition else None
+        log_z = None
+        if log_partition:
+            function = partial(bethe_log_partition, step)
+            log_z = stationary_value(function, (evidence, sample.free), messages) + sample.energy
+            log_z = torch.where(sample.consistent, log_z, -math.inf)
         packed = graph.packed(messages).to(field.dtype)
         solution.value = Beliefs(mean.to(field.dtype), packed, log_z)
     impossible = ~sample.consistent
@@ -596,17 +607,6 @@ def belief_propagation(
     return solution
 
 
-def _pairs(couplings: Tensor, edges: Tensor, sites: int) -> tuple[Graph, Tensor, Tensor | None]:
-    """Return the graph, finite ``J`` (2E, d, d) of every edge, and the allowed pairs of states
-    (2E, d, d) bool or None for all."""
-    graph = Graph.of(edges, sites)
-    blocks = graph.blocks(couplings)
-    allowed = blocks.detach() > -math.inf
-    if bool(allowed.all()):
-        return graph, blocks, None
-    return graph, torch.where(allowed, blocks, 0.0), allowed
-
-
 def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
     """Return messages (B, 2E, d) of an earlier result, or zeros."""
     batch, _, states = field.shape
@@ -615,16 +615,6 @@ def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
     require_instance("start", start, Beliefs, "a solvers.Beliefs")
     shape = (batch, len(graph.source) // 2, 2, states)
     return graph.unpacked(read_start("start.messages", start.messages, shape, field))
-
-
-def _log_partition(step: Messages, messages: Tensor, sample: Sample) -> Tensor:
-    """Return ``log Z`` (B,), -inf in samples that are not consistent."""
-
-    def value_of(args: tuple[Evidence, Tensor | None], messages: Tensor) -> Tensor:
-        return bethe_log_partition(step, messages, *args)
-
-    value = stationary_value(value_of, (sample.evidence, sample.free), messages)
-    return torch.where(sample.consistent, value + sample.energy, -math.inf)
 
 
 def _nothing_to_solve(step: Messages, start: Tensor, args: Any, **options: Any) -> Solution:

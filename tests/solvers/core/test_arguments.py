@@ -82,7 +82,12 @@ def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> N
     build, parts = STRUCTURES[structure]
     a, b, x = start()
     call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 150}
-    solution = fixed_point(lambda z, x: build(*coupled(*parts(z), x)), build(a, b), (x,), **call)
+
+    def f(z: Any, x: Tensor) -> Any:
+        first, second = parts(z)
+        return build(*coupled(first, second, x))
+
+    solution = fixed_point(f, build(a, b), (x,), **call)
     vector = fixed_point(joined, torch.zeros(4, 7, dtype=torch.float64), (x,), **call)
     assert bool(solution.converged.all())
     assert solution.evaluations.tolist() == vector.evaluations.tolist()

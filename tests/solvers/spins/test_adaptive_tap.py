@@ -37,16 +37,15 @@ from solvers import (
 )
 
 F64 = torch.float64
-SITES = pytest.mark.parametrize(
-    ("site", "dim"),
-    [
-        (IsingSite(), 1),
-        (PottsSite(), 3),
-        (SphericalSite(), 3),
-        (GaussianSite(0.4 * torch.eye(2, dtype=F64)), 2),
-    ],
-    ids=["ising", "potts", "sphere", "gaussian"],
-)
+SITES: dict[str, tuple[Site, int]] = {
+    "ising": (IsingSite(), 1),
+    "potts": (PottsSite(), 3),
+    "sphere": (SphericalSite(), 3),
+    "gaussian": (GaussianSite(0.5 * torch.eye(2, dtype=F64)), 2),
+    "gaussian each": (GaussianSite(torch.diag_embed(torch.rand(4, 2, dtype=F64) + 0.1)), 2),
+    "saddle point": (SphericalSite(large_dimension=True), 4),
+}
+PROPER = pytest.mark.parametrize("name", ["ising", "potts", "sphere", "gaussian"])
 
 
 def relative_error(mean: Tensor, exact: Tensor) -> float:
@@ -114,9 +113,9 @@ def assert_consistent(solution: Solution, blocks: Tensor, x: Tensor, site: Site)
 # --- batches, masks, options -------------------------------------------------------------------------
 
 
-@SITES
-def test_each_sample_gets_what_it_gets_alone(site: Site, dim: int) -> None:
-    random = generator(6)
+@PROPER
+def test_each_sample_gets_what_it_gets_alone(name: str) -> None:
+    (site, dim), random = SITES[name], generator(6)
     blocks, x = couplings(5, dim, 0.5 / dim**0.5, random), fields(6, 5, dim, random)
     x[0] *= 8  # the variances differ from sample to sample
     together = adaptive_tap(blocks, x, site=site, response=True, log_partition=True)
@@ -130,9 +129,9 @@ def test_each_sample_gets_what_it_gets_alone(site: Site, dim: int) -> None:
         assert (variance[0] - variance[1]).abs().max() > 1e-3
 
 
-@SITES
-def test_masked_sites_are_not_there(site: Site, dim: int) -> None:
-    random = generator(7)
+@PROPER
+def test_masked_sites_are_not_there(name: str) -> None:
+    (site, dim), random = SITES[name], generator(7)
     blocks, x = couplings(5, dim, 0.4 / dim**0.5, random), fields(2, 5, dim, random)
     mask = torch.tensor([[True, False, True, True, False], [True] * 5])
     value = adaptive_tap(blocks, x, site=site, mask=mask, response=True).value
@@ -248,16 +247,16 @@ OUTSIDE: dict[str, tuple[Site, int, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.defect("D6")
 @pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize(("order", "max_steps"), [("adaptive", 3)])
-def test_unconverged_means_stay_in_the_domain(name: str, order: str, max_steps: int) -> None:
+def test_unconverged_means_stay_in_the_domain(name: str) -> None:
     site, dim, outside = OUTSIDE[name]
     unconverged = 0
     for strength in (1.0, 4.0):
         random = generator(1)
         blocks = couplings(20, dim, strength / (20 * dim) ** 0.5, random)
         x = fields(8, 20, dim, random, 1.0)
-        options = {"max_steps": max_steps, "order": order, "on_failure": "ignore"}
-        solution = adaptive_tap(blocks, x, site=site, adjoint=None, **options)
+        solution = adaptive_tap(
+            blocks, x, site=site, adjoint=None, max_steps=3, on_failure="ignore"
+        )
         unconverged += int((~solution.converged).sum())
         assert (outside(solution.value.mean) <= 1e-12).all()
     assert unconverged
@@ -301,15 +300,7 @@ def test_first_and_second_derivatives(name: str) -> None:
     assert gradgradcheck(solve, (raw, x), fast_mode=True, atol=1e-4)
 
 
-TIGHT_FREE_ENERGY: dict[str, Any] = {"tolerance": 1e-13, "max_steps": 400}
-SITES_FREE_ENERGY: dict[str, tuple[Site, int]] = {
-    "ising": (IsingSite(), 1),
-    "potts": (PottsSite(), 3),
-    "sphere": (SphericalSite(), 3),
-    "gaussian": (GaussianSite(0.5 * torch.eye(2, dtype=F64)), 2),
-    "gaussian each": (GaussianSite(torch.diag_embed(torch.rand(4, 2, dtype=F64) + 0.1)), 2),
-    "saddle point": (SphericalSite(large_dimension=True), 4),
-}
+SHARP: dict[str, Any] = {"tolerance": 1e-13, "max_steps": 400}
 MASK_FREE_ENERGY = torch.tensor([[True, True, False, True], [True] * 4])
 
 
@@ -320,12 +311,12 @@ def model(dim: int, scale: float = 0.3, sites: int = 4) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize(("name", "order"), [
-    *((name, "adaptive") for name in SITES_FREE_ENERGY if name != "gaussian"),
+    *((name, "adaptive") for name in SITES if name != "gaussian"),
     ("potts", "naive"), ("potts", "second"),
 ])  # fmt: skip
 def test_the_slope_of_log_z_is_the_mean(name: str, order: str) -> None:
-    site, dim = SITES_FREE_ENERGY[name]
-    options = TIGHT_FREE_ENERGY | {
+    site, dim = SITES[name]
+    options = SHARP | {
         "site": site,
         "order": order,
         "mask": MASK_FREE_ENERGY,
@@ -369,20 +360,16 @@ def test_second_order_is_plefkas_expansion() -> None:
     ("name", "order"), [("potts", "adaptive"), ("potts", "second"), ("gaussian", "naive")]
 )
 def test_clamped_sites_act_as_fields(name: str, order: str) -> None:
-    site, dim = SITES_FREE_ENERGY[name]
+    site, dim = SITES[name]
     blocks, x = model(dim)
     values = torch.full((2, 4, dim), torch.nan, dtype=F64)
     values[:, 1] = torch.eye(max(dim, 2), dtype=F64)[0, :dim]
     clamped = torch.tensor([[False, True, False, False]] * 2)
     options: dict[str, Any] = {"site": site, "order": order, "log_partition": True}
-    got = adaptive_tap(
-        blocks, x, given=(values, clamped), response=True, **options, **TIGHT_FREE_ENERGY
-    ).value
+    got = adaptive_tap(blocks, x, given=(values, clamped), response=True, **options, **SHARP).value
     kept = torch.tensor([0, 2, 3])
     pull = torch.einsum("iab,sb->sia", blocks[kept, 1], values[:, 1])
-    rest = adaptive_tap(
-        blocks[kept][:, kept], x[:, kept] + pull, **options, **TIGHT_FREE_ENERGY
-    ).value
+    rest = adaptive_tap(blocks[kept][:, kept], x[:, kept] + pull, **options, **SHARP).value
     torch.testing.assert_close(got.mean[:, kept], rest.mean, rtol=0, atol=1e-9)
     torch.testing.assert_close(got.mean[:, 1], values[:, 1])
     assert not got.covariance[:, 1].any() and not got.response[:, 1].any()
@@ -392,8 +379,6 @@ def test_clamped_sites_act_as_fields(name: str, order: str) -> None:
 
 
 # --- O(d) spins at their saddle point ----------------------------------------------------------------
-
-TIGHT_SADDLE: dict[str, Any] = {"tolerance": 1e-13}
 
 
 def scalar_couplings(
@@ -443,7 +428,7 @@ def phi(multiplier: Tensor, k: Tensor, x: Tensor) -> Tensor:
 def test_derivatives_of_the_free_energy_are_the_moments(per_site: bool) -> None:
     k = scalar_couplings(5, 0.8).requires_grad_()
     x = fields(2, 5, 4, generator(1), 1.0).requires_grad_()
-    solution = spherical_saddle(k, x, per_site=per_site, **TIGHT_SADDLE)
+    solution = spherical_saddle(k, x, per_site=per_site, tolerance=1e-13)
     torch.testing.assert_close(solution.log_partition, phi(solution.multiplier, k, x))
     of_x, of_k = torch.autograd.grad(solution.log_partition.sum(), (x, k))
     torch.testing.assert_close(of_x, solution.mean, rtol=0, atol=1e-10)
@@ -458,7 +443,7 @@ def test_derivatives_of_the_saddle(batch: int | None, per_site: bool) -> None:
     mask = torch.tensor([[True, True, True], [True, False, True]])
 
     def solve(raw: Tensor, x: Tensor) -> Tensor:
-        found = spherical_saddle(freed(raw), x, per_site=per_site, mask=mask, **TIGHT_SADDLE)
+        found = spherical_saddle(freed(raw), x, per_site=per_site, mask=mask, tolerance=1e-13)
         parts = (found.multiplier, found.mean, found.response, found.log_partition)
         return torch.stack([part.square().sum() for part in parts]).sum()
 
@@ -505,11 +490,9 @@ def test_annealing_ends_at_the_last_temperature_and_counts_all(order: str) -> No
     blocks, x = model(3, 0.5)
     options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
     x.requires_grad_()
-    wanted = adaptive_tap(2.0 * blocks, 2.0 * x, **options, **TIGHT_FREE_ENERGY)
-    got = adaptive_tap(
-        blocks, x, inverse_temperature=(0.5, 1.0, 2.0), **options, **TIGHT_FREE_ENERGY
-    )
-    hot = adaptive_tap(blocks, x, inverse_temperature=0.5, **options, **TIGHT_FREE_ENERGY)
+    wanted = adaptive_tap(2.0 * blocks, 2.0 * x, **options, **SHARP)
+    got = adaptive_tap(blocks, x, inverse_temperature=(0.5, 1.0, 2.0), **options, **SHARP)
+    hot = adaptive_tap(blocks, x, inverse_temperature=0.5, **options, **SHARP)
     for first, second in zip(got.value, wanted.value, strict=True):
         if first is not None:
             torch.testing.assert_close(first, second, rtol=0, atol=1e-9)
