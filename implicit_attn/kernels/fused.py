@@ -86,23 +86,13 @@ class _Attend(torch.autograd.Function):
     """``_fused`` with a differentiable backward pass, which then uses the dense formula for the mean."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        added: Tensor | None,
-        beta: float,
-        causal: bool,
-        need_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        given = (query, key, added)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        given, (beta, causal, need_lse) = arguments[:3], arguments[3:]
         ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
         ctx.options = beta, causal
-        ctx.inputs = [
-            None if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip(given, ctx.needs_input_grad, strict=False)
-        ]
+        needed = ctx.needs_input_grad
+        ctx.inputs = [_leaf(*each) for each in zip(given, needed, strict=False)]
         with torch.enable_grad():
             ctx.mean, lse = _fused(*ctx.inputs, beta=beta, causal=causal, need_lse=need_lse)
         return ctx.mean.detach(), lse
@@ -127,6 +117,10 @@ class _Attend(torch.autograd.Function):
         return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad)
 
 
+def _leaf(tensor: Tensor | None, needed: bool) -> Any:
+    return None if tensor is None else tensor.detach().requires_grad_(needed)
+
+
 def _dense_mean(
     query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
 ) -> Tensor:
@@ -136,6 +130,7 @@ def _dense_mean(
     return reference.dense(query, key, beta, None, pairs)[0]
 
 
+@without_autocast
 def _log_sum_exp(
     query: Tensor, key: Tensor, added: Tensor | None, beta: float, causal: bool
 ) -> Tensor:

@@ -90,13 +90,11 @@ class Case:
     on_chip: bool | None = None  # whether Triton holds whole heads on the chip; None: as it chooses
 
     def __str__(self) -> str:
-        flags = [f"N{self.tokens}", f"p{self.width}", str(self.dtype).removeprefix("torch.")]
-        flags += [self.mask] if self.mask != "none" else []
-        flags += ["causal"] if self.causal else []
-        flags += [] if self.normalised else [f"scale{self.scale:g}"]
-        flags += ["strided"] if self.strided else []
-        flags += [] if self.on_chip is None else ["on chip" if self.on_chip else "tiled"]
-        return "-".join(flags)
+        plain = Case(self.tokens, self.width)
+        others = {k: v for k, v in vars(self).items() if v != vars(plain)[k]}
+        return "-".join(
+            [f"N{self.tokens}", f"p{self.width}", *(f"{k}={v}" for k, v in others.items())]
+        )
 
     @property
     def beta(self) -> float:
