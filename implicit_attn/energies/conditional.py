@@ -143,7 +143,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
         width = self.key.weight.shape[1] if self.cross else None
         tokens, given, memory, seen = read_input(x, mask, name, width)
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
-        if self.cross and len(memory) != len(query):
+        if self.cross and memory.shape[0] != query.shape[0]:
             raise ValueError(
                 f"{name}: x.memory must have the batch size of x.tokens, {len(query)}, got {len(memory)}"
             )

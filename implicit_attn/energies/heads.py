@@ -46,8 +46,9 @@ def check_state(z: Any, context: AttentionContext, name: str, dim: int, heads: b
             wanted = tuple(z.shape[:-1])
             raise ValueError(f"{name}: x must have the sizes of z before d, {wanted}, got {own}")
     key = context.key
-    if key is not None and len(key) != len(z):
-        raise ValueError(f"{name}: x must have the batch size of z, {len(z)}, got {len(key)}")
+    if key is not None and key.shape[0] != z.shape[0]:
+        wanted, own = z.shape[0], key.shape[0]
+        raise ValueError(f"{name}: x must have the batch size of z, {wanted}, got {own}")
 
 
 class ProjectedEnergy(ClosedForm):

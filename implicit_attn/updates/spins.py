@@ -456,7 +456,7 @@ class KineticAttention(Update):
         apart = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
         options: dict[str, Any] = {"site": self.site, "closure": self.closure, "mask": apart}
         mean = kinetic_map(*(t.flatten(0, 1) for t in given), **options)
-        return merge_heads(mean.unflatten(0, (len(z), self.heads)))
+        return merge_heads(mean.unflatten(0, (z.shape[0], self.heads)))
 
     def extra_repr(self) -> str:
         return (

@@ -96,7 +96,7 @@ class TransformerStep(Update):
         if self.cross:
             key, value = self._split(self.key_value(memory), 2)
             check_state(tokens, AttentionContext(key=key), name, self.dim, True)
-        batch, count, keys = len(tokens), tokens.shape[1], memory.shape[1]
+        batch, count, keys = tokens.shape[0], tokens.shape[1], memory.shape[1]
         pairs = fit_pairs(given, (batch, self.heads, count, keys), tokens.device) or Pairs()
         pairs = pairs.intersect(None if seen is None else seen[:, None, None, :])
         if self.causal and any(part is not None for part in pairs):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, ActivationStep, EquilibriumBlock, GradientStep
 from implicit_attn.energies import (
+    AttentionInput,
     BiSoftmaxAttention,
     Energy,
     Field,
@@ -28,7 +29,7 @@ from implicit_attn.energies import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
-from implicit_attn.updates import DescentStep, QueryDescent
+from implicit_attn.updates import DescentStep, QueryDescent, TransformerStep
 from solvers import Tolerance
 
 DIM = 6
@@ -95,6 +96,24 @@ def test_the_jacobian_is_symmetric(mask: Tensor | None) -> None:
 
     jacobian = torch.autograd.functional.jacobian(step, z.flatten())
     assert relative_error(jacobian, jacobian.mT) < 1e-12  # type: ignore[union-attr,arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"cross": True}], ids=str)
+def test_a_query_of_the_transformer_without_keys_attends_to_nothing(options: Any) -> None:
+    torch.manual_seed(0)
+    step, z, x = TransformerStep(DIM, 2, **options).double(), inputs(), inputs(1)
+    pairs = torch.tensor([[True] * 3, [False] * 3, [True, False, True]])
+    given = AttentionInput(x, pairs, memory=inputs(2) if step.cross else None)
+    n = F.layer_norm(z + x, (DIM,))
+    normed = step.attention_norm(n)
+    source = normed if given.memory is None else given.memory
+    query, (key, value) = step.query(normed), step.key_value(source).chunk(2, -1)
+    allowed = pairs.tril() if step.causal else pairs
+    q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (query, key, value))
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).nan_to_num(0.0)
+    h = n + step.output(attended.transpose(1, 2).flatten(2))
+    expected = h + step.narrow(F.gelu(step.widen(step.feedforward_norm(h))))
+    torch.testing.assert_close(step(z, given), expected, rtol=1e-12, atol=1e-12)
 
 
 WIDE = 8
