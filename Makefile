@@ -84,7 +84,7 @@ dist: $(VENV)/dev.stamp ## build wheel and sdist into dist/
 dist-test: dist ## install what was built into an empty environment outside of the repository, and try it
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/workers/distribution.py dist
 
-notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (ARGS="first_layer" for one)
+notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (ARGS="own_energy" for one)
 	$(BIN)/python docs/notebooks/build.py $(ARGS)
 
 integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face, Lightning and Accelerate
