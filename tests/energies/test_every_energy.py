@@ -34,6 +34,7 @@ from implicit_attn.energies import (
     Projection,
     Quadratic,
     ReLUFeedForward,
+    RMSNorm,
     RMSNormLagrangian,
     SoftmaxAttention,
     check_energy,
@@ -171,10 +172,13 @@ def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
     assert relative_error(pulled.detach(), product) <= 1e-9
 
 
-@pytest.mark.parametrize(("cls", "beta"), [(BiSoftmaxAttention, 500.0), (SoftmaxAttention, None)])
-def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
+@pytest.mark.parametrize(("cls", "beta", "norm"), [
+    (BiSoftmaxAttention, 500.0, None), (BiSoftmaxAttention, 500.0, RMSNorm(1.0)),
+    (SoftmaxAttention, None, None), (SoftmaxAttention, 500.0, RMSNorm(1.0)),
+])  # fmt: skip
+def test_large_scores_do_not_overflow(cls: Any, beta: float | None, norm: RMSNorm | None) -> None:
     torch.manual_seed(0)
-    energy = cls(8, 2, norm=None, beta=beta)
+    energy = cls(8, 2, norm=norm, beta=beta)
     z = 100 * torch.randn(2, 4, 8)
     value, gradient = energy.value_and_grad(z)
     expected, expected_gradient = energy.double().value_and_grad(z.double())
