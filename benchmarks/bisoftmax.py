@@ -174,16 +174,10 @@ def peak_mebibytes(run: Callable[[], object]) -> float:
     """Beyond what is held already."""
     if not ON_GPU:
         return peak_bytes(run) / 2**20
-    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
-    torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def named(shape: Shape) -> str:
-    return "x".join(map(str, shape))
 
 
 # --- the programs --------------------------------------------------------------------------------
@@ -211,7 +205,7 @@ def peers(
         z, v = (each.to(DEVICE, getattr(torch, dtype)) for each in (z, v))
         runs = able(contestants(z, v, beta, limit, compiled, backend))
         times = timed(runs, rounds)
-        row: dict[str, Any] = {"shape": named(shape)}
+        row: dict[str, Any] = {"shape": "x".join(map(str, shape))}
         row["backend"] = explain(z, beta, limit=limit, backend=backend).backend
         for name, others in PEERS.items():
             row |= {f"{name} ms": times[name], f"{name} MiB": peak_mebibytes(runs[name])}
@@ -251,8 +245,7 @@ def solved(
     end = time.perf_counter()
     assert layer.last is not None
     row = {"forward s": middle - start, "backward s": end - middle, "seconds": end - start}
-    row |= {"MiB": (peak() - before) / 2**20}
-    row |= {"evaluations": layer.last.evaluations.max().item()}
+    row |= {"MiB": (peak() - before) / 2**20, "evaluations": layer.last.evaluations.max().item()}
     gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
     return row, torch.cat(gradients).tolist()
 
