@@ -47,7 +47,7 @@ def missing(path: str) -> FileNotFoundError:
     return FileNotFoundError(f"{path} is not in {places}; set {DATA_VARIABLE} to a folder with it")
 
 
-def download(folder: str, name: str, urls: Sequence[str], known: str | None = None) -> Path:
+def download(folder: str, name: str, urls: Sequence[str], md5: str) -> Path:
     """Download ``folder/name`` into the cache with pooch, from the first URL that works."""
     error, causes = missing(f"{folder}/{name}"), []
     try:
@@ -57,7 +57,7 @@ def download(folder: str, name: str, urls: Sequence[str], known: str | None = No
     for url in urls:
         try:
             cache = cache_folder() / folder
-            return Path(pooch.retrieve(url, known_hash=known, fname=name, path=cache))
+            return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=name, path=cache))
         except (OSError, ValueError) as cause:  # no connection, or another checksum
             causes.append(f"{url}: {type(cause).__name__}: {cause}")
     raise FileNotFoundError(f"{error}. The download failed: {'; '.join(causes)}")

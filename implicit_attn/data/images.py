@@ -107,7 +107,7 @@ def load_digits(*, holdout: float = 0.2, seed: int = 0) -> ImageData:
     return from_pixels("digits", *((pixels[p], labels[p]) for p in (~held, held)), largest=16)
 
 
-# The files of a data set, where they are distributed with gzip, and the md5 of their contents.
+# The files of a data set, where they are distributed with gzip, and the md5 of archives and contents.
 IDX_FILES = (
     "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte",
 )  # fmt: skip
@@ -121,7 +121,17 @@ IDX_MIRRORS = {
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ],
 }
-IDX_MD5 = {
+IDX_ARCHIVES = {
+    "mnist": (
+        "f68b3c2dcbeaaa9fbdd348bbdeb94873", "d53e105ee54ea40749a09fcbcd1e9432",
+        "9fb629c4189551a2d022fa330f9573f3", "ec29112dd5afa0611ce80d1b7f02629c",
+    ),
+    "fashion-mnist": (
+        "8d4fb7e6c68d591d4c3dfef9ec88bf0d", "25c81989df183df01b3e8a0aad5dffbe",
+        "bef4ecab320f06d8554ea6380940ec79", "bb300cfdad3c16e7a12a480ee83cd310",
+    ),
+}  # fmt: skip
+IDX_CONTENTS = {
     "mnist": (
         "6bbc9ace898e44ae57da46a324031adb", "a25bea736e30d166cdddb491f175f624",
         "2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637",
@@ -140,9 +150,9 @@ def load_mnist(name: str = "mnist") -> ImageData:
     the cache, or downloaded into the cache. Their decompressed content is checked by md5.
     """
     tensors = []
-    for file, md5 in zip(IDX_FILES, IDX_MD5[name], strict=True):
+    for file, packed, md5 in zip(IDX_FILES, IDX_ARCHIVES[name], IDX_CONTENTS[name], strict=True):
         urls = [f"{mirror}{file}.gz" for mirror in IDX_MIRRORS[name]]
-        path = find(name, file, f"{file}.gz") or download(name, f"{file}.gz", urls)
+        path = find(name, file, f"{file}.gz") or download(name, f"{file}.gz", urls, packed)
         tensors.append(read_idx(path, md5))
     train, labels, test, test_labels = tensors
     return from_pixels(name, (train.unsqueeze(1), labels), (test.unsqueeze(1), test_labels))
@@ -187,7 +197,7 @@ def load_cifar10() -> ImageData:
     slightly lossy, the data are then called "CIFAR-10 (JPEG)". Without either, the binary version is
     downloaded into the cache.
     """
-    path = find("cifar10", BINARY, JPEG) or download("cifar10", BINARY, [URL], f"md5:{MD5}")
+    path = find("cifar10", BINARY, JPEG) or download("cifar10", BINARY, [URL], MD5)
     name, read = ("CIFAR-10 (JPEG)", read_jpeg) if path.name == JPEG else ("cifar10", read_binary)
     with damaged(path, "CIFAR-10"):
         found = read(read_tar(path))

@@ -234,6 +234,11 @@ class SudokuData:
         for part in ("train", "test"):
             check_boards(part, getattr(self, f"{part}_puzzles"), getattr(self, f"{part}_solutions"))
 
+    def to(self, device: torch.device | str) -> SudokuData:
+        """Return the same data on another device."""
+        moved = {name: x.to(device) for name, x in vars(self).items() if name != "name"}
+        return SudokuData(self.name, **moved)
+
 
 def load_sudoku(
     train: int = 9000,

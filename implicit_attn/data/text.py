@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data import topics
 
@@ -45,6 +45,10 @@ class TextData:
     def decode(self, ids: Tensor) -> str:
         """The text of numbers (N,)."""
         return decode(ids, self.alphabet)
+
+    def to(self, device: torch.device | str) -> TextData:
+        """Return the same data on another device."""
+        return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 
 
 def encode(text: str, alphabet: str) -> Tensor:
@@ -117,7 +121,7 @@ def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> 
         raise ValueError(f"order must be at most {most} for this text, got {order}")
 
     # Each sequence of ``order`` symbols is one number.
-    powers = size ** torch.arange(order - 1, -1, -1)
+    powers = size ** torch.arange(order - 1, -1, -1, device=data.train.device)
     seen, sought = ((x.unfold(0, order, 1) * powers).sum(1) for x in (data.train, data.validation))
 
     def count(seen: Tensor, sought: Tensor) -> Tensor:

@@ -180,7 +180,8 @@ def test_a_missing_file_is_downloaded_once(folder: Path, monkeypatch: pytest.Mon
     ]
     files: dict[str, bytes] = dict(zip(images.IDX_FILES, contents, strict=True))
     md5s = [hashlib.md5(content).hexdigest() for content in contents]
-    monkeypatch.setitem(images.IDX_MD5, "mnist", md5s)
+    monkeypatch.setitem(images.IDX_CONTENTS, "mnist", md5s)
+    known: dict[str, str] = dict(zip(images.IDX_FILES, images.IDX_ARCHIVES["mnist"], strict=True))
     asked: list[str] = []
 
     def retrieve(url: str, known_hash: Any, fname: str, path: Path) -> str:
@@ -188,13 +189,14 @@ def test_a_missing_file_is_downloaded_once(folder: Path, monkeypatch: pytest.Mon
         if "ossci" in url:
             raise OSError("no connection")
         path.mkdir(parents=True, exist_ok=True)
+        assert known_hash == f"md5:{known[fname.removesuffix('.gz')]}"
         (path / fname).write_bytes(gzip.compress(files[fname.removesuffix(".gz")]))
         return str(path / fname)
 
     monkeypatch.setattr(pooch, "retrieve", retrieve)
     assert load("mnist").train_images.shape == (4, 1, 2, 2) and len(asked) == 8
     assert load("mnist").test_labels.tolist() == [0, 0] and len(asked) == 8
-    monkeypatch.setitem(images.IDX_MD5, "mnist", 4 * ["0" * 32])
+    monkeypatch.setitem(images.IDX_CONTENTS, "mnist", 4 * ["0" * 32])
     with pytest.raises(ValueError, match="md5"):
         load("mnist")
     with pytest.raises(FileNotFoundError, match=r"fashion.*IMPLICIT_ATTN_DATA.*no connection"):
