@@ -114,32 +114,19 @@ class TransformerStep(Update):
     def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
         context = self.prepare(x, mask=mask)
         check_tokens(z, context.mask, type(self).__name__, dim=self.dim, tokens=True)
-        return self.at(z, context)
-
-    def at(self, z: Tensor, context: AttentionContext, first: int = 0) -> Tensor:
-        """Return f at the tokens from ``first`` on, (B, N - first, d), which may attend to all tokens."""
         assert context.tokens is not None
         n = F.layer_norm(hide(z, context.mask) + context.tokens, (self.dim,))
-        h = n[:, first:] + self._attend(self.attention_norm(n), context, first)
+        h = n + self._attend(self.attention_norm(n), context)
         hidden = ACTIVATIONS[self.activation](self.widen(self.feedforward_norm(h)))
         return h + self.narrow(hidden)
 
-    def _attend(self, n: Tensor, context: AttentionContext, first: int) -> Tensor:
-        (query,) = self._split(self.query(n[:, first:]), 1)
+    def _attend(self, n: Tensor, context: AttentionContext) -> Tensor:
+        (query,) = self._split(self.query(n), 1)
         key, value = context.key, context.value
         if key is None or value is None:
             key, value = self._split(self.key_value(n), 2)
-        (allowed, bias), keyless, count = context.pairs, context.keyless, n.shape[1]
+        (allowed, bias), keyless = context.pairs, context.keyless
         causal = self.causal and allowed is None
-        if first:  # keep a row that all queries share
-            allowed, bias = (
-                t[..., first:, :] if t is not None and t.shape[-2] == count else t
-                for t in (allowed, bias)
-            )
-            if keyless is not None and keyless.shape[-1] == count:
-                keyless = keyless[..., first:]
-            if causal:  # torch's flag needs as many queries as keys
-                causal, allowed = False, n.new_ones(count, count, dtype=torch.bool).tril()[first:]
         if dense_for_transforms(query, key, value) is not None:
             scores = (query @ key.mT) * self.width**-0.5
             if causal:
