@@ -29,11 +29,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the zoo lives with the tests
 import solvers
 from benchmarks.measure import table
 from benchmarks.step import B, race
+from benchmarks.torchdeq_counts import Enough, best, count
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
 from problems import collected, zoo
 from problems.collected import BUDGET, ROUNDING, TOLERANCE, Collected
-from problems.torchdeq_counts import Enough, best, count
 from problems.zoo import ZooProblem
 
 # --- (b) the exact energy ------------------------------------------------------------------------
