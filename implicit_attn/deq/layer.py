@@ -47,8 +47,8 @@ from solvers.core.modes import (
 from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
-from solvers.cuda.recording import Recorder
 from solvers.fixed_points import read_solver, without_aux
+from solvers.recording import Recorder
 
 Module = TypeVar("Module", bound=nn.Module)
 OPTIONS = (
@@ -248,7 +248,7 @@ class DEQ(nn.Module):
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
         """Record the solve and its gradients as CUDA graphs and replay them.
 
-        See :class:`solvers.cuda.recording.Recorder`. On a CPU it has no effect except a warning: solves there
+        See :class:`solvers.recording.Recorder`. On a CPU it has no effect except a warning: solves there
         already run in C++.
 
         Args:

@@ -8,7 +8,7 @@ from solvers.core.loop import Loop, Rule, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, Progress
 from solvers.core.solution import Solution, Tolerance
-from solvers.cuda import turns
+from solvers.methods import turns
 from solvers.methods.anderson import Anderson
 from solvers.methods.steps import Forward
 from solvers.native import MOST, serves, solve_in_turns

@@ -17,10 +17,9 @@ import solvers
 from cases.deq import LAYERS, make, tokens
 from cases.energies import relative_error
 from implicit_attn import DEQ, EquilibriumBlock
-from solvers import Tolerance
+from solvers import Tolerance, recording
 from solvers.core.cuda import forced
-from solvers.cuda import recording
-from solvers.cuda.recording import Recorder
+from solvers.recording import Recorder
 
 
 @pytest.fixture(autouse=True)

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import solvers
-import solvers.cuda.turns as turns_module
+import solvers.methods.turns as turns_module
 from solvers import Status, Tolerance
 from solvers.core.cuda import forced
 from solvers.core.rows import RUNNING
-from solvers.cuda.turns import Turns
+from solvers.methods.turns import Turns
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernels = importlib.import_module("solvers.cuda.triton_kernels")
+kernels = importlib.import_module("solvers.methods.triton_kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     # Of numpy, in which the interpreter computes.

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from solvers.cuda import triton_kernels as kernels
+from solvers.methods import triton_kernels as kernels
 
 SMALL = {"partial", "gram", "weights", "best", "norm_at_best", "limit", "settings"}
 INTEGERS = {"status", "evaluations", "left", "better"}

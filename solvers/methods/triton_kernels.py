@@ -151,7 +151,7 @@ def _combine(
 
 
 def turn(s: Any, value: Any) -> None:
-    """:func:`solvers.cuda.turns.turn` in three launches."""
+    """:func:`solvers.methods.turns.turn` in three launches."""
     products: Any = _products  # Triton turns Python's numbers into constants
     judge: Any = _judge
     combine: Any = _combine

@@ -89,7 +89,7 @@ class Turns:
         """Move every row by the ``value`` of the map at ``z``, (B, ...) of any floating dtype."""
         value = value.reshape(self.z.shape).to(self.z.dtype)
         if self.fused:
-            from solvers.cuda import triton_kernels as kernels
+            from solvers.methods import triton_kernels as kernels
 
             kernels.turn(self, value.contiguous())
         else:

@@ -37,8 +37,8 @@ from solvers.core.solution import (
     read_tolerance,
 )
 from solvers.core.telling import warn_user
-from solvers.cuda.turns import Turns
 from solvers.methods.anderson import Anderson
+from solvers.methods.turns import Turns
 
 KEPT = 8  # recordings of a layer, for different shapes, that are kept
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
