@@ -47,7 +47,8 @@ class Turns:
         fused: bool | None = None,
     ) -> None:
         batch, size = like.shape
-        self.max_steps, self.mask = max_steps, mask
+        self.max_steps = max_steps
+        self.mask = None if mask is None else mask.contiguous()  # the kernels know no strides
         self.memory = max(1, min(solver.memory, size, max_steps - 1))
         self.fused = (like.is_cuda and find_spec("triton") is not None) if fused is None else fused
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32

@@ -158,7 +158,7 @@ def test_tiny_and_huge_states(size: float) -> None:
 
 def test_masked_entries_keep_their_value_and_enter_no_norm() -> None:
     x, f = contraction(2, 33, torch.float32)
-    mask = torch.arange(33, device=DEVICE).expand(2, 33) % 3 > 0
+    mask = (torch.arange(33, device=DEVICE) % 3 > 0).expand(2, 33)  # without memory of its own
     start = torch.full_like(x, 7.0)
     _, solution, _ = same(lambda z: f(z).where(mask, torch.nan), start, mask=mask)
     assert (solution.value[~mask] == 7.0).all()
