@@ -140,16 +140,18 @@ class EncoderLayer(nn.Module):
         held = step.prepare(given, mask=mask)
         z = initial_state(step, self.deq.init, given, held)
         seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
-        evaluations = torch.zeros_like(seen, dtype=torch.int64)
+        evaluations, latest = torch.zeros_like(seen, dtype=torch.int64), z
 
         def advance(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            nonlocal latest
             z, moves = state[0], state[1] > 0
             if not moves.any():
                 return state
             value = step(z, held, mask=mask)
             far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
             before = (far & moves).int().cummax(1).values  # 1 from the first token on that is far
-            return torch.where(moves[..., None], value.to(z), z), (before * seen).to(z)
+            latest = torch.where(moves[..., None], value.to(z), z)
+            return latest, (before * seen).to(z)
 
         def all_rest(state: tuple[Tensor, Tensor]) -> Tensor:
             nonlocal evaluations
@@ -157,12 +159,12 @@ class EncoderLayer(nn.Module):
             return (state[1] == 0).all(1)
 
         # Rows of a product may have other bits in a smaller batch, so sequences do not leave.
-        solution = solvers.fixed_point(
+        solvers.fixed_point(
             advance, (z, seen.to(z)), solver=solvers.Forward(), tolerance=0.0, max_steps=most,
             adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
             compact=False, on_failure="ignore", verify=False,
         )  # fmt: skip
-        return solution.value[0], evaluations
+        return latest, evaluations  # the solver's value is a state that was evaluated
 
     def _limit(self, x: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
         """The tolerance as a number, also in reduced precision."""

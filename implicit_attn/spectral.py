@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import in_transform, without_autocast
@@ -60,24 +61,25 @@ def gram_bound(matrix: Tensor, squarings: int = SQUARINGS) -> Tensor:
     Source: Delattre, Barthélemy, Araujo, Allauzen, "Efficient Bound of Lipschitz Constant for
     Convolutional Layers by Gram Iteration", ICML 2023, https://arxiv.org/abs/2305.16173.
     """
-    if matrix.requires_grad and not in_transform():
+    forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+    if matrix.requires_grad and not (forward_mode or in_transform()):
         return _GramBound.apply(matrix, squarings)
     return _gram_bound(matrix, squarings)[0]
 
 
 def _gram_bound(matrix: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
-    """Return the bound, and ``A^p`` divided by a number."""
+    """Return the bound, and ``A^p`` divided by its norm."""
     exact = matrix.double() if uses_tf32() and on_cuda(matrix) else matrix
     power, tiny = _gram(exact), torch.finfo(exact.dtype).tiny
     log, root = exact.new_zeros(()), 0.5
     for k in range(squarings):
-        if k % 4 == 0:  # four squarings of a matrix of norm 1 do not underflow
+        if k % 2 == 0:  # a fourth power of a matrix of norm 1 does not underflow
             # The bound does not depend on the divisor, so the divisor needs no derivative.
             scale = torch.linalg.vector_norm(power.detach()).clamp_min(tiny)
             power, log = power / scale, torch.add(log, scale.log(), alpha=root)
         power, root = power @ power, root / 2
     last = torch.linalg.vector_norm(power).clamp_min(tiny)
-    return torch.add(log, last.log(), alpha=root).exp().to(matrix.dtype), power
+    return torch.add(log, last.log(), alpha=root).exp().to(matrix.dtype), power / last
 
 
 class _GramBound(torch.autograd.Function):

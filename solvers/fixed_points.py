@@ -209,7 +209,8 @@ def fixed_point(
         solver, automatic, goal, max_steps, record, callback, states_at, number, verify, rule
     )
     if adjoint is not None and torch.is_grad_enabled():
-        if not isinstance(adjoint, Unrolled):
+        # Each of several states is differentiated by a graph of its own.
+        if not (isinstance(adjoint, Unrolled) or states_at):
             problem.weights = Weights(graded=True, start=sequence_number())
         solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +26,6 @@ from solvers.core.context import Weights, constant_weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
-from solvers.core.safeguard import rounding
 from solvers.core.solution import (
     AdjointReport,
     Goal,
@@ -38,7 +37,7 @@ from solvers.core.solution import (
 )
 from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
-from solvers.methods.turns import Turns
+from solvers.methods.turns import Turns, descended
 
 KEPT = 8  # recordings of a layer, for different shapes, that are kept
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -146,6 +145,7 @@ class Options:
     adjoint: Implicit | None
     autocast: torch.dtype | None
     used: bool  # the map computes in the precision of the autocast
+    device: torch.device
 
 
 class RecordedSolve:
@@ -218,7 +218,7 @@ class RecordedSolve:
     def _compare_energies(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True):
             self.energy = self._energy(self.turns.kept.to(self.dtype))
-            self.rose = self.energy > self.energy_before + rounding(self.energy_before)
+            self.descended = descended(self.turns, self.energy_before, self.energy)
 
     def _energy(self, z: Tensor) -> Tensor:
         assert isinstance(self.f, EnergyUpdate)
@@ -291,7 +291,7 @@ class RecordedSolve:
                 self.replay("_compare_energies")
         failed, energy = self.turns.status > int(Status.MAX_STEPS), None
         if isinstance(self.f, EnergyUpdate):  # the ordinary loop has a better method for these
-            failed = (self.turns.status > int(Status.CONVERGED)) | self.rose
+            failed = ~self.descended
             energy = self.energy.clone()
         if bool(failed.any()):
             return None
@@ -420,7 +420,8 @@ class Recorder:
         # What is made in inference mode could not be used by a training later.
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         outside = torch.inference_mode(False) if inference else nullcontext()
-        with outside, torch.set_grad_enabled(grad):
+        device = torch.cuda.device(chosen.device) if chosen.device.type == "cuda" else nullcontext()
+        with outside, torch.set_grad_enabled(grad), device:
             return self._recorded(f, z0, args, module, chosen, options)
 
     def _recorded(
@@ -436,7 +437,7 @@ class Recorder:
         parameters = [p for p in module.parameters() if p.requires_grad]
         wanted = any(t.requires_grad for t in (*tensors, *parameters))
         if not (wanted and torch.is_grad_enabled()):
-            chosen = Options(chosen.solver, chosen.max_steps, None, chosen.autocast, True)
+            chosen = replace(chosen, adjoint=None)
         recorded = self._find(f, z0, args, module, chosen, options)
         if recorded is None:
             return None
@@ -501,9 +502,14 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
         return _refused(f"is solved by {type(solver).__name__}", f)
     if not (adjoint is None or (type(adjoint) is Implicit and adjoint.solver is None)):
         return _refused(f"has the adjoint {adjoint}", f)
-    device = next(t for t in pytree.tree_leaves((z0, args)) if isinstance(t, Tensor)).device.type
+    device = next(t for t in pytree.tree_leaves((z0, args)) if isinstance(t, Tensor)).device
     return Options(
-        solver or Anderson(), options["max_steps"], adjoint, autocast_dtype(device), True
+        solver or Anderson(),
+        options["max_steps"],
+        adjoint,
+        autocast_dtype(device.type),
+        True,
+        device,
     )
 
 
@@ -539,7 +545,7 @@ def _record(
     goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast)
     with torch.no_grad(), goal.watching():
         solvers.fixed_point(f, z0, args, **once)
-    chosen = Options(chosen.solver, chosen.max_steps, chosen.adjoint, chosen.autocast, goal.used)
+    chosen = replace(chosen, used=goal.used)
     alone = copy(f)
     vars(alone).pop("layer", None)  # the layer holds the recordings, which are to end with it
     try:

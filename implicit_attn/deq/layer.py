@@ -217,7 +217,8 @@ class DEQ(nn.Module):
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
         recorded = self._recorder is not None and on_cuda(batch_and_device(z0, x)[1])
-        whole = recorded and dropped is None and z0 is None and prepares_alike(self.update, parts)
+        whole = recorded and dropped is None and z0 is None
+        whole = whole and prepares_alike(self.update, parts, self.init, x)
         solution = None
         if whole and self._recorder is not None:
             preparing = PreparingMap(self.update, self, parts, self.init)

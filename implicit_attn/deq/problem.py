@@ -247,6 +247,7 @@ class PreparingMap:
     def __init__(self, update: Update, layer: nn.Module, parts: Modules, init: Any) -> None:
         self.update, self.symmetric, self.layer = update, update.symmetric, layer
         self.walked_modules, self.parts, self.init = list(parts.values()), parts, init
+        self.spec = init  # on which a recording depends
 
     def begin(self, x: Any, mask: Tensor | None) -> tuple[Map, tuple[Any, ...], Any]:
         """Return the map, its arguments and the initial state for ``x``, as ``DEQ.solve`` makes them."""
@@ -261,8 +262,16 @@ class PreparingMap:
         return f(z, *args)
 
 
-def prepares_alike(update: Update, parts: Modules) -> bool:
-    """Return whether the update prepares its input, and in the same way each time it is asked."""
+def prepares_alike(update: Update, parts: Modules, init: Any, x: Any) -> bool:
+    """Return whether a recorded solve may prepare the input, in the same way each time.
+
+    All tensors of ``x`` must be batched, as arguments of ``f`` are, and ``init`` must be a name.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    if not isinstance(init, str) or any(leaf.dim() == 0 for leaf in leaves):
+        return False
+    if len({leaf.shape[0] for leaf in leaves}) != 1:
+        return False
     changing = (p for p in parts.values() if p.training and (draws(p) or isinstance(p, _NormBase)))
     own = type(update).prepare is not Update.prepare
     return own and not (update.monitored or any(changing))

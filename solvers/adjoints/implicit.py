@@ -311,7 +311,9 @@ class Linearization:
         if not fused:
             return self
         with twice_differentiable():
-            again = Linearization.at(self.problem, self.point.detach())
+            # Numbers of nodes are those of a thread, and a backward pass may have its own.
+            problem = replace(self.problem, weights=None)
+            again = Linearization.at(problem, self.point.detach())
         # The graph may name the leaves in another order.
         places = {id(s): alias for s, alias in zip(again.sources, again.aliases, strict=True)}
         return replace(again, sources=self.sources, aliases=[places[id(s)] for s in self.sources])

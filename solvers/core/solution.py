@@ -279,13 +279,13 @@ class Solution:
 
     def all_converged(self) -> bool:
         """Return whether every sample converged. The host reads this once from a CUDA device."""
+        status = self.status
+        version = -1 if status.is_inference() else status._version
         known = vars(self).get("_known")
-        if known is None or known[0] is not self.status:
-            known = vars(self)["_known"] = (
-                self.status,
-                not bool(self.status.any()),
-            )  # CONVERGED is 0
-        return known[1]
+        if known is None or known[0] is not status or known[1] != version:
+            known = status, version, not bool(status.any())  # CONVERGED is 0
+            vars(self)["_known"] = known
+        return known[2]
 
     @property
     def converged(self) -> Tensor:

@@ -43,9 +43,9 @@ def iterate(
     plain = not (watched or problem.has_energy)
     anderson = type(solver) is Anderson and plain
     descends = automatic and solver.needs_energy and not watched
-    if (anderson or descends) and turns.serves(first.z):
+    if (anderson or descends) and turns.serves_cuda(first.z):
         chosen = solver if isinstance(solver, Anderson) else Anderson()
-        solution, last = turns.solve_in_turns(problem, first, chosen, tolerance, max_steps)
+        solution, last = turns.solve_on_cuda(problem, first, chosen, tolerance, max_steps)
         if solution is not None:
             return solution, last
     if plain and serves(first.z):

@@ -3,26 +3,30 @@
 A turn takes the value of the map at the current points and moves every row: it stores the newest
 difference, judges the row, and combines the differences to the next point, as
 :class:`solvers.Anderson` does. The host reads one number a turn, how many rows are left. The turn here
-is written in torch, and the one in ``triton_kernels`` is three Triton kernels. :func:`solve_in_turns` calls
+is written in torch, and the one in ``triton_kernels`` is three Triton kernels. :func:`solve_on_cuda` calls
 the map and a turn alternately; ``recording`` does the same with CUDA graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from importlib.util import find_spec
+from itertools import count
 from math import prod
 
 import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.loop import DIVERGENCE
+from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Point
-from solvers.core.safeguard import rounding
+from solvers.core.safeguard import FAR, rounding
 from solvers.core.solution import Solution, Status, Tolerance
+from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
 
 
@@ -50,7 +54,8 @@ class Turns:
         self.max_steps = max_steps
         self.mask = None if mask is None else mask.contiguous()  # the kernels know no strides
         self.memory = max(1, min(solver.memory, size, max_steps - 1))
-        self.fused = (like.is_cuda and find_spec("triton") is not None) if fused is None else fused
+        self.dtype = like.dtype  # of the points; f is evaluated at rounded ones
+        self.fused = (like.is_cuda and launches(like.device)) if fused is None else fused
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         width, self.chunk = _power_of_two(self.memory), min(1024, _power_of_two(size, 64))
         chunks = -(-size // self.chunk)
@@ -92,9 +97,12 @@ class Turns:
         if self.fused:
             from solvers.methods import triton_kernels as kernels
 
-            kernels.turn(self, value.contiguous())
+            with torch.cuda.device(self.z.device) if self.z.is_cuda else nullcontext():
+                kernels.turn(self, value.contiguous())
         else:
             turn(self, value)
+        if self.dtype != self.z.dtype:
+            self.z.copy_(self.z.to(self.dtype))
 
     def solution(self) -> Solution:
         """Return copies of the results, the value (B, D)."""
@@ -104,7 +112,7 @@ class Turns:
             status=status,
             residual=self.best.to(self.z.dtype),
             residual_norm=self.norm.to(self.z.dtype),
-            steps=evaluations - 1,
+            steps=evaluations.clone(),
             evaluations=evaluations,
         )
 
@@ -174,8 +182,40 @@ def turn(s: Turns, value: Tensor) -> None:
     torch.where(goes_on[:, None], new, s.z, out=s.z)
 
 
-def serves(like: Tensor) -> bool:
-    """Return whether :func:`solve_in_turns` serves states (B, D) like this one.
+@cache
+def launches(device: torch.device) -> bool:
+    """Return whether Triton's kernels can be launched on a CUDA device; warn where they should."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        like = torch.zeros(1, 1, device=device)
+        turns = Turns(like, Anderson(1), 2, fused=True)
+        turns.start(like)
+        turns.turn(like)
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        message = (
+            f"solvers run without Triton's kernels on {device}, which cannot be launched: {reason}"
+        )
+        warn_user(message, RuntimeWarning, "turns")
+        return False
+    return True
+
+
+def descended(turns: Turns, before: Tensor, after: Tensor) -> Tensor:
+    """Return (B,) bool: samples that converged at an energy ``after`` that is not above ``before``.
+
+    A relative residual may also be small because the state has grown, down an unbounded energy: a sample that
+    is far from its start, by :class:`solvers.core.safeguard.Growth`, does not count.
+    """
+    far = torch.linalg.vector_norm(turns.kept, dim=1) > FAR / DIVERGENCE * turns.limit
+    lower = after <= before + rounding(before)  # False for NaN
+    return (turns.status == Status.CONVERGED) & lower & ~far
+
+
+def serves_cuda(like: Tensor) -> bool:
+    """Return whether :func:`solve_on_cuda` serves states (B, D) like this one.
 
     In float64 the squares of a norm could over- or underflow.
     """
@@ -183,7 +223,7 @@ def serves(like: Tensor) -> bool:
     return on_cuda(like) and like.dtype != torch.float64 and plain
 
 
-def solve_in_turns(
+def solve_on_cuda(
     problem: Problem, first: Point, solver: Anderson, tolerance: Tolerance, max_steps: int
 ) -> tuple[Solution | None, Callable[[], Point] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D).
@@ -198,21 +238,27 @@ def solve_in_turns(
     turns.start(first.z)
     dtype, value, energy = first.z.dtype, first.z + first.residual, first.energy
     kept = energy
-    while True:
+    milestone = turns.best
+    for number in count(1):
         turns.turn(value)
         if energy is not None and kept is not None and energy is not first.energy:
             kept = torch.where(turns.better.bool(), energy, kept)
         if not int(turns.left):
             break
-        point = turns.z.to(dtype)
+        if number % PATIENCE == 0:
+            if number > PATIENCE and bool(
+                ((turns.status == RUNNING) & (turns.best > 0.99 * milestone)).any()
+            ):
+                return None, None  # stalled
+            milestone = turns.best.clone()
+        point = turns.z.to(dtype, copy=True)  # f may keep it
         if energy is None:
             value = problem.image(point)
         else:
             value, energy, _ = problem.joint(point)
     solution = turns.solution()
     if kept is not None and first.energy is not None:
-        rose = kept > first.energy + rounding(first.energy)
-        failed = bool((rose | (turns.status > int(Status.CONVERGED))).any())
+        failed = not bool(descended(turns, first.energy, kept).all())
     else:
         failed = not solution.all_converged()
         failed = failed and bool((turns.status > int(Status.MAX_STEPS)).any())

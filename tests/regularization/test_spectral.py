@@ -62,6 +62,16 @@ def test_derivatives(name: str) -> None:
     torch.testing.assert_close(gradient, torch.outer(left[:, 0], right[0]))
 
 
+def test_many_equal_singular_values_in_single_precision() -> None:
+    """Powers of a large matrix of norm 1 with equal singular values are small."""
+    matrix = torch.eye(1024, requires_grad=True)
+    with forced():
+        bound = gram_bound(matrix)
+    assert 1.0 <= bound <= 1.001
+    (gradient,) = torch.autograd.grad(bound, matrix)
+    assert (gradient * matrix).sum().item() == pytest.approx(1.0, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("size", "dtype"), [(0.0, torch.float64), (1e-42, torch.float32), (1e30, torch.float32)]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import solvers
 from cases.solves import plain_batch, tanh_layer
+from implicit_attn.energies.tokens import SpectralBound
+from implicit_attn.parametrised import parametrise
 from solvers import (
     CG,
     GMRES,
@@ -718,3 +721,49 @@ def test_a_solve_makes_one_power_iteration_of_a_spectral_norm(adjoint: Adjoint) 
         tolerance=1e-10, max_steps=200, adjoint=None,
     )  # fmt: skip
     assert (found.value - exact.value).norm() <= 1e-8 * exact.value.norm()
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        query, key = self.query(z)[:, None], self.key(z)[:, None]
+        return 0.2 * nn.functional.scaled_dot_product_attention(query, key, key)[:, 0] + x
+
+
+def test_second_derivatives_of_attention_in_another_thread() -> None:
+    """The numbers of autograd's nodes are those of a thread, and CUDA's backward pass has its own."""
+    torch.manual_seed(0)
+    f, x = SelfAttention(), torch.randn(2, 3, 4, requires_grad=True)
+    found: list[Tensor] = []
+
+    def twice(value: Tensor) -> None:
+        (gradient,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+
+    for other in (False, True):
+        value = solvers.fixed_point(f, torch.zeros_like(x), (x,), tolerance=1e-6).value
+        if other:
+            thread = threading.Thread(target=twice, args=(value,))
+            thread.start()
+            thread.join()
+        else:
+            twice(value)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("adjoint", [solvers.Implicit(), solvers.Phantom(), solvers.OneStep()])
+def test_states_have_graphs_of_their_own(adjoint: Adjoint) -> None:
+    """Also of a weight that the solve computes once."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    parametrise(linear, "weight", SpectralBound(0.5))
+    solution = solvers.fixed_point(
+        lambda z, x: torch.tanh(linear(z)) + x, torch.zeros_like(x), (x,), adjoint=adjoint,
+        states_at=(2, 3), on_failure="ignore",
+    )  # fmt: skip
+    for state in (*solution.states, solution.value):
+        state.sum().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
