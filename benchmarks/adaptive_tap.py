@@ -3,9 +3,8 @@
     python benchmarks/adaptive_tap.py layer [--site sphere]
     python benchmarks/adaptive_tap.py saddle [--rounds 5]
 
-Of a layer ours against (a) autograd unrolled through the same iterations and (b) torchdeq's implicit
-differentiation around the same map, each at the loosest tolerances that reach the same true residual and
-gradient error.
+Of a layer ours against (a) autograd through the same iterations and (b) torchdeq's implicit gradients of the
+same map, each at the loosest tolerances that reach the same true residual and gradient error.
 """
 
 from __future__ import annotations
@@ -189,10 +188,7 @@ def race(site: str, scale: float, rounds: int) -> list[dict[str, Any]]:
     }
     if site != "potts":  # whose covariance has no inverse
         contestants["(a) unrolled, plain damped TAP"] = unrolled_plain(setting)
-    found = {
-        name: found_by(setting, solve, "unrolled" not in name)
-        for name, solve in contestants.items()
-    }
+    found = {n: found_by(setting, solve, "unrolled" not in n) for n, solve in contestants.items()}
     runs: dict[str, Callable[[], object]] = {
         name: lambda solve=solve, name=name: setting.gradients(solve(*found[name][0]))
         for name, solve in contestants.items()
@@ -214,12 +210,7 @@ def layer(
     scales: tuple[float, ...] = (1.0, 3.0),
     threads: int = 2,
 ) -> None:
-    """Forward and backward of an adaptive-TAP layer, at equal residual and gradient error.
-
-    Args:
-        rounds: timed rounds.
-        scales: of the couplings.
-    """
+    """Forward and backward of an adaptive-TAP layer, at equal residual and gradient error."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
@@ -247,23 +238,14 @@ def compare(sites: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
     tap = partial(solvers.adaptive_tap, full, field, site=site)
     first, second = steepest().mean.detach(), tap().value.mean.detach()
     seconds = interleaved({"saddle": steepest, "tap": tap}, rounds)
-    return {
-        "N": sites,
-        "d": dim,
-        "B": batch,
-        "saddle point, ms": 1e3 * seconds["saddle"],
-        "adaptive TAP, ms": 1e3 * seconds["tap"],
-        "ratio": seconds["saddle"] / seconds["tap"],
-        "difference of the means": ((first - second).norm() / second.norm()).item(),
-    }
+    row: dict[str, Any] = {"N": sites, "d": dim, "B": batch}
+    row |= {"saddle point, ms": 1e3 * seconds["saddle"], "adaptive TAP, ms": 1e3 * seconds["tap"]}
+    row["ratio"] = seconds["saddle"] / seconds["tap"]
+    return row | {"difference of the means": ((first - second).norm() / second.norm()).item()}
 
 
 def saddle(rounds: int = 5, threads: int = 2) -> None:
-    """The means of O(d) spins: the saddle point beside adaptive TAP, with gradients recorded.
-
-    N spins of d components with couplings ``K_ij I``; adaptive TAP with the large-d site, so that both
-    solve for the same limit.
-    """
+    """The means of O(d) spins with couplings ``K_ij I``: the saddle point beside adaptive TAP for large d."""
     torch.set_num_threads(threads)
     cases = ((6, 40, 1), (16, 32, 1), (16, 32, 8))
     print(table([compare(*case, rounds) for case in cases]))

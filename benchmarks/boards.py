@@ -3,8 +3,7 @@
     python benchmarks/boards.py sudoku [--weights sudoku-solver] [--boards 200] [--test 1000]
     python benchmarks/boards.py fixed-points [--weights sudoku-solver] [--boards 200]
 
-The boards are those that the training of the weights held out. Without the list of 17-clue puzzles they are
-generated, and have more givens.
+The boards are those that the training of the weights held out.
 """
 
 from __future__ import annotations
@@ -99,14 +98,8 @@ def fixed_points(
 ) -> None:
     """A board solver at its fixed points, on boards with 17 givens and with 17 to 34.
 
-    Printed are solved boards by iterations, what guesses add, and, where ``solve`` stops by itself, who is
-    answered and how many of the answers are wrong.
-
-    Args:
-        weights: of the solver.
-        boards: of each kind.
-        answers: boards that solve is to answer.
-        longest: times the iterations of training.
+    Printed are solved boards by iterations up to ``longest`` times those of training, what guesses add, and,
+    where ``solve`` stops by itself, who is answered and how many of the answers are wrong.
     """
     model, settings = load_solver(weights)
     sets: dict[str, Boards] = {}
@@ -155,32 +148,18 @@ def learned_methods(model: BoardSolver) -> dict[str, Solve]:
 
 
 def sudoku(
-    weights: str = "sudoku-solver",
-    boards: int = 200,
-    test: int = 1000,
-    train: int = 9000,
+    weights: str = "sudoku-solver",  # a name of shipped weights, or a file
+    boards: int = 200,  # of each number of givens, for slow methods
+    test: int = 1000,  # of each number, for the others
+    train: int = 9000,  # to which couplings are fitted, at most as many as the weights have seen
     fit_steps: int = 300,
-    seed: int = 0,
+    seed: int = 0,  # of this fit
 ) -> None:
     """Sudoku by every method of this package on the same boards, by their number of givens.
 
-    Boards with the givens of the list of 17-clue puzzles, with further cells revealed up to 20, 25, 30 and
-    34, and "mixed", 17 to 34. Belief propagation and mean fields take minutes on all of them, so they see the
-    first ``--boards`` of each number of givens. What each method is told:
-
-    - naked and hidden singles, belief propagation: the rules of the game;
-    - couplings: nothing but 9,000 solved boards, from which a Potts model is fitted within this command;
-    - board solver: nothing but the puzzles of its training with their solutions.
-
-    Each cell: the share of solved boards in per cent.
-
-    Args:
-        weights: of a board solver; a name of shipped weights, or a file.
-        boards: of each number, for slow methods.
-        test: of each number, for the others.
-        train: boards to which couplings are fitted, at most as many as the weights have seen.
-        fit_steps: of this fit.
-        seed: of this fit. The boards are those that the training of the weights held out.
+    The table has shares of solved boards in per cent, with 17 givens, with more cells revealed, and "mixed",
+    17 to 34. Singles and belief propagation know the rules of the game; couplings are fitted to solved boards
+    within this command; the board solver knows the puzzles of its training with their solutions.
     """
     model, settings = load_solver(weights)
     drawn = load_boards(settings["train"], test, GIVENS, "auto", settings["seed"])

@@ -1,11 +1,9 @@
 """What layers cost: time and memory against their sizes, and what is kept for a backward pass.
 
-    python benchmarks/cost.py curves [--repeats 5] [--out docs/gallery/scaling-curves.png]
-    python benchmarks/cost.py memory [--out docs/gallery/activation-memory.png]
-    python benchmarks/cost.py block [--rounds 40]
-    python benchmarks/cost.py verify [--rounds 60]
-
-Seconds are those of the process on one thread, so that other programs disturb them little.
+python benchmarks/cost.py curves [--repeats 5] [--out docs/gallery/scaling-curves.png]
+python benchmarks/cost.py memory [--out docs/gallery/activation-memory.png]
+python benchmarks/cost.py block [--rounds 40]
+python benchmarks/cost.py verify [--rounds 60]
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ BASE = {"B": 8, "N": 64, "d": 64}
 SWEEPS = {"B": (1, 2, 4, 8, 16, 32), "N": (16, 32, 64, 128, 256, 512), "d": (16, 32, 64, 128, 256)}
 MEANINGS = {"B": "samples", "N": "tokens", "d": "features of a token"}
 HEADS = 4
+LABELS = {"ms": "CPU ms", "evaluations": "evaluations\n(dotted: backward)"}
 COLORS = {"bi-softmax layer": BLUE, "equilibrium block": ORANGE, "transformer layer": GREY}
 
 
@@ -76,9 +75,7 @@ def measure_curves(repeats: int, sweeps: dict[str, tuple[int, ...]]) -> list[Row
         for value in values:
             size = BASE | {axis: value}
             generator = torch.Generator().manual_seed(1)
-            x = torch.randn(
-                size["B"], size["N"], size["d"], generator=generator, requires_grad=True
-            )
+            x = torch.randn(*size.values(), generator=generator, requires_grad=True)
             made = layers(size["d"])
             runs = {name: step(model, x) for name, model in made.items()}
             seconds = interleaved(runs, repeats, time.process_time)
@@ -122,8 +119,7 @@ def draw_curves(path: Path, rows: list[Row]) -> None:
             axes.set_xticks(given, [str(value) for value in given])
             axes.grid(alpha=0.3)
             if column == 0:
-                axes.set_ylabel({"ms": "CPU ms", "evaluations": "evaluations\n(dotted: backward)"}
-                                .get(key, key))  # fmt: skip
+                axes.set_ylabel(LABELS.get(key, key))
         panels[2][column].set_xlabel(f"{axis}, {MEANINGS[axis]}")
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
@@ -131,12 +127,7 @@ def draw_curves(path: Path, rows: list[Row]) -> None:
 
 
 def curves(repeats: int = 5, out: Path | None = None) -> None:
-    """Time, memory and evaluations of a training step of one layer.
-
-    Args:
-        repeats: timed steps of each layer.
-        out: a PNG file.
-    """
+    """Time, memory and evaluations of a training step of one layer; ``out`` a PNG."""
     torch.set_num_threads(1)
     rows = measure_curves(repeats, SWEEPS)
     print(table(rows))
@@ -160,10 +151,7 @@ Way = tuple[Callable[[Tensor], Tensor], nn.Module]
 
 
 def saved_bytes(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> int:
-    """Bytes that autograd holds after ``run``, those of parameters left out.
-
-    Storages count once, whatever views of them are saved.
-    """
+    """Bytes of the storages that autograd holds after ``run``, those of parameters left out."""
     weights = {p.untyped_storage()._cdata for p in parameters}
     held: dict[int, Any] = {}
 
@@ -179,10 +167,7 @@ def saved_bytes(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> int:
 
 
 def ways(iterations: int, dim: int, heads: int) -> dict[str, Way]:
-    """Maps with as many evaluations: of one block by its adjoint, or a stack of transformer layers.
-
-    Each with the module that it runs.
-    """
+    """Maps with as many evaluations, of a block or a stack of layers, each with the module that it runs."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"tolerance": solvers.Tolerance(0.0), "on_failure": "ignore"}
     options["max_steps"] = iterations + 1
@@ -204,9 +189,8 @@ def ways(iterations: int, dim: int, heads: int) -> dict[str, Way]:
     }
     for gradient, name in (("implicit", "implicit"), ("all", "all"), (4, "last 4")):
         adjoint = {"adjoint": ignore} if gradient == "implicit" else None
-        made = DEQTransformer(
-            dim, heads, 2 * dim, iterations=iterations, gradient=gradient, layer=adjoint
-        )
+        way: Any = {"iterations": iterations, "gradient": gradient, "layer": adjoint}
+        made = DEQTransformer(dim, heads, 2 * dim, **way)
         found[f"DEQ transformer, {name}"] = (made, made)
     return found
 
@@ -292,12 +276,10 @@ def verify(rounds: int = 60) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    made: dict[str, tuple[Any, int]] = {
-        "equilibrium block": (EquilibriumBlock(64, heads=4), 64),
-        "mean-field layer": (DEQ(MeanFieldAttention(16, 16, bound=0.9)), 16),
-    }
+    block, field = EquilibriumBlock(64, heads=4), DEQ(MeanFieldAttention(16, 16, bound=0.9))
+    made: Any = (("equilibrium block", block, 64), ("mean-field layer", field, 16))
     rows, modes = list[Row](), {"without": False, "default": None, "every solve": True}
-    for name, (layer, width) in made.items():
+    for name, layer, width in made:
         x = torch.randn(16, 16, width)
         for training in (True, False):
             runs = {m: partial(use, layer, x, training, verify=v) for m, v in modes.items()}

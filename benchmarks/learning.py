@@ -5,8 +5,7 @@
 Every run is a line of OUT/learning.jsonl as soon as it has ended; the same command goes on where it was
 stopped. The rate of a row (of the logistic regression: its C) is the best on the last fifth of the training
 samples with seed 0; "!" marks one at the end of the choice. All seeds are then trained at that rate on all
-training samples and judged by the test samples. Times are those of the processor, of one thread, for a batch
-of 64 and the whole model. ``--ablations`` changes one thing of the block a row.
+training samples and judged by the test samples. ``--ablations`` changes one thing of the block a row.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
+from benchmarks.cost import encoder_layer
 from benchmarks.measure import table
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.data import load
@@ -72,9 +72,8 @@ def patches(images: Tensor, side: int) -> Tensor:
 def image_task(train: Samples, test: Samples, side: int, classes: int, epochs: int) -> Task:
     cut_train, cut_test = patches(train[0], side), patches(test[0], side)
     embed = partial(nn.Linear, cut_train.shape[-1])
-    return Task(
-        classes, (cut_train, train[1]), (cut_test, test[1]), embed, ("mean", "class"), epochs
-    )
+    parts = (cut_train, train[1]), (cut_test, test[1])
+    return Task(classes, *parts, embed, ("mean", "class"), epochs)
 
 
 def split_digits() -> tuple[Samples, Samples]:
@@ -182,13 +181,6 @@ class Residual(nn.Module):
         return x + (self.branch(y.mT).mT if self.across else self.branch(y))
 
 
-class UnitSize(nn.Module):
-    """Tokens of root mean square 1, without weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:])
-
-
 class FirstStep(nn.Module):
     """The block's first gradient step from zero in place of its equilibrium: an explicit layer."""
 
@@ -201,51 +193,52 @@ class FirstStep(nn.Module):
         return x - self.energy.grad(torch.zeros_like(x), given)
 
 
-def solved(layer: Any) -> nn.Module:
+def solved(layer: Any, dim: int) -> nn.Module:
+    """The layer solved for tokens of root mean square 1."""
     options: dict[str, Any] = {"max_steps": 60, "on_failure": "ignore"}
-    return nn.Sequential(UnitSize(), DEQ(layer, tolerance=solvers.Tolerance(1e-3), **options))
+    unit = nn.RMSNorm(dim, elementwise_affine=False)
+    return nn.Sequential(unit, DEQ(layer, tolerance=solvers.Tolerance(1e-3), **options))
 
 
 def block(d: int, h: int, **layer: Any) -> nn.Module:
     return EquilibriumBlock(d, h, layer={"on_failure": "ignore"} | layer)
 
 
-def changed(d: int, h: int, change: Callable[[Any], object]) -> nn.Module:
-    made = block(d, h)
-    with torch.no_grad():
-        change(made)
-    return made
-
-
 Build = Callable[[int, int, int], nn.Module]  # tokens N, dim, heads -> one layer
+
+
+def changed(change: Callable[[Any], object]) -> Build:
+    @torch.no_grad()
+    def build(tokens: int, dim: int, heads: int) -> nn.Module:
+        made = block(dim, heads)
+        change(made)
+        return made
+
+    return build
+
+
 ROWS: dict[str, Build | None] = {
     "logistic": None,  # multinomial logistic regression on the pixels
     "identity": lambda n, d, h: nn.Identity(),
     "per-token": lambda n, d, h: Residual(d, d, 4 * d),
     # A layer of MLP-Mixer (Tolstikhin et al., https://arxiv.org/abs/2105.01601) of that size.
     "mixer": lambda n, d, h: nn.Sequential(Residual(d, n, d, True), Residual(d, d, 7 * d // 2)),
-    "encoder": lambda n, d, h: nn.TransformerEncoderLayer(
-        d, h, 2 * d, 0.0, norm_first=True, batch_first=True
-    ),
+    "encoder": lambda n, d, h: encoder_layer(d, h, norm_first=True),
     "hyperset": lambda n, d, h: HyperSET(d, h, 2 * d, iterations=12),
-    "couplings": lambda n, d, h: solved(SoftmaxCouplingAttention(d, h)),
-    "equilibrium": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d)),
-    "equilibrium-inside": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d, context=True)),
+    "couplings": lambda n, d, h: solved(SoftmaxCouplingAttention(d, h), d),
+    "equilibrium": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d), d),
+    "equilibrium-inside": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d, context=True), d),
     "block": lambda n, d, h: EquilibriumBlock(d, h),
     "block-no-attention": lambda n, d, h: EquilibriumBlock(d, h, 4 * d, attention=None),
 }
 ABLATIONS: dict[str, Build | None] = {
     "first step": lambda n, d, h: FirstStep(d, h),
-    "no norm of q, k": lambda n, d, h: changed(
-        d, h, lambda b: setattr(b.energy.attention, "score_norm", None)
+    "no norm of q, k": changed(lambda b: setattr(b.energy.attention, "score_norm", None)),
+    "peaked start": changed(lambda b: b.energy.attention.query.weight.mul_(10)),
+    "fixed temperature": changed(
+        lambda b: b.energy.attention.temperatures.raw.requires_grad_(False)
     ),
-    "peaked start": lambda n, d, h: changed(
-        d, h, lambda b: b.energy.attention.query.weight.mul_(10)
-    ),
-    "fixed temperature": lambda n, d, h: changed(
-        d, h, lambda b: b.energy.attention.temperatures.raw.requires_grad_(False)
-    ),
-    "unbounded": lambda n, d, h: changed(d, h, remove_norm),
+    "unbounded": changed(remove_norm),
     "curvature .1 .8": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.1, 0.8)),
     "curvature .8 .1": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.8, 0.1)),
     "curvature .1 .1": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.1, 0.1)),
@@ -260,10 +253,9 @@ ABLATIONS: dict[str, Build | None] = {
 
 
 class TokenModel(nn.Module):
-    """``logits = head(read(norm(layers(embed(inputs) + places))))``; inputs (B, N, ...) -> (B, classes).
+    """Inputs (B, N, ...) -> logits (B, classes).
 
-    The readout is the mean of all tokens, or the first token: with "class" a learned vector in front,
-    with "query" the task's own.
+    The readout is the mean of all tokens, or the first token: with "class" a learned vector.
     """
 
     def __init__(self, task: Task, build: Build, layers: int, readout: str) -> None:
@@ -318,9 +310,8 @@ def perform(run: Run) -> dict[str, Any]:
     model = TokenModel(task, build, run.layers, run.readout)
     steps = max(1, len(labels) // BATCH)
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, run.rate, total_steps=run.epochs * steps
-    )
+    total = run.epochs * steps
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=total)
     equilibria: list[Any] = [layer for layer in model.modules() if isinstance(layer, DEQ)]
     worst: dict[str, float] = {}  # of the epochs, shares of the samples
     evaluations: list[float] = []
@@ -455,28 +446,17 @@ def plan(
 
 def main(
     tasks: tuple[str, ...] = tuple(TASKS),
-    rows: tuple[str, ...] = tuple(ROWS),
+    rows: tuple[str, ...] = tuple(ROWS),  # layers to compare
     readouts: tuple[str, ...] = ("mean", "class", "query"),
-    layers: tuple[int, ...] = (1,),
+    layers: tuple[int, ...] = (1,),  # numbers of layers
     seeds: int = 3,
-    epochs: int | None = None,
+    epochs: int | None = None,  # instead of the task's own
     rates: tuple[float, ...] = RATES,
-    limit: int | None = None,
-    out: Path = Path("runs/learning"),
-    ablations: bool = False,
+    limit: int | None = None,  # most training samples
+    out: Path = Path("runs/learning"),  # folder of learning.jsonl
+    ablations: bool = False,  # the block with one thing changed, at the rate 6e-3, in place of rows
 ) -> list[dict[str, Any]]:
-    """What layers learn between the same embedding and readout.
-
-    Args:
-        tasks: digits, mnist, cifar10, recall, same-different.
-        rows: layers to compare; see the file for their names.
-        readouts: mean, class, query.
-        layers: numbers of layers.
-        epochs: instead of the task's own.
-        limit: most training samples.
-        out: folder of learning.jsonl.
-        ablations: the block with one thing changed, at the rate 6e-3, in place of the rows.
-    """
+    """What layers learn between the same embedding and readout."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", solvers.SolveWarning)  # counted instead
     here = dict[str, Task]()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def interleaved(
@@ -18,10 +19,9 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     share: float = 0.5,
 ) -> dict[str, float]:
-    """Seconds of each, run in turns so that a noisy machine is noisy for all of them.
+    """Seconds of each, run in turns of changing order, so that a noisy machine is noisy for all of them.
 
-    The order of the turns changes: what ran before has its share in what is in the cache. A ``share`` of
-    the times is shorter than what is returned: the median, or less, as other processes only add to them.
+    A ``share`` of the times is shorter than the result: the median, or less, as other processes only add.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for run in contestants.values():
@@ -47,8 +47,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        for output in outputs:
+        for output in tree_leaves(result):
             if isinstance(output, torch.Tensor):
                 self._note(output.untyped_storage())
         return result
@@ -81,9 +80,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
-        lines.append("| " + " | ".join(_cell(row.get(name, "")) for name in names) + " |")
+        cells = (row.get(name, "") for name in names)
+        texts = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in cells)
+        lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

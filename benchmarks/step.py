@@ -59,14 +59,13 @@ class MeanField(nn.Module):
         couplings = self.couplings()
         x, cotangent = self.x.double(), self.cotangent.double()
         z = torch.zeros_like(x)
+        unit = torch.eye(N * D, dtype=z.dtype)
         with torch.no_grad():
             for _ in range(20):  # Newton
-                jacobian = self._jacobian(z, couplings)
                 residual = self.update(z, x, couplings) - z
-                unit = torch.eye(N * D, dtype=z.dtype)
-                z = z + solve_each(unit - jacobian, residual.flatten(1)).view_as(z)
+                systems = unit - self._jacobian(z, couplings)
+                z = z + solve_each(systems, residual.flatten(1)).view_as(z)
         jacobian = self._jacobian(z, couplings)
-        unit = torch.eye(N * D, dtype=z.dtype)
         u = solve_each((unit - jacobian).mT, cotangent.flatten(1)).view_as(z)
         loss = (self.update(z, x, couplings) * u.detach()).sum()
         gradients = torch.autograd.grad(loss, list(self.parameters()))

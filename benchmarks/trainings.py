@@ -64,11 +64,7 @@ class Run:
 
 
 def perform(runs: Sequence[Run], out: Path, workers: int) -> list[Run]:
-    """Train what is missing, ``workers`` processes of one thread at a time; the runs that are done.
-
-    Raises:
-        SystemExit: a run of that name with other words is in the folder, or no run is done.
-    """
+    """Train what is missing, ``workers`` processes of one thread at a time; the runs that are done."""
     out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         kept = run.folder(out) / "words.json"
@@ -132,21 +128,14 @@ def cifar10(
     rows: tuple[str, ...] = tuple(BACKBONES),
     seeds: int = 1,
     epochs: int = 3,
-    limit: int = 50_000,
-    logistic: bool = False,
-    workers: int = 2,
-    out: Path = Path("runs/cifar10"),
+    limit: int = 50_000,  # training images
+    logistic: bool = False,  # only logistic regression on the pixels
+    workers: int = 2,  # processes at a time
+    out: Path = Path("runs/cifar10"),  # folder of the runs
 ) -> None:
     """CIFAR-10 on a CPU: accuracies of 10,000 test images with 1 and 4 times training's iterations.
 
-    All train with the same batches of the same augmented images, rate and schedule. An equilibrium is
-    solved by plain iteration with at most as many evaluations.
-
-    Args:
-        limit: training images.
-        logistic: only logistic regression on the pixels.
-        workers: processes at a time.
-        out: folder of the runs.
+    All train with the same batches, rate and schedule; an equilibrium is solved by plain iteration.
     """
     if logistic:
         right = logistic_accuracy(load("cifar10").first(limit))
@@ -199,19 +188,12 @@ def masked(
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits",
     rows: tuple[str, ...] = MASKED,
     seeds: int = 3,
-    epochs: int | None = None,
-    limit: int | None = None,
-    workers: int = 2,
-    out: Path = Path("runs/masked"),
+    epochs: int | None = None,  # in place of the program's own
+    limit: int | None = None,  # training images
+    workers: int = 2,  # processes at a time
+    out: Path = Path("runs/masked"),  # folder of the runs, of their tables and figure
 ) -> None:
-    """Error of hidden patches with 1/4 to 4 times training's iterations, beside simple fillings.
-
-    Args:
-        epochs: in place of the program's own.
-        limit: training images.
-        workers: processes at a time.
-        out: folder of the runs, of their tables and figure.
-    """
+    """Error of hidden patches with 1/4 to 4 times training's iterations, beside simple fillings."""
     shared = ["--data", data]
     for name, value in (("--epochs", epochs), ("--limit", limit)):
         shared += [] if value is None else [name, str(value)]
@@ -229,7 +211,7 @@ def masked(
 # --- language: attention as steps of descent ---------------------------------------------------------
 
 PLAIN = "plain"
-# A pilot, and the model of the table; both see every window of the text at random.
+# A pilot, and the model of the table.
 TINY = "--dim 64 --heads 4 --layers 4 --length 64 --batch 16 --steps 600 --dropout 0 --windows 1024"
 SMALL = (
     "--dim 96 --heads 4 --layers 6 --length 128 --batch 32 --steps 1200 --dropout 0.1 --windows 256"
@@ -275,28 +257,18 @@ def plan(
 
 
 def forms(
-    text: str = "austen",
+    text: str = "austen",  # name or path
     size: tuple[str, ...] = ("tiny", "small"),
-    rows: tuple[str, ...] = (),
-    seeds: int | None = None,
-    steps: int | None = None,
-    figure: Path | None = None,
-    workers: int = 2,
-    out: Path = Path("runs/language-forms"),
+    rows: tuple[str, ...] = (),  # of the table; default: all
+    seeds: int | None = None,  # in place of each row's own number
+    steps: int | None = None,  # in place of the size's own
+    figure: Path | None = None,  # draw the curves to this file (PNG)
+    workers: int = 2,  # processes at a time
+    out: Path = Path("runs/language-forms"),  # folder of the runs
 ) -> None:
     """Attention as steps of descent: the forms and their controls, 137 minutes of one core.
 
-    Runs with the same seed see the same windows of the text in the same order and begin with the same
-    weights, but for "newton-taylor-no-value", which has fewer.
-
-    Args:
-        text: name or path.
-        rows: of the table; default: all.
-        seeds: in place of each row's own number.
-        steps: in place of the size's own.
-        figure: draw the curves to this file (PNG).
-        workers: processes at a time.
-        out: folder of the runs.
+    Runs with the same seed see the same text in the same order and begin with the same weights.
     """
     done = perform(plan(text, size, rows, seeds, steps), out, workers)
     losses = {run: read_losses(run.folder(out)) for run in done}
@@ -384,10 +356,8 @@ def draw(path: Path, losses: Losses) -> None:
 NUMBERS = (12, 24, 48)  # evaluations of the block after which it is judged
 DRAWN, TORCH = ("--model", "equilibrium"), ("--arguments", "initial=torch")
 RATES = ("3e-3", "6e-3", "1e-2", "2e-2")
-WINDOWS = {  # width, length of a window, windows of a step
-    "tiny": ("64", "64", "16"),
-    "small": ("96", "128", "32"),
-}
+# Width, length of a window, windows of a step.
+WINDOWS = {"tiny": ("64", "64", "16"), "small": ("96", "128", "32")}
 BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
     "one pass": ((*DRAWN, "--iterations", "1"), RATES),
     "three blocks": (("--layers", "3", *TORCH), RATES),
@@ -398,27 +368,20 @@ BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learnin
 
 
 def equilibrium(
-    text: str = "austen",
+    text: str = "austen",  # name or path
     size: Literal["tiny", "small"] = "tiny",
     rows: tuple[str, ...] = tuple(BLOCKS),
-    rates: tuple[str, ...] = (),
+    rates: tuple[str, ...] = (),  # learning rates in place of each row's own
     seeds: int = 3,
     steps: int = 1200,
-    workers: int = 2,
-    out: Path = Path("runs/language-equilibrium"),
+    workers: int = 2,  # processes at a time
+    out: Path = Path("runs/language-equilibrium"),  # folder of the runs
 ) -> None:
     """One block at its fixed point, beside stacks of blocks.
 
     4 heads; "tiny" has width 64 and sees 16 windows of 64 characters a step, "small" 96 and 32 of 128.
     "drawn" is the default of ``train_language.py --model equilibrium``: iterations drawn from 4 to 20,
     gradients through all; judged after 12, 24 and 48 by the loss on held-out text.
-
-    Args:
-        text: name or path.
-        rows: of the table.
-        rates: learning rates in place of each row's own.
-        workers: processes at a time.
-        out: folder of the runs.
     """
     dim, length, batch = WINDOWS[size]
     words = (LANGUAGE, "--text", text, "--dim", dim, "--length", length, "--dropout", "0")

@@ -2,10 +2,8 @@
 
 python benchmarks/vs_jax.py [--rounds 30] [--couplings 1 2] [--jax-python .venv-jax/bin/python]
 
-The layer, targets and yardstick are those of step.py: each contestant gets the loosest pair of
-tolerances (forward, backward) with which it reaches the same true residual and gradient error. Ours
-run in one process, JAX's in another, with Pythons of their own ("make bench-jax" makes that of JAX); they
-take turns, and one waits while the other works.
+The layer, targets and yardstick are those of step.py. Ours run in one process, JAX's in another, with Pythons
+of their own ("make bench-jax" makes that of JAX); they take turns, and one waits while the other works.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +60,12 @@ class Step:
 
 
 def load(arrays: Arrays) -> dict[str, Contestant]:
-    return {"ours": Step(restored(arrays))}
-
-
-def restored(arrays: Arrays) -> MeanField:
-    """The layer that the arrays belong to."""
     layer = MeanField()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(torch.from_numpy(arrays[name]))
     layer.x, layer.cotangent = (torch.from_numpy(arrays[name]) for name in ("x", "cotangent"))
-    return layer
+    return {"ours": Step(layer)}
 
 
 def answer() -> None:
@@ -116,13 +110,10 @@ class Problem:
         return errors(self.layer, torch.from_numpy(found["z"]), self.exact)
 
 
-def enter(
-    problem: Problem, worker: Worker, name: str, target: Pair, ladder: Sequence[float]
-) -> Entry:
-    """A contestant with the loosest tolerances of the ladder that reach the target."""
-    chosen, reached = loosest(
-        lambda pair: problem.errors(worker, name, pair), target, ladder, ladder
-    )
+def enter(problem: Problem, worker: Worker, name: str, target: Pair) -> Entry:
+    """A contestant with the loosest tolerances that reach the target."""
+    reach = partial(problem.errors, worker, name)
+    chosen, reached = loosest(reach, target, TOLERANCES, TOLERANCES)
     meets = all(got <= wanted for got, wanted in zip(reached, target, strict=True))
     return Entry(name, worker, chosen, reached, meets)
 
@@ -130,8 +121,7 @@ def enter(
 def race(entries: Sequence[Entry], rounds: int, pause: float) -> None:
     """Time all in turns, in an order that changes.
 
-    Between two turns is a pause: a library's threads look for work for some milliseconds, and would
-    take the processors of the next one.
+    In the pause, the threads of a library stop looking for work.
     """
     turns, order = list(entries), random.Random(0)
     for _ in range(rounds):
@@ -166,7 +156,7 @@ def compare(workers: Sequence[Worker], scale: float, rounds: int, pause: float) 
         worker.ask("load", problem.arrays)
     for target in TARGETS:
         entries = [
-            enter(problem, worker, name, target, TOLERANCES)
+            enter(problem, worker, name, target)
             for worker in workers
             for name in worker.contestants
         ]
@@ -187,21 +177,13 @@ def python_with_jax(given: Path | None) -> Path:
 
 
 def main(
-    rounds: int = 30,
-    couplings: tuple[float, ...] = (1.0, 2.0),
-    threads: int = 2,
-    pause: float = 0.02,
-    jax_python: Path | None = None,
+    rounds: int = 30,  # turns of 4 timed steps
+    couplings: tuple[float, ...] = (1.0, 2.0),  # scales of the couplings
+    threads: int = 2,  # of each process
+    pause: float = 0.02,  # seconds between two contestants' turns
+    jax_python: Path | None = None,  # default: $IMPLICIT_ATTN_JAX_PYTHON, else .venv-jax
 ) -> None:
-    """Start both workers and print all tables.
-
-    Args:
-        rounds: turns of 4 timed steps.
-        couplings: scales of the couplings.
-        threads: of each process.
-        pause: seconds between two contestants' turns.
-        jax_python: of an environment with JAX; default: $IMPLICIT_ATTN_JAX_PYTHON, else .venv-jax.
-    """
+    """Start both workers and print all tables."""
     python = python_with_jax(jax_python)
     torch.set_num_threads(threads)
     ours_command, theirs_command = (

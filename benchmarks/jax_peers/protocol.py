@@ -26,15 +26,13 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Contestant(Protocol):
-    """One way to make the training step."""
+    """One way to make the training step with two tolerances.
 
-    def run(self, forward: float, backward: float) -> Any:
-        """A step with these tolerances, finished when it returns."""
-        ...
+    ``read`` turns what ``run`` returned into "z" (B, N, D) and the gradients by the names of the parameters.
+    """
 
-    def read(self, result: Any) -> Arrays:
-        """What ``run`` returned: "z" (B, N, D) and the gradients by the names of the parameters."""
-        ...
+    def run(self, forward: float, backward: float) -> Any: ...
+    def read(self, result: Any) -> Arrays: ...
 
 
 class WorkerError(RuntimeError):
@@ -42,16 +40,11 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """The asking side: a process that answers.
+    """The asking side: a process that ``command`` starts, and that answers.
 
-    Args:
-        command: starts the process.
-        threads: how many processors it may run on, and how many threads its libraries may start.
-        environment: variables beside those of this process.
-
-    Attributes:
-        contestants: names that the worker offers.
-        versions: of its libraries.
+    ``threads`` is the number of its processors and of the threads of its libraries; ``environment`` has
+    variables besides those of this process. ``contestants`` are the names that the worker offers,
+    ``versions`` those of its libraries.
     """
 
     def __init__(
@@ -104,13 +97,7 @@ Load = Callable[[Arrays], Mapping[str, Contestant]]
 
 
 def serve(names: Sequence[str], versions: Mapping[str, str], load: Load) -> None:
-    """The answering side: answer until the input ends.
-
-    Args:
-        names: of the contestants.
-        versions: of the libraries.
-        load: makes the contestants from the arrays of a problem.
-    """
+    """The answering side, until the input ends; ``load`` makes contestants from a problem's arrays."""
     pipe, contestants = Connection(int(sys.argv[-1])), dict[str, Contestant]()
     pipe.send((True, (list(names), dict(versions))))
     while True:

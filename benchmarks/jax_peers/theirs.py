@@ -1,11 +1,8 @@
 """Answers for the contestants in JAX: ``benchmarks/vs_jax.py`` starts it in the environment of JAX.
 
-The map of ``benchmarks/step.py``'s MeanField, loops jitted by hand, and the solvers of jaxopt with the
-settings that were fastest here. What is written by hand is for XLA on CPUs:
-samples in the last dimension (D, N, B), where the map takes 0.6 of the time of the layout (B, N, D); a ring
-of differences that is updated in place; small systems solved by a Cholesky factorisation unrolled over
-vectors of samples (``jnp.linalg.solve`` takes 1.15 times as long a step); a combination written as a sum
-(as a reduction over a broadcast it alone takes as long as two evaluations of the map).
+The map of ``benchmarks/step.py``'s MeanField, loops jitted by hand for XLA on CPUs (samples in the last
+dimension, a ring of differences that is updated in place, a Cholesky factorisation unrolled over samples),
+and the solvers of jaxopt with the settings that were fastest here.
 """
 # pyright: reportMissingImports=false, reportFunctionMemberAccess=false
 
@@ -29,9 +26,7 @@ from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
 Update = Callable[[Array, Any, Array], Array]  # (z, weights, x) -> like z
 Solve = Callable[[Any, Array, Array, Array], Array]  # weights, x, forward and backward tolerances
 Loop = Callable[[Callable[[Array], Array], Array, Array], Array]  # f, start, tolerance
-Adjoint = Callable[
-    [Callable[[Array], Array], Array, Array], Array
-]  # product, right side, tolerance
+Adjoint = Loop  # product, right side, tolerance
 
 # ---- the map ----------------------------------------------------------------------------------------
 
@@ -166,10 +161,7 @@ def solve_small(gram: Array, right: Array) -> Array:
 
 
 def implicit(update: Update, loop: Loop, adjoint: Adjoint) -> Solve:
-    """``solve(weights, x, forward, backward)``: the fixed point by a ``loop``, with its gradient by weights.
-
-    ``adjoint`` solves ``u = g + (df/dz)^T u``.
-    """
+    """The fixed point by a ``loop``, with its gradient; ``adjoint`` solves ``u = g + (df/dz)^T u``."""
 
     @jax.custom_vjp
     def solve(weights: Any, x: Array, forward: Array, backward: Array) -> Array:
@@ -190,7 +182,7 @@ def implicit(update: Update, loop: Loop, adjoint: Adjoint) -> Solve:
 
 
 def by_bicgstab(product: Callable[[Array], Array], right: Array, tolerance: Array) -> Array:
-    """For the whole batch: its products are two a step; Anderson's loop takes 1.2 times as long a step."""
+    """For the whole batch."""
     return bicgstab(lambda u: u - product(u), right, tol=tolerance, maxiter=MOST)[0]
 
 
@@ -238,10 +230,7 @@ LIBRARY_MOST = 400
 
 
 def jaxopt_solver(kind: Any, *, tuned: bool = True) -> Callable[[Update], Solve]:
-    """A solver of jaxopt, its adjoint by BiCGSTAB: its GMRES and CG took two to three times as long.
-
-    Not ``tuned`` it is as jaxopt makes it: conjugate gradients on the normal equations, to its tolerance.
-    """
+    """A solver of jaxopt, its adjoint by BiCGSTAB; not ``tuned``, by jaxopt's conjugate gradients."""
 
     def make(update: Update) -> Solve:
         def solve(weights: Any, x: Array, forward: Array, backward: Array) -> Array:
@@ -269,7 +258,6 @@ LIBRARIES: dict[str, Callable[[Update], Solve]] = {
 
 # ---- the contestants ------------------------------------------------------------------------------------
 
-PACKAGES = ("jax", "jaxopt")
 MAKERS: dict[str, Callable[[Update], Solve]] = {
     "hand-jitted": lambda update: implicit(update, anderson, by_bicgstab),
     "hand-jitted, first version": lambda update: implicit(
@@ -323,4 +311,4 @@ def load(arrays: Arrays) -> dict[str, Contestant]:
 
 
 if __name__ == "__main__":
-    serve(list(MAKERS), {name: version(name) for name in PACKAGES}, load)
+    serve(list(MAKERS), {name: version(name) for name in ("jax", "jaxopt")}, load)

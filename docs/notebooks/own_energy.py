@@ -7,9 +7,8 @@
 #
 # ## The task
 #
-# We classify the handwritten digits of scikit-learn. An image of 8 x 8 pixels becomes 16 tokens, one for
-# each patch of 2 x 2 pixels. The network embeds the patches, applies one layer to the tokens, and
-# classifies their mean.
+# An image of 8 x 8 pixels, a handwritten digit, becomes 16 tokens, one for each patch of 2 x 2 pixels. The
+# network embeds the patches, applies one layer to the tokens, and classifies their mean.
 
 # %%
 import matplotlib.pyplot as plt
@@ -149,9 +148,9 @@ print(f"MyEnergy: test accuracy {accuracy(model):.1%}")
 print(deq.last.summary())
 
 # %% [markdown]
-# The layer learns. (The README trains it for 400 steps instead of 184, on another split, to 96.7 %.)
-# `deq.last` holds a status, a residual and a number of evaluations for each test image. After a backward
-# pass, `deq.last.adjoint.solution` describes the solve for the gradients in the same way.
+# The layer learns. (The README trains it longer, to 96.7 %.) `deq.last` holds a status, a residual and a
+# number of evaluations for each test image. After a backward pass, `deq.last.adjoint.solution` has the
+# same for the gradients.
 #
 # ## Without the bounds
 #
@@ -173,8 +172,8 @@ for status, count in zip(*torch.cat(statuses).unique(return_counts=True)):
 #
 # ## More iterations at test time
 #
-# A trained layer is an equation, so you can solve it more or less accurately. Here the same network runs
-# with several tolerances. The figure shows the residuals of the most accurate solve.
+# You can solve a trained layer more or less accurately. Here the network runs with several tolerances. The
+# figure shows the residuals of the most accurate solve.
 
 # %%
 with torch.no_grad():
@@ -195,7 +194,6 @@ plt.title("Residuals of the test images, one line each")
 # %% [markdown]
 # At tight tolerances the accuracy no longer changes, because the network uses the equilibrium itself.
 #
-# The output minimises a sum of terms, so you can also exchange a term after training:
-# [One energy, many tasks](../guide/restoration.md) trains a layer on noise and then lets it double the
-# resolution. [Energies](../guide/energies.md) explains sums, masks and closed-form gradients, and
+# [One energy, many tasks](../guide/restoration.md) exchanges a term after training.
+# [Energies](../guide/energies.md) explains sums, masks and closed-form gradients, and
 # [well-posedness](../theory/well-posedness.md) derives the bounds.
