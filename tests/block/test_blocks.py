@@ -226,6 +226,7 @@ def test_a_causal_block_uses_every_evaluation() -> None:
     for most in (2, 3, 4):
         block.deq.max_steps = most
         block(x)
+        assert block.last is not None
         residuals.append(float(block.last.residual.max()))
     assert residuals[0] < 0.2
     assert residuals[2] < 0.5 * residuals[1] < 0.25 * residuals[0]
