@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -421,6 +420,8 @@ def _run_lbfgs(
         "maxiter": limit, "maxfun": 25 * limit, "maxcor": LBFGS_MEMORY, "ftol": 0.0,
         "gtol": tolerance * first,
     }  # fmt: skip
+    from scipy.optimize import minimize  # not needed by those who load weights
+
     found: Any = minimize(note, start, jac=True, method="L-BFGS-B", options=options)
     end = float(np.abs(measure(found.x)[1]).max())
     if not math.isfinite(end) or not math.isfinite(first):
