@@ -179,7 +179,9 @@ def restore(
 
 def draw(panels: dict[str, dict[str, Tensor]], titles: dict[str, str]) -> Any:
     """Draw a panel for each task with observed, restored and true images."""
-    figure = new_figure((11, 6.8), "One trained energy, six tasks")
+    figure = new_figure(
+        (11, 6.8), "One trained energy, six tasks (blue: not observed; error, lower is better)"
+    )
     for axes, (name, rows) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
         size = rows["true"].shape[2:]
         # A pixel that was not observed is NaN and has the colour HIDDEN.
