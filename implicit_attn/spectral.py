@@ -73,7 +73,7 @@ def _gram_bound(matrix: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
     power, tiny = _gram(exact), torch.finfo(exact.dtype).tiny
     log, root = exact.new_zeros(()), 0.5
     for k in range(squarings):
-        if k % 2 == 0:  # a fourth power of a matrix of norm 1 does not underflow
+        if k % 3 == 0:  # three squarings divide the norm by n^4 at most, which does not underflow
             # The bound does not depend on the divisor, so the divisor needs no derivative.
             scale = torch.linalg.vector_norm(power.detach()).clamp_min(tiny)
             power, log = power / scale, torch.add(log, scale.log(), alpha=root)
