@@ -96,13 +96,16 @@ def race(seconds: float = 55.0, tiny: bool = False) -> None:
     device, begin = _device(tiny), time.monotonic()
     rows: list[dict[str, Any]] = []
     shapes: list[Shape | int] = [4 if tiny else 64, *(TINY if tiny else RACE)]
-    for shape in shapes:
+    for shape, precision in [(s, p) for p in ("float32", "TF32") for s in shapes]:
         name = f"mean-field {shape} x 17 x 10" if isinstance(shape, int) else f"transformer {shape}"
+        name = f"{name}, {precision}"
         if time.monotonic() - begin > seconds:
             rows.append({"map": f"{name}: no time left"})
             continue
+        torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
         rows.append({"map": name} | _race(shape, device, tiny))
         print(table(rows), flush=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _race(shape: Shape | int, device: torch.device, tiny: bool) -> dict[str, Any]:
