@@ -20,6 +20,7 @@ $IMPLICIT_ATTN_DATA/sudoku; without it they are generated. sudoku/hard.npz has t
 puzzles of the Sudoku players' forum, as the tdoku benchmark collects them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +43,7 @@ from implicit_attn.weights import weights_file
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table
 TIMES = (0.25, 0.5, 1, 2, 4, 8)  # the iterations of training
 HARD = ("magictour", "hardest_1106", "hardest_1905")
+HARD_TRAINING = "hardest_1905_train"
 SOLVE: dict[str, Any] = {
     "features": 24, "width": 48, "iterations": 32, "epochs": 20, "batch": 36, "rate": 3e-3,
     "weight_decay": 1e-3,
@@ -87,6 +89,8 @@ class Sudoku(Backbone):
     """of the puzzles"""
     givens: tuple[int, int] = (17, 34)
     """of the training puzzles, least and most, drawn anew each time"""
+    hard: bool = False
+    """train also on 20,000 puzzles of the forum's hardest, none of which is in a test set"""
     features: int | None = None
     """of a cell and digit"""
     window: int = 10
@@ -132,12 +136,17 @@ def held_out(options: Sudoku) -> dict[str, Boards]:
     return sets | {f"{least} to {most} givens": mixed_part}
 
 
-def hard_sets(options: Sudoku) -> dict[str, Boards]:
-    """Evenly spaced puzzles of the public sets of hard ones, and their solutions."""
+def hard_puzzles(names: Sequence[str]) -> dict[str, Boards]:
+    """Public sets of hard puzzles by name, and their solutions."""
     path = find("sudoku", "hard.npz")
     if path is None:
-        raise missing("sudoku/hard.npz")
-    sets = {name: read_list(path, f"{name}_") for name in HARD}
+        raise SystemExit(str(missing("sudoku/hard.npz")))
+    return {name: read_list(path, f"{name}_") for name in names}
+
+
+def hard_sets(options: Sudoku) -> dict[str, Boards]:
+    """Evenly spaced puzzles of the public sets of hard ones, and their solutions."""
+    sets = hard_puzzles(HARD)
     chosen = {
         k: torch.linspace(0, len(p) - 1, min(options.boards, len(p))).long()
         for k, (p, _) in sets.items()
@@ -193,7 +202,11 @@ def build_solver(options: Sudoku) -> tuple[Any, dict[str, Any], Completion]:
     model = build_model(built, layer={"on_failure": "ignore"})
     if before is not None:
         model.load_state_dict(before.state_dict())
-    data = replace(mixed, train_puzzles=few.train_puzzles)
+    puzzles, solutions = few.train_puzzles, few.train_solutions
+    if options.hard:
+        hard = hard_puzzles([HARD_TRAINING])[HARD_TRAINING]
+        puzzles, solutions = torch.cat([puzzles, hard[0]]), torch.cat([solutions, hard[1]])
+    data = replace(mixed, train_puzzles=puzzles, train_solutions=solutions)
     carried = CarriedStates(options.carried) if options.carried else None
     kept = {
         "data": data.name,
@@ -201,7 +214,8 @@ def build_solver(options: Sudoku) -> tuple[Any, dict[str, Any], Completion]:
         "test": options.test,
         "givens": options.givens,
     }
-    kept |= {"carried": options.carried, "start": options.start, "model": built}
+    kept |= {"hard": options.hard, "carried": options.carried, "start": options.start}
+    kept |= {"model": built}
     return model, kept, Completion(data, givens=options.givens, carried=carried)
 
 
