@@ -21,7 +21,6 @@ from solvers.core.checks import (
     require_number,
 )
 from solvers.core.context import constant_weights, modules_of
-from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, check_args, check_mask, take
 from solvers.core.modes import (
     eager,
@@ -31,9 +30,10 @@ from solvers.core.modes import (
     twice_differentiable,
 )
 from solvers.core.problem import JacobianProduct, gradients, pullback
-from solvers.core.purity import check_energy
+from solvers.core.rows import small_dtype
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.core.telling import reduce_error
+from solvers.core.validate import check_energy
 
 
 @dataclass

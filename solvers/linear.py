@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_callable, require_count, require_flag, require_kind
-from solvers.core.device import ratio, true_rows
 from solvers.core.layout import Layout, check_args, leaves_of, take
 from solvers.core.modes import eager
-from solvers.core.rows import RUNNING, SHRINK, Progress
+from solvers.core.rows import RUNNING, SHRINK, Progress, ratio, true_rows
 from solvers.core.solution import (
     Solution,
     Status,

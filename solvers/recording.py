@@ -284,7 +284,7 @@ class RecordedSolve:
     def solve(self, tolerance: Tolerance) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
         self.turns.set_tolerance(tolerance)
-        with constant_weights(self.modules, read=True):
+        with constant_weights(self.modules):
             self.replay("_start")
             self._until_done("_turn", self.turns)
             if isinstance(self.f, EnergyUpdate):
@@ -445,7 +445,7 @@ class Recorder:
         mask = None if mask is None else layout.mask_vector(mask)
         autocast = recorded.options.autocast
         goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
-        goal.used = recorded.options.used
+        goal.resolve(recorded.options.used)
         recorded.load(None if z0 is None else layout.vector(z0), tensors, mask)
         solution = recorded.solve(goal.tolerance)
         if solution is None:
@@ -542,7 +542,7 @@ def _record(
             z0 = f.begin(*args)[2].detach()
     # One evaluation by the ordinary loop checks the arguments and what f does.
     once = options | {"max_steps": 1, "on_failure": "ignore", "adjoint": None}
-    goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast)
+    goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast, chosen.device)
     with torch.no_grad(), goal.watching():
         solvers.fixed_point(f, z0, args, **once)
     chosen = replace(chosen, used=goal.used)

@@ -44,9 +44,9 @@ from solvers.core.modes import (
     refuse_export,
     refuse_shapes,
 )
-from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
+from solvers.core.validate import refuse_drawing_modules
 from solvers.fixed_points import read_solver, without_aux
 from solvers.recording import Recorder
 
@@ -500,7 +500,7 @@ def _weights_once(parts: Modules) -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    return constant_weights(list(parts.values()), read=True)
+    return constant_weights(list(parts.values()))
 
 
 def bake(module: Module) -> Module:

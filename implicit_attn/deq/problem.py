@@ -23,7 +23,7 @@ from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
 from solvers.core.layout import Layout
 from solvers.core.modes import in_transform
-from solvers.core.purity import draws
+from solvers.core.validate import draws
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 

@@ -37,7 +37,8 @@ class Layout:
     spec: Any
     shapes: tuple[torch.Size, ...]  # per leaf, without the batch dimension
     dtypes: tuple[torch.dtype, ...]
-    last: tuple[bool, ...] = ()  # leaves whose channels, dim 1, lie last in memory; of none: empty
+    dtype: torch.dtype  # of the matrix: the leaves' common one
+    last: tuple[bool, ...]  # leaves whose channels, dim 1, lie last in memory
 
     @classmethod
     def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
@@ -47,14 +48,9 @@ class Layout:
         """
         leaves, spec = ([state], _LEAF) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         _check_leaves(leaves, name, empty)
-        last = tuple([t.dim() > 3 and _channels_last(t) for t in leaves])
-        shapes, dtypes = tuple([t.shape[1:] for t in leaves]), tuple([t.dtype for t in leaves])
-        return cls(spec, shapes, dtypes, last if any(last) else ())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrix: the leaves' common one."""
-        return self.dtypes[0] if len(self.dtypes) == 1 else reduce(torch.promote_types, self.dtypes)
+        dtypes = tuple([t.dtype for t in leaves])
+        dtype, shapes = reduce(torch.promote_types, dtypes), tuple([t.shape[1:] for t in leaves])
+        return cls(spec, shapes, dtypes, dtype, tuple(map(_channels_last, leaves)))
 
     def scalars(self, batch: int) -> str:
         """What a message says where a vector (B,) may have been meant as one problem."""
@@ -64,17 +60,12 @@ class Layout:
 
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
-        if self.last:
-            leaves = [state] if self.spec.is_leaf() else pytree.tree_leaves(self.ordered(state))
-            pairs = zip(leaves, self.last, strict=True)
-            leaves = [t.movedim(1, -1) if moved else t for t, moved in pairs]
-            return torch.cat([t.flatten(1).to(self.dtype) for t in leaves], 1)
-        if isinstance(state, Tensor):
-            return state.reshape(state.shape[0], prod(state.shape[1:]))
-        leaves = pytree.tree_leaves(self.ordered(state))
-        return torch.cat(
-            [t.reshape(t.shape[0], prod(t.shape[1:])).to(self.dtype) for t in leaves], dim=1
-        )
+        leaves = [state] if isinstance(state, Tensor) else pytree.tree_leaves(self.ordered(state))
+        parts = []
+        for leaf, moved in zip(leaves, self.last, strict=True):
+            leaf = leaf.movedim(1, -1) if moved else leaf
+            parts.append(leaf.reshape(leaf.shape[0], prod(leaf.shape[1:])))
+        return parts[0] if len(parts) == 1 else torch.cat([t.to(self.dtype) for t in parts], 1)
 
     def ordered(self, state: Any) -> Any:
         """``state`` with the keys of its dicts in this layout's order."""
@@ -83,41 +74,29 @@ class Layout:
         return _reorder(pytree.tree_unflatten(list(self.shapes), self.spec), state)
 
     def tree(self, vector: Tensor) -> Any:
-        """(B, D) -> pytree, each leaf in its own shape and dtype."""
-        if self.last:
-            pairs = list(zip(self.shapes, self.last, strict=True))
-            shapes = tuple([s[1:] + s[:1] if moved else s for s, moved in pairs])
-            leaves = pytree.tree_leaves(replace(self, shapes=shapes, last=()).tree(vector))
-            pairs = zip(leaves, self.last, strict=True)
-            leaves = [t.movedim(-1, 1) if moved else t for t, moved in pairs]
-            return pytree.tree_unflatten(leaves, self.spec)
-        batch = vector.shape[0]
-        if len(self.shapes) == 1:
-            leaf = vector.reshape(batch, *self.shapes[0])
-            if self.spec.is_leaf():  # a tensor on its own
-                return leaf
-            return pytree.tree_unflatten([leaf], self.spec)
-        parts = vector.split([prod(shape) for shape in self.shapes], dim=1)
-        leaves = [
-            part.reshape(batch, *shape).to(dtype)
-            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
-        ]
+        """(B, D) -> pytree, each leaf in its own shape and, of several leaves, dtype."""
+        if self.spec.is_leaf() and not self.last[0]:
+            return vector.reshape(vector.shape[0], *self.shapes[0])
+        parts, leaves = vector.split([prod(shape) for shape in self.shapes], dim=1), []
+        for part, shape, dtype, moved in zip(
+            parts, self.shapes, self.dtypes, self.last, strict=True
+        ):
+            part = part if len(parts) == 1 else part.to(dtype)
+            leaf = part.reshape(vector.shape[0], *(shape[1:] + shape[:1] if moved else shape))
+            leaves.append(leaf.movedim(-1, 1) if moved else leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
     def mask_vector(self, mask: Any) -> Tensor:
         """Masks (B, N) -> (B, D) bool, as checked by :func:`check_mask`."""
         masks = self._mask_of_leaves(mask)
         some = next(t for t in masks if t is not None)
-        batch = some.shape[0]
         parts = []
         for leaf_mask, shape in zip(masks, self.shapes, strict=True):
-            if leaf_mask is None:
-                parts.append(some.new_ones(batch, *shape))
-            else:
-                view = leaf_mask.reshape(batch, shape[0], *([1] * (len(shape) - 1)))
-                parts.append(view.expand(batch, *shape))
-        whole = replace(self, dtypes=(torch.bool,) * len(parts))
-        return whole.vector(pytree.tree_unflatten(parts, self.spec))
+            whole = some.new_ones(some.shape[0], *shape)
+            if leaf_mask is not None:
+                whole &= leaf_mask.reshape(*leaf_mask.shape, *([1] * (len(shape) - 1)))
+            parts.append(whole)
+        return replace(self, dtype=torch.bool).vector(pytree.tree_unflatten(parts, self.spec))
 
     def _mask_of_leaves(self, mask: Any) -> list[Tensor | None]:
         """The mask of each leaf, None for leaves that count whole.
@@ -134,7 +113,9 @@ class Layout:
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and tensor.movedim(1, -1).is_contiguous()
+    if tensor.dim() <= 3 or tensor.is_contiguous():
+        return False
+    return tensor.movedim(1, -1).is_contiguous()
 
 
 def _is_none(tree: Any) -> bool:

@@ -14,22 +14,20 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.context import Weights, modules_of
-from solvers.core.cuda import on_cuda
-from solvers.core.device import readable
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
-from solvers.core.purity import (
+from solvers.core.rows import Point, norms
+from solvers.core.solution import Goal
+from solvers.core.validate import (
     OVERWRITES,
-    Draws,
-    NormWitness,
-    Witness,
-    call_outside_inference,
     check_energy,
     check_output,
+    constant_inputs,
+    constant_norms,
+    random_state,
+    refuse_forward_mode,
     refuse_random,
 )
-from solvers.core.rows import MODERATE_ABOVE, Point, norms_fit, row_norm, scaled_norm
-from solvers.core.solution import Goal
 
 JacobianProduct = Callable[[Tensor], Tensor]
 
@@ -48,17 +46,9 @@ def gradients(
     """
     if not output.requires_grad:
         return [None] * len(variables)
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     try:
-        return list(
-            torch.autograd.grad(
-                output,
-                variables,
-                cotangent,
-                retain_graph=True,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
+        return list(torch.autograd.grad(output, variables, cotangent, **options))
     except RuntimeError as error:
         if "leaf node was passed" in str(error):  # by hooks of torch's ModuleTracker
             error.args = (f"{error}\n{_TRACKED}",)
@@ -173,8 +163,8 @@ class Problem:
 
     f: Callable[..., Any]  # f(z, *args) on pytrees
     layout: Layout
-    args: tuple[Any, ...]  # pytrees of tensors batched along dim 0
-    autocast: torch.dtype | None  # of the autocast in which f runs
+    args: tuple[Any, ...] = ()  # pytrees of tensors batched along dim 0
+    autocast: torch.dtype | None = None  # of the autocast in which f runs
     energy: Callable[..., Tensor] | None = None  # energy(z, *args) -> (B,)
     # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
     # they enter no norm.
@@ -184,13 +174,14 @@ class Problem:
     compact: bool = True  # rows may be taken out
     # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
-    shrunk: bool = False  # rows have been taken out
-    batch: int = 0  # samples, before that
-    checked: bool = False  # an output of f has been checked
-    draws: Draws | None = None  # since the first evaluation
+    batch: int = 0  # samples before rows were taken out; 0 if none were
+    random: Any = None  # states of the random generators before the first evaluation
     goal: Goal | None = None  # of the call of fixed_point
     modules: list[nn.Module] = field(default_factory=list)  # that f may call
     weights: Weights | None = None  # that the solve shares with what differentiates it
+    traced: bool = (
+        False  # within a transform of torch.func, whose tensors do not show their numbers
+    )
 
     @classmethod
     def of(
@@ -239,7 +230,7 @@ class Problem:
             residual = torch.where(self.mask, residual, zero)
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        norm, reference = row_norm(residual.detach()), row_norm(value.detach())
+        norm, reference = norms(residual.detach(), value.detach(), traced=self.traced)
         return Point(z, residual, norm, reference, energy, gradient)
 
     def projected(self, z: Tensor) -> Tensor:
@@ -249,10 +240,6 @@ class Problem:
         inside = torch.clamp(z, *self.bounds)
         return inside if self.mask is None else torch.where(self.mask, inside, z)
 
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(f(z), E(z), dE/dz)``; None for what there is not."""
-        return self._run(self._value_and_energy, z)
-
     def evaluate_first(self, z: Tensor) -> Point:
         """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
 
@@ -260,15 +247,11 @@ class Problem:
             ValueError: if f works in place on its inputs, which keep their numbers, draws random
                 numbers that its value or energy depends on, or normalises over the batch.
         """
-        witness, self.draws = Witness(z, self.args), Draws(z.device)
-        try:
-            with NormWitness(self.modules):
-                point = self.evaluate(z)
-        except BaseException:
-            witness.restore()
-            raise
-        witness.check()
-        if self.draws.any():
+        self.random = random_state(z.device)
+        with constant_inputs(z, self.args), constant_norms(self.modules):
+            point = self.evaluate(z)
+        refuse_forward_mode(point.residual)
+        if random_state(z.device) != self.random:
             refuse_random(self.evaluate, point)
         return point
 
@@ -277,35 +260,24 @@ class Problem:
 
         At the start they may not: dropout leaves zeros alone, and ``RReLU`` draws below zero only.
         """
-        if self.draws is not None and self.draws.any():
+        if self.random is not None and random_state(z.device) != self.random:
             with torch.no_grad():
                 refuse_random(self.evaluate, self.evaluate(z.detach()))
 
-    def exact(self, point: Point) -> Point:
-        """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
-        known = on_cuda(point.z) or not readable()
-        if known or norms_fit(point.norm, point.reference):
-            return point
-        low, norm, reference = MODERATE_ABOVE[point.norm.dtype], point.norm, point.reference
-        fit = (reference > low) & (reference < torch.inf) & (norm < torch.inf)
-        # In half precision z + r is f(z) but for a rounding, so that rows that fit keep their norms.
-        residual = point.residual.detach()
-        value = point.z.detach().to(norm.dtype) + residual
-        if self.mask is not None:
-            value = torch.where(self.mask, value, value.new_zeros(()))
-        exact = scaled_norm(residual).to(norm.dtype), scaled_norm(value).to(norm.dtype)
-        norm, reference = (
-            torch.where(fit, *pair) for pair in zip((norm, reference), exact, strict=True)
-        )
-        return replace(point, norm=norm, reference=reference)
+    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(f(z), E(z), dE/dz)``; None for what there is not."""
+        return self._run(self._value_and_energy, z)
+
+    def image(self, z: Tensor) -> Tensor:
+        """``f(z)`` (B, D), whatever the mask says."""
+        return self._run(self._value, z)
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
         if self.mask is None:
-            return self._run(self._value, z)
+            return self.image(z)
         constant = z.detach()
-        free = torch.where(self.mask, z, constant)
-        return torch.where(self.mask, self._run(self._value, free), constant)
+        return torch.where(self.mask, self.image(torch.where(self.mask, z, constant)), constant)
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
@@ -314,29 +286,25 @@ class Problem:
             ):
                 if self.recorder is not None and torch.is_grad_enabled():
                     return self.recorder(function, z)
-                if torch.is_inference_mode_enabled():
-                    return call_outside_inference(function, z)
+                if torch.is_inference_mode_enabled():  # which refuses to change tensors of its own
+                    with torch.inference_mode(False), torch.no_grad():
+                        return function(z)
                 version = z._version
                 result = function(z)
                 if z._version != version:
                     raise ValueError(OVERWRITES.format("its input"))
                 return result
         except (RuntimeError, ValueError, IndexError) as error:
-            if self.shrunk:  # then f has most likely closed over the whole batch
+            if "Inplace update to inference tensor" in str(error):
+                raise ValueError(OVERWRITES.format("its input")) from error
+            if self.batch:  # then f has most likely closed over the whole batch
                 hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
                 error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
 
-    def image(self, z: Tensor) -> Tensor:
-        """``f(z)`` (B, D), whatever the mask says."""
-        return self._run(self._value, z)
-
     def _value(self, z: Tensor) -> Tensor:
         tree = self.layout.tree(z)
-        output = self.f(tree, *self.args)
-        if not _alike(output, tree):
-            check_output(output, None, z, self.layout, self.autocast)
-        return self.projected(self.layout.vector(output).to(z.dtype))
+        return self._vector(self.f(tree, *self.args), tree, z)
 
     def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tree = self.layout.tree(z)
@@ -347,24 +315,25 @@ class Problem:
             output = self.f(tree, *self.args)
             if self.energy is not None:
                 energy = self.energy(tree, *self.args)
-        if energy is not None or not (self.checked and _alike(output, tree)):
-            check_output(output, energy, z, self.layout, self.autocast)
-            self.checked = True
-        vector = self.projected(self.layout.vector(output).to(z.dtype))
-        if gradient is not None:
-            gradient = self.layout.vector(gradient)
-        return vector, energy, gradient
+        if energy is not None:
+            check_energy(energy, len(z))
+        gradient = None if gradient is None else self.layout.vector(gradient)
+        return self._vector(output, tree, z), energy, gradient
+
+    def _vector(self, output: Any, tree: Any, z: Tensor) -> Tensor:
+        """What f has returned for the state ``tree`` as a vector like z, checked and within the bounds."""
+        alone = isinstance(output, Tensor) and isinstance(tree, Tensor)
+        same = alone and output.shape == tree.shape and output.dtype == tree.dtype
+        if not (same and output.device == tree.device):
+            check_output(output, z, self.layout, self.autocast)
+        value = self.layout.vector(output).to(z.dtype)
+        return value if self.bounds is None else self.projected(value)
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
         mask = None if self.mask is None else self.mask.index_select(0, index)
-        return replace(
-            self,
-            args=take(self.args, index, batch),
-            mask=mask,
-            shrunk=True,
-            batch=self.batch or batch,
-        )
+        args = take(self.args, index, batch)
+        return replace(self, args=args, mask=mask, batch=self.batch or batch)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
@@ -390,17 +359,6 @@ class VectorProblem(Problem):
 
     def image(self, z: Tensor) -> Tensor:
         return self.f(z)
-
-
-def _alike(output: Any, tree: Any) -> bool:
-    """Whether the output is a tensor like the state, of which nothing more need be asked."""
-    return (
-        isinstance(output, Tensor)
-        and isinstance(tree, Tensor)
-        and output.shape == tree.shape
-        and output.dtype == tree.dtype
-        and output.is_cpu == tree.is_cpu
-    )
 
 
 _AS_IT_IS = nullcontext()

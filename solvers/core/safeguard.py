@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.device import maybe_any, small_dtype
-from solvers.core.rows import Point
+from solvers.core.rows import Point, small_dtype
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 SHORTEST = 0.1  # least factor by which one interpolation shortens a step
@@ -146,7 +145,7 @@ class Growth:
         self.peak = torch.where(higher, force, self.peak)
         self.place = torch.where(higher, torch.maximum(reference, self.scale), self.place)
         far = reference > FAR * self.scale
-        if not maybe_any(far | self.lost):
+        if not bool((far | self.lost).any()):
             return None
         share = (FAR * self.place / reference).clamp_max(FALLEN)
         near_peak = far & (force > share * self.peak)

@@ -68,74 +68,51 @@ def read_tolerance(name: str, value: Any) -> Tolerance | None:
     return require_instance(name, value, Tolerance, expected, optional=True)
 
 
-def criterion(
-    tolerance: Tolerance | None,
-    state: torch.dtype,
-    autocast: torch.dtype | None,
-    used: bool = True,
-    device: torch.device | None = None,
-) -> tuple[Tolerance, str]:
-    """The tolerance of a fixed-point solve, and a name of the solve for messages.
-
-    None: ``Tolerance()``, and where the map computes in reduced precision an rtol that it can meet. The
-    precision is that of the state, of an autocast that the map has ``used``, or TF32, where matrix
-    products of float32 use it on a CUDA ``device``. A smaller rtol that was asked for is kept; the name
-    then says that it may be out of reach.
-    """
-    # autocast leaves float64 alone
-    changed = used and state != torch.float64
-    precision = state if autocast is None or not changed else autocast
-    name, least = str(precision).removeprefix("torch."), HALF.get(precision, 0.0)
-    if precision == torch.float32 and device is not None and on_cuda(device) and uses_tf32():
-        name, least = "TF32", _TF32
-    if tolerance is None:
-        tolerance = Tolerance(rtol=least or Tolerance.rtol)
-    what = "fixed-point solve"
-    if not tolerance.atol and tolerance.rtol < least:
-        what = f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
-    return tolerance, what
-
-
 class Goal:
-    """The tolerance of one fixed-point solve, which may depend on what its first evaluation does."""
+    """The tolerance of one fixed-point solve, resolved for the precision in which ``f`` computes.
+
+    ``precision`` is that of the state, of an autocast that ``f`` uses, or TF32, where matrix products of
+    float32 use it on a CUDA ``device``. Without a tolerance of the user's, rtol is one that the precision
+    can meet. A smaller rtol that was asked for is kept; ``what``, the name of the solve for messages, then
+    says that it may be out of reach.
+    """
 
     def __init__(
         self,
         given: Tolerance | None,
         state: torch.dtype,
         autocast: torch.dtype | None,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
-        self.given, self.state, self.autocast, self.device = given, state, autocast, device
-        self.used = True  # what autocast offers, as long as nobody has looked
+        self.given, self.state, self.device = given, state, device
+        # autocast leaves float64 alone
+        self.autocast = None if state == torch.float64 else autocast
         self.vanishing = False  # an unsolved sample seems to have its fixed point at zero
+        self.resolve(self.autocast is not None)
 
-    @property
-    def tolerance(self) -> Tolerance:
-        return criterion(self.given, self.state, self.autocast, self.used, self.device)[0]
-
-    @property
-    def what(self) -> str:
-        """A name of the solve for messages."""
-        return criterion(self.given, self.state, self.autocast, self.used, self.device)[1]
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The dtype in which ``f`` computes."""
-        changed = self.autocast is not None and self.used and self.state != torch.float64
-        return self.autocast if changed and self.autocast is not None else self.state
+    def resolve(self, used: bool) -> None:
+        """Resolve again, now that it is known whether ``f`` has ``used`` the autocast."""
+        self.used = used
+        self.precision = self.autocast if used and self.autocast is not None else self.state
+        name, least = str(self.precision).removeprefix("torch."), HALF.get(self.precision, 0.0)
+        if self.precision == torch.float32 and on_cuda(self.device) and uses_tf32():
+            name, least = "TF32", _TF32
+        self.tolerance = self.given or Tolerance(rtol=least or Tolerance.rtol)
+        self.what = "fixed-point solve"
+        if not self.tolerance.atol and self.tolerance.rtol < least:
+            self.what += f" in {name}, which may not reach rtol={self.tolerance.rtol:g},"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, an evaluation shows whether autocast matters to it."""
-        if self.given is not None or self.autocast is None or self.state == torch.float64:
+        if self.given is not None or self.autocast is None:
             yield
             return
         watch = _HalfWatch()
         # A compiler would take the watch for a part of the evaluation.
         with uncompiled(), watch:
             yield
-        self.used = watch.found
+        self.resolve(watch.found)
 
 
 class _HalfWatch(TorchFunctionMode):

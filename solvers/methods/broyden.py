@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from solvers.core.checks import require_count, require_number
-from solvers.core.device import maybe_any, small_dtype
 from solvers.core.loop import Solver, Turn
 from solvers.core.problem import Problem
 from solvers.core.rows import (
@@ -17,6 +16,7 @@ from solvers.core.rows import (
     clear_rows,
     combine,
     inner_products,
+    small_dtype,
     where_rows,
     write_slot,
     write_symmetric,
@@ -98,7 +98,7 @@ class Broyden(Solver):
         safe = torch.where(newest > 0, newest, 1.0)
         denominator = 1.0 - torch.where(newest > 0, last / safe, 0.0)
         good = denominator.abs() > NEARLY_SINGULAR
-        if maybe_any(~good):
+        if not bool(good.all()):
             state.restart(~good)
             product = where_rows(good, product, start)
             denominator = torch.where(good, denominator, 1.0)

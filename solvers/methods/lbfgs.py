@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from solvers.core.checks import require_count
-from solvers.core.device import maybe_any, small_dtype
 from solvers.core.loop import Solver, Turn
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, combine, inner_products, where_rows, write_slot
+from solvers.core.rows import Point, combine, inner_products, small_dtype, where_rows, write_slot
 from solvers.core.safeguard import SHORTEST, interpolation, slope_of
 
 CURVATURE = 1e-6  # smallest cosine between s and y of a stored pair
@@ -112,7 +111,7 @@ class LBFGS(Solver):
             near = (factor > SHORTEST) & _almost_quadratic(trial, state.point, along)
             good = good & (accepted | near)
         scale = torch.where(good, along, 1.0).rsqrt().to(s.dtype).unsqueeze(1)
-        if maybe_any(~good):
+        if not bool(good.all()):
             s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
         state.write(s * scale, y * scale)
         safe = torch.where(good, changes, 1.0)
@@ -136,7 +135,7 @@ class LBFGS(Solver):
         steepest = gamma.to(gradient.dtype) * gradient
         ascent = combine(steepest, weights, pairs)
         good = (ascent * gradient).sum(1) > 0
-        if maybe_any(~good):
+        if not bool(good.all()):
             ascent = where_rows(good, ascent, steepest)
         return -ascent
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
-from solvers.core.device import maybe_any
 from solvers.core.loop import Solver, Turn
 from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Point, merge_rows, select_rows, where_rows
@@ -66,8 +65,7 @@ class Newton(Solver):
     def step(self, state: NewtonState, turn: Turn) -> Tensor:
         trial = turn.trial
         moved = torch.ones_like(trial.norm, dtype=torch.bool)
-        state.evaluations += 1
-        if state.evaluations > 1:
+        if state.started:
             if turn.accepted is not None:
                 moved = turn.accepted
             if trial.energy is None:  # which the loop would judge by
@@ -76,8 +74,9 @@ class Newton(Solver):
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
             state.base = merge_rows(moved, trial, state.base)
+        state.started = True
         state.length = torch.where(moved, 1.0, 0.5 * state.length)
-        if maybe_any(moved):
+        if bool(moved.any()):
             direction = self._direction(state, moved, turn)
             state.direction = where_rows(moved, direction, state.direction)
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
@@ -89,7 +88,7 @@ class Newton(Solver):
         """Solve ``(I - J) s = r`` inexactly in ``rows``, within the remaining evaluations."""
         base, problem = state.base, turn.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
-        left = turn.max_steps - state.evaluations - state.products - self.recordings - 1
+        left = turn.left - self.recordings - 1
         wanted = rows & (left > 0) & torch.isfinite(base.norm)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
@@ -150,4 +149,4 @@ class NewtonState:
     length: Tensor  # (B,) of the step along it
     forcing: Tensor  # (B,)
     products: Tensor  # (B,) with J, and for each direction the evaluation behind them
-    evaluations: int = 0
+    started: bool = False  # the first step has been proposed

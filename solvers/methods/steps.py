@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_number
-from solvers.core.device import small_dtype
 from solvers.core.loop import Solver, Turn
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, clear_rows
+from solvers.core.rows import Point, clear_rows, small_dtype
 
 
 @dataclass(frozen=True)

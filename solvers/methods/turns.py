@@ -21,7 +21,6 @@ from torch import Tensor
 
 from solvers.core.cuda import on_cuda
 from solvers.core.loop import DIVERGENCE, PATIENCE
-from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Point
 from solvers.core.safeguard import FAR, rounding
@@ -219,8 +218,7 @@ def serves_cuda(like: Tensor) -> bool:
 
     In float64 the squares of a norm could over- or underflow.
     """
-    plain = not (torch.is_grad_enabled() or in_transform())
-    return on_cuda(like) and like.dtype != torch.float64 and plain
+    return on_cuda(like) and like.dtype != torch.float64 and not torch.is_grad_enabled()
 
 
 def solve_on_cuda(

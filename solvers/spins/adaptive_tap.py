@@ -41,7 +41,7 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
-from solvers.core.device import maybe_any
+from solvers.core.context import maybe_any
 from solvers.core.loop import Solver, Turn
 from solvers.core.modes import eager, without_autocast
 from solvers.core.problem import Problem
