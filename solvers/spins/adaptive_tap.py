@@ -48,7 +48,7 @@ from solvers.core.problem import Problem
 from solvers.core.rows import Point, where_rows
 from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.fixed_points import fixed_point
-from solvers.methods.anderson import Anderson, Lists, Ring
+from solvers.methods.anderson import Anderson, Differences
 from solvers.spins.inputs import (
     as_matrix,
     as_wide,
@@ -241,7 +241,7 @@ class AdaptiveTAP(Solver):
 class TAPState:
     """``damping`` (B,) of the next damped step, ``best`` (B,) residual norm of the current history."""
 
-    accelerated: Ring | Lists | None
+    accelerated: Differences | None
     damping: Tensor
     best: Tensor
 
