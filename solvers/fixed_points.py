@@ -22,8 +22,8 @@ from solvers.core.checks import (
     require_kind,
 )
 from solvers.core.context import Weights, constant_weights, modules_of, sequence_number
-from solvers.core.layout import Layout, check_args, check_mask, leaves_of
-from solvers.core.loop import ExternalSolver, Loop, Options, Rule, Solver
+from solvers.core.layout import Layout, check_args, leaves_of
+from solvers.core.loop import ExternalSolver, Loop, Options, Solver
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -43,7 +43,7 @@ from solvers.core.solution import (
     check_on_failure,
     read_tolerance,
 )
-from solvers.core.validate import count_solve, due, judge_again, refuse_change
+from solvers.core.validate import count_solve, due, judge_again, mark_changed
 from solvers.krylov import GMRES
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
@@ -186,7 +186,7 @@ def fixed_point(
             callback=callback, states_at=states_at, verify=verify,
         )  # fmt: skip
         return _with_aux(solution, whole, args, adjoint)
-    _check_inputs(z0, layout, args, mask)
+    _check_inputs(z0, args)
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     if bounds is not None:
@@ -195,8 +195,7 @@ def fixed_point(
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
     if start.numel() == 0:
         return _with_aux(_nothing(problem, start, adjoint, states_at), whole, args, adjoint)
-    rule = None if stop is None else Rule(stop, layout, start)
-    options = Options(goal.tolerance, max_steps, record, callback, states_at, rule)
+    options = Options(goal.tolerance, max_steps, record, callback, states_at, stop)
     solve = Solving(solver, automatic, goal, options, count_solve(f), verify)
     if adjoint is not None and torch.is_grad_enabled():
         # Each of several states is differentiated by a graph of its own.
@@ -434,18 +433,15 @@ def _check_options(
     return numbers
 
 
-def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
+def _check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
     """Check batch sizes, devices and finiteness of the inputs."""
     first = leaves_of(z0)[0]
-    batch, device = first.shape[0], first.device
-    check_args(args, batch, device, "z0", "f")
+    check_args(args, len(first), first.device, "z0", "f")
     named = {"z0": z0, **{f"args[{position}]": value for position, value in enumerate(args)}}
     for name, tree in named.items():
         for leaf in leaves_of(tree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 require_finite(name, leaf)
-    if mask is not None:
-        check_mask(mask, layout, batch, device)
 
 
 @dataclass(frozen=True)
@@ -509,7 +505,7 @@ class Solving:
 
         This is supported with ``compact=False`` only, where the samples stay in the batch.
         """
-        others = problem.has_energy or problem.bounds is not None or self.options.rule is not None
+        others = problem.has_energy or problem.bounds is not None or self.options.stop is not None
         alone = problem.compact or problem.mask is not None or others
         return not (alone or torch.is_grad_enabled())
 
@@ -555,7 +551,7 @@ class Solving:
             point = problem.evaluate(solution.value.detach())
             judge_again(solution, point, goal.tolerance, goal.precision)
         if wanted and first is not None and (self.number == 0 or self.verify):
-            refuse_change(solution, problem.evaluate(start), first, goal.precision)
+            mark_changed(solution, problem.evaluate(start), first, goal.precision)
 
 
 KINDS = (Anderson, Broyden, Forward, GradientDescent, LBFGS, Newton)

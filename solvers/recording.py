@@ -168,7 +168,9 @@ class RecordedSolve:
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         own = iter(self.inputs)
         self.leaves = [next(own) if isinstance(t, Tensor) else t for t in leaves]
-        self.mask = None if mask is None else self.layout.mask_vector(mask).contiguous().clone()
+        self.mask = (
+            None if mask is None else self.layout.mask_vector(mask, start).contiguous().clone()
+        )
         self.z0 = start.clone()
         self.turns = Turns(self.z0, options.solver, options.max_steps, mask=self.mask)
         self.weights = Weights()  # parametrised weights, computed once a solve
@@ -442,7 +444,7 @@ class Recorder:
         if recorded is None:
             return None
         layout, mask = recorded.layout, options.get("mask")
-        mask = None if mask is None else layout.mask_vector(mask)
+        mask = None if mask is None else layout.mask_vector(mask, recorded.z0)
         autocast = recorded.options.autocast
         goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
         goal.resolve(recorded.options.used)

@@ -37,7 +37,7 @@ from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda
-from solvers.core.layout import Layout, check_mask
+from solvers.core.layout import Layout
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -467,8 +467,7 @@ class UnrolledLayer(nn.Module):
         z = layout.vector(start)
         keep = None
         if mask is not None:
-            check_mask(mask, layout, z.shape[0], z.device)
-            keep = layout.mask_vector(mask)
+            keep = layout.mask_vector(mask, z)
         for _ in range(count):
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
             if value.shape != z.shape:  # it might broadcast

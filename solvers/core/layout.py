@@ -86,71 +86,56 @@ class Layout:
             leaves.append(leaf.movedim(-1, 1) if moved else leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def mask_vector(self, mask: Any) -> Tensor:
-        """Masks (B, N) -> (B, D) bool, as checked by :func:`check_mask`."""
-        masks = self._mask_of_leaves(mask)
-        some = next(t for t in masks if t is not None)
-        parts = []
-        for leaf_mask, shape in zip(masks, self.shapes, strict=True):
-            whole = some.new_ones(some.shape[0], *shape)
-            if leaf_mask is not None:
-                whole &= leaf_mask.reshape(*leaf_mask.shape, *([1] * (len(shape) - 1)))
-            parts.append(whole)
-        return replace(self, dtype=torch.bool).vector(pytree.tree_unflatten(parts, self.spec))
+    def mask_vector(self, mask: Any, like: Tensor) -> Tensor:
+        """The mask (B, D) bool of a mask (B, N), or of a pytree of them, for the batch of ``like`` (B, ...).
 
-    def _mask_of_leaves(self, mask: Any) -> list[Tensor | None]:
-        """The mask of each leaf, None for leaves that count whole.
+        A pytree has the structure of the state, with None for leaves that count whole. One mask is for the
+        leaves of tokens, (B, N, ...) with at least three dimensions; a vector (B, N) next to them may be of
+        N features. Only where there is no such leaf, those of shape (B, N) are masked.
 
-        One tensor (B, N) is for the leaves of tokens, (B, N, ...) with at least three dimensions; a
-        vector (B, N) beside them may be of N features. Only where there is no such leaf, those of
-        shape (B, N) are masked.
+        Raises:
+            TypeError, ValueError: if the mask does not fit.
         """
+        masks: list[Any] = [mask]
         if not isinstance(mask, Tensor):
-            return pytree.tree_flatten(self.ordered(mask), is_leaf=_is_none)[0]
-        fitting = [bool(shape) and shape[0] == mask.shape[1] for shape in self.shapes]
-        tokens = [fits and len(shape) > 1 for fits, shape in zip(fitting, self.shapes, strict=True)]
-        return [mask if takes else None for takes in (tokens if any(tokens) else fitting)]
+            masks, spec = pytree.tree_flatten(self.ordered(mask), is_leaf=lambda part: part is None)
+            if spec != self.spec or all(leaf is None for leaf in masks):
+                raise TypeError(
+                    "mask must be a bool tensor (B, N), or a pytree of such tensors and None with the "
+                    f"structure of z0, got {mask!r}"
+                )
+        for leaf in masks:
+            if leaf is None:
+                continue
+            if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or leaf.dim() != 2:
+                raise TypeError(f"mask must be a bool tensor (B, N), got {leaf!r}")
+            check_batched(leaf, "mask", len(like), like.device, "z0", "f")
+        shapes = [(len(like), *shape) for shape in self.shapes]
+        if isinstance(mask, Tensor):
+            fitting = [shape[1:2] == mask.shape[1:] for shape in shapes]
+            tokens = [fits and len(shape) > 2 for fits, shape in zip(fitting, shapes, strict=True)]
+            masks = [mask if takes else None for takes in (tokens if any(tokens) else fitting)]
+            if not any(fitting):
+                raise ValueError(
+                    f"mask has {mask.shape[1]} tokens, but no leaf of z0 does: {shapes}"
+                )
+        parts = []
+        for leaf, shape in zip(masks, shapes, strict=True):
+            part = torch.ones(shape, dtype=torch.bool, device=like.device)
+            if leaf is not None:
+                if shape[1:2] != leaf.shape[1:]:
+                    raise ValueError(
+                        f"mask has {leaf.shape[1]} tokens, but its leaf of z0 has shape {shape}"
+                    )
+                part = part & leaf.reshape(*leaf.shape, *([1] * (len(shape) - 2)))
+            parts.append(part)
+        return replace(self, dtype=torch.bool).vector(pytree.tree_unflatten(parts, self.spec))
 
 
 def _channels_last(tensor: Tensor) -> bool:
     if tensor.dim() <= 3 or tensor.is_contiguous():
         return False
     return tensor.movedim(1, -1).is_contiguous()
-
-
-def _is_none(tree: Any) -> bool:
-    return tree is None
-
-
-def check_mask(mask: Any, layout: Layout, batch: int, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``mask`` fits the state: (B, N) bool, or a pytree of them.
-
-    The pytree has the structure of the state, with None for leaves that are not masked.
-    """
-    if isinstance(mask, Tensor):
-        leaves: list[Any] = [mask]
-    else:
-        leaves, spec = pytree.tree_flatten(layout.ordered(mask), is_leaf=_is_none)
-        if spec != layout.spec or all(leaf is None for leaf in leaves):
-            raise TypeError(
-                "mask must be a bool tensor (B, N), or a pytree of such tensors and None with the "
-                f"structure of z0, got {mask!r}"
-            )
-    for leaf in leaves:
-        if leaf is None:
-            continue
-        if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or leaf.dim() != 2:
-            raise TypeError(f"mask must be a bool tensor (B, N), got {leaf!r}")
-        check_batched(leaf, "mask", batch, device, "z0", "f")
-    masks = layout._mask_of_leaves(mask)
-    shapes = [(batch, *shape) for shape in layout.shapes]
-    if all(leaf is None for leaf in masks):
-        raise ValueError(f"mask has {leaves[0].shape[1]} tokens, but no leaf of z0 does: {shapes}")
-    for leaf, shape in zip(masks, layout.shapes, strict=True):
-        if leaf is not None and (not shape or shape[0] != leaf.shape[1]):
-            raise ValueError(
-                f"mask has {leaf.shape[1]} tokens, but its leaf of z0 has shape {(batch, *shape)}"
-            )
 
 
 def _reorder(template: Any, state: Any) -> Any:

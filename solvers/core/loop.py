@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.layout import Layout
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -40,31 +39,6 @@ from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, Growth, accepta
 from solvers.core.solution import Solution, Status, Tolerance, Trace
 
 
-class Rule:
-    """A user's stopping rule, which is always asked about the whole batch."""
-
-    def __init__(self, stop: Callable[[Any], Tensor], layout: Layout, start: Tensor) -> None:
-        self.stop, self.layout, self.state = stop, layout, start.detach()
-
-    def holds(self, index: Tensor, z: Tensor, taken: Tensor) -> Tensor:
-        """(n,) bool: whether to stop the samples ``index`` (n,), of which ``taken`` have moved to z (n, D).
-
-        Samples that have ended are shown where they ended.
-        """
-        batch, z = len(self.state), z.detach()
-        if len(index) == batch:  # no sample has left
-            self.state = where_rows(taken, z, self.state)
-        else:
-            moved = where_rows(taken, z, self.state[index])
-            self.state = self.state.index_copy(0, index, moved)
-        with torch.no_grad():
-            answer = self.stop(self.layout.tree(self.state))
-        if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != (batch,):
-            got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
-            raise TypeError(f"stop must return a bool tensor of shape ({batch},), got {got}")
-        return answer[index] & taken
-
-
 @dataclass(frozen=True)
 class Options:
     """What the loop is asked for: when to stop, and what to note on the way."""
@@ -74,12 +48,12 @@ class Options:
     record: bool = False
     callback: Callable[[Progress], object] | None = None
     states_at: tuple[int, ...] = ()
-    rule: Rule | None = None
+    stop: Callable[[Any], Tensor] | None = None  # of the states of all samples
 
     @property
     def watched(self) -> bool:
         """Whether more is asked for than a solution."""
-        return bool(self.record or self.callback or self.states_at or self.rule)
+        return bool(self.record or self.callback or self.states_at or self.stop)
 
 
 @dataclass
@@ -104,7 +78,7 @@ class Solver(ABC):
     projects: ClassVar[bool] = (
         False  # its steps remain steps of descent when they are cut at bounds
     )
-    lost: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
+    failed: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
     def init(self, point: Point, problem: Problem) -> Any:
@@ -177,11 +151,11 @@ class Loop:
             milestone=infinite,
             energy_milestone=infinite,
         )  # fmt: skip
-        self.batch = len(none)  # of the caller
         self.trace: Trace | None = None
         self.states: dict[int, Best] = {}  # of all samples, after numbers of evaluations
-        # With a rule, samples go on up to max_steps.
-        self.patience = PATIENCE if options.rule is None else options.max_steps + 1
+        # With a rule to stop, samples go on up to max_steps.
+        self.patience = PATIENCE if options.stop is None else options.max_steps + 1
+        self.latest = first.z.detach()  # states of all samples of the caller, for the rule
         # Rows may make different numbers of evaluations in a turn.
         self.uneven = type(solver).products is not Solver.products
 
@@ -205,7 +179,7 @@ class Loop:
         self.finished = [select_rows(whole, torch.nonzero(others).flatten())]
         limit, self.rows = self.rows.limit, select_rows(whole, index)
         self.rows.status, self.rows.limit = self.rows.status.where(~failed, RUNNING), limit
-        self.batch, self.trace = len(none), solution.trace
+        self.latest, self.trace = solution.value, solution.trace
         self.states = dict(zip(self.options.states_at, solution.states or (), strict=True))
         self.uneven = True
 
@@ -266,8 +240,8 @@ class Loop:
                 small = (trial.norm > 0) & (trial.norm <= options.tolerance.atol)
                 converged = converged & (small | ~growing)
         stopped, better = None, lower & (relative < rows.best.relative) | converged
-        if options.rule is not None:
-            stopped = options.rule.holds(rows.index, trial.z, taken)
+        if options.stop is not None:
+            stopped = self._stops(options.stop, taken)
             better = taken  # the rule asks about the latest iterate, so this is the one to return
         rows.best = rows.best.updated(better, trial, relative)
         rows.evaluations, rows.steps = rows.at(evaluation), rows.steps + taken
@@ -285,6 +259,22 @@ class Loop:
         if stopped is not None:
             status = torch.where(stopped & ~converged, int(Status.STOPPED), status)
         rows.status = status
+
+    def _stops(self, stop: Callable[[Any], Tensor], taken: Tensor) -> Tensor:
+        """(n,) bool: rows to stop of those that have ``taken`` (n,) the trial.
+
+        The rule is always asked about the whole batch. Samples that have ended are shown where they ended.
+        """
+        index, z = self.rows.index, self.trial.z.detach()
+        moved = where_rows(taken, z, self.latest[index])
+        self.latest = self.latest.index_copy(0, index, moved)
+        with torch.no_grad():
+            answer = stop(self.problem.layout.tree(self.latest))
+        shape = (len(self.latest),)
+        if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != shape:
+            got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
+            raise TypeError(f"stop must return a bool tensor of shape {shape}, got {got}")
+        return answer[index] & taken
 
     def _find_stalled(self, status: Tensor) -> Tensor:
         """Rows with neither a better residual nor a lower energy since the last check have stalled."""
@@ -309,7 +299,7 @@ class Loop:
         rejected = ~accepted & (status == RUNNING)
         tried = MAX_REJECTIONS if evaluation > 1 else 0
         hopeless = rejected & (rejections >= tried)
-        reason = torch.where(trial.finite(), int(Status.STALLED), int(Status.NONFINITE))
+        reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.failed))
         status = torch.where(hopeless, reason, status)
         if self.rows.ceiling is None and trial.energy is not None:
             return status  # backtracking finds a short enough step
@@ -343,18 +333,12 @@ class Loop:
         """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
-        self.rows = select_rows(self.rows, stay)
-        self.backtracking = select_rows(self.backtracking, stay)
-        if self.growth is not None:
-            self.growth = select_rows(self.growth, stay)
         self.problem = self.problem.rows(stay, ended.numel())
         taken = self.trial is self.current
-        self.trial = select_rows(self.trial, stay)
-        self.current = self.trial if taken else select_rows(self.current, stay)
-        if self.accepted is not None:
-            self.accepted = self.accepted.index_select(0, stay)
-        if self.state is not None:
-            self.state = select_rows(self.state, stay)
+        names = ("rows", "backtracking", "growth", "trial", "current", "accepted", "state")
+        for name in names:
+            setattr(self, name, select_rows(getattr(self, name), stay))
+        self.current = self.trial if taken else self.current
 
     def _note_states(self, evaluation: int) -> None:
         """Note the best iterates of the samples that have made at most so many evaluations.
@@ -394,7 +378,7 @@ class Loop:
         energy = None if trial.energy is None else trial.energy.detach()[running]
 
         def written(whole: Tensor | None, values: Tensor, fill: float) -> Tensor:
-            whole = values.new_empty(self.batch, 0) if whole is None else whole
+            whole = values.new_empty(len(self.latest), 0) if whole is None else whole
             extra = max(0, int(columns.max()) + 1 - whole.shape[1])
             whole = pad(whole, (0, extra), value=fill)
             whole[index, columns] = values
@@ -411,7 +395,7 @@ class Loop:
             )
         if options.callback is not None:
             count = min(int(columns.max()) + 1, options.max_steps)
-            residual = scatter_rows(residual, index, self.batch, torch.nan)
+            residual = scatter_rows(residual, index, len(self.latest), torch.nan)
             if energy is not None:
-                energy = scatter_rows(energy, index, self.batch, torch.nan)
+                energy = scatter_rows(energy, index, len(self.latest), torch.nan)
             options.callback(Progress(count, residual, energy, len(index)))

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,35 +70,6 @@ def pullback(
     return product
 
 
-def pushforward(output: Tensor, point: Tensor) -> JacobianProduct:
-    """``v -> J v``, as the pullback of ``J^T weight`` with respect to ``weight``.
-
-    This is reverse over reverse: ``output`` must be twice differentiable by autograd.
-    """
-    with torch.enable_grad():
-        weight = torch.zeros_like(output).requires_grad_()
-        image = gradients(output, [point], weight, create_graph=True)[0]
-    return pullback(image, weight)
-
-
-def gradient_of_energy(
-    energy: Tensor, points: list[Tensor], *, create_graph: bool
-) -> tuple[Tensor, ...]:
-    """dE/dz, zero for leaves that the energy does not depend on; ValueError where that is all."""
-    found: tuple[Tensor | None, ...] = (None,) * len(points)
-    if energy.requires_grad:
-        found = torch.autograd.grad(
-            energy.sum(), points, create_graph=create_graph, allow_unused=True
-        )
-    if all(part is None for part in found):
-        raise ValueError(
-            "energy must be a differentiable function of z, got a result without a graph"
-        )
-    return tuple(
-        torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
-    )
-
-
 class EnergyUpdate(ABC):
     """A map that descends an energy and returns the step, the energy and its gradient in one call.
 
@@ -146,12 +118,18 @@ class Descent(EnergyUpdate):
             ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
-            gradients = gradient_of_energy(value, points, create_graph=outer)
-        steps = [t - self.step_size * g for t, g in zip(points, gradients, strict=True)]
+            parts = gradients(value.sum(), points, create_graph=outer)
+        if all(part is None for part in parts):
+            raise ValueError(
+                "energy must be a differentiable function of z, got a result without a graph"
+            )
+        pairs = list(zip(points, parts, strict=True))
+        found = [torch.zeros_like(t) if g is None else g for t, g in pairs]
+        steps = [t - self.step_size * g for t, g in zip(points, found, strict=True)]
         if not outer:
             value, steps = value.detach(), [t.detach() for t in steps]
         rebuild = pytree.tree_unflatten
-        return rebuild(steps, spec), value, rebuild(list(gradients), spec)
+        return rebuild(steps, spec), value, rebuild(found, spec)
 
 
 @dataclass(eq=False)
@@ -180,7 +158,7 @@ class Problem:
     modules: list[nn.Module] = field(default_factory=list)  # that f may call
     weights: Weights | None = None  # that the solve shares with what differentiates it
     traced: bool = (
-        False  # within a transform of torch.func, whose tensors do not show their numbers
+        False  # within a transform of torch.func, where tensors do not show their numbers
     )
 
     @classmethod
@@ -195,14 +173,14 @@ class Problem:
         layout: Layout | None = None,
     ) -> Problem:
         """The problem of a call of :func:`solvers.fixed_point` with these arguments."""
-        layout = layout or Layout.of(z0)
+        layout, first = layout or Layout.of(z0), leaves_of(z0)[0]
         return cls(
             f,
             layout,
             args,
-            autocast_dtype(leaves_of(z0)[0].device.type),
+            autocast_dtype(first.device.type),
             energy=energy,
-            mask=None if mask is None else layout.mask_vector(mask),
+            mask=None if mask is None else layout.mask_vector(mask, first),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
             modules=modules_of(f),
@@ -266,11 +244,11 @@ class Problem:
 
     def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(f(z), E(z), dE/dz)``; None for what there is not."""
-        return self._run(self._value_and_energy, z)
+        return self._run(self._call, z)
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""
-        return self._run(self._value, z)
+        return self._run(partial(self._call, energies=False), z)[0]
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
@@ -281,9 +259,10 @@ class Problem:
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            with (
-                _AS_IT_IS if self.autocast is None else torch.autocast(z.device.type, self.autocast)
-            ):
+            mode: Any = nullcontext()
+            if self.autocast is not None:
+                mode = torch.autocast(z.device.type, self.autocast)
+            with mode:
                 if self.recorder is not None and torch.is_grad_enabled():
                     return self.recorder(function, z)
                 if torch.is_inference_mode_enabled():  # which refuses to change tensors of its own
@@ -302,32 +281,25 @@ class Problem:
                 error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
 
-    def _value(self, z: Tensor) -> Tensor:
-        tree = self.layout.tree(z)
-        return self._vector(self.f(tree, *self.args), tree, z)
-
-    def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        tree = self.layout.tree(z)
-        energy, gradient = None, None
-        if isinstance(self.f, EnergyUpdate) and self.energy is None:
+    def _call(
+        self, z: Tensor, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        tree, energy, gradient = self.layout.tree(z), None, None
+        if energies and isinstance(self.f, EnergyUpdate) and self.energy is None:
             output, energy, gradient = self.f.joint(tree, *self.args)
         else:
             output = self.f(tree, *self.args)
-            if self.energy is not None:
+            if energies and self.energy is not None:
                 energy = self.energy(tree, *self.args)
         if energy is not None:
             check_energy(energy, len(z))
         gradient = None if gradient is None else self.layout.vector(gradient)
-        return self._vector(output, tree, z), energy, gradient
-
-    def _vector(self, output: Any, tree: Any, z: Tensor) -> Tensor:
-        """What f has returned for the state ``tree`` as a vector like z, checked and within the bounds."""
         alone = isinstance(output, Tensor) and isinstance(tree, Tensor)
         same = alone and output.shape == tree.shape and output.dtype == tree.dtype
         if not (same and output.device == tree.device):
             check_output(output, z, self.layout, self.autocast)
         value = self.layout.vector(output).to(z.dtype)
-        return value if self.bounds is None else self.projected(value)
+        return value if self.bounds is None else self.projected(value), energy, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -348,7 +320,12 @@ class Problem:
                     "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
                     "has no Jacobian: use a solver that needs none, such as Anderson()"
                 )
-            return pullback(output, point) if self.symmetric else pushforward(output, point)
+            if self.symmetric:
+                return pullback(output, point)
+            # Reverse over reverse: J v is the pullback of J^T weight with respect to weight.
+            weight = torch.zeros_like(output).requires_grad_()
+            image = gradients(output, [point], weight, create_graph=True)[0]
+            return pullback(image, weight)
 
 
 class VectorProblem(Problem):
@@ -361,7 +338,6 @@ class VectorProblem(Problem):
         return self.f(z)
 
 
-_AS_IT_IS = nullcontext()
 _TRACKED = (
     "FlopCounterMode and ModuleTracker cannot follow the backward pass of Implicit() where a module is "
     "called with a weight, as parametrizations are: count with adjoint=OneStep() or Phantom(), or "

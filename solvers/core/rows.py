@@ -118,34 +118,30 @@ class Rows:
 Record = TypeVar("Record")
 
 
-def select_rows(record: Record, index: Tensor) -> Record:
-    """The same dataclass with rows ``index`` (increasing) of every tensor, nested records included.
+def select_rows(record: Any, index: Tensor) -> Any:
+    """The rows ``index`` (increasing) of a tensor or of every tensor of a list or a dataclass.
 
-    Large histories (B, m, D) are moved slot by slot within their storage, so that no second copy of
-    them ever exists; the old record is invalid then.
+    Nested records are included. Large histories (B, m, D) are moved slot by slot within their storage, so
+    that no second copy of them ever exists; the old record is invalid then.
     """
-    part = object.__new__(type(record))  # as copy does, in a third of its time
-    part.__dict__.update(vars(record))
-    taken: dict[int, Any] = {}  # several names may have one tensor
-    for name, value in vars(record).items():
-        if id(value) not in taken:
-            taken[id(value)] = _selected(value, index)
-        object.__setattr__(part, name, taken[id(value)])
-    return part
-
-
-def _selected(value: Any, index: Tensor) -> Any:
-    if is_dataclass(value):
-        return select_rows(value, index)
+    value = record
+    if isinstance(value, Tensor):
+        if value.dim() != 3 or value.numel() <= LARGE or torch.is_grad_enabled():
+            return value.index_select(0, index)
+        for slot in range(value.shape[1]):
+            value[: len(index), slot] = value[:, slot].index_select(0, index)
+        return value[: len(index)]
     if isinstance(value, list):
-        return [tensor.index_select(0, index) for tensor in value]
-    if not isinstance(value, Tensor):
+        return [select_rows(each, index) for each in value]
+    if not is_dataclass(value):
         return value
-    if value.dim() != 3 or value.numel() <= LARGE or torch.is_grad_enabled():
-        return value.index_select(0, index)
-    for slot in range(value.shape[1]):
-        value[: len(index), slot] = value[:, slot].index_select(0, index)
-    return value[: len(index)]
+    part: Any = object.__new__(type(value))  # as copy does, in a third of its time
+    taken: dict[int, Any] = {}  # several names may have one tensor
+    for name, each in vars(value).items():
+        if id(each) not in taken:
+            taken[id(each)] = select_rows(each, index)
+        part.__dict__[name] = taken[id(each)]
+    return part
 
 
 def merge_rows(mask: Tensor, yes: Record, no: Record) -> Record:

@@ -41,7 +41,7 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
     told = _TOLD_OF_NONE if origin is None else _TOLD.setdefault(origin, set())
     key = (category, cause) if isinstance(origin, nn.Module) else (category, cause, *place)
     if isinstance(origin, nn.Module):  # named first: a filter may be for one layer
-        message = f"{message}; in {_known_name(origin) if key in told else named(origin)}"
+        message = f"{message}; in {_known_name(origin) if key in told else _named(origin)}"
     if _action(message, category, module, place[1]) in _ONCE:
         if key in told:
             return
@@ -67,7 +67,7 @@ def _action(message: str, category: type[Warning], module: str, line: int) -> st
     return getattr(warnings, "defaultaction", "default")
 
 
-def named(layer: nn.Module) -> str:
+def _named(layer: nn.Module) -> str:
     """The layer in words: its class, and its name in the outermost module that is being called now.
 
     A backward pass calls no module: there it is the name that the layer was told of by last.

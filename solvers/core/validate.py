@@ -286,29 +286,24 @@ def judge_again(
         converged: ``point`` is at the returned value where a sample has converged, and only there.
     """
     norm, reference = point.norm, point.reference
-    wrong = exceeds(norm, tolerance.threshold(reference), reference, precision)
-    relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
-    finite = point.finite()
-
-    def part(whole: Tensor) -> Tensor:
-        return whole if rows is None else whole[rows]
-
-    def write(whole: Tensor, new: Tensor) -> Tensor:
-        return new if rows is None else whole.index_copy(0, rows, new)
-
-    known = part(solution.status) == Status.CONVERGED
-    if converged:
-        finite = finite & known
-    status = torch.where(wrong & known, int(Status.INCONSISTENT), part(solution.status))
-    solution.status = write(solution.status, status)
+    index: Any = slice(None) if rows is None else rows
+    status, residual = solution.status[index], solution.residual[index]
+    known = status == Status.CONVERGED
+    wrong = known & exceeds(norm, tolerance.threshold(reference), reference, precision)
     # A sample without a finite evaluation keeps its infinite residual.
-    finite = finite & (part(solution.residual) < torch.inf)
-    for name, new in (("residual", relative), ("residual_norm", norm)):
-        old = getattr(solution, name)
-        setattr(solution, name, write(old, torch.where(finite, new.to(old.dtype), part(old))))
+    taken = point.finite() & (residual < torch.inf) & (known | (not converged))
+    relative = point.relative().clamp_max(torch.finfo(norm.dtype).max).to(residual.dtype)
+    changes = {
+        "status": torch.where(wrong, int(Status.INCONSISTENT), status),
+        "residual": torch.where(taken, relative, residual),
+        "residual_norm": torch.where(taken, norm.to(residual.dtype), solution.residual_norm[index]),
+    }
+    for name, new in changes.items():
+        whole = getattr(solution, name)
+        setattr(solution, name, new if rows is None else whole.index_copy(0, rows, new))
 
 
-def refuse_change(solution: Solution, again: Point, first: Tensor, precision: torch.dtype) -> None:
+def mark_changed(solution: Solution, again: Point, first: Tensor, precision: torch.dtype) -> None:
     """INCONSISTENT where ``again``, at the start, has another residual than the ``first`` call, (B,)."""
     eps = torch.finfo(precision).eps
     changed = (again.norm - first).abs() > SAME * first + ROUNDINGS * eps * again.reference

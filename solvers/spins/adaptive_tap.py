@@ -41,7 +41,6 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
-from solvers.core.context import maybe_any
 from solvers.core.loop import Solver, Turn
 from solvers.core.modes import eager, without_autocast
 from solvers.core.problem import Problem
@@ -204,7 +203,7 @@ class AdaptiveTAP(Solver):
     damping: float | None = None
     memory: int = 6
 
-    lost: ClassVar[Status] = Status.INDEFINITE
+    failed: ClassVar[Status] = Status.INDEFINITE
 
     def __post_init__(self) -> None:
         if self.damping is not None:
@@ -230,7 +229,7 @@ class AdaptiveTAP(Solver):
         smaller = (state.damping / 2).clamp_min(SMALLEST)
         state.damping = torch.where(worse, smaller, (1.2 * state.damping).clamp_max(1.0))
         state.best = torch.where(worse, current.norm, torch.minimum(current.norm, state.best))
-        if not maybe_any(worse):
+        if not bool(worse.any()):
             return candidate
         state.accelerated.forget(worse)
         damped = current.z + state.damping[:, None].to(current.z.dtype) * current.residual
