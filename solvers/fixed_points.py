@@ -22,7 +22,7 @@ from solvers.core.checks import (
     require_kind,
 )
 from solvers.core.context import Weights, constant_weights, modules_of, sequence_number
-from solvers.core.layout import Layout, check_args, leaves_of
+from solvers.core.layout import Layout, check_args, check_like, leaves_of
 from solvers.core.loop import ExternalSolver, Loop, Options, Solver
 from solvers.core.modes import (
     eager,
@@ -288,16 +288,12 @@ class _Root(partial[Any]):
     """The map ``z - F(z)``."""
 
     def __call__(self, z: Any, *args: Any) -> Any:
-        image, spec = pytree.tree_flatten(Layout.of(z).ordered(super().__call__(z, *args)))
-        leaves, like = pytree.tree_flatten(z)
-        found, wanted = ([_kind(t) for t in some] for some in (image, leaves))
-        if spec != like or found != wanted:
-            raise ValueError(f"F must return tensors like z0, {like} {wanted}, got {spec} {found}")
-        return pytree.tree_unflatten([a - b for a, b in zip(leaves, image, strict=True)], spec)
-
-
-def _kind(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+        image = Layout.of(z).ordered(super().__call__(z, *args))
+        try:
+            check_like(image, z, "F(z)", "z0")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"F must return tensors like z0: {error}") from None
+        return pytree.tree_map(torch.sub, z, image)
 
 
 def root(

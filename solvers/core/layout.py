@@ -205,6 +205,27 @@ def check_batched(
             raise ValueError(f"{name} must be on {device} like {like}, got {leaf.device}")
 
 
+def check_like(tree: Any, like: Any, name: str, of: str, *, cast: bool = False) -> None:
+    """Raise unless ``tree`` has the structure, shapes, dtypes and device of ``like``, called ``of``.
+
+    ``cast``: it may have another floating-point dtype.
+    """
+    if not (isinstance(tree, Tensor) and isinstance(like, Tensor)):
+        came, wanted = pytree.tree_structure(tree), pytree.tree_structure(like)
+        if came != wanted:
+            raise TypeError(f"{name} must have the structure of {of}, {wanted}, got {came}")
+    errors = {"shape": ValueError, "dtype": TypeError, "device": ValueError}
+    for leaf, other in zip(leaves_of(tree), leaves_of(like), strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} must hold tensors like {of}, got {type(leaf)}")
+        for attribute, error in errors.items():
+            came, wanted = getattr(leaf, attribute), getattr(other, attribute)
+            free = cast and attribute == "dtype" and leaf.is_floating_point()
+            if came != wanted and not free:
+                came, wanted = (tuple(x) if attribute == "shape" else x for x in (came, wanted))
+                raise error(f"{name} must have the {attribute} of {of}, {wanted}, got {came}")
+
+
 def take(tree: Any, index: Tensor, batch: int) -> Any:
     """Rows ``index`` of every tensor of ``tree`` whose first dimension is ``batch``.
 

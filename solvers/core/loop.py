@@ -4,7 +4,7 @@ A solver is a record of hyperparameters, with a state and functions on it. The l
 finished samples leave; a solver only proposes where to evaluate next::
 
     state = solver.init(point, problem)  # after the first evaluation
-    candidate = solver.step(state, turn)  # after every evaluation
+    candidate = solver.step(state, inputs)  # after every evaluation
 
 All vectors are (B, D) and every row is a problem of its own: a solver never mixes rows. Where a sample's
 convergence is decided: :meth:`Loop._decide_status`.
@@ -25,7 +25,7 @@ from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
     Best,
-    Point,
+    Evaluation,
     Progress,
     Rows,
     gather_rows,
@@ -57,11 +57,11 @@ class Options:
 
 
 @dataclass
-class Turn:
+class SolverInput:
     """What a solver is told after an evaluation."""
 
-    current: Point  # the last accepted point of every row
-    trial: Point  # the point just evaluated; rejected rows may hold non-finite numbers
+    current: Evaluation  # the last accepted point of every row
+    trial: Evaluation  # the point just evaluated; rejected rows may hold non-finite numbers
     accepted: Tensor | None  # (B,) bool, or None where every row was accepted
     rejections: Tensor  # (B,) consecutive rejections of the row, this one included
     problem: Problem  # of the rows that are left
@@ -81,11 +81,11 @@ class Solver(ABC):
     failed: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
-    def init(self, point: Point, problem: Problem) -> Any:
+    def init(self, point: Evaluation, problem: Problem) -> Any:
         """State record after the first evaluation."""
 
     @abstractmethod
-    def step(self, state: Any, turn: Turn) -> Tensor:
+    def step(self, state: Any, inputs: SolverInput) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
 
     def products(self, state: Any) -> Tensor | None:
@@ -107,10 +107,10 @@ class ExternalSolver(Solver):
     ) -> Solution:
         """Solve from ``start`` (B, D); with ``states`` after these numbers of evaluations, if any."""
 
-    def init(self, point: Point, problem: Problem) -> Any:
+    def init(self, point: Evaluation, problem: Problem) -> Any:
         raise TypeError(f"{type(self).__name__} has its own loop and cannot be stepped")
 
-    def step(self, state: Any, turn: Turn) -> Tensor:
+    def step(self, state: Any, inputs: SolverInput) -> Tensor:
         raise TypeError(f"{type(self).__name__} has its own loop and cannot be stepped")
 
 
@@ -128,10 +128,12 @@ class Loop:
     made.
     """
 
-    def __init__(self, problem: Problem, first: Point, solver: Solver, options: Options) -> None:
+    def __init__(
+        self, problem: Problem, first: Evaluation, solver: Solver, options: Options
+    ) -> None:
         self.problem, self.solver, self.options = problem, solver, options
-        self.trial: Point = first  # the point evaluated last
-        self.current: Point | None = None  # the last accepted point of every row
+        self.trial: Evaluation = first  # the point evaluated last
+        self.current: Evaluation | None = None  # the last accepted point of every row
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
         self.state: Any = None  # the solver's, which may be None for good
         self.finished: list[Rows] = []  # of samples that have left the batch
@@ -185,32 +187,32 @@ class Loop:
 
     def run(self) -> Solution:
         """Go on until every sample has ended."""
-        evaluation = 1
+        count = 1
         while True:
-            over = self._judge(evaluation)
-            if any(number >= evaluation for number in self.options.states_at):
-                self._note_states(evaluation)
+            over = self._judge(count)
+            if any(number >= count for number in self.options.states_at):
+                self._note_states(count)
             if over:
                 return self._solution()
             self.trial = self.problem.evaluate(self._propose())
-            evaluation += 1
+            count += 1
 
-    def _judge(self, evaluation: int) -> bool:
+    def _judge(self, count: int) -> bool:
         """Judge the trial and update every row by it; True when the solve is over."""
         traced, ceiling = self.problem.traced, self.rows.ceiling
         accepted = acceptable(self.trial, self.current, self.rows.limit, ceiling is None)
         self.accepted = accepted if traced or not bool(accepted.all()) else None
-        self._decide_status(evaluation)
+        self._decide_status(count)
         running = self.rows.status == RUNNING
         number = len(running) if traced else int(running.sum())
-        if number == 0 or evaluation == self.options.max_steps:
+        if number == 0 or count == self.options.max_steps:
             return True
         if self.accepted is None or self.current is None:
             self.current = self.trial
         else:
             self.current = merge_rows(self.accepted, self.trial, self.current)
         if number < len(running) and self.problem.compact:
-            unrolled = evaluation == 1 and torch.is_grad_enabled()
+            unrolled = count == 1 and torch.is_grad_enabled()
             failed = unrolled and bool((self.rows.status == Status.NONFINITE).any())
             # Where rows make evaluations of their own, a finished row must not make more.
             if failed or self.uneven or shrinks(self.rows.status, self.trial.z):
@@ -220,7 +222,7 @@ class Loop:
                 self.trial = self.current = self.problem.evaluate(self.trial.z)
         return False
 
-    def _decide_status(self, evaluation: int) -> None:
+    def _decide_status(self, count: int) -> None:
         """Decide for every running row whether it has converged, failed or goes on.
 
         A row has converged where it accepts the trial and the trial meets the tolerance. The best
@@ -244,14 +246,14 @@ class Loop:
             stopped = self._stops(options.stop, taken)
             better = taken  # the rule asks about the latest iterate, so this is the one to return
         rows.best = rows.best.updated(better, trial, relative)
-        rows.evaluations, rows.steps = rows.at(evaluation), rows.steps + taken
-        self._note(evaluation)
+        rows.evaluations, rows.steps = rows.at(count), rows.steps + taken
+        self._note(count)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
         if accepted is not None:
-            status = self._give_up(status, accepted, evaluation)
+            status = self._give_up(status, accepted, count)
         over = (rows.evaluations >= options.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
-        if evaluation % self.patience == 0:
+        if count % self.patience == 0:
             status = self._find_stalled(status)
         if self.growth is not None and bool(self.growth.lost.any()):
             failed = self.growth.lost & running & (status > Status.CONVERGED)
@@ -290,14 +292,14 @@ class Loop:
             rows.energy_milestone = torch.minimum(energy, rows.energy_milestone)
         return torch.where(stuck, int(Status.STALLED), status)
 
-    def _give_up(self, status: Tensor, accepted: Tensor, evaluation: int) -> Tensor:
+    def _give_up(self, status: Tensor, accepted: Tensor, count: int) -> Tensor:
         """Rows that were rejected too often, or whose fall-back step, too, leads far away.
 
         The very first point has nothing to fall back on.
         """
         trial, rejections = self.trial, self.backtracking.rejections
         rejected = ~accepted & (status == RUNNING)
-        tried = MAX_REJECTIONS if evaluation > 1 else 0
+        tried = MAX_REJECTIONS if count > 1 else 0
         hopeless = rejected & (rejections >= tried)
         reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.failed))
         status = torch.where(hopeless, reason, status)
@@ -317,8 +319,8 @@ class Loop:
         self.recovering = accepted is not None
         running, rejections = rows.status == RUNNING, self.backtracking.rejections
         left = torch.where(running, self.options.max_steps - rows.evaluations, 0)
-        turn = Turn(self.current, self.trial, accepted, rejections, self.problem, left)
-        candidate = self.solver.step(self.state, turn)
+        inputs = SolverInput(self.current, self.trial, accepted, rejections, self.problem, left)
+        candidate = self.solver.step(self.state, inputs)
         products = self.solver.products(self.state)
         if products is not None:
             rows.products = torch.where(running, products, rows.products)
@@ -340,15 +342,15 @@ class Loop:
             setattr(self, name, select_rows(getattr(self, name), stay))
         self.current = self.trial if taken else self.current
 
-    def _note_states(self, evaluation: int) -> None:
+    def _note_states(self, count: int) -> None:
         """Note the best iterates of the samples that have made at most so many evaluations.
 
         A sample that has ended keeps its last one. The residual is infinite where there is none.
         """
         whole = gather_rows([*self.finished, self.rows])
-        spent, infinite = whole.at(evaluation), torch.full_like(whole.best.relative, torch.inf)
+        spent, infinite = whole.at(count), torch.full_like(whole.best.relative, torch.inf)
         for number in self.options.states_at:
-            if number >= evaluation:
+            if number >= count:
                 known = self.states.get(number, replace(whole.best, relative=infinite))
                 self.states[number] = merge_rows(spent <= number, whole.best, known)
 
@@ -367,13 +369,13 @@ class Loop:
             states=[replace(self.states.get(number, rows.best)) for number in at] or None,
         )
 
-    def _note(self, evaluation: int) -> None:
+    def _note(self, count: int) -> None:
         """Note the trial of the running rows in the trace and tell the callback."""
         rows, trial, accepted, options = self.rows, self.trial, self.accepted, self.options
         if not (options.record or options.callback):
             return
         running = rows.status == RUNNING
-        index, columns = rows.index[running], rows.before[running] + evaluation - 1
+        index, columns = rows.index[running], rows.before[running] + count - 1
         residual = trial.relative().detach()[running]
         energy = None if trial.energy is None else trial.energy.detach()[running]
 
@@ -394,8 +396,8 @@ class Loop:
                 written(old.accepted, taken, False),
             )
         if options.callback is not None:
-            count = min(int(columns.max()) + 1, options.max_steps)
+            number = min(int(columns.max()) + 1, options.max_steps)
             residual = scatter_rows(residual, index, len(self.latest), torch.nan)
             if energy is not None:
                 energy = scatter_rows(energy, index, len(self.latest), torch.nan)
-            options.callback(Progress(count, residual, energy, len(index)))
+            options.callback(Progress(number, residual, energy, len(index)))

@@ -15,14 +15,13 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.context import Weights, modules_of
-from solvers.core.layout import Layout, leaves_of, take
+from solvers.core.layout import Layout, check_like, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
-from solvers.core.rows import Point, norms
+from solvers.core.rows import Evaluation, norms
 from solvers.core.solution import Goal
 from solvers.core.validate import (
     OVERWRITES,
     check_energy,
-    check_output,
     constant_inputs,
     constant_norms,
     random_state,
@@ -190,13 +189,13 @@ class Problem:
     def has_energy(self) -> bool:
         return self.energy is not None or isinstance(self.f, EnergyUpdate)
 
-    def evaluate(self, z: Tensor) -> Point:
+    def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
         return self.point(z, *self.joint(z))
 
     def point(
         self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
-    ) -> Point:
+    ) -> Evaluation:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms."""
         residual = value - z
         if self.bounds is not None and gradient is not None:
@@ -209,7 +208,7 @@ class Problem:
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
         norm, reference = norms(residual.detach(), value.detach(), traced=self.traced)
-        return Point(z, residual, norm, reference, energy, gradient)
+        return Evaluation(z, residual, norm, reference, energy, gradient)
 
     def projected(self, z: Tensor) -> Tensor:
         """z (B, D) within the bounds; masked coordinates, and all without bounds, stay."""
@@ -218,7 +217,7 @@ class Problem:
         inside = torch.clamp(z, *self.bounds)
         return inside if self.mask is None else torch.where(self.mask, inside, z)
 
-    def evaluate_first(self, z: Tensor) -> Point:
+    def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
 
         Raises:
@@ -297,7 +296,8 @@ class Problem:
         alone = isinstance(output, Tensor) and isinstance(tree, Tensor)
         same = alone and output.shape == tree.shape and output.dtype == tree.dtype
         if not (same and output.device == tree.device):
-            check_output(output, z, self.layout, self.autocast)
+            cast = self.autocast is not None
+            check_like(self.layout.ordered(output), tree, "f(z)", "z0", cast=cast)
         value = self.layout.vector(output).to(z.dtype)
         return value if self.bounds is None else self.projected(value), energy, gradient
 

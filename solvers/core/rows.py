@@ -50,7 +50,7 @@ class Progress:
 
 
 @dataclass
-class Point:
+class Evaluation:
     """An evaluated point of every sample in the working batch."""
 
     z: Tensor  # (B, D)
@@ -86,7 +86,7 @@ class Best:
     norm: Tensor
     energy: Tensor | None
 
-    def updated(self, better: Tensor, point: Point, relative: Tensor) -> Best:
+    def updated(self, better: Tensor, point: Evaluation, relative: Tensor) -> Best:
         """Take ``point`` with its ``relative`` residual in the rows ``better`` (B,) bool."""
         energy = None if point.energy is None else point.energy.detach()
         return merge_rows(better, Best(point.z, relative, point.norm, energy), self)
@@ -109,9 +109,9 @@ class Rows:
     # Highest energy of a better iterate, in a second attempt; None: energies decide on acceptance.
     ceiling: Tensor | None = None
 
-    def at(self, evaluation: int) -> Tensor:
-        """(n,) evaluations of each row at that turn of the loop."""
-        now = evaluation + self.before + self.products
+    def at(self, count: int) -> Tensor:
+        """(n,) evaluations of each row after so many turns of the loop."""
+        now = count + self.before + self.products
         return torch.where(self.status == RUNNING, now, self.evaluations)
 
 

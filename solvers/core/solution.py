@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import require_choice, require_instance, require_nonnegative
+from solvers.core.checks import require_choice, require_instance, require_positive
 from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
@@ -51,8 +51,8 @@ class Tolerance:
     atol: float = 0.0
 
     def __post_init__(self) -> None:
-        require_nonnegative("rtol", self.rtol)
-        require_nonnegative("atol", self.atol)
+        require_positive("rtol", self.rtol, zero=True)
+        require_positive("atol", self.atol, zero=True)
 
     def threshold(self, reference: Tensor) -> Tensor:
         """Return the largest residual norm (B,) that counts as converged for reference norms (B,)."""
@@ -63,7 +63,7 @@ class Tolerance:
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
     """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Tolerance(rtol=require_nonnegative(name, value))
+        return Tolerance(rtol=require_positive(name, value, zero=True))
     expected = "a number (rtol), a solvers.Tolerance"
     return require_instance(name, value, Tolerance, expected, optional=True)
 

@@ -8,12 +8,12 @@ returned value is evaluated once more with the whole batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,32 +21,11 @@ from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
-from solvers.core.layout import Layout, leaves_of
-from solvers.core.rows import Point
+from solvers.core.layout import leaves_of
+from solvers.core.rows import Evaluation
 from solvers.core.solution import HALF, Solution, Status, Tolerance
 from solvers.core.telling import origin_of
-
-
-def check_output(output: Any, z: Tensor, layout: Layout, autocast: torch.dtype | None) -> None:
-    """Raise TypeError or ValueError unless ``output`` is like the state z (B, D) of this ``layout``.
-
-    Under ``autocast`` it may be of another dtype.
-    """
-    leaves, spec = pytree.tree_flatten(layout.ordered(output))
-    if spec != layout.spec:
-        raise TypeError(f"f must return a state with the structure of z0, got {spec}")
-    for leaf, shape, dtype in zip(leaves, layout.shapes, layout.dtypes, strict=True):
-        expected = (z.shape[0], *shape)
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"f must return tensors, got {type(leaf)}")
-        if tuple(leaf.shape) != expected:
-            raise ValueError(f"f must return the shape of z0, {expected}, got {tuple(leaf.shape)}")
-        if leaf.device != z.device:
-            raise ValueError(f"f must return the device of z0, {z.device}, got {leaf.device}")
-        if leaf.dtype != dtype and (autocast is None or not leaf.is_floating_point()):
-            raise TypeError(f"f must return the dtype of z0, {dtype}, got {leaf.dtype}")
 
 
 def refuse_forward_mode(value: Tensor) -> None:
@@ -126,7 +105,7 @@ def random_state(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def refuse_random(evaluate: Callable[[Tensor], Point], first: Point) -> None:
+def refuse_random(evaluate: Callable[[Tensor], Evaluation], first: Evaluation) -> None:
     """Raise ValueError where f or the energy gives another answer at the point of ``first``.
 
     For functions that have drawn random numbers; it is harmless where a seed is set first, or the
@@ -212,46 +191,29 @@ ALWAYS, EVERY = 8, 32
 SLACK, ROUNDINGS = 2.0, 32.0
 SAME = 0.01  # relative difference of the residuals at the start that shows another function
 
-_COUNTS: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-# By the code of functions that are no modules: what the latest of them has captured, and its count.
-_LATEST: WeakKeyDictionary[CodeType, tuple[list[Any], list[int]]] = WeakKeyDictionary()
+# Solves of each code of a function, by what it captures; see :func:`count_solve`.
+_COUNTS: WeakKeyDictionary[Any, Counter[object]] = WeakKeyDictionary()
 
 
 def count_solve(f: object) -> int:
     """Return how many solves of ``f`` there have been before this one.
 
-    A function that is made anew for every call goes on counting, as long as it captures the same modules and
-    functions. The tensors and numbers that it captures may differ.
+    A function that is made anew for every call goes on counting, as long as the object of a bound method, or
+    the first module or function that it captures, is the same. What else it captures may differ.
     """
-    origin = origin_of(f)
+    origin, inner, captured = origin_of(f), f, list[Any]()
+    while isinstance(inner, partial):
+        captured += [*inner.args, *inner.keywords.values()]
+        inner = inner.func
     try:
-        if not isinstance(origin, CodeType):
-            count = _COUNTS.setdefault(f if origin is None else origin, [0])
-        else:
-            count = _COUNTS.get(f)
-            if count is None:
-                captured = [ref(each) for each in _captured(f)]
-                known, count = _LATEST.get(origin, (None, [0]))
-                if known is None or [r() for r in known] != [r() for r in captured]:
-                    count = [0]
-                _LATEST[origin] = captured, count
-                _COUNTS[f] = count
+        captured += [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+        own = [getattr(inner, "__self__", None), *filter(callable, captured), origin, f]
+        home = origin if isinstance(origin, nn.Module) else next(o for o in own if o is not None)
+        counts = _COUNTS.setdefault(home, Counter())
     except (TypeError, ValueError):  # no weak references, or an empty cell of a closure
         return 0
-    count[0] += 1
-    return count[0] - 1
-
-
-def _captured(f: Any) -> list[Any]:
-    """Return the callables that a function captures, and the object of a bound method."""
-    captured: list[Any] = []
-    while isinstance(f, partial):
-        captured += [*f.args, *f.keywords.values()]
-        f = f.func
-    captured += [cell.cell_contents for cell in getattr(f, "__closure__", None) or ()]
-    captured += getattr(f, "__defaults__", None) or ()
-    own = getattr(f, "__self__", None)
-    return [each for each in captured if callable(each)] + ([] if own is None else [own])
+    counts[origin] += 1
+    return counts[origin] - 1
 
 
 def due(number: int, wanted: bool | None) -> bool:
@@ -269,7 +231,7 @@ def exceeds(
 
 def judge_again(
     solution: Solution,
-    point: Point,
+    point: Evaluation,
     tolerance: Tolerance,
     precision: torch.dtype,
     rows: Tensor | None = None,
@@ -303,7 +265,9 @@ def judge_again(
         setattr(solution, name, new if rows is None else whole.index_copy(0, rows, new))
 
 
-def mark_changed(solution: Solution, again: Point, first: Tensor, precision: torch.dtype) -> None:
+def mark_changed(
+    solution: Solution, again: Evaluation, first: Tensor, precision: torch.dtype
+) -> None:
     """INCONSISTENT where ``again``, at the start, has another residual than the ``first`` call, (B,)."""
     eps = torch.finfo(precision).eps
     changed = (again.norm - first).abs() > SAME * first + ROUNDINGS * eps * again.reference

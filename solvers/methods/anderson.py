@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
-from solvers.core.loop import Solver, Turn
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
 from solvers.core.rows import (
-    Point,
+    Evaluation,
     clear_rows,
     combine,
     inner_products,
@@ -68,7 +68,7 @@ class Anderson(Solver):
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
         require_number("regularization", self.regularization, low=0.0, high=1.0)
 
-    def init(self, point: Point, problem: Problem) -> Differences:
+    def init(self, point: Evaluation, problem: Problem) -> Differences:
         batch, size = point.z.shape
         kept = min(self.memory, size)  # more differences than dimensions are dependent
         gram = point.z.new_zeros(batch, kept, kept, dtype=small_dtype(point.z.dtype))
@@ -77,9 +77,9 @@ class Anderson(Solver):
         steps, changes = (point.z.new_empty(batch, kept, size) for _ in range(2))
         return Differences(kept, gram, steps=steps, changes=changes)
 
-    def step(self, state: Differences, turn: Turn) -> Tensor:
+    def step(self, state: Differences, inputs: SolverInput) -> Tensor:
         """Store the newest difference and mix all stored ones."""
-        current, last = turn.current, state.last
+        current, last = inputs.current, state.last
         state.last = current
         if last is not None:
             change = current.residual - last.residual
@@ -88,8 +88,8 @@ class Anderson(Solver):
             ridge, tiny = self.ridge(row.dtype)
             state.gram = write_symmetric(state.gram, slot, row)
             state.gram[:, slot, slot] = row[:, slot] * ridge + tiny
-        if turn.accepted is not None:
-            state.forget(~turn.accepted)
+        if inputs.accepted is not None:
+            state.forget(~inputs.accepted)
         del last  # its states are not needed while the next one is made
         damped = current.z.add(current.residual, alpha=self.damping)
         if not state.filled:
@@ -124,7 +124,7 @@ class Differences:
     gram: Tensor  # (B, m, m) dR^T dR with its ridge
     steps: Tensor | list[Tensor]  # dZ + damping dR
     changes: Tensor | list[Tensor]  # dR
-    last: Point | None = None  # None before the first step
+    last: Evaluation | None = None  # None before the first step
     count: int = 0  # differences made so far
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from solvers.core.loop import Loop, Options, Solver
 from solvers.core.problem import JacobianProduct, Problem
-from solvers.core.rows import Point, scaled_norm
+from solvers.core.rows import Evaluation, scaled_norm
 from solvers.core.solution import Solution, Status
 from solvers.methods.newton import Newton
 from solvers.methods.steps import Forward
@@ -37,7 +37,7 @@ class DifferenceNewton(Newton):
 
     recordings: ClassVar[int] = 0
 
-    def _product(self, problem: Problem, point: Point) -> JacobianProduct:
+    def _product(self, problem: Problem, point: Evaluation) -> JacobianProduct:
         size = scaled_norm(point.z) + point.reference
         length = torch.finfo(point.z.dtype).eps ** 0.5 * size
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from solvers.core.loop import Loop, Options, Solver
 from solvers.core.problem import Problem
-from solvers.core.rows import Point
+from solvers.core.rows import Evaluation
 from solvers.core.solution import Solution
 from solvers.methods import turns
 from solvers.methods.anderson import Anderson
@@ -15,8 +15,13 @@ from solvers.native import MOST, serves, solve_in_turns
 
 
 def iterate(
-    problem: Problem, first: Point, solver: Solver, options: Options, *, automatic: bool = False
-) -> tuple[Solution, Callable[[], Point] | None]:
+    problem: Problem,
+    first: Evaluation,
+    solver: Solver,
+    options: Options,
+    *,
+    automatic: bool = False,
+) -> tuple[Solution, Callable[[], Evaluation] | None]:
     """Solve from the evaluation ``first`` at the start.
 
     The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU. The turns

@@ -22,7 +22,7 @@ from torch import Tensor
 from solvers.core.cuda import on_cuda
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Point
+from solvers.core.rows import RUNNING, Evaluation
 from solvers.core.safeguard import FAR, rounding
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.core.telling import warn_user
@@ -222,8 +222,8 @@ def serves_cuda(like: Tensor) -> bool:
 
 
 def solve_on_cuda(
-    problem: Problem, first: Point, solver: Anderson, tolerance: Tolerance, max_steps: int
-) -> tuple[Solution | None, Callable[[], Point] | None]:
+    problem: Problem, first: Evaluation, solver: Anderson, tolerance: Tolerance, max_steps: int
+) -> tuple[Solution | None, Callable[[], Evaluation] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D).
 
     Returns:

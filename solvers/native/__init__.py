@@ -21,7 +21,7 @@ from torch import Tensor
 
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
-from solvers.core.rows import MODERATE_ABOVE, RUNNING, Point, shrinks
+from solvers.core.rows import MODERATE_ABOVE, RUNNING, Evaluation, shrinks
 from solvers.core.solution import Solution, Tolerance
 
 FOLDER = Path(__file__).parent / "lib"
@@ -140,12 +140,12 @@ class _Turns(ctypes.Structure):
 
 def solve_in_turns(
     problem: Problem,
-    first: Point,
+    first: Evaluation,
     memory: int,
     numbers: tuple[float, float, float],
     tolerance: Tolerance,
     max_steps: int,
-) -> tuple[Solution, Callable[[], Point] | None]:
+) -> tuple[Solution, Callable[[], Evaluation] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D), whose residual is overwritten.
 
     Returns:
