@@ -262,7 +262,8 @@ def _read_bounds(
     """The bounds as vectors (D,)."""
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(f"bounds must be a pair (low, high), got {bounds!r}")
-    if not solver.projects:
+    # Their steps remain steps of descent when they are cut at bounds.
+    if not isinstance(solver, (Forward, GradientDescent)):
         raise ValueError(f"bounds need solver=Forward(...) or GradientDescent(...), got {solver}")
     vectors = []
     for limit, none in zip(bounds, (-torch.inf, torch.inf), strict=True):

@@ -241,6 +241,4 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
             return taken[id(leaf)]
         return leaf
 
-    if type(tree) is tuple:  # of arguments, most of which are tensors
-        return tuple([rows(t) if isinstance(t, Tensor) else pytree.tree_map(rows, t) for t in tree])
     return pytree.tree_map(rows, tree)

@@ -75,9 +75,6 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
-    projects: ClassVar[bool] = (
-        False  # its steps remain steps of descent when they are cut at bounds
-    )
     failed: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
@@ -255,8 +252,8 @@ class Loop:
         status = torch.where(over, int(Status.MAX_STEPS), status)
         if count % self.patience == 0:
             status = self._find_stalled(status)
-        if self.growth is not None and bool(self.growth.lost.any()):
-            failed = self.growth.lost & running & (status > Status.CONVERGED)
+        if self.growth is not None and bool(self.growth.diverging.any()):
+            failed = self.growth.diverging & running & (status > Status.CONVERGED)
             status = torch.where(failed, int(Status.DIVERGED), status)
         if stopped is not None:
             status = torch.where(stopped & ~converged, int(Status.STOPPED), status)

@@ -83,8 +83,8 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast off; free where it is off already."""
-    off = autocast_dtype(device) is None
-    return nullcontext() if off else torch.autocast(device, enabled=False)
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 @contextmanager

@@ -106,7 +106,9 @@ def interpolation(current: Evaluation, trial: Evaluation, cubic: bool = True) ->
 
 FAR = 8.0  # |f(z)| against the start, beyond which a small relative residual needs a reason
 FALLEN = 0.5  # a force above this share of its peak is none
-LOST = 1e3  # far beyond FAR, and the energy fallen far: a sample that did not converge has diverged
+DIVERGED_AT = (
+    1e3  # far beyond FAR, and the energy fallen far: a sample that did not converge has diverged
+)
 AHEAD = 0.1  # ... unless what its force promises over |f(z)| is less than this share of the fall
 
 
@@ -124,7 +126,7 @@ class Growth:
     scale: Tensor  # size of the start: |f(z)| or |f(z) - z|
     energy: Tensor  # at the start
     much: Tensor  # what an energy falls by that falls far
-    lost: Tensor  # bool, at the last accepted point, far away at a force near its peak
+    diverging: Tensor  # bool, at the last accepted point, far away at a force near its peak
 
     @classmethod
     def start(cls, point: Evaluation) -> Growth:
@@ -133,7 +135,7 @@ class Growth:
         scale = torch.maximum(point.norm, point.reference).detach()
         # The energy's size counts: out of a saddle point of height 1 it may well fall by 1, however
         # small the start.
-        much = LOST * (energy.abs() + force * scale)
+        much = DIVERGED_AT * (energy.abs() + force * scale)
         return cls(force, scale, scale, energy, much, torch.zeros_like(scale, dtype=torch.bool))
 
     def note(self, point: Evaluation, taken: Tensor) -> Tensor | None:
@@ -147,14 +149,14 @@ class Growth:
         self.peak = torch.where(higher, force, self.peak)
         self.place = torch.where(higher, torch.maximum(reference, self.scale), self.place)
         far = reference > FAR * self.scale
-        if not bool((far | self.lost).any()):
+        if not bool((far | self.diverging).any()):
             return None
         share = (FAR * self.place / reference).clamp_max(FALLEN)
         near_peak = far & (force > share * self.peak)
         fall = self.energy - _energy(point)
-        away = near_peak & (reference > LOST * self.scale)
+        away = near_peak & (reference > DIVERGED_AT * self.scale)
         away = away & (fall > self.much) & (force * reference > AHEAD * fall)
-        self.lost = torch.where(taken, away, self.lost)
+        self.diverging = torch.where(taken, away, self.diverging)
         return near_peak
 
 

@@ -340,14 +340,6 @@ _NO_DESCENT = (
 )
 
 
-def _did_not_fall(solution: Solution) -> Tensor:
-    """(B,) bool: samples that ended unsolved at a residual of the size of f(z), after a fair try."""
-    ended = torch.zeros_like(solution.status, dtype=torch.bool)
-    for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):
-        ended |= solution.status == int(status)
-    return ended & (solution.residual > LARGE) & (solution.evaluations >= MANY)
-
-
 def check_on_failure(on_failure: str) -> None:
     """Raise ValueError unless ``on_failure`` is "warn", "raise" or "ignore"."""
     require_choice("on_failure", on_failure, POLICIES)
@@ -370,8 +362,12 @@ def apply_policy(
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
     if vanishing:
         told = [_VANISHING]
-    elif what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
-        told = [_REPELS if solution.energy is None else _NO_DESCENT]
+    elif what.startswith("fixed-point solve"):
+        unsolved = [int(Status.MAX_STEPS), int(Status.STALLED), int(Status.DIVERGED)]
+        same = torch.isin(solution.status, solution.status.new_tensor(unsolved))
+        same = same & (solution.residual > LARGE) & (solution.evaluations >= MANY)
+        if bool(same.any()):
+            told = [_REPELS if solution.energy is None else _NO_DESCENT]
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
     advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ class Forward(Solver):
     """
 
     damping: float = 1.0
-
-    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
@@ -59,8 +57,6 @@ class GradientDescent(Solver):
     step_size: float | Literal["auto"] = 1.0
     momentum: float = 0.0
     nesterov: bool = False
-
-    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.step_size != "auto":
