@@ -28,7 +28,7 @@ from solvers.core.modes import (
     in_transform,
     refuse_shapes,
 )
-from solvers.core.solution import criterion, read_tolerance
+from solvers.core.solution import Goal, read_tolerance
 
 EPSILON = 1e-5  # epsilon of the norm of the input
 ATTENTIONS = ("self", "cross", None)
@@ -169,7 +169,7 @@ class EncoderLayer(nn.Module):
     def _limit(self, x: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
         """The tolerance as a number, also in reduced precision."""
         kind = x.device
-        return criterion(tolerance, x.dtype, autocast_dtype(kind.type), device=kind)[0]
+        return Goal(tolerance, x.dtype, autocast_dtype(kind.type), kind).tolerance
 
     def arguments(
         self,

@@ -21,8 +21,7 @@ from solvers.core.checks import (
     require_number,
 )
 from solvers.core.context import constant_weights, modules_of
-from solvers.core.device import small_dtype
-from solvers.core.layout import Layout, check_args, check_mask, take
+from solvers.core.layout import Layout, check_args, take
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -31,9 +30,10 @@ from solvers.core.modes import (
     twice_differentiable,
 )
 from solvers.core.problem import JacobianProduct, gradients, pullback
-from solvers.core.purity import check_energy
+from solvers.core.rows import small_dtype
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.core.telling import reduce_error
+from solvers.core.validate import check_energy
 
 
 @dataclass
@@ -382,11 +382,9 @@ def jacobian_penalty(
         require_count("samples", samples)
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
     layout, shape = linear.layout, (linear.batch, linear.size)
-    if mask is not None:
-        check_mask(mask, layout, linear.batch, linear.device)
     with recording(), constant_weights(modules_of(f), repeated=True), twice_differentiable():
         keep = torch.ones((), dtype=torch.bool, device=linear.device)
-        keep = keep if mask is None else layout.mask_vector(ordinary(mask))
+        keep = keep if mask is None else layout.mask_vector(ordinary(mask), layout.vector(z))
         if samples is None:
             units = torch.eye(linear.size, dtype=layout.dtype, device=linear.device)
             vectors = units[:, None].expand(-1, *shape)

@@ -22,9 +22,8 @@ from solvers.core.checks import (
     require_kind,
 )
 from solvers.core.context import Weights, constant_weights, modules_of, sequence_number
-from solvers.core.device import small_dtype
-from solvers.core.layout import Layout, check_args, check_mask, leaves_of
-from solvers.core.loop import ExternalSolver, Loop, Rule, Solver
+from solvers.core.layout import Layout, check_args, check_like, leaves_of
+from solvers.core.loop import ExternalSolver, Loop, Options, Solver
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -33,7 +32,7 @@ from solvers.core.modes import (
     without_autocast,
 )
 from solvers.core.problem import EnergyUpdate, Problem, VectorProblem
-from solvers.core.rows import Progress
+from solvers.core.rows import Progress, small_dtype
 from solvers.core.solution import (
     LARGE,
     Goal,
@@ -42,10 +41,9 @@ from solvers.core.solution import (
     Tolerance,
     apply_policy,
     check_on_failure,
-    criterion,
     read_tolerance,
 )
-from solvers.core.validate import count_solve, due, judge_again, refuse_change
+from solvers.core.validate import count_solve, due, judge_again, mark_changed
 from solvers.krylov import GMRES
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
@@ -170,17 +168,12 @@ def fixed_point(
     adjoint = read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
     automatic = solver is None and bounds is None
-    if solver is None and bounds is not None:
-        monitored = isinstance(f, EnergyUpdate) or energy is not None
-        solver = GradientDescent("auto") if monitored else Forward()
     if solver is None:
-        descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-        solver = _LBFGS if descends else _ANDERSON
+        solver = _default_solver(f, energy, bounds)
     states_at = _check_options(
         solver, max_steps, f, energy, record, compact, callback, on_failure, states_at, stop
     )
     require_flag("verify", verify, optional=True)
-    require_callable("stop", stop, optional=True)
     whole = f if require_flag("has_aux", has_aux) else None
     f = f if whole is None else without_aux(f)
     layout = Layout.of(z0, empty=True)
@@ -193,21 +186,17 @@ def fixed_point(
             callback=callback, states_at=states_at, verify=verify,
         )  # fmt: skip
         return _with_aux(solution, whole, args, adjoint)
-    _check_inputs(z0, layout, args, mask)
+    _check_inputs(z0, args)
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     if bounds is not None:
         problem.bounds, problem.symmetric = _read_bounds(bounds, solver, layout, start), False
         start = problem.projected(start)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
-
     if start.numel() == 0:
         return _with_aux(_nothing(problem, start, adjoint, states_at), whole, args, adjoint)
-    number = count_solve(f)
-    rule = None if stop is None else Rule(stop, layout, start)
-    solve = Solving(
-        solver, automatic, goal, max_steps, record, callback, states_at, number, verify, rule
-    )
+    options = Options(goal.tolerance, max_steps, record, callback, states_at, stop)
+    solve = Solving(solver, automatic, goal, options, count_solve(f), verify)
     if adjoint is not None and torch.is_grad_enabled():
         # Each of several states is differentiated by a graph of its own.
         if not (isinstance(adjoint, Unrolled) or states_at):
@@ -223,6 +212,14 @@ def fixed_point(
     what = what.replace("fixed-point", "root") if isinstance(f, _Root) else what
     apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
     return _with_aux(solution, whole, args, adjoint)
+
+
+def _default_solver(f: object, energy: object, bounds: object) -> Solver:
+    if bounds is not None:
+        monitored = isinstance(f, EnergyUpdate) or energy is not None
+        return GradientDescent("auto") if monitored else Forward()
+    descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
+    return _LBFGS if descends else _ANDERSON
 
 
 class _Value(partial[Any]):
@@ -265,7 +262,8 @@ def _read_bounds(
     """The bounds as vectors (D,)."""
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(f"bounds must be a pair (low, high), got {bounds!r}")
-    if not solver.projects:
+    # Their steps remain steps of descent when they are cut at bounds.
+    if not isinstance(solver, (Forward, GradientDescent)):
         raise ValueError(f"bounds need solver=Forward(...) or GradientDescent(...), got {solver}")
     vectors = []
     for limit, none in zip(bounds, (-torch.inf, torch.inf), strict=True):
@@ -291,16 +289,12 @@ class _Root(partial[Any]):
     """The map ``z - F(z)``."""
 
     def __call__(self, z: Any, *args: Any) -> Any:
-        image, spec = pytree.tree_flatten(Layout.of(z).ordered(super().__call__(z, *args)))
-        leaves, like = pytree.tree_flatten(z)
-        found, wanted = ([_kind(t) for t in some] for some in (image, leaves))
-        if spec != like or found != wanted:
-            raise ValueError(f"F must return tensors like z0, {like} {wanted}, got {spec} {found}")
-        return pytree.tree_unflatten([a - b for a, b in zip(leaves, image, strict=True)], spec)
-
-
-def _kind(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+        image = Layout.of(z).ordered(super().__call__(z, *args))
+        try:
+            check_like(image, z, "F(z)", "z0")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"F must return tensors like z0: {error}") from None
+        return pytree.tree_map(torch.sub, z, image)
 
 
 def root(
@@ -369,13 +363,14 @@ def _transformed(
             )
         # The loop itself, every operation transformed; without the energy safeguard.
         problem = Problem.of(f, energy, z0, args, mask, compact)
-        start, image = problem.layout.vector(z0), problem.masked_map
-        plain = VectorProblem(image, Layout.of(start), (), None, mask=problem.mask, compact=False)
-        allowed = criterion(tolerance, start.dtype, problem.autocast, device=start.device)[0]
-        most, states_at = options["max_steps"], options["states_at"]
+        start = problem.layout.vector(z0)
+        plain = VectorProblem(
+            problem.masked_map, Layout.of(start), mask=problem.mask, compact=False, traced=True
+        )
+        allowed = Goal(tolerance, start.dtype, problem.autocast, start.device).tolerance
+        chosen = Options(allowed, options["max_steps"], states_at=options["states_at"])
         with without_autocast(start.device.type):
-            first = plain.evaluate(start)
-            solution = Loop(plain, first, solver, allowed, most, states_at=states_at).run()
+            solution = Loop(plain, plain.evaluate(start), solver, chosen).run()
         _as_trees(solution, problem.layout)
         return solution
     refuse_in_transform(adjoint, record=record)
@@ -423,6 +418,7 @@ def _check_options(
     require_flag("compact", compact)
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
+    require_callable("stop", stop, optional=True)
     check_on_failure(on_failure)
     numbers = require_increasing("states_at", states_at, high=max_steps, what="max_steps")
     given = {"energy": energy is not None, "record": record, "callback": callback, "stop": stop}
@@ -434,23 +430,20 @@ def _check_options(
     return numbers
 
 
-def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
+def _check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
     """Check batch sizes, devices and finiteness of the inputs."""
     first = leaves_of(z0)[0]
-    batch, device = first.shape[0], first.device
-    check_args(args, batch, device, "z0", "f")
+    check_args(args, len(first), first.device, "z0", "f")
     named = {"z0": z0, **{f"args[{position}]": value for position, value in enumerate(args)}}
     for name, tree in named.items():
         for leaf in leaves_of(tree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 require_finite(name, leaf)
-    if mask is not None:
-        check_mask(mask, layout, batch, device)
 
 
 @dataclass(frozen=True)
 class Solving:
-    """How :func:`solvers.fixed_point` solves a problem, with its options.
+    """How :func:`solvers.fixed_point` solves a problem.
 
     ``automatic``: the solver was chosen automatically, so failed samples are solved again. ``number``: how
     often this function was solved before. Parametrised weights are computed once and constant during a solve.
@@ -460,84 +453,69 @@ class Solving:
     solver: Solver
     automatic: bool
     goal: Goal
-    max_steps: int
-    record: bool
-    callback: Callable[[Progress], object] | None
-    states_at: Sequence[int]
+    options: Options
     number: int
     verify: bool | None
-    rule: Rule | None = None
 
     def __call__(self, problem: Problem, start: Tensor, *, verify: bool = True) -> Solution:
         """Return the solution (B, D) from ``start`` (B, D), without gradients.
 
         ``verify=False``: the caller evaluates the returned value again.
         """
-        external = isinstance(self.solver, ExternalSolver)
-        weights = constant_weights(problem.modules, problem.weights, read=external)
-        with weights as hold_weights, without_autocast(start.device.type):
-            if isinstance(self.solver, ExternalSolver):
-                first, last, tolerance = None, None, self.goal.tolerance
-                solution = self.solver.run(
-                    problem, start, tolerance, self.max_steps, self.states_at
-                )
-                status = solution.status
+        solver, goal, options, first, last = self.solver, self.goal, self.options, None, None
+        weights = constant_weights(problem.modules, problem.weights)
+        with weights, without_autocast(start.device.type):
+            if isinstance(solver, ExternalSolver):
+                at, most = options.states_at, options.max_steps
+                solution = tried = solver.run(problem, start, options.tolerance, most, at)
             else:
-                with self.goal.watching():
-                    evaluated = [problem.evaluate_first(start)]
-                hold_weights()
-                tolerance, first = self.goal.tolerance, evaluated[0].norm.detach()
+                with goal.watching():
+                    points = [problem.evaluate_first(start)]
+                first = points[0].norm.detach()
+                options = replace(options, tolerance=goal.tolerance)
                 # Popped, so that the loop can free it when it has moved on.
-                solution, last = iterate(
-                    problem, evaluated.pop(), self.solver, tolerance, self.max_steps, self.record,
-                    self.callback, self.states_at, self.rule, automatic=self.automatic,
-                )  # fmt: skip
-                most = self.max_steps
-                looks = last is None and self.verify is not False and self._may_be_coupled(problem)
-                if looks and int(solution.evaluations.max()) + 2 < most:
-                    point = problem.exact(problem.evaluate(solution.value))
-                    last, most = (lambda: point), most - 1
+                tried, last = iterate(
+                    problem, points.pop(), solver, options, automatic=self.automatic
+                )
+                coupled = self._may_be_coupled(problem)
+                looks = coupled and last is None and self.verify is not False
+                if looks and int(tried.evaluations.max()) + 2 < options.max_steps:
+                    again = problem.evaluate(tried.value)
+                    last, options = lambda: again, replace(options, max_steps=options.max_steps - 1)
                 # Without ``verify`` the caller judges the value once more anyway.
-                if last is not None and (verify or self._may_be_coupled(problem)):
-                    judge_again(solution, last(), tolerance, self.goal.precision, converged=True)
-                    self._solve_together(problem, solution, tolerance, most)
-                status = solution.status
-                if self.automatic:
-                    options = (most, self.record, self.callback, self.states_at, self.rule)
-                    solve_failed(problem, solution, tolerance, *options)
+                if last is not None and (verify or coupled):
+                    judge_again(tried, last(), options.tolerance, goal.precision, converged=True)
+                    if coupled:
+                        self._solve_together(problem, tried, options)
+                solution = solve_failed(problem, tried, options) if self.automatic else tried
             problem.check_last(solution.value)
+            # The last evaluation was one of the returned value, with all samples, where all have
+            # converged: of the others another iterate is the best.
+            seen = last is not None and solution is tried and self.verify is None
+            seen = seen and solution.all_converged()
             with torch.no_grad():
-                # The last evaluation was one of the returned value, with all samples, where all have
-                # converged: of the others another iterate is the best.
-                seen = last is not None and solution.status is status
-                seen = seen and solution.all_converged()
-                seen = seen and self.verify is None
                 self._verify(problem, start.detach(), first, solution, verify and not seen)
         return solution
 
     def _may_be_coupled(self, problem: Problem) -> bool:
-        """Return whether samples that influence each other are solved as one system."""
-        others = problem.has_energy or problem.bounds is not None or self.rule is not None
-        alone = problem.compact or problem.mask is not None or others
-        return not (alone or torch.is_grad_enabled())
-
-    def _solve_together(
-        self, problem: Problem, solution: Solution, tolerance: Tolerance, most: int
-    ) -> None:
-        """Continue with all samples as one system if they influence each other.
+        """Return whether samples that influence each other are solved as one system.
 
         This is supported with ``compact=False`` only, where the samples stay in the batch.
         """
-        left = most - int(solution.evaluations.max())
+        others = problem.has_energy or problem.bounds is not None or self.options.stop is not None
+        alone = problem.compact or problem.mask is not None or others
+        return not (alone or torch.is_grad_enabled())
+
+    def _solve_together(self, problem: Problem, solution: Solution, options: Options) -> None:
+        """Continue with all samples as one system if they influence each other."""
+        left = options.max_steps - int(solution.evaluations.max())
         wrong = solution.status == Status.INCONSISTENT
-        if not self._may_be_coupled(problem) or left < 2 or not bool(wrong.any()):
+        if left < 2 or not bool(wrong.any()):
             return
         shape, start = solution.value.shape, solution.value.view(1, -1)
-        whole = VectorProblem(
-            lambda z: problem.image(z.view(shape)).view(1, -1), Layout.of(start), (), None
-        )
-        each = replace(tolerance, rtol=tolerance.rtol / len(wrong) ** 0.5)
-        found, _ = iterate(whole, whole.evaluate(start), self.solver, each, left - 1)
+        whole = VectorProblem(lambda z: problem.image(z.view(shape)).view(1, -1), Layout.of(start))
+        each = replace(options.tolerance, rtol=options.tolerance.rtol / len(wrong) ** 0.5)
+        found, _ = iterate(whole, whole.evaluate(start), self.solver, Options(each, left - 1))
         solution.value = found.value.view(shape)
         solution.status = found.status.expand(len(wrong)).clone()
         point = problem.evaluate(solution.value)
@@ -545,7 +523,7 @@ class Solving:
         solution.evaluations = solution.evaluations.max() + 1 + found.evaluations.expand(len(wrong))
         solution.steps = solution.evaluations.clone()
         # The whole batch may have converged by its norm while a small sample has not.
-        judge_again(solution, point, tolerance, self.goal.precision)
+        judge_again(solution, point, options.tolerance, self.goal.precision)
 
     def _verify(
         self,
@@ -556,23 +534,21 @@ class Solving:
         verify: bool,
     ) -> None:
         """Evaluate again at the returned value and, in the first solve of a function, at the start."""
+        goal = self.goal
         if first is not None and not solution.all_converged():
             # |f(z)| that has fallen to nothing with the residual belongs to a fixed point at zero.
             reference = solution.residual_norm / solution.residual
             fallen = (solution.status == Status.MAX_STEPS) | (solution.status == Status.STALLED)
             fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
-            self.goal.vanishing = bool(fallen.any())
+            goal.vanishing = bool(fallen.any())
         wanted = due(self.number, self.verify)
-        precision = self.goal.precision
         # With compact=False rows that influence each other are meant to be there, and some have failed.
         failed = not problem.compact and self.verify is None and not solution.all_converged()
         if verify and (wanted or failed):
-            point = problem.exact(problem.evaluate(solution.value.detach()))
-            judge_again(solution, point, self.goal.tolerance, precision)
+            point = problem.evaluate(solution.value.detach())
+            judge_again(solution, point, goal.tolerance, goal.precision)
         if wanted and first is not None and (self.number == 0 or self.verify):
-            refuse_change(
-                solution, lambda: problem.exact(problem.evaluate(start)), first, precision
-            )
+            mark_changed(solution, problem.evaluate(start), first, goal.precision)
 
 
 KINDS = (Anderson, Broyden, Forward, GradientDescent, LBFGS, Newton)

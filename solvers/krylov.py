@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count
-from solvers.core.device import choose, ratio
+from solvers.core.rows import choose, ratio
 
 
 class LinearSolver(ABC):

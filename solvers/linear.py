@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_callable, require_count, require_flag, require_kind
-from solvers.core.device import ratio, true_rows
-from solvers.core.layout import Layout, check_args, leaves_of, take
+from solvers.core.layout import Layout, check_args, check_like, leaves_of, take
 from solvers.core.modes import eager
-from solvers.core.rows import RUNNING, SHRINK, Progress
+from solvers.core.rows import RUNNING, SHRINK, Progress, ratio, true_rows
 from solvers.core.solution import (
     Solution,
     Status,
@@ -62,22 +60,6 @@ def power_of_two(vectors: Tensor) -> Tensor:
     largest = vectors.abs().amax(1, keepdim=True)
     exponent = torch.frexp(torch.where(largest < torch.inf, largest, 1))[1].clamp(-100, 100)
     return torch.ldexp(torch.ones_like(largest), exponent)
-
-
-def check_like(tree: Any, like: Any, name: str, of: str) -> None:
-    """Raise unless ``tree`` has the structure, shapes, dtypes and device of ``like``, called ``of``."""
-    if not (isinstance(tree, Tensor) and isinstance(like, Tensor)):
-        came, wanted = pytree.tree_structure(tree), pytree.tree_structure(like)
-        if came != wanted:
-            raise TypeError(f"{name} must have the structure of {of}, {wanted}, got {came}")
-    errors = {"shape": ValueError, "dtype": TypeError, "device": ValueError}
-    for leaf, other in zip(leaves_of(tree), leaves_of(like), strict=True):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} must hold tensors like {of}, got {type(leaf)}")
-        for attribute, error in errors.items():
-            came, wanted = getattr(leaf, attribute), getattr(other, attribute)
-            if came != wanted:
-                raise error(f"{name} must have the {attribute} of {of}, {wanted}, got {came}")
 
 
 class LinearLoop:

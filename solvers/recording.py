@@ -168,7 +168,9 @@ class RecordedSolve:
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         own = iter(self.inputs)
         self.leaves = [next(own) if isinstance(t, Tensor) else t for t in leaves]
-        self.mask = None if mask is None else self.layout.mask_vector(mask).contiguous().clone()
+        self.mask = (
+            None if mask is None else self.layout.mask_vector(mask, start).contiguous().clone()
+        )
         self.z0 = start.clone()
         self.turns = Turns(self.z0, options.solver, options.max_steps, mask=self.mask)
         self.weights = Weights()  # parametrised weights, computed once a solve
@@ -284,7 +286,7 @@ class RecordedSolve:
     def solve(self, tolerance: Tolerance) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
         self.turns.set_tolerance(tolerance)
-        with constant_weights(self.modules, read=True):
+        with constant_weights(self.modules):
             self.replay("_start")
             self._until_done("_turn", self.turns)
             if isinstance(self.f, EnergyUpdate):
@@ -442,10 +444,10 @@ class Recorder:
         if recorded is None:
             return None
         layout, mask = recorded.layout, options.get("mask")
-        mask = None if mask is None else layout.mask_vector(mask)
+        mask = None if mask is None else layout.mask_vector(mask, recorded.z0)
         autocast = recorded.options.autocast
         goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
-        goal.used = recorded.options.used
+        goal.resolve(recorded.options.used)
         recorded.load(None if z0 is None else layout.vector(z0), tensors, mask)
         solution = recorded.solve(goal.tolerance)
         if solution is None:
@@ -542,7 +544,7 @@ def _record(
             z0 = f.begin(*args)[2].detach()
     # One evaluation by the ordinary loop checks the arguments and what f does.
     once = options | {"max_steps": 1, "on_failure": "ignore", "adjoint": None}
-    goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast)
+    goal = Goal(None, pytree.tree_leaves(z0)[0].dtype, chosen.autocast, chosen.device)
     with torch.no_grad(), goal.watching():
         solvers.fixed_point(f, z0, args, **once)
     chosen = replace(chosen, used=goal.used)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from solvers.core.checks import require_increasing, require_instance
-from solvers.core.device import small_dtype
 from solvers.core.loop import ExternalSolver, Solver
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Best, Snapshots, row_norm
+from solvers.core.rows import RUNNING, Best, scaled_norm, small_dtype
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson
@@ -68,14 +67,14 @@ class TorchDEQ(ExternalSolver):
     ) -> Solution:  # fmt: skip
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
-        snapshots, infinite = Snapshots(states_at), torch.full_like(row_norm(start), torch.inf)
-        best = Best(start, infinite, infinite, None)
+        infinite = torch.full_like(scaled_norm(start), torch.inf)
+        best, states = Best(start, infinite, infinite, None), dict[int, Best]()
         status = torch.full_like(infinite, RUNNING, dtype=torch.int64)
         evaluations, finite, count = torch.zeros_like(status), status == RUNNING, 0
 
         def monitored(z: Tensor, tau: float = 1.0) -> Tensor:
             """``(1 - tau) z + tau f(z)``, in the dtype of ``z``; f is measured in that of the state."""
-            nonlocal status, evaluations, finite, count
+            nonlocal best, status, evaluations, finite, count
             running = status == RUNNING
             if count == max_steps or not bool(running.any()):
                 raise _Finished
@@ -84,14 +83,13 @@ class TorchDEQ(ExternalSolver):
             own = z.to(start.dtype, copy=True)
             if problem.mask is not None:  # torchdeq's mixing rounds numbers that should not change
                 own = torch.where(problem.mask, own, start)
-            point = problem.exact(problem.evaluate(own))
+            point = problem.evaluate(own)
             finite = point.finite()  # an overflowed f(z) would make any residual look small
             relative, converged = point.judged(running & finite, tolerance)
             better = (running & finite & (relative < best.relative)) | converged
-            best.update(better, point, relative)
+            best = states[count] = best.updated(better, point, relative)
             evaluations = torch.where(running, count, evaluations)
             status = torch.where(converged, int(Status.CONVERGED), status)
-            snapshots.keep(best, count)
             return z + tau * point.residual.to(z.dtype)
 
         before = infinite
@@ -111,7 +109,8 @@ class TorchDEQ(ExternalSolver):
         status = torch.where(torch.isfinite(best.relative), status, int(Status.NONFINITE))
         return Solution(
             best.value, status, best.relative, best.norm, steps=evaluations,
-            evaluations=evaluations, states=snapshots.states(best),
+            evaluations=evaluations,
+            states=[replace(states.get(number, best)) for number in states_at] or None,
         )  # fmt: skip
 
 

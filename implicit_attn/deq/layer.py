@@ -37,16 +37,16 @@ from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda
-from solvers.core.layout import Layout, check_mask
+from solvers.core.layout import Layout
 from solvers.core.modes import (
     eager,
     in_transform,
     refuse_export,
     refuse_shapes,
 )
-from solvers.core.purity import refuse_drawing_modules
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
+from solvers.core.validate import refuse_drawing_modules
 from solvers.fixed_points import read_solver, without_aux
 from solvers.recording import Recorder
 
@@ -467,8 +467,7 @@ class UnrolledLayer(nn.Module):
         z = layout.vector(start)
         keep = None
         if mask is not None:
-            check_mask(mask, layout, z.shape[0], z.device)
-            keep = layout.mask_vector(mask)
+            keep = layout.mask_vector(mask, z)
         for _ in range(count):
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
             if value.shape != z.shape:  # it might broadcast
@@ -500,7 +499,7 @@ def _weights_once(parts: Modules) -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    return constant_weights(list(parts.values()), read=True)
+    return constant_weights(list(parts.values()))
 
 
 def bake(module: Module) -> Module:

@@ -23,7 +23,7 @@ from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
 from solvers.core.layout import Layout
 from solvers.core.modes import in_transform
-from solvers.core.purity import draws
+from solvers.core.validate import draws
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
@@ -301,7 +301,8 @@ class MaskedMap:
         if mask is None:
             return self.function(z, x, mask, seeds)
         layout = Layout.of(z)
-        keep, vector = layout.mask_vector(mask), layout.vector(z)
+        vector = layout.vector(z)
+        keep = layout.mask_vector(mask, vector)
         held = layout.tree(torch.where(keep, vector, vector.detach()))
         image = layout.vector(self.function(held, x, mask, seeds))
         return layout.tree(torch.where(keep, image, 0))

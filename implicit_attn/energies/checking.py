@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from implicit_attn.energies.energy import Energy, FunctionEnergy
 from implicit_attn.energies.tokens import Mask, check_values
 from solvers.core.checks import require_count, require_flag, require_positive
-from solvers.core.layout import Layout, check_mask
+from solvers.core.layout import Layout
 from solvers.core.modes import twice_differentiable
 
 
@@ -423,7 +423,7 @@ def check_masked_tokens(p: Probe) -> Comparisons:
     mask, layout = p.needed_mask(), Layout.of(p.z)
     if mask.all():
         raise Verdict("mask is True at every token", None)
-    hidden, expected = ~layout.mask_vector(mask), p.own()
+    hidden, expected = ~layout.mask_vector(mask, layout.vector(p.z)), p.own()
     for gradient in expected["gradient"]:
         there = layout.vector(gradient)[hidden]
         if there.count_nonzero():
@@ -515,7 +515,7 @@ def check_energy(
     energy = energy if isinstance(energy, Energy) else FunctionEnergy(energy)
     layout, first = Layout.of(z, "z"), pytree.tree_leaves(z)[0]
     if mask is not None:
-        check_mask(mask, layout, first.shape[0], first.device)
+        layout.mask_vector(mask, first)
     findings: list[Finding] = []
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         probe = Probe(energy, z, x, mask, seed)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from solvers.core.context import CONTEXT, constant_weights, sequence_number, within
 from solvers.core.modes import uncompiled
-from solvers.core.purity import version_of
+from solvers.core.validate import version_of
 
 
 def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tensor], bool]:

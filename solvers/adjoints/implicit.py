@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.checkpoints import read_by
 from solvers.core.context import constant_weights, sequence_number
-from solvers.core.device import small_dtype
 from solvers.core.layout import Layout, leaves_of
+from solvers.core.loop import Options
 from solvers.core.modes import twice_differentiable, uncompiled, without_autocast
 from solvers.core.problem import JacobianProduct, Problem, VectorProblem, gradients, pullback
-from solvers.core.rows import row_norm, scaled_norm, scatter_rows, where_rows
+from solvers.core.rows import scaled_norm, scatter_rows, small_dtype, where_rows
 from solvers.core.solution import AdjointReport, Solution, Status, Tolerance, apply_policy
 from solvers.core.telling import origin_of
 from solvers.core.validate import exceeds
@@ -139,7 +139,9 @@ class AdjointSolve:
         if self.solver is not None:
             return by_krylov(self.solver, unit, self.max_steps, None)
         solution, norm = _anderson(image, unit, allowed, self.first_try)
-        last = row_norm(unit + image(solution.value) - solution.value) if norm is None else norm()
+        last = (
+            scaled_norm(unit + image(solution.value) - solution.value) if norm is None else norm()
+        )
         length = torch.linalg.vector_norm(solution.value, dim=1)
         open_rows = ~solution.converged
         # A sample that had ended has another residual when those that it depends on have moved on.
@@ -216,9 +218,9 @@ def _anderson(
     Also a function that gives the residual norms (B,) of all samples in the last evaluation, where they are
     known.
     """
-    problem = VectorProblem(lambda u: unit + image(u), Layout.of(unit), (), None, compact=False)
-    first = problem.exact(problem.point(torch.zeros_like(unit), unit))
-    solution, last = iterate(problem, first, _ANDERSON, allowed, max_steps + 1)
+    problem = VectorProblem(lambda u: unit + image(u), Layout.of(unit), compact=False)
+    first = problem.point(torch.zeros_like(unit), unit)
+    solution, last = iterate(problem, first, _ANDERSON, Options(allowed, max_steps + 1))
     solution.evaluations, solution.steps = solution.evaluations - 1, solution.steps - 1
     return solution, None if last is None else lambda: last().norm
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from solvers.core.checks import (
     require_number,
 )
 from solvers.core.context import constant_weights
-from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
 from solvers.core.solution import (
     AdjointReport,
@@ -115,7 +113,7 @@ class Implicit(Adjoint):
             record = Linearization.at(part, z)
             if goal is not None:
                 with torch.no_grad():
-                    point = part.exact(part.point(z, record.output.detach()))
+                    point = part.point(z, record.output.detach())
                     judge_again(solution, point, solved, goal.precision, rows)
             solve = self.adjoint_solve(solution.adjoint, solved, start.shape[0], rows, part.f)
             return implicit_value(record, z, solve)
@@ -170,23 +168,11 @@ class Unrolled(Adjoint):
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         if self.checkpoint:
             problem = replace(problem, recorder=Checkpoints(problem.args, problem.modules))
-
-        again: list[Solution] = []
-
-        def attach(part: Problem, value: Tensor, rows: Tensor | None, state: int | None) -> Tensor:
-            if rows is None or keeps_failures_out():
-                return value
-            # Solving the other samples again keeps the NaN out of the graph.
-            if not again:
-                again.append(run(part, start.index_select(0, rows)))
-            return again[0].value if state is None else again[0].states[state].value
-
         plain = replace(problem, recorder=None)
         solution = run(problem, start)
-        left_out = ~torch.isfinite(solution.residual)  # without any finite evaluation
-        for number, each in [*enumerate(solution.states or ()), (None, solution)]:
-            own = partial(attach, state=number)
-            each.value = differentiated(problem, each.value, start, left_out, own)
+        failed = ~torch.isfinite(solution.residual)  # without any finite evaluation
+        for each in (*(solution.states or ()), solution):
+            each.value = differentiated(problem, each.value, start, failed, lambda _, z, rows: z)
             if not each.value.requires_grad:  # the start: no step was taken
                 each.value = zero_derivative(plain, each.value)
         return solution

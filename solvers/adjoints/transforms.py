@@ -32,7 +32,7 @@ from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, lost, wi
 from solvers.core.layout import Layout
 from solvers.core.modes import uncompiled
 from solvers.core.problem import EnergyUpdate, Problem
-from solvers.core.solution import AdjointReport, Solution, Tolerance, criterion
+from solvers.core.solution import AdjointReport, Goal, Solution, Tolerance
 
 
 def captured_by(
@@ -347,7 +347,7 @@ def transformed_solution(
     def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
         assert isinstance(adjoint, Implicit)
         problem = Problem.of(f, energy, z0, args, mask, compact)
-        chosen, _ = criterion(tolerance, value.dtype, problem.autocast, device=value.device)
+        chosen = Goal(tolerance, value.dtype, problem.autocast, value.device).tolerance
         solve = adjoint.adjoint_solve(report, chosen, value.shape[0], None)
         return Linearization.at(problem, value), solve
 

@@ -21,36 +21,30 @@ LONGEST = 200  # characters of a wrong value in a message
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _is_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-
-
 def require_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, closed: bool = True
 ) -> float:
     """A number within [low, high] (``closed``) or (low, high]."""
-    _is_number(name, value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
     if not (low <= value <= high) or (not closed and value == low):
         left = "[" if closed else "("
         raise ValueError(f"{name} must be in {left}{low}, {high}], got {value!r}")
     return value
 
 
-def require_positive(name: str, value: Any) -> float:
-    """A finite number > 0."""
-    _is_number(name, value)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+def require_positive(name: str, value: Any, *, zero: bool = False) -> float:
+    """A finite number > 0, or with ``zero`` >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (0 <= value < math.inf) or (value == 0 and not zero):
+        raise ValueError(f"{name} must be finite and {'>=' if zero else '>'} 0, got {value!r}")
     return float(value)
 
 
 def require_nonnegative(name: str, value: Any) -> float:
     """A finite number >= 0."""
-    _is_number(name, value)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
-    return float(value)
+    return require_positive(name, value, zero=True)
 
 
 def require_count(name: str, value: Any, *, low: int = 1) -> int:

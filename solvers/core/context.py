@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
-from solvers.core.modes import recording
+from solvers.core.modes import in_transform, recording
 
 
 class _Context(threading.local):
@@ -40,6 +40,14 @@ def within(**values: Any) -> Iterator[None]:
         vars(CONTEXT).update(outer)
 
 
+def maybe_any(mask: Tensor) -> bool:
+    """Whether any entry holds; True in a transform or a recording, where the host cannot see it.
+
+    The code behind it must also be right when no entry holds.
+    """
+    return CONTEXT.recording or in_transform() or bool(mask.any())
+
+
 @dataclass(eq=False)
 class Weights:
     """The parametrised weights of one solve, each of which is computed once and then constant.
@@ -61,11 +69,15 @@ class Weights:
         """The weight, which is computed at the first call."""
         found = self.computed.get(id(parametrization))
         if found is None:
-            hooks = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
-            with hooks, torch.set_grad_enabled(self.graded or torch.is_grad_enabled()):
+            saved = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
+            with saved, torch.set_grad_enabled(self.graded or torch.is_grad_enabled()):
                 found = (parametrization, parametrization())
             self.computed[id(parametrization)] = found
         return found[1]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def sequence_number() -> int:
@@ -73,84 +85,52 @@ def sequence_number() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Held:
-    """Parts of parametrizations that are in evaluation mode during solves, counted over all threads."""
-
-    def __init__(self) -> None:
-        self.lock, self.counts = threading.Lock(), dict[nn.Module, int]()
-
-    def hold(self, modules: list[nn.Module]) -> list[nn.Module]:
-        """Return the parts that change buffers when a weight is read, now in evaluation mode."""
-        parts: list[nn.Module] = []
-        with self.lock:
-            for module in modules:
-                if isinstance(module, parametrize.ParametrizationList):
-                    for part in module.modules():
-                        if part._buffers and (part.training or part in self.counts):
-                            self.counts[part] = self.counts.get(part, 0) + 1
-                            part.training = False
-                            parts.append(part)
-        return parts
-
-    def release(self, parts: list[nn.Module]) -> None:
-        with self.lock:
-            for part in parts:
-                self.counts[part] -= 1
-                if self.counts[part] == 0:
-                    del self.counts[part]
-                    part.training = True
-
-
-_HELD = _Held()
+# Parts of parametrizations that are in evaluation mode during solves: in how many, over all threads.
+_HELD: dict[nn.Module, int] = {}
+_LOCK = threading.Lock()
 
 
 @contextmanager
 def constant_weights(
-    modules: list[nn.Module],
-    weights: Weights | None = None,
-    *,
-    repeated: bool = False,
-    read: bool = False,
-) -> Iterator[Callable[[], None]]:
+    modules: list[nn.Module], weights: Weights | None = None, *, repeated: bool = False
+) -> Iterator[None]:
     """Within the context, every parametrised weight has one value.
 
     A parametrization with buffers may change them whenever its weight is read in training mode, as torch's
-    ``spectral_norm`` does by a power iteration. The first evaluation of a solve does that. Then the solve
-    calls the function that the context gives, and the parametrizations are in evaluation mode until its end.
+    ``spectral_norm`` does by a power iteration. Its weight is read once at the beginning, and then it is in
+    evaluation mode. Under ``parametrize.cached()`` every weight is read, so that its cache holds weights with
+    a graph.
 
     Args:
         modules: what f calls, by :func:`modules_of`.
         weights: those that the solve has computed already; None for new ones.
-        repeated: the weights have the values of an earlier evaluation, so nothing changes.
-        read: every weight with buffers is read once at the beginning, and nothing changes afterwards. Under
-            ``parametrize.cached()`` every weight is read, so that its cache holds weights with a graph.
+        repeated: the weights have the values of an earlier evaluation, so nothing is read.
     """
-    held: list[nn.Module] = []
-
-    def hold() -> None:
-        if not held:
-            held.extend(_HELD.hold(modules))
-
-    cached = parametrize._cache_enabled
-    if not repeated and (read or cached):
-        with recording():
-            for module in filter(parametrize.is_parametrized, modules):
-                lists: Any = module.parametrizations
-                for name in lists:
-                    if cached or next(lists[name].buffers(), None) is not None:
+    parts: list[nn.Module] = []
+    with within(weights=Weights() if weights is None else weights):
+        cached = parametrize._cache_enabled
+        for module in filter(parametrize.is_parametrized, modules):
+            lists: Any = module.parametrizations
+            for name in lists:
+                changing = [part for part in lists[name].modules() if part._buffers]
+                if (changing or cached) and not repeated:
+                    with recording() if cached else nullcontext():
                         getattr(module, name)
-        repeated = True
-    if repeated:
-        hold()
-    try:
-        with within(weights=Weights() if weights is None else weights):
-            yield hold
-    finally:
-        _HELD.release(held)
+                parts += changing
+        with _LOCK:
+            parts = [part for part in parts if part.training or part in _HELD]
+            for part in parts:
+                _HELD[part] = _HELD.get(part, 0) + 1
+                part.training = False
+        try:
+            yield
+        finally:
+            with _LOCK:
+                for part in parts:
+                    _HELD[part] -= 1
+                    if _HELD[part] == 0:
+                        del _HELD[part]
+                        part.training = True
 
 
 MOST = 100  # entries of a container, and objects, that are looked through
@@ -194,12 +174,9 @@ def _reads(f: Any) -> list[object]:
     if code is not None:
         known = getattr(f, "__globals__", {})
         reads += [known.get(name) for name in code.co_names]
-        reads += [_content(cell) for cell in getattr(f, "__closure__", None) or ()]
+        for cell in getattr(f, "__closure__", None) or ():
+            try:
+                reads.append(cell.cell_contents)
+            except ValueError:  # not assigned yet
+                continue
     return reads
-
-
-def _content(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None

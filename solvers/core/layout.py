@@ -37,7 +37,8 @@ class Layout:
     spec: Any
     shapes: tuple[torch.Size, ...]  # per leaf, without the batch dimension
     dtypes: tuple[torch.dtype, ...]
-    last: tuple[bool, ...] = ()  # leaves whose channels, dim 1, lie last in memory; of none: empty
+    dtype: torch.dtype  # of the matrix: the leaves' common one
+    last: tuple[bool, ...]  # leaves whose channels, dim 1, lie last in memory
 
     @classmethod
     def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
@@ -47,14 +48,9 @@ class Layout:
         """
         leaves, spec = ([state], _LEAF) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         _check_leaves(leaves, name, empty)
-        last = tuple([t.dim() > 3 and _channels_last(t) for t in leaves])
-        shapes, dtypes = tuple([t.shape[1:] for t in leaves]), tuple([t.dtype for t in leaves])
-        return cls(spec, shapes, dtypes, last if any(last) else ())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrix: the leaves' common one."""
-        return self.dtypes[0] if len(self.dtypes) == 1 else reduce(torch.promote_types, self.dtypes)
+        dtypes = tuple([t.dtype for t in leaves])
+        dtype, shapes = reduce(torch.promote_types, dtypes), tuple([t.shape[1:] for t in leaves])
+        return cls(spec, shapes, dtypes, dtype, tuple(map(_channels_last, leaves)))
 
     def scalars(self, batch: int) -> str:
         """What a message says where a vector (B,) may have been meant as one problem."""
@@ -64,17 +60,12 @@ class Layout:
 
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
-        if self.last:
-            leaves = [state] if self.spec.is_leaf() else pytree.tree_leaves(self.ordered(state))
-            pairs = zip(leaves, self.last, strict=True)
-            leaves = [t.movedim(1, -1) if moved else t for t, moved in pairs]
-            return torch.cat([t.flatten(1).to(self.dtype) for t in leaves], 1)
-        if isinstance(state, Tensor):
-            return state.reshape(state.shape[0], prod(state.shape[1:]))
-        leaves = pytree.tree_leaves(self.ordered(state))
-        return torch.cat(
-            [t.reshape(t.shape[0], prod(t.shape[1:])).to(self.dtype) for t in leaves], dim=1
-        )
+        leaves = [state] if isinstance(state, Tensor) else pytree.tree_leaves(self.ordered(state))
+        parts = []
+        for leaf, moved in zip(leaves, self.last, strict=True):
+            leaf = leaf.movedim(1, -1) if moved else leaf
+            parts.append(leaf.reshape(leaf.shape[0], prod(leaf.shape[1:])))
+        return parts[0] if len(parts) == 1 else torch.cat([t.to(self.dtype) for t in parts], 1)
 
     def ordered(self, state: Any) -> Any:
         """``state`` with the keys of its dicts in this layout's order."""
@@ -83,93 +74,68 @@ class Layout:
         return _reorder(pytree.tree_unflatten(list(self.shapes), self.spec), state)
 
     def tree(self, vector: Tensor) -> Any:
-        """(B, D) -> pytree, each leaf in its own shape and dtype."""
-        if self.last:
-            pairs = list(zip(self.shapes, self.last, strict=True))
-            shapes = tuple([s[1:] + s[:1] if moved else s for s, moved in pairs])
-            leaves = pytree.tree_leaves(replace(self, shapes=shapes, last=()).tree(vector))
-            pairs = zip(leaves, self.last, strict=True)
-            leaves = [t.movedim(-1, 1) if moved else t for t, moved in pairs]
-            return pytree.tree_unflatten(leaves, self.spec)
-        batch = vector.shape[0]
-        if len(self.shapes) == 1:
-            leaf = vector.reshape(batch, *self.shapes[0])
-            if self.spec.is_leaf():  # a tensor on its own
-                return leaf
-            return pytree.tree_unflatten([leaf], self.spec)
-        parts = vector.split([prod(shape) for shape in self.shapes], dim=1)
-        leaves = [
-            part.reshape(batch, *shape).to(dtype)
-            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
-        ]
+        """(B, D) -> pytree, each leaf in its own shape and, of several leaves, dtype."""
+        if self.spec.is_leaf() and not self.last[0]:
+            return vector.reshape(vector.shape[0], *self.shapes[0])
+        parts, leaves = vector.split([prod(shape) for shape in self.shapes], dim=1), []
+        for part, shape, dtype, moved in zip(
+            parts, self.shapes, self.dtypes, self.last, strict=True
+        ):
+            part = part if len(parts) == 1 else part.to(dtype)
+            leaf = part.reshape(vector.shape[0], *(shape[1:] + shape[:1] if moved else shape))
+            leaves.append(leaf.movedim(-1, 1) if moved else leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def mask_vector(self, mask: Any) -> Tensor:
-        """Masks (B, N) -> (B, D) bool, as checked by :func:`check_mask`."""
-        masks = self._mask_of_leaves(mask)
-        some = next(t for t in masks if t is not None)
-        batch = some.shape[0]
-        parts = []
-        for leaf_mask, shape in zip(masks, self.shapes, strict=True):
-            if leaf_mask is None:
-                parts.append(some.new_ones(batch, *shape))
-            else:
-                view = leaf_mask.reshape(batch, shape[0], *([1] * (len(shape) - 1)))
-                parts.append(view.expand(batch, *shape))
-        whole = replace(self, dtypes=(torch.bool,) * len(parts))
-        return whole.vector(pytree.tree_unflatten(parts, self.spec))
+    def mask_vector(self, mask: Any, like: Tensor) -> Tensor:
+        """The mask (B, D) bool of a mask (B, N), or of a pytree of them, for the batch of ``like`` (B, ...).
 
-    def _mask_of_leaves(self, mask: Any) -> list[Tensor | None]:
-        """The mask of each leaf, None for leaves that count whole.
+        A pytree has the structure of the state, with None for leaves that count whole. One mask is for the
+        leaves of tokens, (B, N, ...) with at least three dimensions; a vector (B, N) next to them may be of
+        N features. Only where there is no such leaf, those of shape (B, N) are masked.
 
-        One tensor (B, N) is for the leaves of tokens, (B, N, ...) with at least three dimensions; a
-        vector (B, N) beside them may be of N features. Only where there is no such leaf, those of
-        shape (B, N) are masked.
+        Raises:
+            TypeError, ValueError: if the mask does not fit.
         """
+        masks: list[Any] = [mask]
         if not isinstance(mask, Tensor):
-            return pytree.tree_flatten(self.ordered(mask), is_leaf=_is_none)[0]
-        fitting = [bool(shape) and shape[0] == mask.shape[1] for shape in self.shapes]
-        tokens = [fits and len(shape) > 1 for fits, shape in zip(fitting, self.shapes, strict=True)]
-        return [mask if takes else None for takes in (tokens if any(tokens) else fitting)]
+            masks, spec = pytree.tree_flatten(self.ordered(mask), is_leaf=lambda part: part is None)
+            if spec != self.spec or all(leaf is None for leaf in masks):
+                raise TypeError(
+                    "mask must be a bool tensor (B, N), or a pytree of such tensors and None with the "
+                    f"structure of z0, got {mask!r}"
+                )
+        for leaf in masks:
+            if leaf is None:
+                continue
+            if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or leaf.dim() != 2:
+                raise TypeError(f"mask must be a bool tensor (B, N), got {leaf!r}")
+            check_batched(leaf, "mask", len(like), like.device, "z0", "f")
+        shapes = [(len(like), *shape) for shape in self.shapes]
+        if isinstance(mask, Tensor):
+            fitting = [shape[1:2] == mask.shape[1:] for shape in shapes]
+            tokens = [fits and len(shape) > 2 for fits, shape in zip(fitting, shapes, strict=True)]
+            masks = [mask if takes else None for takes in (tokens if any(tokens) else fitting)]
+            if not any(fitting):
+                raise ValueError(
+                    f"mask has {mask.shape[1]} tokens, but no leaf of z0 does: {shapes}"
+                )
+        parts = []
+        for leaf, shape in zip(masks, shapes, strict=True):
+            part = torch.ones(shape, dtype=torch.bool, device=like.device)
+            if leaf is not None:
+                if shape[1:2] != leaf.shape[1:]:
+                    raise ValueError(
+                        f"mask has {leaf.shape[1]} tokens, but its leaf of z0 has shape {shape}"
+                    )
+                part = part & leaf.reshape(*leaf.shape, *([1] * (len(shape) - 2)))
+            parts.append(part)
+        return replace(self, dtype=torch.bool).vector(pytree.tree_unflatten(parts, self.spec))
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and tensor.movedim(1, -1).is_contiguous()
-
-
-def _is_none(tree: Any) -> bool:
-    return tree is None
-
-
-def check_mask(mask: Any, layout: Layout, batch: int, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``mask`` fits the state: (B, N) bool, or a pytree of them.
-
-    The pytree has the structure of the state, with None for leaves that are not masked.
-    """
-    if isinstance(mask, Tensor):
-        leaves: list[Any] = [mask]
-    else:
-        leaves, spec = pytree.tree_flatten(layout.ordered(mask), is_leaf=_is_none)
-        if spec != layout.spec or all(leaf is None for leaf in leaves):
-            raise TypeError(
-                "mask must be a bool tensor (B, N), or a pytree of such tensors and None with the "
-                f"structure of z0, got {mask!r}"
-            )
-    for leaf in leaves:
-        if leaf is None:
-            continue
-        if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or leaf.dim() != 2:
-            raise TypeError(f"mask must be a bool tensor (B, N), got {leaf!r}")
-        check_batched(leaf, "mask", batch, device, "z0", "f")
-    masks = layout._mask_of_leaves(mask)
-    shapes = [(batch, *shape) for shape in layout.shapes]
-    if all(leaf is None for leaf in masks):
-        raise ValueError(f"mask has {leaves[0].shape[1]} tokens, but no leaf of z0 does: {shapes}")
-    for leaf, shape in zip(masks, layout.shapes, strict=True):
-        if leaf is not None and (not shape or shape[0] != leaf.shape[1]):
-            raise ValueError(
-                f"mask has {leaf.shape[1]} tokens, but its leaf of z0 has shape {(batch, *shape)}"
-            )
+    if tensor.dim() <= 3 or tensor.is_contiguous():
+        return False
+    return tensor.movedim(1, -1).is_contiguous()
 
 
 def _reorder(template: Any, state: Any) -> Any:
@@ -239,6 +205,27 @@ def check_batched(
             raise ValueError(f"{name} must be on {device} like {like}, got {leaf.device}")
 
 
+def check_like(tree: Any, like: Any, name: str, of: str, *, cast: bool = False) -> None:
+    """Raise unless ``tree`` has the structure, shapes, dtypes and device of ``like``, called ``of``.
+
+    ``cast``: it may have another floating-point dtype.
+    """
+    if not (isinstance(tree, Tensor) and isinstance(like, Tensor)):
+        came, wanted = pytree.tree_structure(tree), pytree.tree_structure(like)
+        if came != wanted:
+            raise TypeError(f"{name} must have the structure of {of}, {wanted}, got {came}")
+    errors = {"shape": ValueError, "dtype": TypeError, "device": ValueError}
+    for leaf, other in zip(leaves_of(tree), leaves_of(like), strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} must hold tensors like {of}, got {type(leaf)}")
+        for attribute, error in errors.items():
+            came, wanted = getattr(leaf, attribute), getattr(other, attribute)
+            free = cast and attribute == "dtype" and leaf.is_floating_point()
+            if came != wanted and not free:
+                came, wanted = (tuple(x) if attribute == "shape" else x for x in (came, wanted))
+                raise error(f"{name} must have the {attribute} of {of}, {wanted}, got {came}")
+
+
 def take(tree: Any, index: Tensor, batch: int) -> Any:
     """Rows ``index`` of every tensor of ``tree`` whose first dimension is ``batch``.
 
@@ -254,6 +241,4 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
             return taken[id(leaf)]
         return leaf
 
-    if type(tree) is tuple:  # of arguments, most of which are tensors
-        return tuple([rows(t) if isinstance(t, Tensor) else pytree.tree_map(rows, t) for t in tree])
     return pytree.tree_map(rows, tree)

@@ -1,4 +1,4 @@
-"""The modes of torch during a solve: autocast, gradients, inference, compilation and export."""
+"""The modes of torch during a solve: autocast, gradients, inference, compilation, export and transforms."""
 
 from __future__ import annotations
 
@@ -30,16 +30,13 @@ def eager(function: Function) -> Function:
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
         return cast(Function, torch.compiler.disable(function))
-    disabled: list[Callable[..., Any]] = []  # made as soon as there is a compiler
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not disabled:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            outer = frames.set_eval_frame(None)  # what makes the wrapper is not compiled either
-            disabled.append(torch.compiler.disable(function))
-            frames.set_eval_frame(outer)
-        return disabled[0](*args, **kwargs)
+        compiler = frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            frames.set_eval_frame(compiler)
 
     # A compiler neither follows a call of this function nor compiles it where it runs.
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -86,86 +83,55 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast off; free where it is off already."""
-    off = autocast_dtype(device) is None
-    return nullcontext() if off else torch.autocast(device, enabled=False)
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 @contextmanager
 def recording() -> Iterator[None]:
     """Gradients on, also under ``no_grad`` and ``inference_mode``."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    else:
-        with torch.enable_grad():
-            yield
-
-
-class _Stance:
-    """How many recordings, in all threads, ask for ``torch.compile`` to stand aside."""
-
-    def __init__(self) -> None:
-        self.lock, self.number = threading.Lock(), 0
-        self.before: Any = None  # the stance to return to
-
-    def enter(self) -> None:
-        with self.lock:
-            if self.before is None and "torch._dynamo" in sys.modules:  # whose import takes seconds
-                self.before = torch.compiler.set_stance("force_eager")
-            self.number += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self.number -= 1
-            if self.number == 0 and self.before is not None:
-                self.before.__exit__(None, None, None)
-                self.before = None
-
-
-_STANCE = _Stance()
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Functions compiled by ``torch.compile`` run as they were before compilation.
-
-    torch keeps this stance for all threads; a compiled function that another thread calls meanwhile is
-    slower, not wrong.
-    """
-    if torch.compiler.is_compiling():
+    inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
         yield
-        return
-    _STANCE.enter()
-    try:
-        yield
-    finally:
-        _STANCE.leave()
 
 
-class _PlainAttention:
-    """A context in which attention is computed by torch's plain formula, in all threads of the process.
+class _Shared:
+    """A context for a setting that torch keeps for the whole process, and that threads may share.
 
-    torch keeps the choice for the whole process. The first thread that enters makes it, and the last one
-    that leaves takes it back, so threads that interleave leave it as it was.
+    The first thread that enters makes it, and the last one that leaves takes it back.
     """
 
-    def __init__(self) -> None:
-        self.lock, self.entered, self.chosen = threading.Lock(), 0, ExitStack()
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any] | None]) -> None:
+        self.setting, self.lock, self.entered, self.made = setting, threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
         with self.lock:
-            if self.entered == 0:
-                self.chosen.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if self.entered == 0 and (made := self.setting()) is not None:
+                self.made.enter_context(made)
             self.entered += 1
 
     def __exit__(self, *error: object) -> None:
         with self.lock:
             self.entered -= 1
             if self.entered == 0:
-                self.chosen.close()
+                self.made.close()
 
 
-PLAIN_ATTENTION = _PlainAttention()
+def _uncompiled() -> Any:
+    """The compiler's stance; None where nobody has imported the compiler, which takes seconds."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+
+
+# Within, functions compiled by ``torch.compile`` run as they were before compilation. A compiled function
+# that another thread calls meanwhile is slower, not wrong.
+UNCOMPILED = _Shared(_uncompiled)
+# Within, attention is computed by torch's plain formula, which can be differentiated twice.
+PLAIN_ATTENTION = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """:data:`UNCOMPILED`; nothing where the compiler itself is at work."""
+    return nullcontext() if torch.compiler.is_compiling() else UNCOMPILED
 
 
 @contextmanager
@@ -177,8 +143,4 @@ def twice_differentiable() -> Iterator[None]:
 
 def ordinary(tree: Any) -> Any:
     """The pytree with copies of its inference tensors, which no backward pass could save."""
-
-    def copy(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-
-    return pytree.tree_map(copy, tree)
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, tree)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +15,19 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.context import Weights, modules_of
-from solvers.core.cuda import on_cuda
-from solvers.core.device import readable
-from solvers.core.layout import Layout, leaves_of, take
+from solvers.core.layout import Layout, check_like, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
-from solvers.core.purity import (
+from solvers.core.rows import Evaluation, norms
+from solvers.core.solution import Goal
+from solvers.core.validate import (
     OVERWRITES,
-    Draws,
-    NormWitness,
-    Witness,
-    call_outside_inference,
     check_energy,
-    check_output,
+    constant_inputs,
+    constant_norms,
+    random_state,
+    refuse_forward_mode,
     refuse_random,
 )
-from solvers.core.rows import MODERATE_ABOVE, Point, norms_fit, row_norm, scaled_norm
-from solvers.core.solution import Goal
 
 JacobianProduct = Callable[[Tensor], Tensor]
 
@@ -48,17 +46,9 @@ def gradients(
     """
     if not output.requires_grad:
         return [None] * len(variables)
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     try:
-        return list(
-            torch.autograd.grad(
-                output,
-                variables,
-                cotangent,
-                retain_graph=True,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
+        return list(torch.autograd.grad(output, variables, cotangent, **options))
     except RuntimeError as error:
         if "leaf node was passed" in str(error):  # by hooks of torch's ModuleTracker
             error.args = (f"{error}\n{_TRACKED}",)
@@ -77,35 +67,6 @@ def pullback(
         return torch.zeros_like(v) if image is None else image
 
     return product
-
-
-def pushforward(output: Tensor, point: Tensor) -> JacobianProduct:
-    """``v -> J v``, as the pullback of ``J^T weight`` with respect to ``weight``.
-
-    This is reverse over reverse: ``output`` must be twice differentiable by autograd.
-    """
-    with torch.enable_grad():
-        weight = torch.zeros_like(output).requires_grad_()
-        image = gradients(output, [point], weight, create_graph=True)[0]
-    return pullback(image, weight)
-
-
-def gradient_of_energy(
-    energy: Tensor, points: list[Tensor], *, create_graph: bool
-) -> tuple[Tensor, ...]:
-    """dE/dz, zero for leaves that the energy does not depend on; ValueError where that is all."""
-    found: tuple[Tensor | None, ...] = (None,) * len(points)
-    if energy.requires_grad:
-        found = torch.autograd.grad(
-            energy.sum(), points, create_graph=create_graph, allow_unused=True
-        )
-    if all(part is None for part in found):
-        raise ValueError(
-            "energy must be a differentiable function of z, got a result without a graph"
-        )
-    return tuple(
-        torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
-    )
 
 
 class EnergyUpdate(ABC):
@@ -156,12 +117,18 @@ class Descent(EnergyUpdate):
             ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
-            gradients = gradient_of_energy(value, points, create_graph=outer)
-        steps = [t - self.step_size * g for t, g in zip(points, gradients, strict=True)]
+            parts = gradients(value.sum(), points, create_graph=outer)
+        if all(part is None for part in parts):
+            raise ValueError(
+                "energy must be a differentiable function of z, got a result without a graph"
+            )
+        pairs = list(zip(points, parts, strict=True))
+        found = [torch.zeros_like(t) if g is None else g for t, g in pairs]
+        steps = [t - self.step_size * g for t, g in zip(points, found, strict=True)]
         if not outer:
             value, steps = value.detach(), [t.detach() for t in steps]
         rebuild = pytree.tree_unflatten
-        return rebuild(steps, spec), value, rebuild(list(gradients), spec)
+        return rebuild(steps, spec), value, rebuild(found, spec)
 
 
 @dataclass(eq=False)
@@ -173,8 +140,8 @@ class Problem:
 
     f: Callable[..., Any]  # f(z, *args) on pytrees
     layout: Layout
-    args: tuple[Any, ...]  # pytrees of tensors batched along dim 0
-    autocast: torch.dtype | None  # of the autocast in which f runs
+    args: tuple[Any, ...] = ()  # pytrees of tensors batched along dim 0
+    autocast: torch.dtype | None = None  # of the autocast in which f runs
     energy: Callable[..., Tensor] | None = None  # energy(z, *args) -> (B,)
     # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
     # they enter no norm.
@@ -184,13 +151,14 @@ class Problem:
     compact: bool = True  # rows may be taken out
     # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
-    shrunk: bool = False  # rows have been taken out
-    batch: int = 0  # samples, before that
-    checked: bool = False  # an output of f has been checked
-    draws: Draws | None = None  # since the first evaluation
+    batch: int = 0  # samples before rows were taken out; 0 if none were
+    random: Any = None  # states of the random generators before the first evaluation
     goal: Goal | None = None  # of the call of fixed_point
     modules: list[nn.Module] = field(default_factory=list)  # that f may call
     weights: Weights | None = None  # that the solve shares with what differentiates it
+    traced: bool = (
+        False  # within a transform of torch.func, where tensors do not show their numbers
+    )
 
     @classmethod
     def of(
@@ -204,14 +172,14 @@ class Problem:
         layout: Layout | None = None,
     ) -> Problem:
         """The problem of a call of :func:`solvers.fixed_point` with these arguments."""
-        layout = layout or Layout.of(z0)
+        layout, first = layout or Layout.of(z0), leaves_of(z0)[0]
         return cls(
             f,
             layout,
             args,
-            autocast_dtype(leaves_of(z0)[0].device.type),
+            autocast_dtype(first.device.type),
             energy=energy,
-            mask=None if mask is None else layout.mask_vector(mask),
+            mask=None if mask is None else layout.mask_vector(mask, first),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
             modules=modules_of(f),
@@ -221,13 +189,13 @@ class Problem:
     def has_energy(self) -> bool:
         return self.energy is not None or isinstance(self.f, EnergyUpdate)
 
-    def evaluate(self, z: Tensor) -> Point:
+    def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
         return self.point(z, *self.joint(z))
 
     def point(
         self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
-    ) -> Point:
+    ) -> Evaluation:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms."""
         residual = value - z
         if self.bounds is not None and gradient is not None:
@@ -239,8 +207,8 @@ class Problem:
             residual = torch.where(self.mask, residual, zero)
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        norm, reference = row_norm(residual.detach()), row_norm(value.detach())
-        return Point(z, residual, norm, reference, energy, gradient)
+        norm, reference = norms(residual.detach(), value.detach(), traced=self.traced)
+        return Evaluation(z, residual, norm, reference, energy, gradient)
 
     def projected(self, z: Tensor) -> Tensor:
         """z (B, D) within the bounds; masked coordinates, and all without bounds, stay."""
@@ -249,26 +217,18 @@ class Problem:
         inside = torch.clamp(z, *self.bounds)
         return inside if self.mask is None else torch.where(self.mask, inside, z)
 
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(f(z), E(z), dE/dz)``; None for what there is not."""
-        return self._run(self._value_and_energy, z)
-
-    def evaluate_first(self, z: Tensor) -> Point:
+    def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
 
         Raises:
             ValueError: if f works in place on its inputs, which keep their numbers, draws random
                 numbers that its value or energy depends on, or normalises over the batch.
         """
-        witness, self.draws = Witness(z, self.args), Draws(z.device)
-        try:
-            with NormWitness(self.modules):
-                point = self.evaluate(z)
-        except BaseException:
-            witness.restore()
-            raise
-        witness.check()
-        if self.draws.any():
+        self.random = random_state(z.device)
+        with constant_inputs(z, self.args), constant_norms(self.modules):
+            point = self.evaluate(z)
+        refuse_forward_mode(point.residual)
+        if random_state(z.device) != self.random:
             refuse_random(self.evaluate, point)
         return point
 
@@ -277,94 +237,75 @@ class Problem:
 
         At the start they may not: dropout leaves zeros alone, and ``RReLU`` draws below zero only.
         """
-        if self.draws is not None and self.draws.any():
+        if self.random is not None and random_state(z.device) != self.random:
             with torch.no_grad():
                 refuse_random(self.evaluate, self.evaluate(z.detach()))
 
-    def exact(self, point: Point) -> Point:
-        """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
-        known = on_cuda(point.z) or not readable()
-        if known or norms_fit(point.norm, point.reference):
-            return point
-        low, norm, reference = MODERATE_ABOVE[point.norm.dtype], point.norm, point.reference
-        fit = (reference > low) & (reference < torch.inf) & (norm < torch.inf)
-        # In half precision z + r is f(z) but for a rounding, so that rows that fit keep their norms.
-        residual = point.residual.detach()
-        value = point.z.detach().to(norm.dtype) + residual
-        if self.mask is not None:
-            value = torch.where(self.mask, value, value.new_zeros(()))
-        exact = scaled_norm(residual).to(norm.dtype), scaled_norm(value).to(norm.dtype)
-        norm, reference = (
-            torch.where(fit, *pair) for pair in zip((norm, reference), exact, strict=True)
-        )
-        return replace(point, norm=norm, reference=reference)
+    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(f(z), E(z), dE/dz)``; None for what there is not."""
+        return self._run(self._call, z)
+
+    def image(self, z: Tensor) -> Tensor:
+        """``f(z)`` (B, D), whatever the mask says."""
+        return self._run(partial(self._call, energies=False), z)[0]
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
         if self.mask is None:
-            return self._run(self._value, z)
+            return self.image(z)
         constant = z.detach()
-        free = torch.where(self.mask, z, constant)
-        return torch.where(self.mask, self._run(self._value, free), constant)
+        return torch.where(self.mask, self.image(torch.where(self.mask, z, constant)), constant)
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            with (
-                _AS_IT_IS if self.autocast is None else torch.autocast(z.device.type, self.autocast)
-            ):
+            mode: Any = nullcontext()
+            if self.autocast is not None:
+                mode = torch.autocast(z.device.type, self.autocast)
+            with mode:
                 if self.recorder is not None and torch.is_grad_enabled():
                     return self.recorder(function, z)
-                if torch.is_inference_mode_enabled():
-                    return call_outside_inference(function, z)
+                if torch.is_inference_mode_enabled():  # which refuses to change tensors of its own
+                    with torch.inference_mode(False), torch.no_grad():
+                        return function(z)
                 version = z._version
                 result = function(z)
                 if z._version != version:
                     raise ValueError(OVERWRITES.format("its input"))
                 return result
         except (RuntimeError, ValueError, IndexError) as error:
-            if self.shrunk:  # then f has most likely closed over the whole batch
+            if "Inplace update to inference tensor" in str(error):
+                raise ValueError(OVERWRITES.format("its input")) from error
+            if self.batch:  # then f has most likely closed over the whole batch
                 hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
                 error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
 
-    def image(self, z: Tensor) -> Tensor:
-        """``f(z)`` (B, D), whatever the mask says."""
-        return self._run(self._value, z)
-
-    def _value(self, z: Tensor) -> Tensor:
-        tree = self.layout.tree(z)
-        output = self.f(tree, *self.args)
-        if not _alike(output, tree):
-            check_output(output, None, z, self.layout, self.autocast)
-        return self.projected(self.layout.vector(output).to(z.dtype))
-
-    def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        tree = self.layout.tree(z)
-        energy, gradient = None, None
-        if isinstance(self.f, EnergyUpdate) and self.energy is None:
+    def _call(
+        self, z: Tensor, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        tree, energy, gradient = self.layout.tree(z), None, None
+        if energies and isinstance(self.f, EnergyUpdate) and self.energy is None:
             output, energy, gradient = self.f.joint(tree, *self.args)
         else:
             output = self.f(tree, *self.args)
-            if self.energy is not None:
+            if energies and self.energy is not None:
                 energy = self.energy(tree, *self.args)
-        if energy is not None or not (self.checked and _alike(output, tree)):
-            check_output(output, energy, z, self.layout, self.autocast)
-            self.checked = True
-        vector = self.projected(self.layout.vector(output).to(z.dtype))
-        if gradient is not None:
-            gradient = self.layout.vector(gradient)
-        return vector, energy, gradient
+        if energy is not None:
+            check_energy(energy, len(z))
+        gradient = None if gradient is None else self.layout.vector(gradient)
+        alone = isinstance(output, Tensor) and isinstance(tree, Tensor)
+        same = alone and output.shape == tree.shape and output.dtype == tree.dtype
+        if not (same and output.device == tree.device):
+            cast = self.autocast is not None
+            check_like(self.layout.ordered(output), tree, "f(z)", "z0", cast=cast)
+        value = self.layout.vector(output).to(z.dtype)
+        return value if self.bounds is None else self.projected(value), energy, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
         mask = None if self.mask is None else self.mask.index_select(0, index)
-        return replace(
-            self,
-            args=take(self.args, index, batch),
-            mask=mask,
-            shrunk=True,
-            batch=self.batch or batch,
-        )
+        args = take(self.args, index, batch)
+        return replace(self, args=args, mask=mask, batch=self.batch or batch)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
@@ -379,7 +320,12 @@ class Problem:
                     "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
                     "has no Jacobian: use a solver that needs none, such as Anderson()"
                 )
-            return pullback(output, point) if self.symmetric else pushforward(output, point)
+            if self.symmetric:
+                return pullback(output, point)
+            # Reverse over reverse: J v is the pullback of J^T weight with respect to weight.
+            weight = torch.zeros_like(output).requires_grad_()
+            image = gradients(output, [point], weight, create_graph=True)[0]
+            return pullback(image, weight)
 
 
 class VectorProblem(Problem):
@@ -392,18 +338,6 @@ class VectorProblem(Problem):
         return self.f(z)
 
 
-def _alike(output: Any, tree: Any) -> bool:
-    """Whether the output is a tensor like the state, of which nothing more need be asked."""
-    return (
-        isinstance(output, Tensor)
-        and isinstance(tree, Tensor)
-        and output.shape == tree.shape
-        and output.dtype == tree.dtype
-        and output.is_cpu == tree.is_cpu
-    )
-
-
-_AS_IT_IS = nullcontext()
 _TRACKED = (
     "FlopCounterMode and ModuleTracker cannot follow the backward pass of Implicit() where a module is "
     "called with a weight, as parametrizations are: count with adjoint=OneStep() or Phantom(), or "

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.device import maybe_any, small_dtype
-from solvers.core.rows import Point
+from solvers.core.rows import Evaluation, small_dtype
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 SHORTEST = 0.1  # least factor by which one interpolation shortens a step
@@ -34,7 +33,7 @@ class Backtracking:
         self.scale = torch.where(recovered, (2 * self.scale).clamp_max(1.0), self.scale)
         self.rejections = torch.where(accepted, 0, self.rejections + 1)
 
-    def step(self, current: Point, trial: Point) -> Tensor:
+    def step(self, current: Evaluation, trial: Evaluation) -> Tensor:
         """Fall-back steps from ``current``, after ``trial`` was noted as rejected.
 
         After the first rejection t is 1, or the last t that was accepted; then it shrinks, by
@@ -45,7 +44,9 @@ class Backtracking:
         return current.z + self.scale[:, None].to(current.z.dtype) * current.residual
 
 
-def acceptable(trial: Point, last: Point | None, limit: Tensor, guarded: bool = True) -> Tensor:
+def acceptable(
+    trial: Evaluation, last: Evaluation | None, limit: Tensor, guarded: bool = True
+) -> Tensor:
     """(B,) bool: the trial is finite, its residual within ``limit``, and it passes Armijo's rule.
 
     Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4, where energies are
@@ -67,7 +68,7 @@ def acceptable(trial: Point, last: Point | None, limit: Tensor, guarded: bool = 
     return finite & ((energy <= allowed) | same)
 
 
-def slope_of(trial: Point, start: Point, at: Point | None = None) -> Tensor:
+def slope_of(trial: Evaluation, start: Evaluation, at: Evaluation | None = None) -> Tensor:
     """(B,) ``<dE(at), trial - start>``, in float32 or wider; ``at`` is ``start`` by default."""
     gradient = (at or start).gradient
     assert gradient is not None
@@ -81,7 +82,7 @@ def rounding(energy: Tensor) -> Tensor:
     return 8 * torch.finfo(energy.dtype).eps * energy.abs()
 
 
-def interpolation(current: Point, trial: Point, cubic: bool = True) -> Tensor:
+def interpolation(current: Evaluation, trial: Evaluation, cubic: bool = True) -> Tensor:
     """(B,) factor in [SHORTEST, 0.5] for the step that led from ``current`` to ``trial``.
 
     The minimiser of the cubic that has the energies and slopes of both points (Nocedal and Wright,
@@ -105,7 +106,9 @@ def interpolation(current: Point, trial: Point, cubic: bool = True) -> Tensor:
 
 FAR = 8.0  # |f(z)| against the start, beyond which a small relative residual needs a reason
 FALLEN = 0.5  # a force above this share of its peak is none
-LOST = 1e3  # far beyond FAR, and the energy fallen far: a sample that did not converge has diverged
+DIVERGED_AT = (
+    1e3  # far beyond FAR, and the energy fallen far: a sample that did not converge has diverged
+)
 AHEAD = 0.1  # ... unless what its force promises over |f(z)| is less than this share of the fall
 
 
@@ -123,19 +126,19 @@ class Growth:
     scale: Tensor  # size of the start: |f(z)| or |f(z) - z|
     energy: Tensor  # at the start
     much: Tensor  # what an energy falls by that falls far
-    lost: Tensor  # bool, at the last accepted point, far away at a force near its peak
+    diverging: Tensor  # bool, at the last accepted point, far away at a force near its peak
 
     @classmethod
-    def start(cls, point: Point) -> Growth:
+    def start(cls, point: Evaluation) -> Growth:
         """From the first evaluation, with its energy."""
         energy, force = _energy(point), _force(point)
         scale = torch.maximum(point.norm, point.reference).detach()
         # The energy's size counts: out of a saddle point of height 1 it may well fall by 1, however
         # small the start.
-        much = LOST * (energy.abs() + force * scale)
+        much = DIVERGED_AT * (energy.abs() + force * scale)
         return cls(force, scale, scale, energy, much, torch.zeros_like(scale, dtype=torch.bool))
 
-    def note(self, point: Point, taken: Tensor) -> Tensor | None:
+    def note(self, point: Evaluation, taken: Tensor) -> Tensor | None:
         """Rows (n,) bool whose residual is small by growth alone; None where there are none.
 
         The rows ``taken`` have moved to ``point``. Far away ``f(z) - z`` is all rounding; the
@@ -146,23 +149,23 @@ class Growth:
         self.peak = torch.where(higher, force, self.peak)
         self.place = torch.where(higher, torch.maximum(reference, self.scale), self.place)
         far = reference > FAR * self.scale
-        if not maybe_any(far | self.lost):
+        if not bool((far | self.diverging).any()):
             return None
         share = (FAR * self.place / reference).clamp_max(FALLEN)
         near_peak = far & (force > share * self.peak)
         fall = self.energy - _energy(point)
-        away = near_peak & (reference > LOST * self.scale)
+        away = near_peak & (reference > DIVERGED_AT * self.scale)
         away = away & (fall > self.much) & (force * reference > AHEAD * fall)
-        self.lost = torch.where(taken, away, self.lost)
+        self.diverging = torch.where(taken, away, self.diverging)
         return near_peak
 
 
-def _energy(point: Point) -> Tensor:
+def _energy(point: Evaluation) -> Tensor:
     assert point.energy is not None
     return point.energy.detach().to(small_dtype(point.energy.dtype))
 
 
-def _force(point: Point) -> Tensor:
+def _force(point: Evaluation) -> Tensor:
     gradient = point.gradient
     if gradient is None:
         return point.norm.detach()

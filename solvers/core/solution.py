@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import require_choice, require_instance, require_nonnegative
+from solvers.core.checks import require_choice, require_instance, require_positive
 from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
@@ -51,8 +51,8 @@ class Tolerance:
     atol: float = 0.0
 
     def __post_init__(self) -> None:
-        require_nonnegative("rtol", self.rtol)
-        require_nonnegative("atol", self.atol)
+        require_positive("rtol", self.rtol, zero=True)
+        require_positive("atol", self.atol, zero=True)
 
     def threshold(self, reference: Tensor) -> Tensor:
         """Return the largest residual norm (B,) that counts as converged for reference norms (B,)."""
@@ -63,79 +63,56 @@ class Tolerance:
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
     """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Tolerance(rtol=require_nonnegative(name, value))
+        return Tolerance(rtol=require_positive(name, value, zero=True))
     expected = "a number (rtol), a solvers.Tolerance"
     return require_instance(name, value, Tolerance, expected, optional=True)
 
 
-def criterion(
-    tolerance: Tolerance | None,
-    state: torch.dtype,
-    autocast: torch.dtype | None,
-    used: bool = True,
-    device: torch.device | None = None,
-) -> tuple[Tolerance, str]:
-    """The tolerance of a fixed-point solve, and a name of the solve for messages.
-
-    None: ``Tolerance()``, and where the map computes in reduced precision an rtol that it can meet. The
-    precision is that of the state, of an autocast that the map has ``used``, or TF32, where matrix
-    products of float32 use it on a CUDA ``device``. A smaller rtol that was asked for is kept; the name
-    then says that it may be out of reach.
-    """
-    # autocast leaves float64 alone
-    changed = used and state != torch.float64
-    precision = state if autocast is None or not changed else autocast
-    name, least = str(precision).removeprefix("torch."), HALF.get(precision, 0.0)
-    if precision == torch.float32 and device is not None and on_cuda(device) and uses_tf32():
-        name, least = "TF32", _TF32
-    if tolerance is None:
-        tolerance = Tolerance(rtol=least or Tolerance.rtol)
-    what = "fixed-point solve"
-    if not tolerance.atol and tolerance.rtol < least:
-        what = f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
-    return tolerance, what
-
-
 class Goal:
-    """The tolerance of one fixed-point solve, which may depend on what its first evaluation does."""
+    """The tolerance of one fixed-point solve, resolved for the precision in which ``f`` computes.
+
+    ``precision`` is that of the state, of an autocast that ``f`` uses, or TF32, where matrix products of
+    float32 use it on a CUDA ``device``. Without a tolerance of the user's, rtol is one that the precision
+    can meet. A smaller rtol that was asked for is kept; ``what``, the name of the solve for messages, then
+    says that it may be out of reach.
+    """
 
     def __init__(
         self,
         given: Tolerance | None,
         state: torch.dtype,
         autocast: torch.dtype | None,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
-        self.given, self.state, self.autocast, self.device = given, state, autocast, device
-        self.used = True  # what autocast offers, as long as nobody has looked
+        self.given, self.state, self.device = given, state, device
+        # autocast leaves float64 alone
+        self.autocast = None if state == torch.float64 else autocast
         self.vanishing = False  # an unsolved sample seems to have its fixed point at zero
+        self.resolve(self.autocast is not None)
 
-    @property
-    def tolerance(self) -> Tolerance:
-        return criterion(self.given, self.state, self.autocast, self.used, self.device)[0]
-
-    @property
-    def what(self) -> str:
-        """A name of the solve for messages."""
-        return criterion(self.given, self.state, self.autocast, self.used, self.device)[1]
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The dtype in which ``f`` computes."""
-        changed = self.autocast is not None and self.used and self.state != torch.float64
-        return self.autocast if changed and self.autocast is not None else self.state
+    def resolve(self, used: bool) -> None:
+        """Resolve again, now that it is known whether ``f`` has ``used`` the autocast."""
+        self.used = used
+        self.precision = self.autocast if used and self.autocast is not None else self.state
+        name, least = str(self.precision).removeprefix("torch."), HALF.get(self.precision, 0.0)
+        if self.precision == torch.float32 and on_cuda(self.device) and uses_tf32():
+            name, least = "TF32", _TF32
+        self.tolerance = self.given or Tolerance(rtol=least or Tolerance.rtol)
+        self.what = "fixed-point solve"
+        if not self.tolerance.atol and self.tolerance.rtol < least:
+            self.what += f" in {name}, which may not reach rtol={self.tolerance.rtol:g},"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, an evaluation shows whether autocast matters to it."""
-        if self.given is not None or self.autocast is None or self.state == torch.float64:
+        if self.given is not None or self.autocast is None:
             yield
             return
         watch = _HalfWatch()
         # A compiler would take the watch for a part of the evaluation.
         with uncompiled(), watch:
             yield
-        self.used = watch.found
+        self.resolve(watch.found)
 
 
 class _HalfWatch(TorchFunctionMode):
@@ -363,14 +340,6 @@ _NO_DESCENT = (
 )
 
 
-def _did_not_fall(solution: Solution) -> Tensor:
-    """(B,) bool: samples that ended unsolved at a residual of the size of f(z), after a fair try."""
-    ended = torch.zeros_like(solution.status, dtype=torch.bool)
-    for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):
-        ended |= solution.status == int(status)
-    return ended & (solution.residual > LARGE) & (solution.evaluations >= MANY)
-
-
 def check_on_failure(on_failure: str) -> None:
     """Raise ValueError unless ``on_failure`` is "warn", "raise" or "ignore"."""
     require_choice("on_failure", on_failure, POLICIES)
@@ -393,8 +362,12 @@ def apply_policy(
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
     if vanishing:
         told = [_VANISHING]
-    elif what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
-        told = [_REPELS if solution.energy is None else _NO_DESCENT]
+    elif what.startswith("fixed-point solve"):
+        unsolved = [int(Status.MAX_STEPS), int(Status.STALLED), int(Status.DIVERGED)]
+        same = torch.isin(solution.status, solution.status.new_tensor(unsolved))
+        same = same & (solution.residual > LARGE) & (solution.evaluations >= MANY)
+        if bool(same.any()):
+            told = [_REPELS if solution.energy is None else _NO_DESCENT]
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
     advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:

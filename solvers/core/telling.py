@@ -6,15 +6,13 @@ import io
 import pickle
 import sys
 import warnings
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 # Packages whose frames are not the user's; contextlib runs functions that a context is put around.
 _OURS = ("solvers", "implicit_attn", "torch", "contextlib")
@@ -43,7 +41,7 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
     told = _TOLD_OF_NONE if origin is None else _TOLD.setdefault(origin, set())
     key = (category, cause) if isinstance(origin, nn.Module) else (category, cause, *place)
     if isinstance(origin, nn.Module):  # named first: a filter may be for one layer
-        message = f"{message}; in {_known_name(origin) if key in told else named(origin)}"
+        message = f"{message}; in {_known_name(origin) if key in told else _named(origin)}"
     if _action(message, category, module, place[1]) in _ONCE:
         if key in told:
             return
@@ -57,39 +55,33 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
 def _action(message: str, category: type[Warning], module: str, line: int) -> str:
     """What Python's filters would do with a warning."""
     for action, text, kind, place, number in warnings.filters:
-        if (
-            issubclass(category, kind)
-            and _fits(text, message)
-            and _fits(place, module)
-            and number in (0, line)
-        ):
+        fits = issubclass(category, kind) and number in (0, line)
+        # Patterns are compiled; those that Python is started with are plain texts, or None.
+        for pattern, own in ((text, message), (place, module)):
+            if isinstance(pattern, str):
+                fits = fits and pattern == own
+            elif pattern is not None:
+                fits = fits and pattern.match(own) is not None
+        if fits:
             return action
     return getattr(warnings, "defaultaction", "default")
 
 
-def _fits(pattern: Any, text: str) -> bool:
-    """Patterns of filters are compiled; those that Python is started with are plain texts, or None."""
-    if pattern is None or isinstance(pattern, str):
-        return pattern is None or pattern == text
-    return pattern.match(text) is not None
-
-
-def named(layer: nn.Module) -> str:
+def _named(layer: nn.Module) -> str:
     """The layer in words: its class, and its name in the outermost module that is being called now.
 
     A backward pass calls no module: there it is the name that the layer was told of by last.
     """
-    kind, frame = type(layer).__name__, sys._getframe(1)
-    models: list[nn.Module] = []
+    frame, models = sys._getframe(1), list[nn.Module]()
     while frame is not None:
         caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if isinstance(caller, nn.Module) and all(caller is not each for each in models):
+        if isinstance(caller, nn.Module) and caller not in models:
             models.append(caller)
         frame = frame.f_back
     for model in reversed(models):
         name = next((name for name, part in model.named_modules() if part is layer), "")
         if name:
-            _NAMES[layer] = f"the layer {name} ({kind}) of {type(model).__name__}"
+            _NAMES[layer] = f"the layer {name} ({type(layer).__name__}) of {type(model).__name__}"
             break
     return _known_name(layer)
 
@@ -126,7 +118,6 @@ def reduce_error(error: Exception, record: Any) -> tuple[Any, ...]:
     The tensors travel detached and as plain bytes, so that the error outlives its process and fits
     through a pipe. A ``value`` that cannot be pickled is left out.
     """
-    record = _detached(record)
     try:
         packed = _packed(record)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
@@ -135,23 +126,19 @@ def reduce_error(error: Exception, record: Any) -> tuple[Any, ...]:
 
 
 def _restore(kind: type[Exception], message: str, packed: bytes) -> Exception:
-    return kind(message, torch.load(io.BytesIO(packed), weights_only=False))
+    return kind(message, pickle.loads(packed))
 
 
 def _packed(record: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(record, buffer)
+    _Detaching(buffer).dump(record)
     return buffer.getvalue()
 
 
-def _detached(value: Any) -> Any:
-    """The same with all tensors detached and on the CPU."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{entry.name: _detached(getattr(value, entry.name)) for entry in fields(value)}
-        )
+class _Detaching(pickle.Pickler):
+    """Pickles tensors detached and on the CPU."""
 
-    def leaf(item: Any) -> Any:
-        return item.detach().cpu() if isinstance(item, Tensor) else item
-
-    return pytree.tree_map(leaf, value)
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented

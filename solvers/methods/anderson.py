@@ -5,21 +5,20 @@ On a CPU, without an energy and without autograd, ``native/turns.h`` implements 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
-from solvers.core.device import small_dtype
-from solvers.core.loop import Solver, Turn
-from solvers.core.modes import in_transform
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
 from solvers.core.rows import (
-    Point,
+    Evaluation,
     clear_rows,
     combine,
     inner_products,
+    small_dtype,
     where_rows,
     write_symmetric,
 )
@@ -69,14 +68,18 @@ class Anderson(Solver):
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
         require_number("regularization", self.regularization, low=0.0, high=1.0)
 
-    def init(self, point: Point, problem: Problem) -> Ring | Lists:
-        kept = min(self.memory, point.z.shape[1])  # more differences than dimensions are dependent
-        recorded = torch.is_grad_enabled() or in_transform()
-        return (Lists if recorded else Ring).empty(kept, point.residual)
+    def init(self, point: Evaluation, problem: Problem) -> Differences:
+        batch, size = point.z.shape
+        kept = min(self.memory, size)  # more differences than dimensions are dependent
+        gram = point.z.new_zeros(batch, kept, kept, dtype=small_dtype(point.z.dtype))
+        if torch.is_grad_enabled() or problem.traced:
+            return Differences(kept, gram, steps=[], changes=[])
+        steps, changes = (point.z.new_empty(batch, kept, size) for _ in range(2))
+        return Differences(kept, gram, steps=steps, changes=changes)
 
-    def step(self, state: Ring | Lists, turn: Turn) -> Tensor:
+    def step(self, state: Differences, inputs: SolverInput) -> Tensor:
         """Store the newest difference and mix all stored ones."""
-        current, last = turn.current, state.last
+        current, last = inputs.current, state.last
         state.last = current
         if last is not None:
             change = current.residual - last.residual
@@ -85,14 +88,18 @@ class Anderson(Solver):
             ridge, tiny = self.ridge(row.dtype)
             state.gram = write_symmetric(state.gram, slot, row)
             state.gram[:, slot, slot] = row[:, slot] * ridge + tiny
-        if turn.accepted is not None:
-            state.forget(~turn.accepted)
+        if inputs.accepted is not None:
+            state.forget(~inputs.accepted)
         del last  # its states are not needed while the next one is made
         damped = current.z.add(current.residual, alpha=self.damping)
         if not state.filled:
             return damped
         gram = state.gram[:, : state.filled, : state.filled]
-        return state.subtracted(damped, _solve_small(gram, state.products(current.residual)))
+        right = state.products(current.residual)
+        # The system is regular by construction.
+        if state.filled == 1:
+            return state.subtracted(damped, right / gram[:, 0])
+        return state.subtracted(damped, torch.linalg.solve_ex(gram, right[:, :, None])[0][:, :, 0])
 
     def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return a factor of the Gram matrix's diagonal and a number to add to it.
@@ -106,12 +113,18 @@ class Anderson(Solver):
 
 
 @dataclass
-class _Differences:
-    """Differences of the last steps; the newest one overwrites the oldest."""
+class Differences:
+    """Differences of the last steps; the newest one overwrites the oldest.
+
+    They lie in one buffer (B, m, D) or, for autograd, which would copy a buffer at every step, in a list of
+    tensors (B, D).
+    """
 
     kept: int  # slots at most
     gram: Tensor  # (B, m, m) dR^T dR with its ridge
-    last: Point | None = None  # None before the first step
+    steps: Tensor | list[Tensor]  # dZ + damping dR
+    changes: Tensor | list[Tensor]  # dR
+    last: Evaluation | None = None  # None before the first step
     count: int = 0  # differences made so far
 
     @property
@@ -124,78 +137,35 @@ class _Differences:
         """The slot of the newest difference."""
         return (self.count - 1) % self.kept
 
-    def forget(self, rows: Tensor) -> None:
-        """Drop the history of the rows (B,) bool whose accelerated step was rejected."""
-        unit = torch.eye(self.kept, dtype=self.gram.dtype, device=self.gram.device)
-        self.gram = where_rows(rows, unit.expand_as(self.gram), self.gram)
-
-
-@dataclass
-class Ring(_Differences):
-    """Differences in one buffer, written in place."""
-
-    steps: Tensor = field(kw_only=True)  # (B, m, D) dZ + damping dR
-    changes: Tensor = field(kw_only=True)  # (B, m, D) dR
-
-    @classmethod
-    def empty(cls, kept: int, like: Tensor) -> Ring:
-        batch, size = like.shape
-        gram = like.new_zeros(batch, kept, kept, dtype=small_dtype(like.dtype))
-        steps, changes = (like.new_empty(batch, kept, size) for _ in range(2))
-        return cls(kept, gram, steps=steps, changes=changes)
-
-    def remember(self, step: Tensor, change: Tensor) -> None:
-        self.count += 1
-        self.steps[:, self.newest], self.changes[:, self.newest] = step, change
-
-    def products(self, vector: Tensor) -> Tensor:
-        """(B, k) inner products of the changes with a vector (B, D)."""
-        return inner_products(self.changes[:, : self.filled], vector)
-
-    def subtracted(self, start: Tensor, weights: Tensor) -> Tensor:
-        """``start - sum_j weights_j step_j``, (B, D)."""
-        return combine(start, weights, self.steps[:, : self.filled], sign=-1)
-
-    def forget(self, rows: Tensor) -> None:
-        super().forget(rows)
-        self.steps, self.changes = (clear_rows(t, rows) for t in (self.steps, self.changes))
-
-
-@dataclass
-class Lists(_Differences):
-    """Differences in separate tensors for autograd, which would copy a buffer at every step."""
-
-    steps: list[Tensor] = field(default_factory=list)  # of (B, D)
-    changes: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def empty(cls, kept: int, like: Tensor) -> Lists:
-        return cls(kept, like.new_zeros(len(like), kept, kept, dtype=small_dtype(like.dtype)))
-
     def remember(self, step: Tensor, change: Tensor) -> None:
         self.count += 1
         for kept, new in ((self.steps, step), (self.changes, change)):
-            kept[self.newest : self.newest + 1] = [new]
+            if isinstance(kept, list):
+                kept[self.newest : self.newest + 1] = [new]
+            else:
+                kept[:, self.newest] = new
 
     def products(self, vector: Tensor) -> Tensor:
         """(B, k) inner products of the changes with a vector (B, D)."""
+        if not isinstance(self.changes, list):
+            return inner_products(self.changes[:, : self.filled], vector)
         wide = vector.to(self.gram.dtype)
         return torch.stack([(each.to(wide.dtype) * wide).sum(1) for each in self.changes], 1)
 
     def subtracted(self, start: Tensor, weights: Tensor) -> Tensor:
         """``start - sum_j weights_j step_j``, (B, D)."""
+        if not isinstance(self.steps, list):
+            return combine(start, weights, self.steps[:, : self.filled], sign=-1)
         for weight, step in zip(weights.to(start.dtype).unbind(1), self.steps, strict=True):
             start = start - weight.unsqueeze(1) * step
         return start
 
     def forget(self, rows: Tensor) -> None:
-        super().forget(rows)
+        """Drop the history of the rows (B,) bool whose accelerated step was rejected."""
+        unit = torch.eye(self.kept, dtype=self.gram.dtype, device=self.gram.device)
+        self.gram = where_rows(rows, unit.expand_as(self.gram), self.gram)
         for kept in (self.steps, self.changes):
-            kept[:] = [where_rows(rows, torch.zeros_like(each), each) for each in kept]
-
-
-def _solve_small(matrices: Tensor, right: Tensor) -> Tensor:
-    """(B, m) solutions of symmetric systems (B, m, m) that are regular by construction."""
-    if matrices.shape[1] == 1:
-        return right / matrices[:, 0]
-    return torch.linalg.solve_ex(matrices, right.unsqueeze(2))[0].squeeze(2)
+            if isinstance(kept, list):
+                kept[:] = [where_rows(rows, torch.zeros_like(each), each) for each in kept]
+            else:
+                clear_rows(kept, rows)

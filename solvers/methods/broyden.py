@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from solvers.core.checks import require_count, require_number
-from solvers.core.device import maybe_any, small_dtype
-from solvers.core.loop import Solver, Turn
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
 from solvers.core.rows import (
-    Point,
+    Evaluation,
     clear_rows,
     combine,
     inner_products,
+    small_dtype,
     where_rows,
     write_slot,
     write_symmetric,
@@ -55,7 +55,7 @@ class Broyden(Solver):
         require_count("memory", self.memory, low=2)
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Problem) -> BroydenState:
+    def init(self, point: Evaluation, problem: Problem) -> BroydenState:
         batch, size = point.z.shape
         capacity = min(FIRST_CAPACITY, self.memory)
         dtype = small_dtype(point.z.dtype)
@@ -65,16 +65,16 @@ class Broyden(Solver):
             gram=torch.zeros(batch, capacity, capacity, dtype=dtype, device=point.z.device),
         )
 
-    def step(self, state: BroydenState, turn: Turn) -> Tensor:
+    def step(self, state: BroydenState, inputs: SolverInput) -> Tensor:
         if state.count >= self.memory:
             state.count = 0
-        current = turn.current
+        current = inputs.current
         if state.replaced is not None:
             # The loop moved these rows by a fall-back step, which has no secant pair.
             state.restart(state.replaced)
         state.replaced = None
-        if turn.accepted is not None:
-            state.replaced = ~turn.accepted
+        if inputs.accepted is not None:
+            state.replaced = ~inputs.accepted
             state.restart(state.replaced)
         start = current.residual if self.damping == 1.0 else self.damping * current.residual
         step = start if state.count == 0 else self._step(state, start)
@@ -98,7 +98,7 @@ class Broyden(Solver):
         safe = torch.where(newest > 0, newest, 1.0)
         denominator = 1.0 - torch.where(newest > 0, last / safe, 0.0)
         good = denominator.abs() > NEARLY_SINGULAR
-        if maybe_any(~good):
+        if not bool(good.all()):
             state.restart(~good)
             product = where_rows(good, product, start)
             denominator = torch.where(good, denominator, 1.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from solvers.core.loop import Loop, Rule, Solver
+from solvers.core.loop import Loop, Options, Solver
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, Progress
-from solvers.core.solution import Solution, Tolerance
+from solvers.core.rows import Evaluation
+from solvers.core.solution import Solution
 from solvers.methods import turns
 from solvers.methods.anderson import Anderson
 from solvers.methods.steps import Forward
@@ -16,17 +16,12 @@ from solvers.native import MOST, serves, solve_in_turns
 
 def iterate(
     problem: Problem,
-    first: Point,
+    first: Evaluation,
     solver: Solver,
-    tolerance: Tolerance,
-    max_steps: int,
-    record: bool = False,
-    callback: Callable[[Progress], object] | None = None,
-    states_at: Sequence[int] = (),
-    rule: Rule | None = None,
+    options: Options,
     *,
     automatic: bool = False,
-) -> tuple[Solution, Callable[[], Point] | None]:
+) -> tuple[Solution, Callable[[], Evaluation] | None]:
     """Solve from the evaluation ``first`` at the start.
 
     The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU. The turns
@@ -38,23 +33,22 @@ def iterate(
         The solution, with a value (B, D), and a function that gives the last evaluation if it included all
         samples at their returned values, else None.
     """
-    watched = record or callback is not None or bool(states_at) or rule is not None
-    watched = watched or problem.bounds is not None
+    watched = options.watched or problem.bounds is not None
     plain = not (watched or problem.has_energy)
+    limits = options.tolerance, options.max_steps
     anderson = type(solver) is Anderson and plain
     descends = automatic and solver.needs_energy and not watched
     if (anderson or descends) and turns.serves_cuda(first.z):
         chosen = solver if isinstance(solver, Anderson) else Anderson()
-        solution, last = turns.solve_on_cuda(problem, first, chosen, tolerance, max_steps)
+        solution, last = turns.solve_on_cuda(problem, first, chosen, *limits)
         if solution is not None:
             return solution, last
     if plain and serves(first.z):
         if type(solver) is Anderson and solver.memory <= MOST:
             numbers = (solver.damping, *solver.ridge(first.z.dtype))
-            return solve_in_turns(problem, first, solver.memory, numbers, tolerance, max_steps)
+            return solve_in_turns(problem, first, solver.memory, numbers, *limits)
         if type(solver) is Forward:
-            numbers = (solver.damping, 1.0, 0.0)
-            return solve_in_turns(problem, first, 0, numbers, tolerance, max_steps)
-    loop = Loop(problem, first, solver, tolerance, max_steps, record, callback, states_at, rule)
+            return solve_in_turns(problem, first, 0, (solver.damping, 1.0, 0.0), *limits)
+    loop = Loop(problem, first, solver, options)
     del first  # the loop frees it when it has moved on
     return loop.run(), None

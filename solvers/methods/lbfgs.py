@@ -10,10 +10,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from solvers.core.checks import require_count
-from solvers.core.device import maybe_any, small_dtype
-from solvers.core.loop import Solver, Turn
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, combine, inner_products, where_rows, write_slot
+from solvers.core.rows import (
+    Evaluation,
+    combine,
+    inner_products,
+    small_dtype,
+    where_rows,
+    write_slot,
+)
 from solvers.core.safeguard import SHORTEST, interpolation, slope_of
 
 CURVATURE = 1e-6  # smallest cosine between s and y of a stored pair
@@ -59,7 +65,7 @@ class LBFGS(Solver):
         if self.memory is not None:
             require_count("memory", self.memory)
 
-    def init(self, point: Point, problem: Problem) -> LBFGSState:
+    def init(self, point: Evaluation, problem: Problem) -> LBFGSState:
         batch, size = point.z.shape
         memory = self.memory or (MORE_PAIRS if size <= SMALL else PAIRS)
         capacity = min(memory, FIRST_CAPACITY)
@@ -80,8 +86,8 @@ class LBFGS(Solver):
             length=_first_length(point, along),
         )
 
-    def step(self, state: LBFGSState, turn: Turn) -> Tensor:
-        current, trial, accepted = turn.current, turn.trial, turn.accepted
+    def step(self, state: LBFGSState, inputs: SolverInput) -> Tensor:
+        current, trial, accepted = inputs.current, inputs.trial, inputs.accepted
         if not state.started:
             state.started = True
             return state.candidate()
@@ -91,7 +97,7 @@ class LBFGS(Solver):
         if accepted is None or factor is None:
             state.length = torch.ones_like(state.length)
         else:
-            renew = accepted | (stored & (turn.rejections == 1))
+            renew = accepted | (stored & (inputs.rejections == 1))
             shorter = state.length * factor.to(state.length.dtype)
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
@@ -99,7 +105,7 @@ class LBFGS(Solver):
         return state.candidate()
 
     def _store_pair(
-        self, state: LBFGSState, trial: Point, accepted: Tensor | None, factor: Tensor | None
+        self, state: LBFGSState, trial: Evaluation, accepted: Tensor | None, factor: Tensor | None
     ) -> Tensor:
         """Store the pair of the last trial in the rows (B,) bool where its curvature is positive."""
         s, y = trial.z - state.point.z, _gradient(trial) - _gradient(state.point)
@@ -112,7 +118,7 @@ class LBFGS(Solver):
             near = (factor > SHORTEST) & _almost_quadratic(trial, state.point, along)
             good = good & (accepted | near)
         scale = torch.where(good, along, 1.0).rsqrt().to(s.dtype).unsqueeze(1)
-        if maybe_any(~good):
+        if not bool(good.all()):
             s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
         state.write(s * scale, y * scale)
         safe = torch.where(good, changes, 1.0)
@@ -136,7 +142,7 @@ class LBFGS(Solver):
         steepest = gamma.to(gradient.dtype) * gradient
         ascent = combine(steepest, weights, pairs)
         good = (ascent * gradient).sum(1) > 0
-        if maybe_any(~good):
+        if not bool(good.all()):
             ascent = where_rows(good, ascent, steepest)
         return -ascent
 
@@ -149,7 +155,7 @@ class LBFGSState:
     pairs: Tensor  # (B, 2m, D) s, y, s, y, ..., a ring buffer that grows
     products: Tensor  # (B, 2m, 2m) inner products of the pairs
     gamma: Tensor  # (B,) scale of the initial inverse Hessian
-    point: Point
+    point: Evaluation
     direction: Tensor
     length: Tensor
     count: int = 0  # pairs made so far
@@ -192,7 +198,7 @@ class LBFGSState:
         return upper + empty
 
 
-def _first_length(point: Point, along: Tensor) -> Tensor:
+def _first_length(point: Evaluation, along: Tensor) -> Tensor:
     """(B,) length of the first step along the residual r, ``along = -r.g``."""
     assert point.energy is not None
     z, dtype = point.z.detach(), along.dtype
@@ -204,7 +210,7 @@ def _first_length(point: Point, along: Tensor) -> Tensor:
     return torch.where(absurd, 2 * size / torch.where(absurd, along, 1.0), 1.0)
 
 
-def _almost_quadratic(trial: Point, start: Point, along: Tensor) -> Tensor:
+def _almost_quadratic(trial: Evaluation, start: Evaluation, along: Tensor) -> Tensor:
     """(B,) bool: the energies of both points and their slopes lie on one parabola; ``along = s.y``."""
     assert trial.energy is not None
     assert start.energy is not None
@@ -214,7 +220,7 @@ def _almost_quadratic(trial: Point, start: Point, along: Tensor) -> Tensor:
     return (change - mean).abs() <= QUADRATIC * along + noise
 
 
-def _gradient(point: Point) -> Tensor:
+def _gradient(point: Evaluation) -> Tensor:
     if point.gradient is None:
         raise ValueError("LBFGS needs the energy's gradient, but EnergyUpdate.joint returned None")
     return point.gradient

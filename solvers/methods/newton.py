@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
-from solvers.core.device import maybe_any
-from solvers.core.loop import Solver, Turn
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import JacobianProduct, Problem
-from solvers.core.rows import Point, merge_rows, select_rows, where_rows
+from solvers.core.rows import Evaluation, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
 from solvers.krylov import CG, GMRES, LINEAR, LinearSolver
 
@@ -50,7 +49,7 @@ class Newton(Solver):
         object.__setattr__(self, "linear", linear)
         require_number("forcing", self.forcing, low=0.0, high=0.99, closed=False)
 
-    def init(self, point: Point, problem: Problem) -> NewtonState:
+    def init(self, point: Evaluation, problem: Problem) -> NewtonState:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "Newton's inner solves cannot be unrolled; use adjoint=Implicit() or another solver"
@@ -63,33 +62,33 @@ class Newton(Solver):
             products=torch.zeros_like(point.norm, dtype=torch.int64),
         )
 
-    def step(self, state: NewtonState, turn: Turn) -> Tensor:
-        trial = turn.trial
+    def step(self, state: NewtonState, inputs: SolverInput) -> Tensor:
+        trial = inputs.trial
         moved = torch.ones_like(trial.norm, dtype=torch.bool)
-        state.evaluations += 1
-        if state.evaluations > 1:
-            if turn.accepted is not None:
-                moved = turn.accepted
+        if state.started:
+            if inputs.accepted is not None:
+                moved = inputs.accepted
             if trial.energy is None:  # which the loop would judge by
                 moved = moved & (trial.norm <= (1 - ARMIJO * state.length) * state.base.norm)
             shrinking = (trial.norm / state.base.norm).square() * 0.9
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
             state.base = merge_rows(moved, trial, state.base)
+        state.started = True
         state.length = torch.where(moved, 1.0, 0.5 * state.length)
-        if maybe_any(moved):
-            direction = self._direction(state, moved, turn)
+        if bool(moved.any()):
+            direction = self._direction(state, moved, inputs)
             state.direction = where_rows(moved, direction, state.direction)
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
 
     def products(self, state: NewtonState) -> Tensor:
         return state.products
 
-    def _direction(self, state: NewtonState, rows: Tensor, turn: Turn) -> Tensor:
+    def _direction(self, state: NewtonState, rows: Tensor, inputs: SolverInput) -> Tensor:
         """Solve ``(I - J) s = r`` inexactly in ``rows``, within the remaining evaluations."""
-        base, problem = state.base, turn.problem
+        base, problem = state.base, inputs.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
-        left = turn.max_steps - state.evaluations - state.products - self.recordings - 1
+        left = inputs.left - self.recordings - 1
         wanted = rows & (left > 0) & torch.isfinite(base.norm)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
@@ -112,12 +111,12 @@ class Newton(Solver):
                 state.products = state.products + spent.amax()
         return step
 
-    def _product(self, problem: Problem, point: Point) -> JacobianProduct:
+    def _product(self, problem: Problem, point: Evaluation) -> JacobianProduct:
         """``v -> J v`` at ``point``."""
         return problem.jacobian_product(point.z)
 
     def _solve(
-        self, problem: Problem, point: Point, forcing: Tensor, left: Tensor, wanted: Tensor
+        self, problem: Problem, point: Evaluation, forcing: Tensor, left: Tensor, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return solutions (n, D) of ``(I - J) s = r`` in the ``wanted`` rows and their products.
 
@@ -145,9 +144,9 @@ class Newton(Solver):
 class NewtonState:
     """The current direction, its starting point and its cost."""
 
-    base: Point
+    base: Evaluation
     direction: Tensor  # (B, D) from base
     length: Tensor  # (B,) of the step along it
     forcing: Tensor  # (B,)
     products: Tensor  # (B,) with J, and for each direction the evaluation behind them
-    evaluations: int = 0
+    started: bool = False  # the first step has been proposed

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from solvers.core.checks import require_number
-from solvers.core.device import small_dtype
-from solvers.core.loop import Solver, Turn
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, clear_rows
+from solvers.core.rows import Evaluation, clear_rows, small_dtype
 
 
 @dataclass(frozen=True)
@@ -25,16 +24,14 @@ class Forward(Solver):
 
     damping: float = 1.0
 
-    projects: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Problem) -> None:
+    def init(self, point: Evaluation, problem: Problem) -> None:
         """Nothing to remember."""
 
-    def step(self, state: None, turn: Turn) -> Tensor:
-        return turn.current.z.add(turn.current.residual, alpha=self.damping)
+    def step(self, state: None, inputs: SolverInput) -> Tensor:
+        return inputs.current.z.add(inputs.current.residual, alpha=self.damping)
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,6 @@ class GradientDescent(Solver):
     momentum: float = 0.0
     nesterov: bool = False
 
-    projects: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if self.step_size != "auto":
             require_number("step_size", self.step_size, low=0.0, high=1e30, closed=False)
@@ -74,26 +69,26 @@ class GradientDescent(Solver):
         if self.step_size == "auto" and self.momentum > 0.0:
             raise ValueError(f'step_size="auto" needs momentum=0, got {self.momentum!r}')
 
-    def init(self, point: Point, problem: Problem) -> GradientState:
+    def init(self, point: Evaluation, problem: Problem) -> GradientState:
         return GradientState(step_size=torch.ones_like(point.norm))
 
-    def step(self, state: GradientState, turn: Turn) -> Tensor:
-        current = turn.current
+    def step(self, state: GradientState, inputs: SolverInput) -> Tensor:
+        current = inputs.current
         if self.step_size == "auto":
             return self._automatic(state, current)
         if self.momentum == 0.0:
             return current.z.add(current.residual, alpha=self.step_size)
         velocity = current.residual
         if state.memory is not None:
-            if turn.accepted is not None:
-                state.memory = clear_rows(state.memory, ~turn.accepted)
+            if inputs.accepted is not None:
+                state.memory = clear_rows(state.memory, ~inputs.accepted)
             velocity = velocity.add(state.memory, alpha=self.momentum)
         state.memory = velocity
         if self.nesterov:
             velocity = current.residual.add(velocity, alpha=self.momentum)
         return current.z.add(velocity, alpha=self.step_size)
 
-    def _automatic(self, state: GradientState, current: Point) -> Tensor:
+    def _automatic(self, state: GradientState, current: Evaluation) -> Tensor:
         if state.memory is not None and state.last_residual is not None:
             s, y = current.z - state.memory, state.last_residual - current.residual
             wide = small_dtype(s.dtype)

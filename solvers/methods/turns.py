@@ -21,9 +21,8 @@ from torch import Tensor
 
 from solvers.core.cuda import on_cuda
 from solvers.core.loop import DIVERGENCE, PATIENCE
-from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Point
+from solvers.core.rows import RUNNING, Evaluation
 from solvers.core.safeguard import FAR, rounding
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.core.telling import warn_user
@@ -219,13 +218,12 @@ def serves_cuda(like: Tensor) -> bool:
 
     In float64 the squares of a norm could over- or underflow.
     """
-    plain = not (torch.is_grad_enabled() or in_transform())
-    return on_cuda(like) and like.dtype != torch.float64 and plain
+    return on_cuda(like) and like.dtype != torch.float64 and not torch.is_grad_enabled()
 
 
 def solve_on_cuda(
-    problem: Problem, first: Point, solver: Anderson, tolerance: Tolerance, max_steps: int
-) -> tuple[Solution | None, Callable[[], Point] | None]:
+    problem: Problem, first: Evaluation, solver: Anderson, tolerance: Tolerance, max_steps: int
+) -> tuple[Solution | None, Callable[[], Evaluation] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D).
 
     Returns:

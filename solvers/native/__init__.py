@@ -12,7 +12,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
-from solvers.core.rows import MODERATE_ABOVE, RUNNING, Point, shrinks
+from solvers.core.rows import MODERATE_ABOVE, RUNNING, Evaluation, shrinks
 from solvers.core.solution import Solution, Tolerance
 
 FOLDER = Path(__file__).parent / "lib"
@@ -89,10 +89,14 @@ class Threads:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=lambda: setattr(self, "forked", True))
 
-    @property
+    @cached_property
     def fork(self) -> int | None:
         """Return the address of OpenMP's fork function, or None without a supported OpenMP."""
-        return _openmp()
+        try:
+            start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+        except (AttributeError, OSError):
+            return None
+        return ctypes.cast(start, ctypes.c_void_p).value
 
     @property
     def number(self) -> int:
@@ -100,25 +104,8 @@ class Threads:
         return 1 if self.forked else torch.get_num_threads()
 
 
-@cache
-def _openmp() -> int | None:
-    try:
-        start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    except (AttributeError, OSError):
-        return None
-    return ctypes.cast(start, ctypes.c_void_p).value
-
-
 THREADS = Threads()
-
-
 NAMES = {torch.float32: "float", torch.float64: "double"}
-
-
-def fields(pointers: str, integers: str, numbers: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of a structure, in the order of the header."""
-    kinds = (pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (numbers, ctypes.c_double)
-    return tuple((name, kind) for names, kind in kinds for name in names.split())
 
 
 def serves(like: Tensor) -> bool:
@@ -135,48 +122,30 @@ def function(of: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[
     return found
 
 
-def pieces(like: Tensor, dtype: torch.dtype, sizes: list[int]) -> tuple[Tensor, list[int]]:
-    """Return uninitialised memory for pieces of these sizes, and the address of each piece."""
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += -(-size // 16) * 16  # align pieces with cache lines
-    memory = like.new_empty(total, dtype=dtype)
-    first, width = memory.data_ptr(), memory.element_size()
-    return memory, [first + width * start for start in starts]
-
-
-def alike(image: Tensor, vector: Tensor, name: str, of: str) -> Tensor:
-    """Return ``image`` contiguous and without a lazy sign, after checking that it is like ``vector``."""
-    image = image.detach().contiguous().resolve_neg()
-    if image.shape != vector.shape or image.dtype != vector.dtype:  # C++ does not check
-        wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (vector, image))
-        raise ValueError(f"{name} must have the shape and dtype of {of}, {wanted}, got {got}")
-    return image
-
-
 MOST = 64  # largest memory, as in ``turns.h``
+FIELDS = (  # of ``Turns`` of ``turns.h``, in its order
+    (
+        "trial value next index mask z residual steps changes gram best relative norm limit milestone "
+        "scale status evaluations rejected rejections count fork",
+        ctypes.c_void_p,
+    ),
+    ("threads rows size kept evaluation max_steps patience", ctypes.c_int64),
+    ("rtol atol damping ridge tiny divergence moderate", ctypes.c_double),
+)
 
 
 class _Turns(ctypes.Structure):
-    """``Turns`` of ``turns.h``."""
-
-    _fields_ = fields(
-        "trial value next index mask z residual steps changes gram best relative norm limit milestone scale "
-        "status evaluations rejected rejections count fork",
-        "threads rows size kept evaluation max_steps patience",
-        "rtol atol damping ridge tiny divergence moderate",
-    )
+    _fields_ = tuple((name, kind) for names, kind in FIELDS for name in names.split())
 
 
 def solve_in_turns(
     problem: Problem,
-    first: Point,
+    first: Evaluation,
     memory: int,
     numbers: tuple[float, float, float],
     tolerance: Tolerance,
     max_steps: int,
-) -> tuple[Solution, Callable[[], Point] | None]:
+) -> tuple[Solution, Callable[[], Evaluation] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D), whose residual is overwritten.
 
     Returns:
@@ -191,24 +160,32 @@ def solve_in_turns(
     value, first.residual = first.z + first.residual, first.z
     batch, size = start.shape
     kept, dtype = min(memory, size), start.dtype
-    state, history = batch * size, batch * kept * size
-    sizes = [state, state, history, history, batch * kept * kept, batch, batch, batch]
-    own, (z, residual, steps, changes, gram, limit, milestone, scale) = pieces(start, dtype, sizes)
-    best, relative, norm = torch.empty_like(start), start.new_empty(batch), start.new_empty(batch)
+    best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)
+    steps, changes = start.new_empty(2, batch, kept, size).unbind()
+    relative, norm, limit, milestone, scale = start.new_empty(5, batch).unbind()
     counts = start.new_empty(5, batch, dtype=torch.int64)
-    status, evaluations, rejected = counts[:3].unbind()
+    status, evaluations, rejected, rejections, count = counts.unbind()
     index = torch.arange(batch, device=start.device)  # whatever torch.set_default_device says
-    mask = None if problem.mask is None else problem.mask.contiguous()
+    arrays = {
+        "index": index, "z": z, "residual": residual, "steps": steps, "changes": changes,
+        "gram": start.new_empty(batch, kept, kept), "best": best, "relative": relative, "norm": norm,
+        "limit": limit, "milestone": milestone, "scale": scale, "status": status,
+        "evaluations": evaluations, "rejected": rejected, "rejections": rejections, "count": count,
+    }  # fmt: skip
+    if problem.mask is not None:
+        arrays["mask"] = problem.mask.contiguous()
+    damping, ridge, tiny = numbers
     record = _Turns(
-        None, None, None, index.data_ptr(), None if mask is None else mask.data_ptr(),
-        z, residual, steps, changes, gram, best.data_ptr(), relative.data_ptr(), norm.data_ptr(),
-        limit, milestone, scale, *map(Tensor.data_ptr, counts), THREADS.fork,
-        THREADS.number, batch, size, kept, 0, max_steps, PATIENCE, tolerance.rtol, tolerance.atol,
-        *numbers, DIVERGENCE, MODERATE_ABOVE[dtype],
+        **{name: array.data_ptr() for name, array in arrays.items()}, fork=THREADS.fork,
+        threads=THREADS.number, rows=batch, size=size, kept=kept, max_steps=max_steps, patience=PATIENCE,
+        rtol=tolerance.rtol, atol=tolerance.atol, damping=damping, ridge=ridge, tiny=tiny,
+        divergence=DIVERGENCE, moderate=MODERATE_ABOVE[dtype],
     )  # fmt: skip
     turn, at, part = function(engine(), "turn", dtype), ctypes.addressof(record), problem
     while True:
-        value, following = alike(value, trial, "f(z)", "z"), torch.empty_like(trial)
+        # C++ knows neither strides nor a sign yet to be flipped, and checks nothing.
+        value, following = value.contiguous().resolve_neg(), torch.empty_like(trial)
+        assert value.shape == trial.shape and value.dtype == trial.dtype
         record.trial, record.value, record.next = (
             trial.data_ptr(), value.data_ptr(), following.data_ptr(),
         )  # fmt: skip
@@ -224,11 +201,10 @@ def solve_in_turns(
             record.index, record.rows = index.data_ptr(), len(index)
             part = problem.rows(index, batch)
         value = part.image(trial)
-    del own  # the engine only held addresses
-    del following
+    del arrays, following  # the engine only held addresses
     last: Any = None
     if len(index) == batch:
-        last = lambda: problem.exact(problem.point(trial, value))  # noqa: E731
+        last = lambda: problem.point(trial, value)  # noqa: E731
     solution = Solution(
         value=best,
         status=status.clone(),

@@ -41,14 +41,13 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
-from solvers.core.device import maybe_any
-from solvers.core.loop import Solver, Turn
+from solvers.core.loop import Solver, SolverInput
 from solvers.core.modes import eager, without_autocast
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, where_rows
+from solvers.core.rows import Evaluation, where_rows
 from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.fixed_points import fixed_point
-from solvers.methods.anderson import Anderson, Lists, Ring
+from solvers.methods.anderson import Anderson, Differences
 from solvers.spins.inputs import (
     as_matrix,
     as_wide,
@@ -204,14 +203,14 @@ class AdaptiveTAP(Solver):
     damping: float | None = None
     memory: int = 6
 
-    lost: ClassVar[Status] = Status.INDEFINITE
+    failed: ClassVar[Status] = Status.INDEFINITE
 
     def __post_init__(self) -> None:
         if self.damping is not None:
             require_number("damping", self.damping, low=0.0, high=1.0, closed=False)
         require_count("memory", self.memory)
 
-    def init(self, point: Point, problem: Problem) -> TAPState:
+    def init(self, point: Evaluation, problem: Problem) -> TAPState:
         anderson = Anderson(memory=self.memory)
         return TAPState(
             accelerated=anderson.init(point, problem) if self.damping is None else None,
@@ -219,18 +218,18 @@ class AdaptiveTAP(Solver):
             best=torch.full_like(point.norm, torch.inf),
         )
 
-    def step(self, state: TAPState, turn: Turn) -> Tensor:
-        current = turn.current
+    def step(self, state: TAPState, inputs: SolverInput) -> Tensor:
+        current = inputs.current
         if state.accelerated is None:
             return current.z.add(current.residual, alpha=self.damping or 1.0)
-        candidate = Anderson(memory=self.memory).step(state.accelerated, turn)
+        candidate = Anderson(memory=self.memory).step(state.accelerated, inputs)
         worse = current.norm > GROWTH * state.best
-        if turn.accepted is not None:
-            worse = worse | ~turn.accepted
+        if inputs.accepted is not None:
+            worse = worse | ~inputs.accepted
         smaller = (state.damping / 2).clamp_min(SMALLEST)
         state.damping = torch.where(worse, smaller, (1.2 * state.damping).clamp_max(1.0))
         state.best = torch.where(worse, current.norm, torch.minimum(current.norm, state.best))
-        if not maybe_any(worse):
+        if not bool(worse.any()):
             return candidate
         state.accelerated.forget(worse)
         damped = current.z + state.damping[:, None].to(current.z.dtype) * current.residual
@@ -241,7 +240,7 @@ class AdaptiveTAP(Solver):
 class TAPState:
     """``damping`` (B,) of the next damped step, ``best`` (B,) residual norm of the current history."""
 
-    accelerated: Ring | Lists | None
+    accelerated: Differences | None
     damping: Tensor
     best: Tensor
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_choice, require_count, require_finite, require_instance
-from solvers.core.device import maybe_any
+from solvers.core.context import maybe_any
 from solvers.core.modes import without_autocast
 from solvers.core.solution import Solution, Tolerance, check_on_failure
 from solvers.fixed_points import fixed_point

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count, require_flag
-from solvers.core.device import maybe_any
+from solvers.core.context import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.spins.inputs import (
