@@ -85,7 +85,7 @@ def judge_again(
     point: Point,
     tolerance: Tolerance,
     precision: torch.dtype,
-    rows: Tensor | None = None,
+    among: Tensor | None = None,
     *,
     converged: bool = False,
 ) -> None:
@@ -95,30 +95,23 @@ def judge_again(
     INCONSISTENT.
 
     Args:
-        rows: (n,) samples of ``point``; None: all.
+        among: (B,) bool, samples that ``point`` is about; None: all.
         converged: ``point`` is at the returned value where a sample has converged, and only there.
     """
     norm, reference = point.norm, point.reference
     wrong = exceeds(norm, tolerance.threshold(reference), reference, precision)
     relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
-    finite = point.finite()
-
-    def part(whole: Tensor) -> Tensor:
-        return whole if rows is None else whole[rows]
-
-    def write(whole: Tensor, new: Tensor) -> Tensor:
-        return new if rows is None else whole.index_copy(0, rows, new)
-
-    known = part(solution.status) == Status.CONVERGED
+    known = solution.status == Status.CONVERGED
+    # A sample without a finite evaluation keeps its infinite residual.
+    finite = point.finite() & (solution.residual < torch.inf)
     if converged:
         finite = finite & known
-    status = torch.where(wrong & known, int(Status.INCONSISTENT), part(solution.status))
-    solution.status = write(solution.status, status)
-    # A sample without a finite evaluation keeps its infinite residual.
-    finite = finite & (part(solution.residual) < torch.inf)
+    if among is not None:
+        finite, known = finite & among, known & among
+    solution.status = torch.where(wrong & known, int(Status.INCONSISTENT), solution.status)
     for name, new in (("residual", relative), ("residual_norm", norm)):
         old = getattr(solution, name)
-        setattr(solution, name, write(old, torch.where(finite, new.to(old.dtype), part(old))))
+        setattr(solution, name, torch.where(finite, new.to(old.dtype), old))
 
 
 def refuse_change(
