@@ -494,7 +494,8 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
         return None
     if options.get("verify"):
         return _refused("is solved with verify=True", f)
-    if getattr(f, "dropped", None) is not None:
+    masks = getattr(f, "masks", None)
+    if masks is not None and masks.numbers:
         return _refused("contains a VariationalDropout", f)
     if not (solver is None or type(solver) is Anderson):
         return _refused(f"is solved by {type(solver).__name__}", f)

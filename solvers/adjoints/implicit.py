@@ -212,7 +212,7 @@ class Linearization:
         own = [z.detach().requires_grad_()]
 
         def alias(leaf: Any) -> Any:
-            if not _trained(leaf):
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
                 return leaf
             if id(leaf) not in pairs:
                 own.append(leaf.detach().requires_grad_())
@@ -223,19 +223,16 @@ class Linearization:
             node = tensor.grad_fn
             return tensor if node is None or node._sequence_nr() >= start else alias(tensor)
 
-        def evaluate(
-            substitution: AbstractContextManager[Any],
-        ) -> tuple[Tensor, list[Tensor], bool]:
-            weights = constant_weights(problem.modules, problem.weights, repeated=True)
-            with weights, substitution:
+        def evaluate(mode: AbstractContextManager[Any]) -> tuple[Tensor, list[Tensor], bool]:
+            with constant_weights(problem.modules, weights, repeated=True), mode:
                 output = replace(problem, args=args).masked_map(point)
             return output, *read_by(output, {id(leaf) for leaf in own}, start)
 
         with torch.enable_grad(), uncompiled():
-            known = problem.weights
-            start = sequence_number() if known is None else known.start
+            weights = problem.weights
+            start = sequence_number() if weights is None else weights.start
             args = problem.args
-            if any(_trained(leaf) for leaf in leaves_of(args)):
+            if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(args)]):
                 args = pytree.tree_map(alias, args)
             # Not the leaf itself: torch cannot follow the gradients of leaves where it tracks modules.
             point = own[0].view_as(own[0])
@@ -276,10 +273,6 @@ class Linearization:
         unused = self.point.new_zeros(()).requires_grad_()
         aliases = [known.get(id(source), unused) for source in sources]
         return replace(self, sources=list(sources), aliases=aliases)
-
-
-def _trained(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _trains(f: object) -> bool:
@@ -331,12 +324,6 @@ class Derivative:
         if through is None and not sources:
             return z
         return _Value.apply(self, z, through, *sources)[0]
-
-
-def attach_implicit(record: Linearization, z: Tensor, solve: AdjointSolve) -> Tensor:
-    """The fixed point z (B, D) with the implicit gradient of the ``record`` attached."""
-    derivative = Derivative(solve, lambda z, sources: record)
-    return derivative.attach(z, record.sources, record.output if record.computed else None)
 
 
 class Sliced(torch.autograd.Function):

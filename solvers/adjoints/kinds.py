@@ -13,8 +13,8 @@ from torch import Tensor
 from solvers.adjoints.checkpoints import Checkpoints
 from solvers.adjoints.implicit import (
     AdjointSolve,
+    Derivative,
     Linearization,
-    attach_implicit,
     zero_derivative,
 )
 from solvers.core.checks import (
@@ -119,9 +119,9 @@ class Implicit(Adjoint):
                 point = part.exact(part.point(z, record.output.detach()))
                 among = None if gone is None else ~gone
                 judge_again(solution, point, goal.tolerance, goal.precision, among)
-            return attach_implicit(
-                record, z, self.adjoint_solve(solution.adjoint, goal.tolerance, part.f)
-            )
+            own = self.adjoint_solve(solution.adjoint, goal.tolerance, part.f)
+            through = record.output if record.computed else None
+            return Derivative(own, lambda z, sources: record).attach(z, record.sources, through)
 
         near = self.states or OneStep()
         for state in solution.states or ():
