@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn.deq import DEQ, UnrolledLayer
-from implicit_attn.deq.problem import initial_state
+from implicit_attn.deq.problem import Map
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
 from implicit_attn.energies.energy import is_prepared
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
@@ -21,16 +21,16 @@ from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
-from solvers.core.cuda import on_cuda, uses_tf32
+from solvers.core.cuda import on_cuda
 from solvers.core.modes import (
     autocast_dtype,
     eager,
     in_transform,
-    refuse_shapes,
 )
 from solvers.core.solution import Goal, read_tolerance
 
 EPSILON = 1e-5  # epsilon of the norm of the input
+_TOLERANCE = solvers.Tolerance(1e-3)  # the default
 ATTENTIONS = ("self", "cross", None)
 MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
 # GELU' <= 1.129, so the curvature of its integral exceeds that of relu(y)^2 / 2 by this factor.
@@ -94,39 +94,34 @@ class EncoderLayer(nn.Module):
 
         ``options`` are those of :meth:`implicit_attn.DEQ.solve`. The state is always (B, N, state_dim).
         """
-        x, given, mask = self.arguments(
+        tokens, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        chosen = self._options(x, given, mask, is_causal, options)
-        solution = self.deq.solve(given, mask, **chosen)
+        solution = self.deq.solve(x, mask, **self._options(tokens, x, mask, is_causal, options))
         if self.last is not None and not in_transform():
             solution.evaluations = self.last.evaluations  # those before the solve, too
         return solution
 
     def _options(
-        self,
-        x: Tensor,
-        given: AttentionInput,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> dict[str, Any]:
-        """Options of the solve for tokens x."""
-        return {"tolerance": self._tolerance(x), **options}
+        self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the options of the solve for these tokens, made of those of the call."""
+        return {"tolerance": self._tolerance(tokens), **options}
 
-    def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
-        """Return the tolerance of the options or 1e-3; None in reduced precision, for the default."""
-        if not self.deq.training and self.deq.eval_tolerance is not None:
-            return self.deq.eval_tolerance
-        reduced = x.dtype in (torch.float16, torch.bfloat16)
-        reduced |= torch.is_autocast_enabled(x.device.type) or (on_cuda(x) and uses_tf32())
-        if self.deq.tolerance is not None or reduced:
-            return self.deq.tolerance
-        return solvers.Tolerance(1e-3)
+    def _tolerance(self, tokens: Tensor) -> solvers.Tolerance | None:
+        """Return the tolerance of the layer or 1e-3; None in reduced precision, for the default."""
+        chosen = self.deq._options()["tolerance"]
+        plain = chosen is None and self._limit(tokens, None).rtol == solvers.Tolerance.rtol
+        return _TOLERANCE if plain else chosen
+
+    def _limit(self, tokens: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
+        """Return the tolerance as a number, also in reduced precision."""
+        device = tokens.device
+        return Goal(tolerance, tokens.dtype, autocast_dtype(device.type), device).tolerance
 
     @eager
     def _token_by_token(
-        self, given: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance, most: int
+        self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance, most: int
     ) -> tuple[Tensor, Tensor]:
         """Plain iteration in which no bit of a token depends on a later one.
 
@@ -136,9 +131,8 @@ class EncoderLayer(nn.Module):
         Returns:
             The states (B, N, s), and the evaluations of each token (B, N).
         """
-        step = self.deq.update
-        held = step.prepare(given, mask=mask)
-        z = initial_state(step, self.deq.init, given, held)
+        f = Map(self.deq)
+        args, z = f.equation(x, mask)
         seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
         evaluations, latest = torch.zeros_like(seen, dtype=torch.int64), z
 
@@ -147,7 +141,7 @@ class EncoderLayer(nn.Module):
             z, moves = state[0], state[1] > 0
             if not moves.any():
                 return state
-            value = step(z, held, mask=mask)
+            value = f(z, *args)
             far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
             before = (far & moves).int().cummax(1).values  # 1 from the first token on that is far
             latest = torch.where(moves[..., None], value.to(z), z)
@@ -166,12 +160,7 @@ class EncoderLayer(nn.Module):
         )  # fmt: skip
         return latest, evaluations  # the solver's value is a state that was evaluated
 
-    def _limit(self, x: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
-        """The tolerance as a number, also in reduced precision."""
-        kind = x.device
-        return Goal(tolerance, x.dtype, autocast_dtype(kind.type), kind).tolerance
-
-    def arguments(
+    def _arguments(
         self,
         src: Tensor,
         src_mask: Tensor | None = None,
@@ -180,8 +169,8 @@ class EncoderLayer(nn.Module):
         memory: Tensor | None = None,
         memory_padding: Tensor | None = None,
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
-        """Return tokens (B, N, d), the input of the solve, and the mask of unpadded tokens (B, N)."""
-        x = self._tokens("src", src, self.dim)
+        """Return tokens (B, N, d), the input of the layer, and the mask of unpadded tokens (B, N)."""
+        tokens = self._tokens("src", src, self.dim)
         if memory is None and self.attention == "cross":
             raise ValueError('memory must be a tensor when attention="cross", got None')
         if self.attention != "cross" and (memory is not None or memory_padding is not None):
@@ -193,17 +182,18 @@ class EncoderLayer(nn.Module):
             memory = self._tokens("memory", memory, self.memory_dim)
             seen = _counted_tokens("memory_key_padding_mask", memory_padding, memory)
             memory = _normalised(memory, seen)
-        keys = x.shape[1] if memory is None else memory.shape[1]
+        batch, count, _ = tokens.shape
+        keys = count if memory is None else memory.shape[1]
         if src_mask is not None:
-            pairs, bias = _allowed_pairs(src_mask, (x.shape[0], self.heads, x.shape[1], keys))
+            pairs, bias = _allowed_pairs(src_mask, (batch, self.heads, count, keys))
         if is_causal and not self.causal:
             if self.attention == "cross":
                 raise ValueError('is_causal=True needs attention="self", got "cross"')
-            order = torch.ones(keys, keys, dtype=torch.bool, device=x.device).tril()
+            order = torch.ones(keys, keys, dtype=torch.bool, device=tokens.device).tril()
             pairs = order if pairs is None else pairs & order
-        mask = _counted_tokens("src_key_padding_mask", padding, x)
-        tokens = self.dropout(_normalised(x, mask))
-        return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
+        mask = _counted_tokens("src_key_padding_mask", padding, tokens)
+        dropped = self.dropout(_normalised(tokens, mask))
+        return tokens, AttentionInput(dropped, pairs, bias, memory, seen), mask
 
     def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
         """Convert tokens (N, width) or (N, B, width) to (B, N, width)."""
@@ -217,8 +207,6 @@ class EncoderLayer(nn.Module):
             raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
         if not tokens.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {tokens.dtype}")
-        if not isinstance(self.deq, UnrolledLayer):
-            refuse_shapes(tokens)
         if tokens.dim() == 2:
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)
@@ -319,30 +307,24 @@ class EquilibriumBlock(EncoderLayer):
 
     @eager  # what a compiler traces has no numbers, either
     def _options(
-        self,
-        x: Tensor,
-        given: AttentionInput,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> dict[str, Any]:
-        """Options of the solve for tokens x; where they are causal, it begins where every token rests."""
-        chosen = self.deq._options() | super()._options(x, given, mask, is_causal, options)
-        own = any(chosen.get(name) is not None for name in ("solver", "z0", "callback", "stop"))
-        own |= bool(chosen.get("record")) or chosen["bounds"] is not None or in_transform()
-        own |= (self.deq._recorder is not None and on_cuda(x)) or 0 in x.shape
-        own |= chosen["max_steps"] == 1  # the start is returned
-        if own or not (self.causal or is_causal):
-            return chosen
-        limit, most = (
-            self._limit(x, read_tolerance("tolerance", chosen["tolerance"])),
-            chosen["max_steps"],
-        )
+        self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the options of the solve; if it is causal, it begins where every token rests."""
+        options = super()._options(tokens, x, mask, is_causal, options)
+        if not (self.causal or is_causal):
+            return options
+        chosen = self.deq._options() | options
+        named = ("solver", "z0", "callback", "stop", "bounds")
+        own = bool(chosen.get("record")) or any(chosen.get(name) is not None for name in named)
+        own |= (self.deq._recorder is not None and on_cuda(tokens)) or in_transform()
+        if own or 0 in tokens.shape or chosen["max_steps"] == 1:  # the start is returned
+            return options
+        limit = self._limit(tokens, read_tolerance("tolerance", chosen["tolerance"]))
         unrolled = isinstance(read_adjoint(chosen["adjoint"]), solvers.Unrolled)
         with torch.set_grad_enabled(torch.is_grad_enabled() and unrolled):
-            z, evaluations = self._token_by_token(given, mask, limit, most - 1)
+            z, evaluations = self._token_by_token(x, mask, limit, chosen["max_steps"] - 1)
         self.deq.evaluations_before = evaluations.amax(1)
-        return chosen | {"z0": z, "max_steps": 1}
+        return options | {"z0": z, "max_steps": 1}
 
     @property
     def energy(self) -> EquilibriumEnergy:
@@ -377,14 +359,14 @@ class EquilibriumBlock(EncoderLayer):
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
             options: options of :meth:`implicit_attn.DEQ.solve` for this call.
         """
-        x, given, mask = self.arguments(
+        tokens, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         if not isinstance(self.deq, UnrolledLayer):  # put here by unroll()
-            options = self._options(x, given, mask, is_causal, options)
-        z = self.deq(given, mask, **options)
+            options = self._options(tokens, x, mask, is_causal, options)
+        z = self.deq(x, mask, **options)
         z = self.dropout(z if self.output is None else self.output(z))
-        return self._like(src, x + z)
+        return self._like(src, tokens + z)
 
     def __repr__(self) -> str:
         """Return the options; the modules are in ``block.deq``."""
@@ -540,30 +522,31 @@ class DEQTransformer(EncoderLayer):
                 :meth:`implicit_attn.EquilibriumBlock.forward`.
             iterations: iterations of this call; None for those of the constructor.
         """
-        x, given, mask = self.arguments(
+        tokens, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         count = self._count(self.iterations if iterations is None else check_iterations(iterations))
         if isinstance(self.deq, UnrolledLayer):  # put here by unroll()
-            z = self.deq(given, mask)
+            z = self.deq(x, mask)
         elif isinstance(count, str):
-            tolerance, start = self._tolerance(x), {}
+            options: dict[str, Any] = {"tolerance": self._tolerance(tokens)}
             if count == "prefix":
-                start = {"z0": self._by_prefix(given, mask, x, tolerance), "max_steps": 1}
-            z = self.deq(given, mask, tolerance=tolerance, **start)
+                z0 = self._by_prefix(x, mask, self._limit(tokens, options["tolerance"]))
+                options |= {"z0": z0, "max_steps": 1}
+            z = self.deq(x, mask, **options)
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
-            z = self.deq.unrolled(count, window=window)(given, mask)  # type: ignore[arg-type]
+            z = self.deq.unrolled(count, window=window)(x, mask)  # type: ignore[arg-type]
         else:
             with torch.no_grad():
-                start = self.deq.unrolled(count)(given, mask)
+                start = self.deq.unrolled(count)(x, mask)
             # One more evaluation is linearised and measures the residual.
             self.deq.evaluations_before = count
-            z = self.deq(given, mask, z0=start, max_steps=1, on_failure="ignore")
+            z = self.deq(x, mask, z0=start, max_steps=1, on_failure="ignore")
         return self._like(src, self.dropout(z))
 
     def _by_prefix(
-        self, given: AttentionInput, mask: Tensor | None, x: Tensor, tolerance: Any
+        self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance
     ) -> Tensor:
         """Return the states at which every token stops; there is no gradient through the iterations."""
         if not self.causal:
@@ -572,9 +555,8 @@ class DEQTransformer(EncoderLayer):
             raise ValueError(
                 'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
             )
-        limit = self._limit(x, tolerance)
         with torch.no_grad():
-            z, self.evaluations = self._token_by_token(given, mask, limit, self.deq.max_steps)
+            z, self.evaluations = self._token_by_token(x, mask, limit, self.deq.max_steps)
         self.deq.evaluations_before = self.evaluations.amax(1)
         return z
 

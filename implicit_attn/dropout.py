@@ -134,21 +134,16 @@ def dropout_seeds(batch: int, device: torch.device | str | None = None) -> Tenso
 
 
 class SolveMasks:
-    """The masks of a solve for the active modules of an update.
+    """The masks of a solve for the modules of an update that are active.
 
     Only the latest mask of each module is stored, for the current samples.
     """
 
-    def __init__(self, modules: Iterable[VariationalDropout]) -> None:
-        self.numbers = {id(module): number for number, module in enumerate(modules)}
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        active = [m for m in modules if isinstance(m, VariationalDropout) and m.active]
+        self.numbers = {id(module): number for number, module in enumerate(active)}
         self.known: dict[Any, tuple[Tensor, Tensor]] = {}  # the seeds and the mask that they gave
         self.called: set[int] = set()  # numbers
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> SolveMasks | None:
-        """The masks of an update's modules; None if none of them drops anything."""
-        found = [m for m in modules if isinstance(m, VariationalDropout) and m.active]
-        return cls(found) if found else None
 
     def within(self, seeds: Tensor) -> AbstractContextManager[None]:
         """Within the context, the modules called in this thread drop by these seeds."""
@@ -169,11 +164,11 @@ class SolveMasks:
 
     def require_called(self, update: nn.Module) -> None:
         """Raise ValueError if a module of the update was not called in the solve."""
-        if any(_is_compiled(module) for module in update.modules()):
-            return  # compiled code may not call the module after the first time
-        named = {id(module): name for name, module in update.named_modules()}
-        idle = [named[key] for key, number in self.numbers.items() if number not in self.called]
-        if idle:
+        if len(self.called) == len(self.numbers):
+            return
+        uncalled = {key for key, number in self.numbers.items() if number not in self.called}
+        if not any(_is_compiled(module) for module in update.modules()):
+            idle = [name for name, module in update.named_modules() if id(module) in uncalled]
             raise ValueError(
                 f"VariationalDropout in the update must be called during the solve, but {idle} was not: an "
                 "energy with a closed-form gradient does not apply dropout; use nn.Dropout on the layer's "
@@ -182,7 +177,7 @@ class SolveMasks:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether the module was compiled by ``torch.compile`` or ``module.compile()``."""
+    """Return whether the module was compiled, whose code may not call others after the first time."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 

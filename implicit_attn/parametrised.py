@@ -34,7 +34,9 @@ def _adapt(made: Any, name: str) -> None:
         if weights is None or torch.compiler.is_dynamo_compiling():
             assert known.fget is not None
             return known.fget(module)
-        return weights.read(module.parametrizations[name])
+        parametrization = module.parametrizations[name]
+        found = weights.computed.get(id(parametrization))
+        return weights.read(parametrization) if found is None else found[1]
 
     setattr(made, name, property(read, known.fset))
     made.__reduce_ex__ = _reduce

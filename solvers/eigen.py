@@ -62,17 +62,14 @@ class Linearization:
 
     def product(self, *, create_graph: bool = False) -> JacobianProduct:
         """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D); with a graph on request."""
-        tree = self.layout.tree
+        layout, tree = self.layout, self.layout.tree
         if self.kind == "product":
             z = pytree.tree_map(Tensor.detach, self.z)
             return lambda v: self._vector(self.f(z, tree(v), *self.args))
+        weights = constant_weights(modules_of(self.f), repeated=True)
         # Neither a compiled function nor fused attention can be differentiated twice.
-        with (
-            recording(),
-            constant_weights(modules_of(self.f), repeated=True),
-            twice_differentiable(),
-        ):
-            point, args = self.layout.vector(ordinary(self.z)), ordinary(self.args)
+        with recording(), weights, twice_differentiable():
+            point, args = layout.vector(ordinary(self.z)), ordinary(self.args)
             if in_transform():  # whose tensors know no nested autograd.grad
                 pull = vjp(lambda z: self._vector(self.f(tree(z), *args)), point)[1]
                 return lambda v: pull(v)[0]
@@ -232,37 +229,26 @@ def spectrum(
 
 
 def spectral_radius(
-    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "map",
-    method: str = "auto", tolerance: float | None = None, max_products: int | None = None,
-    on_failure: str = "raise",
-) -> Tensor:  # fmt: skip
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), **options: Any
+) -> Tensor:
     """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
 
     Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
-    Arguments and errors are those of :func:`spectrum`.
+    Options and errors are those of :func:`spectrum`.
     """
-    result = spectrum(
-        f, z, args, kind=kind, method=method, tolerance=tolerance, max_products=max_products,
-        on_failure=on_failure,
-    )  # fmt: skip
-    return result.eigenvalues[:, 0].abs()
+    return spectrum(f, z, args, **options).eigenvalues[:, 0].abs()
 
 
 def extreme_eigenvalues(
-    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "energy",
-    method: str = "auto", tolerance: float | None = None, max_products: int | None = None,
-    on_failure: str = "raise",
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "energy", **options: Any
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
 
     A smallest eigenvalue above zero at a stationary point makes it a strict minimum. ``kind`` may also
-    be "map" or "product" if that is symmetric. Arguments and errors are those of :func:`spectrum`.
+    be "map" or "product" if that is symmetric. Options and errors are those of :func:`spectrum`.
     """
-    result = spectrum(
-        f, z, args, what="extremes", kind=kind, method=method, tolerance=tolerance,
-        max_products=max_products, on_failure=on_failure,
-    )  # fmt: skip
-    return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
+    values = spectrum(f, z, args, what="extremes", kind=kind, **options).eigenvalues
+    return values[:, 0], values[:, -1]
 
 
 def jacobian(
@@ -382,21 +368,20 @@ def jacobian_penalty(
         require_count("samples", samples)
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
     layout, shape = linear.layout, (linear.batch, linear.size)
-    with recording(), constant_weights(modules_of(f), repeated=True), twice_differentiable():
+    with recording():
         keep = torch.ones((), dtype=torch.bool, device=linear.device)
         keep = keep if mask is None else layout.mask_vector(ordinary(mask), layout.vector(z))
         if samples is None:
-            units = torch.eye(linear.size, dtype=layout.dtype, device=linear.device)
-            vectors = units[:, None].expand(-1, *shape)
+            vectors = torch.eye(linear.size, dtype=layout.dtype, device=linear.device)
+            vectors = vectors[:, None].expand(-1, *shape)
         else:
             # On the generator's device, so that its numbers are the same for every device of z.
             home = linear.device if generator is None else generator.device
             signs = 2 * torch.randint(0, 2, (samples, *shape), generator=generator, device=home) - 1
             vectors = signs.to(linear.device, layout.dtype)
-        product, total = linear.product(create_graph=True), torch.zeros((), device=linear.device)
-        for v in vectors:
-            image = torch.where(keep, product(v * keep), 0)
-            # A sum of squares overflows in float16.
-            total = total + image.to(small_dtype(image.dtype)).square().sum(1)
+        product = linear.product(create_graph=True)
+        images = (torch.where(keep, product(v * keep), 0) for v in vectors)
+        # A sum of squares overflows in float16.
+        total = sum(image.to(small_dtype(image.dtype)).square().sum(1) for image in images)
         result = total / (keep.expand(shape).sum(1).clamp_min(1) * (samples or 1))
     return result if torch.is_grad_enabled() else result.detach()

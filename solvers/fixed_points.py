@@ -201,7 +201,7 @@ def fixed_point(
         # Each of several states is differentiated by a graph of its own.
         if not (isinstance(adjoint, Unrolled) or states_at):
             problem.weights = Weights(graded=True, start=sequence_number())
-        solution = adjoint.solve(problem, start, solve, goal.tolerance)
+        solution = adjoint.solve(problem, start, solve)
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())

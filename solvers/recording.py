@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
-from solvers.adjoints.kinds import FALLBACK_RTOL, Implicit
+from solvers.adjoints.kinds import Implicit
 from solvers.core.context import Weights, constant_weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
@@ -33,7 +33,6 @@ from solvers.core.solution import (
     Status,
     Tolerance,
     apply_policy,
-    read_tolerance,
 )
 from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
@@ -454,8 +453,7 @@ class Recorder:
             return None
         if chosen.adjoint is not None:
             recorded.replay("_linearise")
-            own = read_tolerance("tolerance", chosen.adjoint.tolerance)
-            own = own or Tolerance(goal.tolerance.rtol or FALLBACK_RTOL)
+            own = chosen.adjoint.own_tolerance(goal.tolerance)
             call = _Call(recorded, recorded.version, solution.adjoint, own, mask, f)
             value: Any = _Recorded.apply(call, solution.value, *tensors, *parameters)
             solution.value = value
@@ -498,7 +496,8 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
         return None
     if options.get("verify"):
         return _refused("is solved with verify=True", f)
-    if getattr(f, "dropped", None) is not None:
+    masks = getattr(f, "masks", None)
+    if masks is not None and masks.numbers:
         return _refused("contains a VariationalDropout", f)
     if not (solver is None or type(solver) is Anderson):
         return _refused(f"is solved by {type(solver).__name__}", f)

@@ -16,21 +16,13 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.deq.problem import (
     Map,
-    MaskedMap,
-    Modules,
     MonitoredMap,
     PreparingMap,
     batch_and_device,
-    check_batched,
     check_inputs,
-    flat,
-    initial_state,
-    prepare,
     prepares,
-    prepares_alike,
     refuse_sharded_parts,
 )
-from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
@@ -208,34 +200,15 @@ class DEQ(nn.Module):
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
-        parts = dict(self.update.named_modules())
-        refuse_sharded_parts(parts)
         refuse_shapes(x)
-        x = check_inputs(x, mask, parts, z0)
-        dropped = SolveMasks.of(parts.values())
-        seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
+        f = self._map()
+        refuse_sharded_parts(f.parts)
+        x = check_inputs(x, mask, f.parts, z0)
+        seeds = f.seeds(z0, x)
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        recorded = self._recorder is not None and on_cuda(batch_and_device(z0, x)[1])
-        whole = recorded and dropped is None and z0 is None
-        whole = whole and prepares_alike(self.update, parts, self.init, x)
-        solution = None
-        if whole and self._recorder is not None:
-            preparing = PreparingMap(self.update, self, parts, self.init)
-            solution = self._recorder(preparing, None, (x, mask), module=self.update, **options)
-        if solution is None:
-            f, args, prepared = self._map(x, mask, dropped, seeds, parts)
-            start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
-            if prepared is not x:  # the solver does not receive x itself
-                check_batched(x, start)
-            elif not prepares(parts):  # modules in ``prepare``, called once, may draw
-                refuse_drawing_modules(parts.items(), "the update")
-            if recorded and not whole and self._recorder is not None:
-                solution = self._recorder(f, start, args, module=self.update, **options)
-            if solution is None:
-                solution = solvers.fixed_point(f, start, args, **options)
-        if dropped is not None:
-            dropped.require_called(self.update)
+        solution = self._run(f, x, mask, seeds, z0, options)
+        f.masks.require_called(self.update)
         if not in_transform():  # tensors of a transform must not be stored
             spent = solution.evaluations + before
             self.last = replace(solution, value=None, evaluations=spent)
@@ -245,6 +218,27 @@ class DEQ(nn.Module):
         if self.observer is not None:
             self.observer(x, mask, solution)
         return solution
+
+    def _map(self) -> Map:
+        return MonitoredMap(self) if self.update.monitored else Map(self)
+
+    def _run(
+        self, f: Map, x: Any, mask: Tensor | None, seeds: Tensor | None, z0: Any, options: dict[str, Any]
+    ) -> solvers.Solution:  # fmt: skip
+        """Return the solution by recordings, where there are any, or by the ordinary loop."""
+        recorder, given = self._recorder, {"module": self.update, **options}
+        if recorder is not None and not on_cuda(batch_and_device(z0, x)[1]):
+            recorder = None
+        if recorder is not None and z0 is None and seeds is None and f.prepares_alike(x):
+            solution = recorder(PreparingMap(self), None, (x, mask), **given)
+            if solution is not None:
+                return solution
+            recorder = None
+        args, start = f.equation(x, mask, seeds, z0)
+        if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
+            refuse_drawing_modules(f.parts.items(), "the update")
+        solution = None if recorder is None else recorder(f, start, args, **given)
+        return solvers.fixed_point(f, start, args, **options) if solution is None else solution
 
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
         """Record the solve and its gradients as CUDA graphs and replay them.
@@ -296,35 +290,33 @@ class DEQ(nn.Module):
         those of :meth:`jacobian_penalty`, ``options`` and errors those of :func:`solvers.spectral_radius`.
         """
         f, args = self._equation(x, mask, z)
-        return solvers.spectral_radius(MaskedMap(f), z, args, **options)
+        if mask is None:
+            return solvers.spectral_radius(f, z, args, **options)
+        layout = Layout.of(z)
+        vector, tree = layout.vector, layout.tree
+
+        def held(z: Any, x: Any, mask: Tensor, seeds: Tensor | None = None) -> Any:
+            """The map with masked tokens constant: their rows and columns of the Jacobian are zero."""
+            flat = vector(z)
+            keep = layout.mask_vector(mask, flat)
+            image = f(tree(torch.where(keep, flat, flat.detach())), x, mask, seeds)
+            return tree(torch.where(keep, vector(image), 0))
+
+        return solvers.spectral_radius(held, z, args, **options)
 
     def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the map and its inputs ``f(z, *args)`` of the latest solve."""
-        parts = dict(self.update.named_modules())
-        x = check_inputs(x, mask, parts, z)
-        dropped, seeds = SolveMasks.of(parts.values()), self._seeds
-        if dropped is not None and (seeds is None or len(seeds) != batch_and_device(z, x)[0]):
-            raise RuntimeError(
-                "the update's dropout reuses the masks of the latest solve, but there was no solve with this "
-                "batch size: solve for x first, or call eval()"
-            )
-        f, args, _ = self._map(x, mask, dropped, seeds, parts)
+        f, seeds = self._map(), None
+        x = check_inputs(x, mask, f.parts, z)
+        if f.masks.numbers:
+            seeds = self._seeds
+            if seeds is None or len(seeds) != batch_and_device(z, x)[0]:
+                raise RuntimeError(
+                    "the update's dropout reuses the masks of the latest solve, but there was no solve with "
+                    "this batch size: solve for x first, or call eval()"
+                )
+        args, _ = f.equation(x, mask, seeds, z)
         return (without_aux(f) if self.has_aux else f), args
-
-    def _map(
-        self,
-        x: Any,
-        mask: Tensor | None,
-        dropped: SolveMasks | None,
-        seeds: Tensor | None,
-        parts: Modules,
-    ) -> tuple[Map, tuple[Any, ...], Any]:
-        """Return ``f`` and ``args`` of ``fixed_point(f, z0, args)``, and the update's prepared input."""
-        prepared = prepare(self.update, x, mask, seeds, dropped)
-        given, spec = flat(prepared)
-        kind = MonitoredMap if self.update.monitored else Map
-        inputs = (given, mask) if dropped is None else (given, mask, seeds)
-        return kind(self.update, self, spec, dropped, parts), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
         """Return the options of :func:`solvers.fixed_point` in the current mode."""
@@ -432,44 +424,30 @@ class UnrolledLayer(nn.Module):
 
     def forward(self, x: Any, mask: Tensor | None = None, *, z0: Any = None) -> Any:
         """Return ``z_k`` for the input ``x``, with the structure of the initial state."""
-        parts = dict(self.update.named_modules())
-        x = check_inputs(x, mask, parts, z0)
-        dropped = SolveMasks.of(parts.values())
-        with _weights_once(parts):
-            seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-            prepared = prepare(self.update, x, mask, seeds, dropped)
-            start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
-            check_batched(x, start)
-            if not prepares(parts):  # modules in ``prepare``, called once, may draw
-                refuse_drawing_modules(parts.items(), "the update")
-            given, spec = flat(prepared)
-            f: Any = Map(self.update, self, spec, dropped, parts)
-            f, rest = without_aux(f) if self.has_aux else f, (given, mask, seeds)
+        f = Map(self)
+        x = check_inputs(x, mask, f.parts, z0)
+        with _weights_once(f.walked_modules):
+            args, start = f.equation(x, mask, f.seeds(z0, x), z0)
+            if not prepares(f.parts):  # modules in ``prepare``, called once, may draw
+                refuse_drawing_modules(f.parts.items(), "the update")
+            step: Any = without_aux(f) if self.has_aux else f
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
-                with (
-                    torch.no_grad(),
-                    _weights_once(parts),
-                ):  # weights are computed again without a graph
-                    start = self._iterate(early, f, start, *rest)
-            return self._iterate(self.evaluations - early, f, start, *rest)
+                # The weights are computed again without a graph.
+                with torch.no_grad(), _weights_once(f.walked_modules):
+                    start = self._iterate(early, step, start, *args)
+            return self._iterate(self.evaluations - early, step, start, *args)
 
     def _iterate(
-        self,
-        count: int,
-        f: Callable[..., Any],
-        start: Any,
-        x: Any,
-        mask: Tensor | None,
-        seeds: Tensor | None,
-    ) -> Any:
+        self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, *seeds: Tensor
+    ) -> Any:  # fmt: skip
         layout = Layout.of(start)
         z = layout.vector(start)
         keep = None
         if mask is not None:
             keep = layout.mask_vector(mask, z)
         for _ in range(count):
-            value = layout.vector(f(layout.tree(z), x, mask, seeds))
+            value = layout.vector(f(layout.tree(z), x, mask, *seeds))
             if value.shape != z.shape:  # it might broadcast
                 raise ValueError(
                     f"the update must return a state of shape {tuple(z.shape)}, with each sample "
@@ -492,14 +470,14 @@ class UnrolledLayer(nn.Module):
         return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
-def _weights_once(parts: Modules) -> AbstractContextManager[Any]:
+def _weights_once(modules: list[nn.Module]) -> AbstractContextManager[Any]:
     """Compute parametrised weights once inside the context.
 
     It has no effect while Dynamo traces, which merges equal computations itself.
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    return constant_weights(list(parts.values()))
+    return constant_weights(modules)
 
 
 def bake(module: Module) -> Module:

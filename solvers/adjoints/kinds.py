@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.checkpoints import Checkpoints
-from solvers.adjoints.implicit import AdjointSolve, Linearization, implicit_value, zero_derivative
+from solvers.adjoints.implicit import (
+    AdjointSolve,
+    Derivative,
+    Linearization,
+    zero_derivative,
+)
 from solvers.core.checks import (
     require_count,
     require_flag,
@@ -33,14 +38,13 @@ from solvers.core.validate import judge_again
 from solvers.krylov import LINEAR, LinearSolver
 
 Run = Callable[..., Solution]  # (problem, start (B, D), *, verify) solves a problem
-FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute
 
 
 class Adjoint(ABC):
     """How gradients flow through a fixed point; subclasses are frozen dataclasses of options."""
 
     @abstractmethod
-    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run) -> Solution:
         """Solve from ``start`` (B, D) with ``run`` and attach the gradient to the value and ``states``."""
 
 
@@ -102,48 +106,39 @@ class Implicit(Adjoint):
         kinds = "solvers.Phantom(...) or solvers.OneStep()"
         require_instance("states", self.states, (Phantom, OneStep), kinds, optional=True)
 
-    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run) -> Solution:
+        start, goal = start.detach(), problem.goal
+        assert goal is not None
         with torch.no_grad():
-            solution = run(problem, start.detach(), verify=False)
+            solution = run(problem, start, verify=False)
+        gone = lost_in(solution)
 
-        def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
-            # The solve determines the tolerance if it depends on the precision of f.
-            goal = problem.goal
-            solved = tolerance if goal is None else goal.tolerance
+        def attach(part: Problem, z: Tensor) -> Tensor:
             record = Linearization.at(part, z)
-            if goal is not None:
-                with torch.no_grad():
-                    point = part.point(z, record.output.detach())
-                    judge_again(solution, point, solved, goal.precision, rows)
-            solve = self.adjoint_solve(solution.adjoint, solved, start.shape[0], rows, part.f)
-            return implicit_value(record, z, solve)
+            with torch.no_grad():
+                point = part.point(z, record.output.detach())
+                among = None if gone is None else ~gone
+                judge_again(solution, point, goal.tolerance, goal.precision, among)
+            own = self.adjoint_solve(solution.adjoint, goal.tolerance, part.f)
+            through = record.output if record.computed else None
+            return Derivative(own, lambda z, sources: record).attach(z, record.sources, through)
 
-        gone, start = lost_in(solution), start.detach()
-        _attach(self.states or OneStep(), problem, start, gone, solution.states or ())
-        solution.value = differentiated(problem, solution.value, start, gone, attach)
+        near = self.states or OneStep()
+        for state in solution.states or ():
+            state.value = keep_out(problem, state.value, start, gone, near.attach)
+        solution.value = keep_out(problem, solution.value, start, gone, attach)
         return solution
 
-    def adjoint_solve(
-        self,
-        report: AdjointReport,
-        tolerance: Tolerance,
-        batch: int,
-        rows: Tensor | None,
-        f: object = None,
-    ) -> AdjointSolve:
-        """Return the :class:`AdjointSolve` of a solve to ``tolerance``."""
-        own: Any = self.tolerance
-        linear: Any = self.solver  # an instance or None, since __post_init__
-        return AdjointSolve(
-            solver=linear,
-            tolerance=own or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
-            max_steps=self.max_steps,
-            on_failure=self.on_failure,
-            report=report,
-            batch=batch,
-            rows=rows,
-            f=f,
-        )
+    def adjoint_solve(self, report: AdjointReport, tolerance: Tolerance, f: object) -> AdjointSolve:
+        """Return how to solve the adjoint system of a solve of ``f`` to ``tolerance``."""
+        solver: Any = self.solver  # an instance or None, since __post_init__
+        own = self.own_tolerance(tolerance)
+        return AdjointSolve(solver, own, self.max_steps, self.on_failure, report, f)
+
+    def own_tolerance(self, forward: Tolerance) -> Tolerance:
+        """Return the tolerance of the linear solve after a solve to the tolerance ``forward``."""
+        given: Any = self.tolerance  # a Tolerance or None, since __post_init__
+        return given or Tolerance(rtol=forward.rtol or 1e-6)
 
 
 @dataclass(frozen=True)
@@ -165,45 +160,31 @@ class Unrolled(Adjoint):
     def __post_init__(self) -> None:
         require_flag("checkpoint", self.checkpoint)
 
-    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
-        if self.checkpoint:
-            problem = replace(problem, recorder=Checkpoints(problem.args, problem.modules))
-        plain = replace(problem, recorder=None)
-        solution = run(problem, start)
-        failed = ~torch.isfinite(solution.residual)  # without any finite evaluation
+    def solve(self, problem: Problem, start: Tensor, run: Run) -> Solution:
+        recorder = Checkpoints(problem.args, problem.modules) if self.checkpoint else None
+        solution = run(replace(problem, recorder=recorder), start)
+        gone = ~torch.isfinite(solution.residual)  # the loop has kept them out of the graph
         for each in (*(solution.states or ()), solution):
-            each.value = differentiated(problem, each.value, start, failed, lambda _, z, rows: z)
-            if not each.value.requires_grad:  # the start: no step was taken
-                each.value = zero_derivative(plain, each.value)
+            if bool(gone.all()) or not each.value.requires_grad:  # or the start: no step was taken
+                each.value = zero_derivative(problem, each.value.detach(), start)
+            elif bool(gone.any()):
+                each.value = without_derivative(each.value, gone)
         return solution
 
 
-@dataclass(frozen=True)
-class Phantom(Adjoint):
-    """Approximate the gradient by that of ``steps`` damped iterations from the detached solution.
+class Iterated(Adjoint):
+    """The gradient of ``steps`` damped iterations from the detached solution."""
 
-    The value remains the solution. DIVERGED and NONFINITE samples contribute zero gradient.
+    steps: int
+    damping: float
 
-    Args:
-        steps: number of iterations, >= 1.
-        damping: damping factor of each iteration, in (0, 2].
-
-    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient),
-    https://arxiv.org/abs/2111.05177.
-    """
-
-    steps: int = 5
-    damping: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_count("steps", self.steps)
-        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
-
-    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run) -> Solution:
+        start = start.detach()
         with torch.no_grad():
-            solution = run(problem, start.detach())
-        each = [*(solution.states or ()), solution]
-        _attach(self, problem, start.detach(), lost_in(solution), each)
+            solution = run(problem, start)
+        gone = lost_in(solution)
+        for each in (*(solution.states or ()), solution):
+            each.value = keep_out(problem, each.value, start, gone, self.attach)
         return solution
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
@@ -213,22 +194,6 @@ class Phantom(Adjoint):
             for _ in range(self.steps):
                 z = torch.lerp(z, problem.masked_map(z), self.damping)
         return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
-
-
-def _attach(
-    adjoint: Phantom | OneStep,
-    problem: Problem,
-    start: Tensor,
-    gone: Tensor | None,
-    each: Sequence[Any],
-) -> None:
-    """Attach the gradient of ``adjoint`` to the ``value`` of a solution or of its states."""
-
-    def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
-        return adjoint.attach(part, anchor)
-
-    for one in each:
-        one.value = differentiated(problem, one.value, start, gone, attach)
 
 
 class _WithDerivative(torch.autograd.Function):
@@ -250,19 +215,36 @@ class _WithDerivative(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class OneStep(Adjoint):
+class Phantom(Iterated):
+    """Approximate the gradient by that of ``steps`` damped iterations from the detached solution.
+
+    The value remains the solution. DIVERGED and NONFINITE samples contribute zero gradient.
+
+    Args:
+        steps: number of iterations, >= 1.
+        damping: damping factor of each iteration, in (0, 2].
+
+    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient),
+    https://arxiv.org/abs/2111.05177.
+    """
+
+    steps: int = 5
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_count("steps", self.steps)
+        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
+
+
+@dataclass(frozen=True)
+class OneStep(Iterated):
     """Approximate the gradient by that of one evaluation, ``u = g`` (Jacobian-free backpropagation).
 
     Source: Fung et al., "JFB: Jacobian-Free Backpropagation for Implicit Networks" (2022),
     https://arxiv.org/abs/2103.12803.
     """
 
-    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
-        return Phantom(steps=1).solve(problem, start, run, tolerance)
-
-    def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
-        """Return ``anchor`` (B, D) with the gradient of one evaluation."""
-        return Phantom(steps=1).attach(problem, anchor)
+    steps, damping = 1, 1.0
 
 
 def read_adjoint(value: Any) -> Adjoint | None:
@@ -272,29 +254,29 @@ def read_adjoint(value: Any) -> Adjoint | None:
     )
 
 
-Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
-
-
-def differentiated(
-    problem: Problem, value: Tensor, start: Tensor, left_out: Tensor | None, attach: Attach
+def keep_out(
+    problem: Problem,
+    value: Tensor,
+    start: Tensor,
+    gone: Tensor | None,
+    attach: Callable[[Problem, Tensor], Tensor],
 ) -> Tensor:
-    """Return ``value`` (B, D) with the gradient of ``attach(problem, value, rows)``.
+    """Return ``value`` (B, D) with the gradient of ``attach(problem, value)``, zero for samples in ``gone``.
 
-    Samples in ``left_out`` (None: there are none) contribute zero gradient. Their NaN would reach the
-    gradients of shared weights, so ``attach`` receives only the other samples: ``rows`` (n,), or None for
-    all. With ``compact=False`` no sample can be removed, and the cotangents of ``left_out`` are set to zero
-    instead.
+    Their NaN would reach the gradients of shared weights, so another sample stands in their places when
+    ``attach`` evaluates ``f``. With ``compact=False`` each sample must keep its place, and only the
+    cotangents of ``gone`` are zero.
     """
-    if left_out is None or not bool(left_out.any()):
-        return attach(problem, value, None)
-    if bool(left_out.all()):
+    if gone is None or not bool(gone.any()):
+        return attach(problem, value)
+    if bool(gone.all()):
         return zero_derivative(problem, value.detach(), start)
-    if not problem.compact:
-        return without_derivative(attach(problem, value, None), left_out)
-    rows = torch.nonzero(~left_out).flatten()
-    part = problem.rows(rows, len(value))
-    found = attach(part, value.index_select(0, rows), rows)
-    return value.detach().index_copy(0, rows, found)
+    anchor = value
+    if problem.compact:
+        places = torch.arange(len(value), device=value.device)
+        places = places.where(~gone, places[~gone][0])
+        problem, anchor = problem.rows(places, len(value)), value.index_select(0, places)
+    return torch.where(gone[:, None], value.detach(), attach(problem, anchor))
 
 
 def without_derivative(value: Tensor, left_out: Tensor) -> Tensor:

@@ -33,3 +33,7 @@ def uses_tf32() -> bool:
     products = torch.backends.cuda.matmul
     precision = getattr(products, "fp32_precision", None)  # torch 2.9 and later
     return bool(products.allow_tf32) if precision is None else precision == "tf32"
+
+
+# A compiler cannot trace the backend's settings and takes their value at the time of tracing.
+uses_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -234,7 +234,7 @@ def judge_again(
     point: Evaluation,
     tolerance: Tolerance,
     precision: torch.dtype,
-    rows: Tensor | None = None,
+    among: Tensor | None = None,
     *,
     converged: bool = False,
 ) -> None:
@@ -244,25 +244,23 @@ def judge_again(
     INCONSISTENT.
 
     Args:
-        rows: (n,) samples of ``point``; None: all.
+        among: (B,) bool, samples that ``point`` is about; None: all.
         converged: ``point`` is at the returned value where a sample has converged, and only there.
     """
     norm, reference = point.norm, point.reference
-    index: Any = slice(None) if rows is None else rows
-    status, residual = solution.status[index], solution.residual[index]
-    known = status == Status.CONVERGED
-    wrong = known & exceeds(norm, tolerance.threshold(reference), reference, precision)
+    wrong = exceeds(norm, tolerance.threshold(reference), reference, precision)
+    relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
+    known = solution.status == Status.CONVERGED
     # A sample without a finite evaluation keeps its infinite residual.
-    taken = point.finite() & (residual < torch.inf) & (known | (not converged))
-    relative = point.relative().clamp_max(torch.finfo(norm.dtype).max).to(residual.dtype)
-    changes = {
-        "status": torch.where(wrong, int(Status.INCONSISTENT), status),
-        "residual": torch.where(taken, relative, residual),
-        "residual_norm": torch.where(taken, norm.to(residual.dtype), solution.residual_norm[index]),
-    }
-    for name, new in changes.items():
-        whole = getattr(solution, name)
-        setattr(solution, name, new if rows is None else whole.index_copy(0, rows, new))
+    finite = point.finite() & (solution.residual < torch.inf)
+    if converged:
+        finite = finite & known
+    if among is not None:
+        finite, known = finite & among, known & among
+    solution.status = torch.where(wrong & known, int(Status.INCONSISTENT), solution.status)
+    for name, new in (("residual", relative), ("residual_norm", norm)):
+        old = getattr(solution, name)
+        setattr(solution, name, torch.where(finite, new.to(old.dtype), old))
 
 
 def mark_changed(

@@ -102,7 +102,7 @@ def test_a_recorded_block_prepares_its_input_in_the_recording(
     for scale in (1.0, 0.5):
         agree(block, scale * tokens(2, 5, 8), counts=not causal)
     assert len(made) == 2  # compile() forgets the recordings
-    monkeypatch.delattr(DEQ, "_map")  # which would prepare the input outside
+    monkeypatch.delattr(solvers, "fixed_point")  # before which the input is prepared outside
     block(tokens(2, 5, 8).requires_grad_())
 
 

@@ -14,6 +14,7 @@ from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.deq import bake, unroll
 from implicit_attn.energies import FunctionEnergy
 from solvers import Forward, Solver, Tolerance
+from solvers.core.cuda import forced
 
 ANY: Any = torch.export.Dim("batch", min=1, max=64)
 
@@ -137,6 +138,14 @@ def test_onnx() -> None:
     x = tokens(batch=5, seed=2).float()
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), fixed(x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_unrolled_block_is_compiled_as_one_graph_for_cuda() -> None:
+    """The bounds of its weights depend on a setting of the backend there."""
+    fixed, x = EquilibriumBlock(8, 2).double().deq.unrolled(2), tokens(dim=8)
+    with forced():
+        compiled: Any = torch.compile(fixed, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), fixed(x))
 
 
 class Drops(nn.Module):

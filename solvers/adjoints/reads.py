@@ -1,0 +1,77 @@
+"""Which tensors a function reads, and functions of torch that get others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+class Replacing(TorchFunctionMode):
+    """Within the context, functions of torch get ``see(tensor)`` in the place of every tensor.
+
+    What a custom ``autograd.Function`` reads is left alone, because torch does not show it to a mode.
+    """
+
+    def __init__(self, see: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._seen(args), **self._seen(kwargs or {}))
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.see(value)
+        if type(value) in (list, tuple):
+            return type(value)([self._seen(item) for item in value])
+        if type(value) is dict:
+            return {name: self._seen(item) for name, item in value.items()}
+        return value
+
+
+class Reads(Replacing):
+    """The same for tensors that were not made within the context, which are collected in ``inside``.
+
+    ``see`` notes what it wants to keep in ``found``, by ``id``. The values of both dicts hold the tensors, so
+    that no ``id`` is used again.
+    """
+
+    def __init__(self, see: Callable[[Tensor], Tensor], *inside: Tensor) -> None:
+        super().__init__(lambda tensor: tensor if id(tensor) in self.inside else see(tensor))
+        self.inside = {id(tensor): tensor for tensor in inside}
+        self.found: dict[int, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.found:
+                self.inside[id(leaf)] = leaf
+        return result
+
+
+def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tensor], bool]:
+    """Return the leaves of the graph of ``output``, and whether it goes on to nodes made before ``start``.
+
+    Leaves whose ``id`` is in ``inside`` are left out.
+    """
+    leaves: list[Tensor] = []
+    computed, seen, stack = False, set[Any](), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in inside:
+                leaves.append(variable)
+        elif node._sequence_nr() < start:
+            computed = True
+        else:
+            for following, _ in node.next_functions:
+                stack.append(following)
+    return leaves, computed
