@@ -1,4 +1,4 @@
-"""Random solves, energies and kernels, checked by invariants; ``run.py`` is the command.
+"""Random solves and linear systems, checked by invariants; ``run.py`` is the command.
 
 Here: a numbered random case, what it found broken, and what must hold of any call.
 """

@@ -8,7 +8,7 @@ to: in a dtype of unit ``eps`` an evaluation is off by at most about ``(D + 8) e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,20 +17,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import solvers
-from fuzz import DTYPES, Call, Draw, norms, same, valid
+from fuzz import DTYPES, Call, Draw, norms, valid
 from solvers import Status
-from solvers.torchdeq_bridge import TorchDEQ
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (z, s, b, w) -> (B, D)
 
 
 class Map(NamedTuple):
-    """``f`` in the solve's dtype, ``exact`` the same in float64 (None: f), ``terms`` (B, D)."""
+    """``f`` and the ``terms`` (B, D) of its rounding errors."""
 
     f: Formula
     terms: Formula
-    exact: Formula | None = None
-    elementwise: bool = False  # of arithmetic alone: the same numbers in whatever batch
 
 
 def _network_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
@@ -51,34 +48,27 @@ def _root_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
 MAPS: dict[str, Map] = {
     "linear": Map(lambda z, s, b, w: s * (z @ w.T) + b,
         lambda z, s, b, w: s.abs() * (z.abs() @ w.abs().T) + b.abs()),
-    "affine": Map(lambda z, s, b, w: s * z + b, _affine_terms, elementwise=True),
+    "affine": Map(lambda z, s, b, w: s * z + b, _affine_terms),
     "tanh": Map(lambda z, s, b, w: s * torch.tanh(z @ w.T + b), _network_terms),
     "cos": Map(lambda z, s, b, w: s * torch.cos(z @ w.T + b), _network_terms),
     "relu": Map(lambda z, s, b, w: s * torch.relu(z @ w.T + b), _network_terms),
     "round": Map(lambda z, s, b, w: s * torch.round(z) + b,
-        lambda z, s, b, w: (s * torch.round(z)).abs() + b.abs(), elementwise=True),
+        lambda z, s, b, w: (s * torch.round(z)).abs() + b.abs()),
     "box": Map(lambda z, s, b, w: (z - s * (z @ w.T - b)).clamp(-1.0, 1.0),
         lambda z, s, b, w: z.abs() + s.abs() * (z.abs() @ w.abs().T + b.abs())),
-    "sqrt": Map(lambda z, s, b, w: torch.sqrt(s * z + b), _root_terms, elementwise=True),
+    "sqrt": Map(lambda z, s, b, w: torch.sqrt(s * z + b), _root_terms),
     "log": Map(lambda z, s, b, w: s * torch.log(z) + b,
         lambda z, s, b, w: s.abs() * (torch.log(z).abs() + 1) + b.abs()),
     "exp": Map(lambda z, s, b, w: s * torch.exp(z) + b,
         lambda z, s, b, w: s.abs() * torch.exp(z) + b.abs()),
     "logistic": Map(lambda z, s, b, w: s * z * (1 - z) + b,
-        lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs(), elementwise=True),
+        lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs()),
     "cubic": Map(lambda z, s, b, w: z - s * z * z * z + b,
-        lambda z, s, b, w: z.abs() + (s * z * z * z).abs() + b.abs(), elementwise=True),
-    "constant": Map(lambda z, s, b, w: b.clone(), lambda z, s, b, w: b.abs(), elementwise=True),
-    "identity": Map(lambda z, s, b, w: z, lambda z, s, b, w: z.abs(), elementwise=True),
-    "zero": Map(lambda z, s, b, w: 0 * z, lambda z, s, b, w: 0 * z, elementwise=True),
-    "in place": Map(lambda z, s, b, w: z.mul_(s).add_(b), _affine_terms,
-        lambda z, s, b, w: s * z + b, elementwise=True),
-    "relu in place": Map(lambda z, s, b, w: z.mul_(s).add_(b).relu_(), _affine_terms,
-        lambda z, s, b, w: torch.relu(s * z + b), elementwise=True),
+        lambda z, s, b, w: z.abs() + (s * z * z * z).abs() + b.abs()),
+    "constant": Map(lambda z, s, b, w: b.clone(), lambda z, s, b, w: b.abs()),
+    "identity": Map(lambda z, s, b, w: z, lambda z, s, b, w: z.abs()),
+    "zero": Map(lambda z, s, b, w: 0 * z, lambda z, s, b, w: 0 * z),
 }  # fmt: skip
-# Maps of a Lipschitz constant not above |s|, where the spectral norm of w is 1.
-LIPSCHITZ = {"linear", "affine", "tanh", "cos", "relu", "in place", "relu in place", "constant"}
-IN_PLACE = {"in place", "relu in place"}
 
 
 class Potential(NamedTuple):
@@ -168,9 +158,6 @@ class FixedPoint:
     witness: Witness
     name: str
     potential: str | None = None
-    lipschitz: Tensor | None = None  # (B,) bound where one is known
-    energy: Callable[..., Tensor] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
     def vector(self, state: Any) -> Tensor:
         """(B, D) float64."""
@@ -183,7 +170,7 @@ class FixedPoint:
         s, b = (t.detach().double() for t in self.args[:2])
         w, c = self.w.double(), self.scale
         inside = z / c if self.free is None else torch.where(self.free, z / c, 0.0)
-        image = c * (self.law.exact or self.law.f)(inside.clone(), s, b, w)
+        image = c * self.law.f(inside, s, b, w)
         terms = (c * self.law.terms(inside, s, b, w)).abs() + image.abs() + z.abs()
         # Products may flush subnormal numbers to zero; float16, with few others, does not.
         low = 2.0**-24 if self.narrow else torch.finfo(self.dtype).smallest_normal
@@ -277,19 +264,15 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
     spec = pytree.tree_structure(z0)
 
     def inner(vector: Tensor, mask: Tensor | None) -> Tensor:
-        # Only one who owns its numbers may work in place: here the state that the solver hands over.
-        own = scale == 1.0 and mask is None and name in IN_PLACE
-        z = vector if own else vector / scale
+        z = vector / scale
         return z if mask is None else torch.where(_free(mask, shapes), z, 0.0)
 
     def f(z: Any, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Any:
         tensors = pytree.tree_leaves(z)
         vector = [t.reshape(len(t), -1).to(dtype) for t in tensors]
         joined = vector[0] if len(vector) == 1 else torch.cat(vector, 1)
-        seen = joined.detach().clone()
-        value = law.f(inner(joined, mask), s, b, w)
-        value = value if scale == 1.0 else value * scale
-        witness.see(names, seen, value)
+        value = law.f(inner(joined, mask), s, b, w) * scale
+        witness.see(names, joined, value)
         pieces = value.split([prod(shape) for shape in shapes], 1)
         pieces = [
             t.reshape(len(t), *sh).to(dt) for t, sh, dt in zip(pieces, shapes, dtypes, strict=True)
@@ -305,14 +288,11 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
         # The gradient by z is then scale d density: a unit step in units of the scale.
         return each.sum(1) * scale * scale
 
-    problem = FixedPoint(
+    return FixedPoint(
         solvers.Descent(density) if energy else f, z0, (s, b, torch.arange(batch), mask), mask, law,
         w, scale, dtype, eps, torch.float16 in dtypes, free, witness, name,
         potential=name if energy else None,
     )  # fmt: skip
-    if name in LIPSCHITZ and not energy:
-        problem.lipschitz = (0 if name == "constant" else s.double().abs()[:, 0]) + 0 * s[:, 0]
-    return problem
 
 
 def _free(mask: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
@@ -328,7 +308,7 @@ def check_fixed_point(draw: Draw) -> None:
     options = draw_options(draw, problem)
     graph = options["adjoint"] is not None and problem.dtype in (torch.float32, torch.float64)
     seen: list[Any] = []
-    if draw.chance(0.1) and not isinstance(options["solver"], TorchDEQ):
+    if draw.chance(0.1):
         options["callback"] = seen.append
     inputs = (problem.z0, problem.args, problem.w)
 
@@ -336,15 +316,14 @@ def check_fixed_point(draw: Draw) -> None:
         with torch.set_grad_enabled(graph):
             return solvers.fixed_point(problem.f, problem.z0, problem.args, **options)
 
-    words = _words(problem, options["solver"])
+    newton = isinstance(options["solver"], solvers.Newton)
+    words = ("not differentiable",) if newton else ()  # what it may refuse
     call = valid(draw, solve, inputs, allowed=solvers.SolveError, words=words)
     solution = check_policy(draw, call, options["on_failure"])
     if solution is None:
         return
     check_solution(draw, problem, solution, options)
     check_counts(draw, problem, solution, options, seen)
-    if call.error is None and draw.chance(0.2):
-        compare_alone(draw, problem, solution, options)
 
 
 def check_policy(draw: Draw, call: Call, on_failure: str) -> solvers.Solution | None:
@@ -359,30 +338,22 @@ def check_policy(draw: Draw, call: Call, on_failure: str) -> solvers.Solution | 
     return solution
 
 
-def _words(problem: FixedPoint, solver: Any) -> tuple[str, ...]:
-    """What the message of an exception may hold: what may be refused instead of borne."""
-    words = ("in-place", "in place") if problem.name in IN_PLACE else ()
-    return (*words, "not differentiable") if isinstance(solver, solvers.Newton) else words
-
-
 def draw_options(draw: Draw, problem: FixedPoint) -> dict[str, Any]:
     """Keyword arguments for ``fixed_point``, all of them good."""
     uniform = draw.random.uniform
     rtol = draw.note("rtol", draw.random.choice((1e-4, 1e-4, 1e-2, 0.1, 1e-7, 1e-12, 0.0)))
     atol = draw.note("atol", draw.random.choice((0.0, 0.0, 0.0, 1e-3, 1e-6)) * problem.scale)
     solver = draw.note("solver", draw_solver(draw, problem))
-    unrolls = not isinstance(solver, (solvers.Newton, TorchDEQ))
     kinds = [None, None, None, solvers.Implicit(on_failure="ignore"), solvers.OneStep()]
     kinds += [solvers.Phantom(draw.random.randint(1, 4), uniform(0.1, 1.0))]
-    kinds += [solvers.Unrolled()] if unrolls else []
-    external = isinstance(solver, TorchDEQ)
+    kinds += [] if isinstance(solver, solvers.Newton) else [solvers.Unrolled()]
     return {
         "solver": solver,
         "tolerance": solvers.Tolerance(rtol, atol),
         "max_steps": draw.note("max_steps", draw.random.choice((1, 2, 3, 7, 20, 20, 50, 50, 120))),
         "adjoint": draw.note("adjoint", draw.random.choice(kinds)),
         "mask": problem.mask,
-        "record": draw.note("record", not external and draw.chance(0.3)),
+        "record": draw.note("record", draw.chance(0.3)),
         "compact": draw.note("compact", draw.chance(0.7)),
         "on_failure": draw.note("on_failure", draw.random.choice(("ignore", "warn", "raise"))),
         "verify": False,  # whose evaluations do not count; ``truths`` looks at what it finds
@@ -406,9 +377,6 @@ def draw_solver(draw: Draw, problem: FixedPoint) -> Any:
     ]
     if problem.dtype in (torch.float32, torch.float64):
         kinds.append(solvers.Newton(linear, uniform(0.01, 0.9)))
-        name = random.choice(("anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter"))
-        # torchdeq's own algebra works on tensors of float32 and float64.
-        kinds += [] if problem.potential else [TorchDEQ(name)]
     if problem.potential:
         kinds += [solvers.LBFGS(memory)] * 3
     return random.choice(kinds)
@@ -517,49 +485,6 @@ def _check_trace(
         rise = taken[1:] - taken[:-1]
         worst = f"sample {row}: {taken.tolist()}"[:200]
         draw.expect((rise <= allowed).all(), "energy falls", worst)
-
-
-def compare_alone(
-    draw: Draw, problem: FixedPoint, solution: solvers.Solution, options: dict[str, Any]
-) -> None:
-    """A sample alone, with ``compact`` the other way round, ends as it does among others."""
-    row = draw.note("alone", draw.random.randrange(len(solution.status)))
-
-    def take(tree: Any) -> Any:
-        return pytree.tree_map(lambda t: None if t is None else t[row : row + 1], tree)
-
-    changed = {"record": False, "callback": None, "on_failure": "ignore", "adjoint": None}
-    others = options | changed | {"compact": not options["compact"], "mask": take(problem.mask)}
-    z0, args = take(problem.z0), take(problem.args)
-    call = valid(
-        draw, lambda: solvers.fixed_point(problem.f, z0, args, **others), (z0, args),
-        words=_words(problem, options["solver"]),
-    )  # fmt: skip
-    alone = call.result
-    if alone is None or isinstance(options["solver"], TorchDEQ):
-        return  # torchdeq's Broyden judges whole batches
-    values = [problem.vector(solution.value)[row], problem.vector(alone.value)[0]]
-    told = f"{int(solution.status[row])} in the batch and {int(alone.status[0])} alone"
-    fixed = type(options["solver"]) is solvers.Forward and problem.law.elementwise
-    if fixed and problem.potential is None:
-        # In half precision a loop over vectors may round otherwise than one over single numbers.
-        close = torch.allclose(
-            *values, rtol=64 * problem.eps, atol=64 * problem.eps * problem.scale
-        )
-        agree = same(*values) if problem.dtype in (torch.float32, torch.float64) else close
-        equal = int(solution.status[row]) == int(alone.status[0]) and agree
-        draw.expect(equal, "independence", f"{told}; values {values}"[:300])
-    if problem.lipschitz is None or not bool(solution.converged[row] & alone.converged[0]):
-        return
-    rate = float(problem.lipschitz[row])
-    if rate > 0.95:
-        return
-    residual, _, error = problem.exact(alone.value)
-    reach = float(norms(residual)[0] + 2 * error[0]) + float(solution.residual_norm[row])
-    apart = float(torch.linalg.vector_norm(values[0] - values[1]))
-    draw.expect(
-        apart <= 1.01 * reach / (1 - rate), "independence", f"{apart} > {reach}/(1 - {rate})"
-    )
 
 
 # --- gradients through fixed points, by every adjoint, against dense formulas in float64 ------------
