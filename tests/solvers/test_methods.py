@@ -7,7 +7,6 @@ other fixed point is in reach, its value is the known answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import solvers
 from cases.solves import PLAIN, SOLVERS, solve, true_residuals
-from problems import residual_norms, rows
+from problems import residual_norms
 from problems.collected import (
     BUDGET,
     MAPS,
@@ -264,18 +263,6 @@ def test_the_default_solves_what_plain_steps_solve(size: int, dtype: torch.dtype
     torch.testing.assert_close(solution.residual, relative, rtol=1e-2, atol=1e-9 + rounding)
 
 
-def test_a_named_solver_makes_no_second_attempt() -> None:
-    z0, args = box()
-    named, default = (attempt(projected_gradient, z0, args, solver=s) for s in (Anderson(), None))
-    gave_up = named.status == Status.STALLED
-    assert bool(gave_up.any())
-    # The others ended in the same way with either.
-    assert torch.equal(named.value[~gave_up], default.value[~gave_up])
-    assert torch.equal(named.evaluations[~gave_up], default.evaluations[~gave_up])
-    assert (default.evaluations[gave_up] > named.evaluations[gave_up]).all()
-    assert (default.steps[gave_up] > named.steps[gave_up]).all()
-
-
 def steep(z: Tensor, rate: Tensor) -> Tensor:
     """``z - F(z)`` where F(z) = rate z + z^3 - 1; plain and secant steps run away for large rates."""
     return z - (rate * z.roll(1, 1) + z**3 - 1)
@@ -299,8 +286,9 @@ def test_a_second_attempt_does_not_depend_on_the_batch(compact: bool) -> None:
     """Statuses and solutions; a run away from a start amplifies the last digit, so not the counts."""
     z0, args = hard_batch()
     together = attempt(steep, z0, args, compact=compact)
-    named = attempt(steep, z0, args, solver=Anderson())
-    assert bool(((named.status != 0) & (together.status == 0)).any())
+    named = attempt(steep, z0, args, solver=Anderson())  # makes no second attempt
+    again = (named.status != 0) & (together.status == 0)
+    assert bool(again.any()) and (together.evaluations > named.evaluations)[again].all()
     for i in range(len(z0)):
         alone = attempt(steep, z0[i : i + 1], tuple(t[i : i + 1] for t in args))
         assert int(alone.status) == int(together.status[i])
@@ -332,7 +320,7 @@ def answer(problem: ZooProblem) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_energy_and_symmetry_of_a_problem_are_right(name: str) -> None:
-    """Its answer is a fixed point, each row is alone, energies and symmetries are those of the map."""
+    """Its answer is a fixed point, its energy and symmetry are those of its map."""
     problem = make(name)
     if problem.reference is not None:
         solution = answer(problem)
@@ -345,22 +333,18 @@ def test_the_answer_energy_and_symmetry_of_a_problem_are_right(name: str) -> Non
     factor = torch.rand(problem.z0.shape, generator=generator, dtype=torch.float64)
     z = (problem.z0 * (0.5 + factor)).requires_grad_()  # inside the domain: the signs are kept
     value = problem.f(z, *problem.args)
-    singles = [rows(problem, torch.tensor([i])) for i in range(problem.batch)]
-    alone = [one.f(z[i : i + 1], *one.args) for i, one in enumerate(singles)]
-    torch.testing.assert_close(torch.cat(alone), value, rtol=1e-11, atol=0, equal_nan=True)
     finite = value.detach().flatten(1).isfinite().all(1)
     if problem.energy is not None:
         energy = problem.energy(z, *problem.args)
         (gradient,) = torch.autograd.grad(energy.sum(), z, retain_graph=True)
-        gradient, expected = gradient[finite], (z - value).detach()[finite]
+        expected = (z - value).detach()[finite]
         scale = float(expected.norm())
-        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11 * scale)
+        torch.testing.assert_close(gradient[finite], expected, rtol=1e-9, atol=1e-11 * scale)
     u, v = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64)
-    uj, vj = (torch.autograd.grad(value, z, w, retain_graph=True)[0][finite] for w in (u, v))
-    u, v = u[finite], v[finite]
-    size = uj.flatten(1).norm(dim=1) * v.flatten(1).norm(dim=1)
-    asymmetry = (uj * v - vj * u).flatten(1).sum(1).abs() / size.clamp_min(1e-300)
-    assert bool((asymmetry <= 1e-7).all()) == problem.symmetric
+    uj, vj = (torch.autograd.grad(value, z, w, retain_graph=True)[0] for w in (u, v))
+    difference = (uj * v - vj * u)[finite].flatten(1).sum(1)
+    size = (uj.flatten(1).norm(dim=1) * v.flatten(1).norm(dim=1))[finite].clamp_min(1e-300)
+    assert bool((difference.abs() <= 1e-7 * size).all()) == problem.symmetric
 
 
 # Not solved within the budget. The path to fsolve_example's root is chaotic, and the two energies are flat
@@ -418,32 +402,16 @@ SAFEGUARDED: dict[str, str] = {
 }  # fmt: skip
 
 
-@cache
-def sensitivity(name: str) -> Tensor:
-    """``2 |(I - J)^-1|`` at the known answer, (B,): how far off a small residual may be."""
-    problem = make(name)
-    z = answer(problem).requires_grad_()
-    fz = problem.f(z, *problem.args)
-    columns = [
-        torch.autograd.grad(fz[:, i].sum(), z, retain_graph=True)[0] for i in range(z.shape[1])
-    ]
-    matrix = torch.eye(z.shape[1], dtype=z.dtype) - torch.stack(columns, dim=1)
-    return 2 / torch.linalg.svdvals(matrix)[:, -1]
-
-
 def check(problem: ZooProblem, solution: Solution, claimed: bool) -> None:
     """What is said of a sample holds; where it is claimed, all are solved, at the known answer."""
-    relative, absolute = true_residuals(problem, solution.value)
+    relative, _ = true_residuals(problem, solution.value)
     assert bool((relative <= RTOL * (1 + ROUNDING))[solution.converged].all())
     if not claimed:
         return
     assert bool(solution.converged.all()), solution.counts()
-    if problem.reference is not None:
+    if problem.reference is not None:  # no other fixed point is in reach
         size = answer(problem).norm(dim=1)
-        error = (solution.value - answer(problem)).norm(dim=1) / size
-        bound = sensitivity(problem.name) * absolute / size + 1e-10
-        # Where the Jacobian is singular, nothing follows from the residual but nearness.
-        assert bool((error <= torch.where(bound < 0.5, bound, 0.1)).all())
+        assert ((solution.value - answer(problem)).norm(dim=1) <= 0.1 * size).all()
 
 
 def halved(solver_names: Any, names: list[str]) -> list[tuple[str, str]]:
