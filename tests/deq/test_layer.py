@@ -74,12 +74,6 @@ def test_unknown_option(option: str) -> None:
         DEQ.from_energy(well, **options)
 
 
-def nan_in_sample_one() -> Tensor:
-    x = tokens(batch=3)
-    x[1, 0, 2] = torch.nan
-    return x
-
-
 def option(message: str, **options: Any) -> tuple[Callable[[], object], str]:
     """``fixed_point`` has the whole table of them."""
     return lambda: make("gradient", **options)(tokens()), message
@@ -98,11 +92,11 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     option("eval_tolerance", eval_tolerance="1e-3"),
     *[
         (lambda update=update: DEQ(update), "update")  # type: ignore[arg-type]
-        for update in (well, nn.Linear(2, 2), None, GradientStep)
+        for update in (well, nn.Linear(2, 2), GradientStep)
     ],
-    *[(lambda init=init: DEQ(Quadratic(), init=init), "init") for init in ("ones", None, 0)],  # type: ignore[arg-type]
+    (lambda: DEQ(Quadratic(), init="ones"), "init"),
     *[given(r"\b(x|z|z0)\b", make_input) for make_input in (
-        nan_in_sample_one, lambda: tokens() / 0, lambda: torch.tensor(1.0), lambda: tokens(dim=DIM + 1),
+        lambda: tokens() / 0, lambda: torch.tensor(1.0), lambda: tokens(dim=DIM + 1),
         lambda: torch.ones(2, 3, DIM).long(), lambda: tokens()[:, 0], lambda: [1.0, 2.0], lambda: None,
         lambda: {"x": tokens()},
     )],
@@ -159,54 +153,36 @@ def test_copies_pickles_and_state_dicts(name: str) -> None:
 
 @each_layer
 def test_half_precision(name: str) -> None:
-    dtype = torch.bfloat16
-    exact = make(name, max_steps=200, tolerance=Tolerance(rtol=1e-10))
-    reference = exact(tokens())
-    layer = make(name, tolerance=2e-2).to(dtype)
-    x = tokens().to(dtype).requires_grad_()
-    solution = layer.solve(x)
-    assert bool(solution.converged.all()), solution.summary()
-    assert solution.value.dtype == dtype
-    assert relative_error(solution.value, reference) <= 5e-2
-    solution.value.square().sum().backward()
-    y = tokens().requires_grad_()
-    exact(y).square().sum().backward()
-    assert x.grad is not None and y.grad is not None
-    assert x.grad.dtype == dtype
-    assert relative_error(x.grad, y.grad) <= 1e-1
-    for key, gradient in gradients(layer).items():
-        assert gradient.dtype == dtype, key
-        assert bool(torch.isfinite(gradient).all()), key
-
-
-def structured() -> DEQ:
-    torch.manual_seed(0)
-    attention = SoftmaxAttention(DIM, 2, cross=True, context_dim=3, norm=None, bound=1.0)
-    memory = ReLUFeedForward(DIM, 6, norm=None, bound=1.0)
-    energy = (
-        0.5 * attention.select("context")
-        + 0.3 * memory
-        + 0.2 * Field().select("field")
-        + Quadratic().select("x")
-    )
-    return DEQ(energy.double(), init=lambda x: x["x"], tolerance=1e-11, max_steps=300)
-
-
-def structured_input() -> dict[str, Tensor]:
-    return {"x": tokens(), "context": tokens(count=5, dim=3, seed=1), "field": tokens(seed=2)}
+    """Value and gradient are near those of float64."""
+    found = []
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 2e-2)):
+        layer = make(name, max_steps=200, tolerance=tolerance).to(dtype)
+        x = tokens().to(dtype).requires_grad_()
+        solution = layer.solve(x)
+        assert bool(solution.converged.all()), solution.summary()
+        solution.value.square().sum().backward()
+        assert solution.value.dtype == dtype
+        assert all(g.dtype == dtype and g.isfinite().all() for g in gradients(layer).values())
+        found.append((solution.value, x.grad))
+    (exact, exact_gradient), (value, gradient) = found
+    assert exact_gradient is not None and gradient is not None
+    assert relative_error(value, exact) <= 5e-2
+    assert relative_error(gradient, exact_gradient) <= 1e-1
 
 
 def test_dict_input() -> None:
     """Each energy picks its part; gradients reach all parts."""
-    layer = structured()
+    torch.manual_seed(0)
+    attention = SoftmaxAttention(DIM, 2, cross=True, context_dim=3, norm=None, bound=1.0)
+    parts = 0.2 * Field().select("field") + Quadratic().select("x")
+    energy = (0.5 * attention.select("context") + parts).double()
+    layer = DEQ(energy, init=lambda x: x["x"], tolerance=1e-11, max_steps=300)
 
-    def run(*parts: Tensor) -> Tensor:
-        return layer(dict(zip(("x", "context", "field"), parts, strict=True)))
+    def run(x: Tensor, context: Tensor, field: Tensor) -> Tensor:
+        return layer({"x": x, "context": context, "field": field})
 
-    inputs = [t.requires_grad_() for t in structured_input().values()]
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-    assert layer.last is not None
-    assert float(layer.last.residual.max()) <= 1e-11
+    inputs = [tokens(), tokens(count=5, dim=3, seed=1), tokens(seed=2)]
+    assert torch.autograd.gradcheck(run, [t.requires_grad_() for t in inputs], fast_mode=True)
 
 
 def test_last_solution() -> None:
@@ -220,13 +196,12 @@ def test_last_solution() -> None:
         assert not (isinstance(value, Tensor) and value.requires_grad), name
     assert torch.equal(pickle.loads(pickle.dumps(last)).residual, solution.residual)
     assert last.adjoint.solution is None and last.adjoint.solves == 0
-    solution.value.square().sum().backward(retain_graph=True)
+    for number in (1, 2):
+        solution.value.square().sum().backward(retain_graph=True)
+        assert last.adjoint.solves == number
     adjoint = last.adjoint.solution
     assert adjoint is not None and bool(adjoint.converged.all())
-    assert (adjoint.residual <= (layer.tolerance or Tolerance()).rtol).all()
-    assert (adjoint.evaluations >= 1).all()
-    solution.value.square().sum().backward()
-    assert last.adjoint.solves == 2
+    assert (adjoint.residual <= Tolerance().rtol).all() and (adjoint.evaluations >= 1).all()
     layer(x)
     assert layer.last is not last
 
