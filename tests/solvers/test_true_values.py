@@ -72,15 +72,8 @@ class Averaged:
 @pytest.mark.parametrize("solver", [solvers.Forward(), solvers.Anderson(), None])
 def test_a_map_that_changes_from_call_to_call(solver: Any) -> None:
     x = normal(4, 8)
-    found = fixed_point(
-        Averaged(),
-        torch.zeros_like(x),
-        (x,),
-        solver=solver,
-        max_steps=200,
-        on_failure="ignore",
-        verify=True,
-    )
+    options: dict[str, Any] = {"max_steps": 200, "on_failure": "ignore", "verify": True}
+    found = fixed_point(Averaged(), torch.zeros_like(x), (x,), solver=solver, **options)
     assert not found.converged.any()
 
 
@@ -88,10 +81,7 @@ def test_a_map_that_changes_from_call_to_call(solver: Any) -> None:
 def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
     """With ``compact=False`` the samples of a batch may be the nodes of a graph."""
     nodes = 30
-    adjacency = (
-        torch.rand(nodes, nodes, generator=torch.Generator().manual_seed(0)) < 0.1
-    ).double()
-    adjacency = (adjacency + adjacency.mT).clamp(max=1)
+    adjacency = (normal(nodes, nodes, dtype=torch.float64) > 1.3).double()
     adjacency = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
     weight = (normal(4, 4, dtype=torch.float64) / 4).requires_grad_()
     x = normal(nodes, 4, seed=1, dtype=torch.float64)
@@ -144,13 +134,6 @@ def test_an_adjoint_that_leaves_float16_gives_nan() -> None:
     y = DEQ.from_update(lambda z, x: torch.tanh(z @ weight) + x)(x)
     y.backward(torch.full_like(y, 60_000.0))
     assert x.grad is not None and x.grad.isnan().all()
-
-
-def test_a_failed_sample_keeps_a_gradient_of_zero() -> None:
-    x = torch.tensor([[2.0], [-1.0]], requires_grad=True)
-    found = fixed_point(lambda z, x: x.log() + 0.1 * z, torch.ones(2, 1), (x,), on_failure="ignore")
-    found.value[0].sum().backward()
-    assert x.grad is not None and x.grad[1] == 0 and x.grad.isfinite().all()
 
 
 def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
@@ -232,19 +215,16 @@ def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
 def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> None:
     """sqrt has no slope at 0: that sample gets NaN, and the others the gradients that they have alone."""
 
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        length = z.norm(dim=1, keepdim=True)
-        return x + 0.3 * z * length.sqrt() / (1 + length)
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        found = fixed_point(
+            lambda z, x: x + 0.3 * z * z.norm(dim=1, keepdim=True).sqrt() / (1 + z.norm(dim=1, keepdim=True)),
+            torch.zeros_like(x), (x,), tolerance=Tolerance(1e-8, 1e-8),
+        )  # fmt: skip
+        return torch.autograd.grad(found.value.sum(), x)[0]
 
     x = normal(8, 3, dtype=torch.float64)
     x[0] = 0
-
-    def gradient(x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        found = fixed_point(f, torch.zeros_like(x), (x,), tolerance=Tolerance(1e-8, 1e-8))
-        assert found.converged.all()
-        return torch.autograd.grad(found.value.sum(), x)[0]
-
     together = gradient(x)
     assert together[0].isnan().all()
     torch.testing.assert_close(together[1:], gradient(x[1:]), rtol=1e-6, atol=1e-8)
