@@ -51,18 +51,6 @@ def test_plain_energy_equals_the_energy_class() -> None:
     )
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_default_solvers_converge(name: str) -> None:
-    layer = make(name)
-    solution = layer.solve(tokens(batch=5), record=True)
-    assert bool(solution.converged.all())
-    assert (solution.residual <= (layer.tolerance or Tolerance()).rtol).all()
-    assert (solution.energy is not None) == layer.update.monitored
-    trace = solution.trace
-    assert trace is not None
-    assert (trace.energy is not None) == layer.update.monitored
-
-
 @pytest.mark.parametrize("option", ["max_itr", "rtol"])
 def test_unknown_option(option: str) -> None:
     options: dict[str, Any] = {option: 3}

@@ -17,8 +17,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import solvers
 from cases.solves import plain_batch, tanh_layer
-from implicit_attn.energies.tokens import SpectralBound
-from implicit_attn.parametrised import parametrise
 from solvers import (
     CG,
     GMRES,
@@ -259,17 +257,6 @@ def test_a_recorded_state_equals_the_value_of_a_shorter_solve(
     assert int(whole.evaluations.min()) < 6 < int(whole.evaluations.max())
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_unrolled_states_have_exact_gradients(checkpoint: bool) -> None:
-    def states(x: Tensor) -> tuple[Tensor, ...]:
-        adjoint, solver = Unrolled(checkpoint), Anderson(memory=2)
-        found = solve(x=x, adjoint=adjoint, solver=solver, states_at=[1, 2, 5], max_steps=6)
-        return (*found.states, found.value)
-
-    x = (0.5 * torch.ones(1, 6, dtype=torch.float64) + 0.1 * sample(1)).requires_grad_()
-    assert torch.autograd.gradcheck(states, (x,), atol=1e-6)
-
-
 @pytest.mark.parametrize(("adjoint", "number", "damping"), [
     (Phantom(3, 0.7), 3, 0.7),
     (OneStep(), 1, 1.0),
@@ -436,21 +423,6 @@ def test_an_unrolled_solve_with_a_failed_sample_is_not_repeated(
 
 
 @pytest.mark.defect("C2")
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_newton_on_a_piecewise_constant_map(requires_grad: bool) -> None:
-    """Where autograd knows the derivative, zero, Newton's step is the plain one; else it says so."""
-    b = torch.full((2, 3), 0.4, requires_grad=requires_grad)
-    z0 = torch.full((2, 3), 0.3)
-    solution = fixed_point(lambda z, b: (z + b).round(), z0, (b,), solver=Newton())
-    assert bool(solution.converged.all())
-    if requires_grad:
-        (gradient,) = torch.autograd.grad(solution.value.sum(), b)
-        assert not bool(gradient.any())
-    with pytest.raises(RuntimeError, match=r"\bz\b"):
-        fixed_point(lambda z, b: (z > b).to(z.dtype), z0, (b,), solver=Newton())
-
-
-@pytest.mark.defect("C2")
 @pytest.mark.parametrize("kind", ["compared", "constant"])
 def test_an_energy_without_gradient_is_refused(kind: str) -> None:
     x = torch.full((2, 3), 0.4)
@@ -482,27 +454,6 @@ def test_a_sample_that_diverged_has_a_gradient_of_zero(adjoint: Adjoint) -> None
     slope = 1.0 if isinstance(adjoint, OneStep) else 2.0
     torch.testing.assert_close(by_input[0], torch.full_like(x[0], slope))
     torch.testing.assert_close(by_weight.item(), 3 * slope)
-
-
-@pytest.mark.defect("D5")
-def test_vmap_of_a_map_that_knows_the_batch() -> None:
-    c, starts = normal(4, 3), torch.stack([normal(4, 3), normal(4, 3) * 2, normal(4, 3) * 3])
-
-    def solve(q: Tensor) -> Tensor:
-        return fixed_point(lambda z: 0.5 * z + c, q, compact=False, tolerance=TIGHT_SOURCE).value
-
-    torch.testing.assert_close(vmap(solve)(starts), (2 * c).expand_as(starts))
-
-
-@pytest.mark.defect("A8")
-@pytest.mark.parametrize("adjoint", ALL)
-def test_the_output_may_be_changed_in_place(adjoint: Adjoint) -> None:
-    model, x = Layer(Map(), adjoint=adjoint), normal(4, 4).requires_grad_()
-    expected = torch.autograd.grad((model(x) + 1).pow(2).sum(), [x, *model.parameters()])
-    value = model(x)
-    value.add_(1)
-    found = torch.autograd.grad(value.pow(2).sum(), [x, *model.parameters()])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.defect("D2")
@@ -688,18 +639,3 @@ def test_second_derivatives_of_attention_in_another_thread() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(twice, value[0]).result(60), twice(value[1]))
-
-
-@pytest.mark.parametrize("adjoint", [Implicit(), Phantom(), OneStep()])
-def test_states_have_graphs_of_their_own(adjoint: Adjoint) -> None:
-    """Also of a weight that the solve computes once."""
-    torch.manual_seed(0)
-    linear, x = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    parametrise(linear, "weight", SpectralBound(0.5))
-    solution = fixed_point(
-        lambda z, x: torch.tanh(linear(z)) + x, torch.zeros_like(x), (x,), adjoint=adjoint,
-        states_at=(2, 3), on_failure="ignore",
-    )  # fmt: skip
-    for state in (*solution.states, solution.value):
-        state.sum().backward()
-    assert x.grad is not None and bool(x.grad.isfinite().all())

@@ -413,18 +413,6 @@ def test_a_closure_that_would_broadcast_is_explained() -> None:
         )  # fmt: skip
 
 
-def test_a_map_that_changes_its_shape_during_the_solve_is_refused() -> None:
-    evaluations = 0
-
-    def f(z: Tensor) -> Tensor:
-        nonlocal evaluations
-        evaluations += 1
-        image = 0.5 * z + 1
-        return image if evaluations < 4 else image.mT
-
-    refused("f", ValueError, lambda: fixed_point(f, Z0, solver=Forward(), compact=False))
-
-
 @pytest.mark.parametrize("solver", [None, Newton(), solvers.Anderson()])
 def test_inference_mode(solver: solvers.Solver | None) -> None:
     torch.manual_seed(0)
