@@ -51,17 +51,6 @@ def test_plain_energy_equals_the_energy_class() -> None:
     )
 
 
-@pytest.mark.parametrize("option", ["max_itr", "rtol"])
-def test_unknown_option(option: str) -> None:
-    options: dict[str, Any] = {option: 3}
-    with pytest.raises(TypeError, match=option):
-        make("gradient").solve(tokens(), **options)
-    with pytest.raises(TypeError, match=option):
-        DEQ(Quadratic(), **options)
-    with pytest.raises(TypeError, match=option):
-        DEQ.from_energy(well, **options)
-
-
 def option(message: str, **options: Any) -> tuple[Callable[[], object], str]:
     """``fixed_point`` has the whole table of them."""
     return lambda: make("gradient", **options)(tokens()), message
@@ -72,6 +61,9 @@ def given(message: str, make_input: Callable[[], Any]) -> tuple[Callable[[], obj
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
+    option("max_itr", max_itr=3),
+    (lambda: make("gradient").solve(tokens(), max_itr=3), "max_itr"),
+    (lambda: DEQ.from_energy(well, max_itr=3), "max_itr"),
     option("max_steps", max_steps=0),
     option("tolerance", tolerance="1e-3"),
     option("solver", solver="andersen"),

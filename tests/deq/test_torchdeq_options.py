@@ -10,7 +10,7 @@ from torch import Tensor
 from torchdeq import get_deq
 
 from implicit_attn import DEQ
-from solvers import GMRES, Anderson, Broyden, Forward, Implicit, Phantom, Tolerance, fixed_point
+from solvers import Forward, Phantom, Tolerance, fixed_point
 
 DRAWN = torch.Generator().manual_seed(0)
 WEIGHT = 0.25 * torch.randn(5, 5, generator=DRAWN, dtype=torch.float64)
@@ -36,34 +36,6 @@ def test_stop_modes_and_the_state_one_application_behind(mode: str, tolerance: T
     slowest = found.evaluations == found.evaluations.max()
     assert int(info["nstep"][slowest][0]) == int(found.evaluations.max())
     torch.testing.assert_close(step(found.value, X)[slowest], state[slowest])
-
-
-@pytest.mark.parametrize(("name", "options", "solver"), [
-    ("fixed_point_iter", {"tau": 0.7}, Forward(0.7)),
-    ("simple_fixed_point_iter", {}, Forward()),
-    ("anderson", {"m": 4, "lam": 1e-12}, Anderson(memory=4)),
-    ("broyden", {}, Broyden()),
-])  # fmt: skip
-def test_solvers_and_their_arguments(name: str, options: dict[str, Any], solver: Any) -> None:
-    deq = get_deq(f_solver=name, f_tol=1e-10, f_max_iter=100).eval()
-    (state,), _ = deq(lambda z, tau=1.0: step(z, X), Z0, solver_kwargs=options)
-    found = DEQ.from_update(step, init="zeros").solve(
-        X, solver=solver, tolerance=Tolerance(1e-10), max_steps=100
-    )
-    torch.testing.assert_close(found.value, state, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("hook", [False, True])
-def test_implicit_gradients(hook: bool) -> None:
-    x = X.clone().requires_grad_()
-    (state,), _ = theirs(x, ift=True, hook_ift=hook, f_tol=1e-13, b_tol=1e-13, f_max_iter=300,
-                        b_max_iter=300)  # fmt: skip
-    (expected,) = torch.autograd.grad(state.pow(2).sum(), x)
-    adjoint = Implicit(solver=GMRES(), max_steps=99, tolerance=Tolerance(1e-12))
-    value = fixed_point(
-        step, Z0, (x,), tolerance=Tolerance(1e-12), max_steps=99, adjoint=adjoint
-    ).value
-    torch.testing.assert_close(torch.autograd.grad(value.pow(2).sum(), x)[0], expected)
 
 
 def test_phantom_gradients_and_what_is_returned() -> None:

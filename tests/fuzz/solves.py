@@ -116,20 +116,20 @@ class Witness:
     bad: Tensor  # (B,) bool: an output or a point was not finite, or so large that its norm is not
     largest: Tensor  # (B,) of the residual norms
     first: Tensor  # (B,) max of residual and reference norm at the first call
-    most: float  # the largest number that every leaf of the state holds
 
     @classmethod
-    def of(cls, batch: int, most: float) -> Witness:
+    def of(cls, batch: int) -> Witness:
         zero = torch.zeros(batch, dtype=torch.float64)
-        return cls(zero.long(), zero.bool(), zero.clone(), zero.clone(), most)
+        return cls(zero.long(), zero.bool(), zero.clone(), zero.clone())
 
     def see(self, names: Tensor, z: Tensor, value: Tensor) -> None:
         """One call of ``f`` for the samples ``names`` (n,) at z (n, D)."""
         wide, image = z.detach().double(), value.detach().double()
-        limit = torch.finfo(torch.promote_types(z.dtype, torch.float32)).max ** 0.5 / 10
+        norms_to = torch.finfo(torch.promote_types(z.dtype, torch.float32)).max ** 0.5 / 10
+        limit = min(norms_to, torch.finfo(z.dtype).max)
         # A residual beyond the range of the dtype is infinite there, and so is a norm too large.
         gap = (image - wide).abs()
-        far = ~(gap <= min(limit, self.most)) | ~(image.abs() <= min(limit, self.most))
+        far = ~(gap <= limit) | ~(image.abs() <= limit)
         self.bad[names] |= far.any(1)
         size = torch.linalg.vector_norm(gap, dim=1)
         reference = torch.linalg.vector_norm(image, dim=1)
@@ -140,41 +140,44 @@ class Witness:
         self.calls[names] += 1
 
 
+def wide(state: Tensor) -> Tensor:
+    """(B, D) float64."""
+    return (
+        state.detach().double().flatten(1) if state.dim() > 1 else state.detach().double()[:, None]
+    )
+
+
 @dataclass
 class FixedPoint:
     """``z = f(z, s, b, names, mask)``: arguments for ``solvers.fixed_point`` and the truth about it."""
 
     f: Callable[..., Any]
-    z0: Any
+    z0: Tensor
     args: tuple[Any, ...]
     mask: Tensor | None
     law: Map
     w: Tensor
     scale: float  # a power of two: f(z) = scale law(z / scale)
-    dtype: torch.dtype  # of the vector that the solver works on
-    eps: float  # the coarsest unit of a leaf
-    narrow: bool  # a leaf is float16
     free: Tensor | None  # (B, D) bool, False at masked coordinates
     witness: Witness
-    name: str
-    potential: str | None = None
+    energetic: bool
 
-    def vector(self, state: Any) -> Tensor:
-        """(B, D) float64."""
-        leaves = pytree.tree_leaves(state)
-        return torch.cat([t.detach().double().reshape(len(t), -1) for t in leaves], 1)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.z0.dtype
 
-    def exact(self, value: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def exact(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """In float64 at ``value``: the residual and f, (B, D), and a bound on errors of both, (B,)."""
-        z = self.vector(value)
+        z = wide(value)
         s, b = (t.detach().double() for t in self.args[:2])
         w, c = self.w.double(), self.scale
         inside = z / c if self.free is None else torch.where(self.free, z / c, 0.0)
         image = c * self.law.f(inside, s, b, w)
         terms = (c * self.law.terms(inside, s, b, w)).abs() + image.abs() + z.abs()
         # Products may flush subnormal numbers to zero; float16, with few others, does not.
-        low = 2.0**-24 if self.narrow else torch.finfo(self.dtype).smallest_normal
-        error = (z.shape[1] + 8) * self.eps * terms + 8 * low * (1 + s.abs()) * max(c, 1.0)
+        kind = torch.finfo(self.dtype)
+        low = 2.0**-24 if self.dtype == torch.float16 else kind.smallest_normal
+        error = (z.shape[1] + 8) * kind.eps * terms + 8 * low * (1 + s.abs()) * max(c, 1.0)
         residual = image - z
         if self.free is not None:
             image, residual, error = (
@@ -183,18 +186,14 @@ class FixedPoint:
         return residual, image, torch.linalg.vector_norm(error, dim=1)
 
 
-def _sizes(draw: Draw) -> tuple[list[tuple[int, ...]], str]:
-    """Shapes of the leaves without the batch, and the kind of structure."""
-    kind = draw.choose("state", ("matrix", "tokens", "tuple", "dict", "number"), (5, 3, 1, 1, 0.5))
+def _shape(draw: Draw) -> tuple[int, ...]:
+    """Of the state, without the batch."""
+    kind = draw.choose("state", ("matrix", "tokens", "number"), (5, 4, 0.5))
     if kind == "number":
-        return [()], kind
+        return ()
     if kind == "matrix":
-        return [(draw.random.choice((1, 1, 2, 3, 5, 8, 16, 40)),)], kind
-    first = (draw.random.randint(2, 4), draw.random.randint(1, 3))
-    if kind == "tokens":
-        return [first], kind
-    second = draw.random.choice([(5,), (0,), (7, 2), ()])
-    return [first, second], kind
+        return (draw.random.choice((1, 1, 2, 3, 5, 8, 16, 40)),)
+    return (draw.random.randint(2, 4), draw.random.randint(1, 3))
 
 
 def _factors(draw: Draw, batch: int) -> Tensor:
@@ -230,18 +229,12 @@ def _matrix(draw: Draw, size: int) -> Tensor:
 
 def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
     """A problem; with ``energy`` ``f`` is a ``Descent``."""
-    shapes, kind = _sizes(draw)
+    shape = draw.note("shape", _shape(draw))
     batch = draw.note("B", draw.random.randint(1, 9))
-    shapes_noted = draw.note("shapes", shapes)
-    dtypes = [draw.choose("dtype", DTYPES, (4, 5, 1, 1))] * len(shapes)
-    if len(shapes_noted) == 2 and draw.chance(0.2):
-        dtypes[1] = draw.choose("second dtype", DTYPES)
-    dtype = dtypes[0] if len(dtypes) == 1 else torch.promote_types(*dtypes)
-    eps = max(torch.finfo(each).eps for each in dtypes)
-    power = min(POWERS[each] for each in dtypes)
-    power = min(power, 10) if energy else power
+    dtype = draw.choose("dtype", DTYPES, (4, 5, 1, 1))
+    power = min(POWERS[dtype], 10) if energy else POWERS[dtype]
     scale = 2.0 ** draw.note("log2 scale", draw.random.randint(-power, power) * draw.chance(0.3))
-    size = sum(prod(shape) for shape in shapes)
+    size = prod(shape)
     name = draw.choose("potential", list(POTENTIALS)) if energy else draw.choose("map", list(MAPS))
     law = POTENTIALS[name].map if energy else MAPS[name]
     s, w = _factors(draw, batch).to(dtype), _matrix(draw, size).to(dtype)
@@ -251,55 +244,37 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
     start = scale * (draw.normal(batch, size) + (name == "log") + (name == "sqrt"))
     if draw.chance(0.1):
         start = 0 * draw.note("start", 0) * start
-    parts = start.split([prod(shape) for shape in shapes], 1)
-    leaves = [t.reshape(batch, *sh).to(dt) for t, sh, dt in zip(parts, shapes, dtypes, strict=True)]
+    z0 = start.reshape(batch, *shape).to(dtype)
     mask = None
-    if kind in ("tokens", "tuple", "dict") and draw.chance(0.25):
-        mask = draw.note("mask", draw.mask(batch, shapes[0][0]))
-    free = None if mask is None else _free(mask, shapes)
-    witness = Witness.of(batch, min(torch.finfo(each).max for each in dtypes))
-    # A dict's leaves are in the order of its keys.
-    pair = {"tuple": tuple, "dict": lambda leaves: {"b": leaves[0], "a": leaves[1]}}
-    z0: Any = pair[kind](leaves) if kind in pair else leaves[0]
-    spec = pytree.tree_structure(z0)
+    if len(shape) == 2 and draw.chance(0.25):
+        mask = draw.note("mask", draw.mask(batch, shape[0]))
+    witness = Witness.of(batch)
 
-    def inner(vector: Tensor, mask: Tensor | None) -> Tensor:
-        z = vector / scale
-        return z if mask is None else torch.where(_free(mask, shapes), z, 0.0)
+    def inner(z: Tensor, mask: Tensor | None) -> Tensor:
+        z = z.reshape(len(z), -1) / scale
+        return z if mask is None else torch.where(_free(mask, shape), z, 0.0)
 
-    def f(z: Any, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Any:
-        tensors = pytree.tree_leaves(z)
-        vector = [t.reshape(len(t), -1).to(dtype) for t in tensors]
-        joined = vector[0] if len(vector) == 1 else torch.cat(vector, 1)
-        value = law.f(inner(joined, mask), s, b, w) * scale
-        witness.see(names, joined, value)
-        pieces = value.split([prod(shape) for shape in shapes], 1)
-        pieces = [
-            t.reshape(len(t), *sh).to(dt) for t, sh, dt in zip(pieces, shapes, dtypes, strict=True)
-        ]
-        return pytree.tree_unflatten(pieces, spec)
+    def f(z: Tensor, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Tensor:
+        value = law.f(inner(z, mask), s, b, w) * scale
+        witness.see(names, z.reshape(len(z), -1), value)
+        return value.reshape(z.shape)
 
-    def density(z: Any, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Tensor:
-        tensors = [t.reshape(len(t), -1).to(dtype) for t in pytree.tree_leaves(z)]
-        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
-        each = POTENTIALS[name].density(inner(joined, mask), s, b, w)
+    def density(z: Tensor, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Tensor:
+        each = POTENTIALS[name].density(inner(z, mask), s, b, w)
         if mask is not None:
-            each = torch.where(_free(mask, shapes), each, 0.0)
+            each = torch.where(_free(mask, shape), each, 0.0)
         # The gradient by z is then scale d density: a unit step in units of the scale.
         return each.sum(1) * scale * scale
 
     return FixedPoint(
         solvers.Descent(density) if energy else f, z0, (s, b, torch.arange(batch), mask), mask, law,
-        w, scale, dtype, eps, torch.float16 in dtypes, free, witness, name,
-        potential=name if energy else None,
+        w, scale, None if mask is None else _free(mask, shape), witness, energy,
     )  # fmt: skip
 
 
-def _free(mask: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
-    """(B, D) bool of a token mask (B, N) that belongs to the first leaf."""
-    parts = [mask[:, :, None].expand(-1, -1, shapes[0][1]).reshape(len(mask), -1)]
-    parts += [mask.new_ones(len(mask), prod(shape)) for shape in shapes[1:]]
-    return torch.cat(parts, 1)
+def _free(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(B, D) bool of a mask (B, N) of tokens."""
+    return mask[:, :, None].expand(-1, -1, shape[1]).reshape(len(mask), -1)
 
 
 def check_fixed_point(draw: Draw) -> None:
@@ -377,7 +352,7 @@ def draw_solver(draw: Draw, problem: FixedPoint) -> Any:
     ]
     if problem.dtype in (torch.float32, torch.float64):
         kinds.append(solvers.Newton(linear, uniform(0.01, 0.9)))
-    if problem.potential:
+    if problem.energetic:
         kinds += [solvers.LBFGS(memory)] * 3
     return random.choice(kinds)
 
@@ -386,21 +361,19 @@ def check_solution(
     draw: Draw, problem: FixedPoint, solution: solvers.Solution, options: dict[str, Any]
 ) -> None:
     """Value, residual and status of every sample, recomputed in float64."""
-    value, status = problem.vector(solution.value), solution.status
-    specs = [pytree.tree_structure(t) for t in (solution.value, problem.z0)]
-    leaves = [pytree.tree_leaves(t) for t in (solution.value, problem.z0)]
-    kinds = [[(t.shape, t.dtype) for t in each] for each in leaves]
-    draw.expect(specs[0] == specs[1] and kinds[0] == kinds[1], "structure", f"{kinds[0]}")
+    value, status = wide(solution.value), solution.status
+    kinds = [(t.shape, t.dtype) for t in (solution.value, problem.z0)]
+    draw.expect(kinds[0] == kinds[1], "structure", f"{kinds[0]}")
     draw.expect_rows(torch.isfinite(value).all(1), "finite value", value=value, status=status)
     if problem.free is not None:
-        kept = (value == problem.vector(problem.z0)) | problem.free
+        kept = (value == wide(problem.z0)) | problem.free
         draw.expect_rows(kept.all(1), "masked tokens", value=value)
     residual, image, error = problem.exact(solution.value)
     size, reference = norms(residual), norms(image)
     reported, relative = solution.residual_norm.double(), solution.residual.double()
     tolerance, told = options["tolerance"], {"status": status, "reported": reported, "true": size}
     # Norms are accumulated in float32 or wider.
-    unit = max(torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps, problem.eps)
+    unit = torch.finfo(problem.dtype).eps
     slack = 4 * (value.shape[1] + 8) * unit
     limit = (tolerance.rtol * reference).clamp_min(tolerance.atol)
     converged, known = solution.converged, torch.isfinite(reported)
@@ -416,12 +389,12 @@ def check_solution(
     clearly = (relative <= 0.999 * tolerance.rtol) | (reported <= 0.999 * tolerance.atol)
     # Below the normal numbers a relative residual means nothing.
     unclear = ~known | ~(reference > torch.finfo(problem.dtype).smallest_normal)
-    if problem.potential:  # far from the start a residual may be small by growth alone
+    if problem.energetic:  # far from the start a residual may be small by growth alone
         unclear |= reference > 7 * problem.witness.first
     draw.expect_rows(converged | ~clearly | unclear, "missed", relative=relative, **told)
     draw.expect_rows(known | (status == Status.NONFINITE), "unknown residual", **told)
     witness = problem.witness
-    if problem.potential is None:
+    if not problem.energetic:
         broken = (status == Status.NONFINITE) & ~witness.bad
         draw.expect_rows(~broken, "NONFINITE", largest=witness.largest, **told)
         grown = ~(witness.largest <= 1e5 * witness.first)
@@ -444,7 +417,7 @@ def check_counts(
     steps = solution.steps
     draw.expect_rows((steps >= 0) & (steps <= evaluations), "steps", steps=steps, **told)
     newton = isinstance(options["solver"], solvers.Newton)
-    if problem.potential is None and not newton:
+    if not problem.energetic and not newton:
         calls = problem.witness.calls
         draw.expect_rows(calls >= evaluations, "uncounted", **told)
         if options["adjoint"] is None:

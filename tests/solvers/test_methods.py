@@ -1,8 +1,4 @@
-"""Each method against its definition; second attempts; the solvers on the problems of the zoo.
-
-A sample of the zoo passes when it is CONVERGED, its true residual is within the tolerance and, where no
-other fixed point is in reach, its value is the known answer.
-"""
+"""Each method against its definition; second attempts; the solvers on the problems of the zoo."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.solves import PLAIN, SOLVERS, solve, true_residuals
+from cases.solves import SOLVERS, solve, true_residuals
 from problems import residual_norms
 from problems.collected import (
     BUDGET,
@@ -264,13 +260,6 @@ def hard_batch() -> tuple[Tensor, tuple[Tensor]]:
     return start + 0.1, (rate,)
 
 
-def distance_to_solution(z: Tensor, rate: Tensor, rtol: float) -> float:
-    """A bound for one sample z (D,) with ``|F(z)| <= rtol |f(z)|``, doubled for the curvature of F."""
-    slope = torch.func.jacrev(lambda z: z - steep(z[None], rate[None])[0])(z)
-    least = float(torch.linalg.svdvals(slope).min())
-    return 2 * rtol * float(steep(z[None], rate[None]).norm()) / least
-
-
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_second_attempt_does_not_depend_on_the_batch(compact: bool) -> None:
     """Statuses and solutions; a run away from a start amplifies the last digit, so not the counts."""
@@ -283,9 +272,7 @@ def test_a_second_attempt_does_not_depend_on_the_batch(compact: bool) -> None:
         alone = attempt(steep, z0[i : i + 1], tuple(t[i : i + 1] for t in args))
         assert int(alone.status) == int(together.status[i])
         if bool(alone.converged):
-            ends = (alone.value[0], together.value[i])
-            reach = sum(distance_to_solution(z, args[0][i], 1e-5) for z in ends)
-            assert float((ends[0] - ends[1]).norm()) <= reach < 1e-3
+            torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-3, atol=0)
 
 
 def test_a_failed_second_attempt_keeps_the_first_status() -> None:
@@ -361,63 +348,29 @@ def test_the_default_solver_solves_textbook_problems(problems: list[Collected]) 
     assert missed <= UNSOLVED
 
 
-RTOL = 1e-6
-ROUNDING = 1e-6  # the recomputed residual may differ in the last digits
-
-# Problems that a solver need not solve in 500 evaluations without the energy. Plain steps are repelled or
-# slow; the others are slow, wander, or stagnate where the energy is flat.
-UNCLAIMED: dict[str, str] = {
-    "forward": "linear_expanding linear_saddle logistic_cycle tanh_gain_1.75 transient_nan "
-    "linear_normal_0.98 linear_nonnormal_0.98 energy_bisoftmax_0.4_0.2 energy_bisoftmax_1.0_0.3 "
-    "energy_rosenbrock_10 energy_rosenbrock_100 energy_helical_valley energy_quadratic_100 "
-    "energy_quadratic_1e4 energy_log_sum_exp energy_powell_singular",
-    "anderson": "tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_10 energy_rosenbrock_100 "
-    "energy_double_wells energy_helical_valley energy_log_sum_exp",
-    "broyden": "energy_quadratic_1e4 energy_double_wells energy_powell_singular energy_rosenbrock_100 "
-    "energy_log_sum_exp",
-    "gradient_auto": "linear_saddle tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_100 "
-    "energy_double_wells",
-    "newton": "linear_saddle two_fixed_points soft_threshold tanh_gain_1.75 mgh_trigonometric "
-    "energy_rosenbrock_100 energy_double_wells",
-    "lbfgs": "",
+# Of every other problem of the zoo, how many a solver may leave unsolved after 500 evaluations without the
+# safeguard. Plain steps are repelled or slow; the others are slow, wander, or stagnate where an energy is flat.
+MISSES = {
+    "forward": 8, "forward_damped": 11, "anderson": 4, "anderson_1": 6, "anderson_damped": 4,
+    "broyden": 2, "broyden_short": 6, "gradient": 10, "gradient_auto": 5, "momentum": 11,
+    "nesterov": 14, "newton": 2, "lbfgs": 0,
 }  # fmt: skip
 
 
-def check(problem: ZooProblem, solution: Solution, claimed: bool) -> None:
-    """What is said of a sample holds; where it is claimed, all are solved, at the known answer."""
-    relative, _ = true_residuals(problem, solution.value)
-    assert bool((relative <= RTOL * (1 + ROUNDING))[solution.converged].all())
-    if not claimed:
-        return
-    assert bool(solution.converged.all()), solution.counts()
-    if problem.reference is not None:  # no other fixed point is in reach
-        size = answer(problem).norm(dim=1)
-        assert ((solution.value - answer(problem)).norm(dim=1) <= 0.1 * size).all()
-
-
-def halved(solver_names: Any, names: list[str]) -> list[tuple[str, str]]:
-    """Half of all pairs: each solver on every other problem, each problem by every other solver."""
-    return [
-        (solver, name)
-        for j, solver in enumerate(solver_names)
-        for k, name in enumerate(names)
-        if (j + k) % 2 == 0
-    ]
-
-
-# Problems within reach of the slowest variant.
-VARIANTS = [name for name in PLAIN if name not in UNCLAIMED]
-EASY = ["linear_nonnormal_0.5", "two_fixed_points", "relu_0.9", "mgh_broyden_banded",
-        "hopfield_retrieval", "energy_quadratic_10", "start_at_solution", "constant"]  # fmt: skip
-WITH_ENERGY = [name for name in SOLVED if make(name).energy is not None]
-PAIRS = [
-    (solver, name)
-    for solver, name in halved(UNCLAIMED, SOLVED)
-    if name in WITH_ENERGY or not SOLVERS[solver].needs_energy
-] + halved(VARIANTS, EASY)
-
-
-@pytest.mark.parametrize(("solver", "name"), PAIRS)
-def test_solvable_problems_are_solved(solver: str, name: str) -> None:
-    problem = make(name)
-    check(problem, solve(problem, solver, rtol=RTOL), name not in UNCLAIMED.get(solver, "").split())
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solver_solves_what_is_in_its_reach(solver: str) -> None:
+    """A converged sample has the true residual and, where it is the only one in reach, the known answer."""
+    missed = []
+    for name in SOLVED[list(SOLVERS).index(solver) % 2 :: 2]:
+        problem = make(name)
+        if SOLVERS[solver].needs_energy and problem.energy is None:
+            continue
+        solution = solve(problem, solver, rtol=1e-6)
+        relative, _ = true_residuals(problem, solution.value)
+        assert (relative <= 1.000001e-6)[solution.converged].all(), name
+        if not solution.converged.all():
+            missed.append(name)
+        elif problem.reference is not None:
+            size = answer(problem).norm(dim=1)
+            assert ((solution.value - answer(problem)).norm(dim=1) <= 0.1 * size).all(), name
+    assert len(missed) <= MISSES[solver], missed

@@ -26,57 +26,6 @@ def true_residuals(f: Any, z: Tensor, *args: Tensor) -> Tensor:
     return (value - z).flatten(1).norm(dim=1) / value.flatten(1).norm(dim=1)
 
 
-def mixing_rows(z: Tensor, x: Tensor) -> Tensor:
-    """Each row attends to all rows."""
-    weights = (3 * z @ z.mT / z.shape[1] ** 0.5).softmax(1)
-    return x + 0.6 * weights @ z
-
-
-def mean_of_the_batch(z: Tensor, x: Tensor) -> Tensor:
-    return x + 0.4 * torch.tanh(z + z.mean(0, keepdim=True))
-
-
-def nearest_rows(z: Tensor, x: Tensor) -> Tensor:
-    near = torch.cdist(x, x).topk(min(3, len(x)), largest=False).indices
-    return x + 0.7 * torch.tanh(z[near].mean(1))
-
-
-COUPLED = [mixing_rows, mean_of_the_batch, nearest_rows]
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("f", COUPLED)
-def test_rows_that_see_each_other_are_not_called_converged(f: Any, gradients: bool) -> None:
-    x = normal(24, 8) * torch.logspace(-2, 0, 24)[:, None]
-    x.requires_grad_(gradients)
-    # How far such a solve comes depends on rounding; a sample that it calls converged must be.
-    with pytest.warns(solvers.SolveWarning):
-        found = fixed_point(f, torch.zeros_like(x), (x,), max_steps=200)
-    true = true_residuals(f, found.value.detach(), x.detach())
-    assert not found.converged.all()
-    assert (true[found.converged] <= 3e-4).all()
-    torch.testing.assert_close(found.residual, true, rtol=0.05, atol=1e-6)
-
-
-class Averaged:
-    """``z + (g(z) - z) / k^2`` at call k: the residual shrinks because the steps do."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, z: Tensor, x: Tensor) -> Tensor:
-        self.calls += 1
-        return z + (torch.cos(z) + x - z) / self.calls**2
-
-
-@pytest.mark.parametrize("solver", [solvers.Forward(), solvers.Anderson(), None])
-def test_a_map_that_changes_from_call_to_call(solver: Any) -> None:
-    x = normal(4, 8)
-    options: dict[str, Any] = {"max_steps": 200, "on_failure": "ignore", "verify": True}
-    found = fixed_point(Averaged(), torch.zeros_like(x), (x,), solver=solver, **options)
-    assert not found.converged.any()
-
-
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
     """With ``compact=False`` the samples of a batch may be the nodes of a graph."""
@@ -228,15 +177,3 @@ def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> Non
     together = gradient(x)
     assert together[0].isnan().all()
     torch.testing.assert_close(together[1:], gradient(x[1:]), rtol=1e-6, atol=1e-8)
-
-
-def test_coupled_samples_of_unequal_size_are_each_judged() -> None:
-    """With ``compact=False`` they are one system, whose norm hides a small sample."""
-    x = normal(6, 4, dtype=torch.float64)
-    x[0] *= 1e4
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        return x + 0.5 * torch.tanh(z + 1e-4 * z.mean(0, keepdim=True))
-
-    found = fixed_point(f, torch.zeros_like(x), (x,), compact=False, on_failure="ignore")
-    assert (true_residuals(f, found.value, x)[found.converged] <= 3e-4).all()
