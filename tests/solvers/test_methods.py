@@ -349,7 +349,7 @@ def test_the_default_solver_solves_textbook_problems(problems: list[Collected]) 
 
 
 # Of every other problem of the zoo, how many a solver may leave unsolved after 500 evaluations without the
-# safeguard. Plain steps are repelled or slow; the others are slow, wander, or stagnate where an energy is flat.
+# safeguard. Plain steps are repelled or slow; the others are slow, wander, or stall where an energy is flat.
 MISSES = {
     "forward": 8, "forward_damped": 11, "anderson": 4, "anderson_1": 6, "anderson_damped": 4,
     "broyden": 2, "broyden_short": 6, "gradient": 10, "gradient_auto": 5, "momentum": 11,
