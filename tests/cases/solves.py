@@ -133,6 +133,14 @@ def tanh_layer(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(torch.einsum("bmd,bd->bm", weight, z) + x)
 
 
+def accepted_energies(trace: Any) -> Tensor:
+    """(B, T), NaN and rejected trials replaced by the last accepted value of the row."""
+    valid = torch.isfinite(trace.energy)
+    valid = valid if trace.accepted is None else valid & trace.accepted
+    columns = torch.arange(valid.shape[1]).expand_as(valid)
+    return trace.energy.gather(1, torch.where(valid, columns, 0).cummax(dim=1).values)
+
+
 # --- linear systems: batches of matrices with known spectra, and products that count ---------------
 
 
