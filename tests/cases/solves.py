@@ -96,6 +96,12 @@ class EnergyCounter(EnergyUpdate):
         return self.update.joint(z, *args[:-1])
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Seeded standard normal numbers, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def solve(
     problem: ZooProblem, solver: str | Solver, *, safeguarded: bool = False, rtol: float = 1e-6,
     max_steps: int = 500, **options: Any,

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrizations import spectral_norm
 
 import solvers
-from cases.solves import plain_batch, tanh_layer
+from cases.solves import normal, plain_batch, tanh_layer
 from solvers import (
     CG,
     GMRES,
@@ -145,10 +145,6 @@ def test_newton_refuses_to_be_unrolled() -> None:
 
 TIGHT_SOURCE = Tolerance(rtol=1e-12)
 EXACT: list[Adjoint] = [Implicit(tolerance=1e-12, max_steps=200), Unrolled()]
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def through_args(weight: Tensor, x: Tensor) -> Any:

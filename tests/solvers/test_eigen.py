@@ -11,7 +11,7 @@ from torch import Tensor
 from torchdeq.loss import jac_reg
 
 import solvers
-from cases.solves import matrices, multiply, right_sides
+from cases.solves import matrices, multiply, normal, right_sides
 from implicit_attn import DEQ
 from solvers import Implicit, jacobian_penalty
 from solvers.eigen import (
@@ -170,11 +170,7 @@ def test_errors_say_what_came_and_what_was_expected(
         call(arguments.pop("f"), arguments.pop("z"), arguments.pop("args", ()), **arguments)
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-WEIGHT = 0.4 * drawn(3, 3)
+WEIGHT = 0.4 * normal(3, 3)
 
 
 def step(z: Tensor, x: Tensor) -> Tensor:
@@ -187,7 +183,7 @@ def generator() -> torch.Generator:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_exact_and_estimated_size(masked: bool) -> None:
-    z, x = drawn(2, 4, 3), 0.3 * drawn(2, 4, 3, seed=1)
+    z, x = normal(2, 4, 3), 0.3 * normal(2, 4, 3, seed=1)
     mask = torch.tensor([[True, True, True, not masked], [True] * 4])
     keep = mask[:, :, None].expand(2, 4, 3).flatten(1)
     dense = solvers.jacobian(step, z, (x,)) * keep[:, :, None] * keep[:, None, :]
@@ -202,7 +198,7 @@ def test_exact_and_estimated_size(masked: bool) -> None:
 
 
 def test_the_estimate_is_that_of_torchdeq() -> None:
-    z, x = drawn(2, 4, 3).requires_grad_(), 0.3 * drawn(2, 4, 3, seed=1)
+    z, x = normal(2, 4, 3).requires_grad_(), 0.3 * normal(2, 4, 3, seed=1)
     torch.manual_seed(0)
     theirs = jac_reg(step(z, x), z, vecs=300).detach()
     exact = jacobian_penalty(step, z, (x,), samples=None).mean().detach()
@@ -217,7 +213,7 @@ def test_derivatives(samples: int | None) -> None:
 
         return jacobian_penalty(f, z, (x,), samples=samples, generator=generator())
 
-    given = [t.requires_grad_() for t in (drawn(2, 2, 3), drawn(2, 2, 3, seed=1), WEIGHT.clone())]
+    given = [t.requires_grad_() for t in (normal(2, 2, 3), normal(2, 2, 3, seed=1), WEIGHT.clone())]
     assert torch.autograd.gradcheck(penalty, given)
 
 
@@ -227,7 +223,7 @@ EXACT: dict[str, Any] = {"tolerance": 1e-13, "adjoint": Implicit(tolerance=1e-13
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_penalty_of_a_layer_moves_with_the_fixed_point(masked: bool) -> None:
     """The whole derivative by the weights, central differences of solve and penalty; or at a fixed z."""
-    x = drawn(1, 2, 3, seed=1)
+    x = normal(1, 2, 3, seed=1)
     mask = torch.tensor([[True, False]]) if masked else None
 
     def penalty(weight: Tensor, z: Tensor | None = None) -> Tensor:
@@ -246,7 +242,7 @@ def test_the_penalty_of_a_layer_moves_with_the_fixed_point(masked: bool) -> None
 def test_the_radius_of_a_layer_with_masked_tokens() -> None:
     """A masked token stays where it is, which is no eigenvalue 1 of what is solved."""
     layer = DEQ.from_update(lambda z, x, mask: torch.where(mask[..., None], 0.5 * z + x, z))
-    x = drawn(2, 4, 3)
+    x = normal(2, 4, 3)
     mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
     z = layer(x, mask)
     torch.testing.assert_close(layer.spectral_radius(z, x, mask), torch.full((2,), 0.5).double())

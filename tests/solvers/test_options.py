@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import solvers
+from cases.solves import normal
 from implicit_attn import DEQ
 from solvers import Descent, Status, fixed_point, root
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def step(z: Tensor, x: Tensor) -> Tensor:

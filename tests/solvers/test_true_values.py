@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import solvers
+from cases.solves import normal
 from implicit_attn import DEQ
 from solvers import Tolerance, fixed_point
 
 pytestmark = pytest.mark.verifies
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
 
 
 def true_residuals(f: Any, z: Tensor, *args: Tensor) -> Tensor:
@@ -30,10 +25,10 @@ def true_residuals(f: Any, z: Tensor, *args: Tensor) -> Tensor:
 def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
     """With ``compact=False`` the samples of a batch may be the nodes of a graph."""
     nodes = 30
-    adjacency = (normal(nodes, nodes, dtype=torch.float64) > 1.3).double()
+    adjacency = (normal(nodes, nodes) > 1.3).double()
     adjacency = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
-    weight = (normal(4, 4, dtype=torch.float64) / 4).requires_grad_()
-    x = normal(nodes, 4, seed=1, dtype=torch.float64)
+    weight = (normal(4, 4) / 4).requires_grad_()
+    x = normal(nodes, 4, seed=1)
 
     def f(z: Tensor, x: Tensor) -> Tensor:
         return 0.8 * torch.tanh(adjacency @ z @ weight) + x
@@ -41,7 +36,7 @@ def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
     z = x
     for _ in range(300):
         z = f(z, x)
-    losses = scale * torch.logspace(-3, 3, nodes, dtype=torch.float64)
+    losses = scale * torch.logspace(-3, 3, nodes)
     (exact,) = torch.autograd.grad((losses[:, None] * z.square()).sum(), weight)
     found = fixed_point(f, x, (x,), solver="forward", compact=False, tolerance=1e-7, max_steps=200)
     assert found.converged.all()
@@ -66,7 +61,7 @@ def test_a_cotangent_that_is_not_finite_gives_nan(bad: float, linear: str | None
     """Of that sample, and of all weights that it shares; the other inputs keep their gradients."""
     layer, x = (
         DEQ.from_update(Cell(), adjoint=solvers.Implicit(linear)),
-        normal(3, 2, 4).requires_grad_(),
+        normal(3, 2, 4).float().requires_grad_(),
     )
     cotangent = torch.ones(3, 2, 4)
     (expected,) = torch.autograd.grad(layer(x), x, cotangent)
@@ -86,7 +81,7 @@ def test_an_adjoint_that_leaves_float16_gives_nan() -> None:
 
 
 def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
-    x = normal(12, 4, dtype=torch.float64) * torch.logspace(-2, 0, 12)[:, None]
+    x = normal(12, 4) * torch.logspace(-2, 0, 12)[:, None]
 
     def f(z: Tensor, x: Tensor) -> Tensor:
         return x + 0.5 * torch.tanh(z + 0.5 * z.mean(0, keepdim=True))
@@ -104,7 +99,7 @@ def test_an_update_without_a_graph_is_refused() -> None:
     class Frozen(Cell):
         forward = torch.no_grad()(Cell.forward)
 
-    layer, x = DEQ.from_update(Frozen()), normal(2, 3, 4)
+    layer, x = DEQ.from_update(Frozen()), normal(2, 3, 4).float()
     with pytest.raises(RuntimeError, match="no_grad"):
         layer(x)
     with torch.no_grad():
@@ -155,7 +150,7 @@ def test_an_empty_batch_has_an_empty_solution_with_a_graph(
 
 
 def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:
-    x = normal(4, 8)
+    x = normal(4, 8).float()
     x[2] = 0
     with pytest.warns(solvers.SolveWarning, match="atol"):
         fixed_point(lambda z, x: torch.tanh(0.5 * z) + x, torch.ones(4, 8), (x,), solver="forward")
@@ -172,7 +167,7 @@ def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> Non
         )  # fmt: skip
         return torch.autograd.grad(found.value.sum(), x)[0]
 
-    x = normal(8, 3, dtype=torch.float64)
+    x = normal(8, 3)
     x[0] = 0
     together = gradient(x)
     assert together[0].isnan().all()
