@@ -372,7 +372,6 @@ def check_solution(
     size, reference = norms(residual), norms(image)
     reported, relative = solution.residual_norm.double(), solution.residual.double()
     tolerance, told = options["tolerance"], {"status": status, "reported": reported, "true": size}
-    # Norms are accumulated in float32 or wider.
     unit = torch.finfo(problem.dtype).eps
     slack = 4 * (value.shape[1] + 8) * unit
     limit = (tolerance.rtol * reference).clamp_min(tolerance.atol)

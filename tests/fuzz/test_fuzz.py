@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import solvers.adjoints.implicit as implicit
-from fuzz import Call, Draw, run, run_case
+from fuzz import Call, Draw, run_case
 from fuzz.run import FAMILIES
 from solvers.core.loop import Loop
 from solvers.core.solution import Solution, Status
@@ -82,14 +82,3 @@ def test_a_call_that_changes_the_world_is_found() -> None:
     Call(draw, rude, (tensor,))
     torch.set_rng_state(state)
     assert {invariant for invariant, _ in draw.broken} == {"inputs", "global state", "warnings"}
-
-
-@pytest.mark.defect("C6")
-@pytest.mark.parametrize(("option", "value"), [("--cases", "0"), ("--case", "x")])
-def test_the_command_refuses_what_is_no_number_of_cases(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run.main(["--families", "linear", option, value])
-    assert stop.value.code == 2
-    assert f"argument {option}" in capsys.readouterr().err
