@@ -7,14 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("tyro", reason="the benchmarks need the extra [examples]")
-pytest.importorskip("lightning_fabric", reason="the benchmarks need the extra [examples]")
-pytest.importorskip("matplotlib", reason="the benchmarks need the extra [examples]")
-pytest.importorskip("sklearn", reason="the benchmarks need the extra [examples]")
-pytest.importorskip("safetensors", reason="the benchmarks need the extra [examples]")
-
-
 import tyro
 
 from benchmarks import boards, cost, learning, trainings
@@ -58,19 +50,12 @@ def test_tables_of_a_solver_at_its_fixed_points(
 def test_every_method_has_a_row(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
     boards.sudoku(weights, test=3, boards=2, train=9, fit_steps=2)
     lines = capsys.readouterr().out.splitlines()
-    head, *rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line
-    ]
-    assert head[:2] == ["method", "boards"] and {"30", "34", "mixed"} <= set(head)
-    names = [row[0] for row in rows[1:]]
-    assert names[0] == "naked and hidden singles"
-    assert "board solver, 1 iterations (0.25x)" in names
-    assert "board solver, 64 iterations (16x)" in names
-    assert "true graph: with decimation" in names and "learned, factored, annealed" in names
+    _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     shares = {row[0]: [float(cell) for cell in row[2:]] for row in rows[1:]}
+    assert len(shares) > 5
     assert all(0 <= share <= 100 for each in shares.values() for share in each)
     assert shares["true graph: with decimation"][-2] == 100  # 34 givens
-    assert shares["board solver, 64 iterations (16x)"] == [0] * len(head[2:])  # untrained
+    assert set(shares["board solver, 64 iterations (16x)"]) == {0}  # untrained
 
 
 # Implicit memory does not grow; the curves are made.
@@ -137,28 +122,22 @@ def test_the_scripts_take_every_command_line(
 def test_runs_are_made_once_and_failures_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 40)
-    words = (
-        trainings.LANGUAGE,
-        "--text",
-        str(tmp_path / "text.txt"),
-        "--steps",
-        "2",
-        "--batch",
-        "2",
+    text = tmp_path / "text.txt"
+    text.write_text("The cat sat on the mat. " * 40)
+    sizes = (
+        "--steps 2 --batch 2 --dim 8 --heads 2 --length 8 --windows 3 --evaluate-every 1 --layers 1"
     )
-    sizes = "--dim 8 --heads 2 --length 8 --windows 3 --evaluate-every 1 --layers 1"
-    small = tuple(sizes.split(" "))
-    good, bad = Run("plain", 0, (*words, *small), "tiny"), Run("bad", 0, (*words, "--heads", "7"))
+    words = (trainings.LANGUAGE, "--text", str(text), *sizes.split())
+    good, bad = Run("plain", 0, words, "tiny"), Run("bad", 0, (*words, "--heads", "7"))
     assert trainings.perform([good, bad], tmp_path, 2) == [good]
     assert "bad-0: ended with 1" in capsys.readouterr().err
     assert trainings.perform([good], tmp_path, 2) == [good]
     with pytest.raises(SystemExit, match="run with other options"):
-        trainings.perform([Run("plain", 0, words, "tiny")], tmp_path, 2)
+        trainings.perform([Run("plain", 0, (*words, "--dim", "4"), "tiny")], tmp_path, 2)
     losses = {good: trainings.read_losses(good.folder(tmp_path))}
     assert list(losses[good]) == [1, 2]
     assert trainings.lines(losses, "tiny", tmp_path)[0]["form"] == "plain"
-    found = trainings.judged(good.folder(tmp_path), str(tmp_path / "text.txt"))
+    found = trainings.judged(good.folder(tmp_path), str(text))
     assert set(found) == {"parameters", "12", "seconds"}  # a stack has one number
 
 
@@ -220,12 +199,9 @@ def test_recall_is_answered_by_the_pairs() -> None:
 def test_a_command_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {
-        "tasks": ("digits",),
-        "rows": ("logistic", "first step", "block"),
-        "readouts": ("class",),
-    }
+    options = {"tasks": ("digits",), "rows": ("logistic", "first step", "block")}
     options |= {"limit": 100, "epochs": 1, "seeds": 2, "rates": (1e-3, 3e-3), "out": tmp_path}
+    options |= {"readouts": ("class",)}
     threads, asked = torch.get_num_threads(), list[learning.Run]()
 
     def until_the_sixth(run: learning.Run) -> dict[str, object]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,8 @@ TIGHT = 1e-6, 1e-6  # float32 reaches 1e-7 on some processors only
 PROBLEM = {"x": np.arange(3.0)}
 
 
-def start(name: str, *log: str) -> Worker:
-    return Worker([sys.executable, "-m", "tests.workers.contestants", name, *log], threads=1)
+def start(name: str) -> Worker:
+    return Worker([sys.executable, "-m", "tests.workers.contestants", name], threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +52,6 @@ def test_a_contestant_that_fails_is_named(worker: Worker) -> None:
         other.ask("time", "fake dies", *TOLERANCES, 1, 0)
     with pytest.raises(WorkerError, match="ended with 1"):
         Worker([sys.executable, "-m", "tests.workers.no_such_program"])
-
-
-def test_workers_take_turns(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with start("one", str(log)) as one, start("two", str(log)) as two:
-        entries = []
-        for worker, name in ((one, "one good"), (two, "two good")):
-            worker.ask("load", PROBLEM)
-            entries.append(vs_jax.Entry(name, worker, (1e-2, 1e-3), (0.0, 0.0), True))
-        vs_jax.race(entries, rounds=4, pause=0.0)
-    steps = 4 * (vs_jax.STEPS + vs_jax.BEFORE)
-    words = [line.split() for line in log.read_text().splitlines()]
-    assert len(words) == 2 * 2 * steps
-    for begin, end in zip(words[::2], words[1::2], strict=True):
-        assert begin == [end[0], "begins"] and end[1] == "ends"
-    assert {name for name, _ in words} == {"one", "two"}
-    assert 1 < sum(a[0] != b[0] for a, b in pairwise(words)) < 8  # whole turns, in both orders
-    assert all(len(each.seconds) == 4 * vs_jax.STEPS for each in entries)
-
-
-def test_what_is_compared_with_is_pinned_and_in_the_extra() -> None:
-    """The extra "bench" allows what the table was measured with."""
-    root = Path(vs_jax.ROOT)
-    pinned = (root / "benchmarks/jax_peers/requirements.txt").read_text().splitlines()[1:]
-    extra = (root / "setup.cfg").read_text().split("\nbench =\n")[1].split("\n\n")[0].splitlines()
-    names = [line.split("==")[0] for line in pinned]
-    assert names and set(names) <= {line.strip().split(">=")[0] for line in extra}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ SOLVERS: dict[str, Solver] = {
     "newton": Newton(),
     "lbfgs": LBFGS(),
 }
-PLAIN = [name for name, solver in SOLVERS.items() if not solver.needs_energy]
 # One of each kind, for tests that are about the loop and not about the methods.
 FEW = ["forward", "anderson", "broyden", "gradient_auto", "newton"]
 
@@ -95,6 +94,12 @@ class EnergyCounter(EnergyUpdate):
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
         self.counter.note(args[-1])
         return self.update.joint(z, *args[:-1])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Seeded standard normal numbers, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def solve(

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cases.deq import DIM, EXACT, LAYERS, gradients, make, relative_error, tokens, with_parameters
-from implicit_attn import DEQ, Energy
+from implicit_attn import DEQ
 from implicit_attn.energies import (
     AttentionInput,
     BiSoftmaxAttention,
@@ -20,7 +20,7 @@ from implicit_attn.energies import (
     Quadratic,
     ReLUFeedForward,
 )
-from solvers import Implicit, Tolerance
+from solvers import Implicit
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -37,33 +37,6 @@ def test_gradcheck(name: str, mask: Tensor | None) -> None:
 
 
 @each_layer
-def test_dense_reference(name: str, seed: int = 0) -> None:
-    """``u = (I - J^T)^-1 g`` by a dense solve, then ``u^T df/d(input)``."""
-    layer = make(name, seed, **EXACT | {"tolerance": Tolerance(rtol=1e-13)})
-    x = tokens(seed=seed).requires_grad_()
-    z = layer(x)
-    weight = tokens(seed=seed + 10)
-    (z * weight).sum().backward()
-    found = gradients(layer) | {"x": x.grad}
-
-    def step(flat: Tensor) -> Tensor:
-        return layer.update(flat.view_as(z), x.detach()).flatten()
-
-    point = z.detach().flatten()
-    jacobian = torch.autograd.functional.jacobian(step, point)
-    matrix = torch.eye(point.numel(), dtype=torch.float64) - jacobian.mT  # type: ignore[union-attr]
-    u = torch.linalg.solve(matrix, weight.flatten())
-    inputs = dict(layer.named_parameters()) | {"x": x}
-    output = layer.update(z.detach(), x).flatten()
-    expected = torch.autograd.grad(output, list(inputs.values()), u)
-    for key, reference in zip(inputs, expected, strict=True):
-        if "step_size" not in key:
-            value = found[key]
-            assert value is not None
-            assert relative_error(value, reference) <= 1e-9, key
-
-
-@each_layer
 def test_gradgradcheck(name: str) -> None:
     layer = make(name, **EXACT)
     function, inputs = with_parameters(layer, tokens(batch=1))
@@ -71,8 +44,8 @@ def test_gradgradcheck(name: str) -> None:
 
 
 TIGHT: dict[str, Any] = {
-    "tolerance": Tolerance(rtol=1e-11),
-    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-11)),
+    "tolerance": 1e-12,
+    "adjoint": Implicit(tolerance=1e-12),
     "max_steps": 300,
 }
 
@@ -82,14 +55,10 @@ def close(one: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.defect("D5")
-@pytest.mark.parametrize("name", [*LAYERS, "bounded", "by autograd"])
+@pytest.mark.parametrize("name", [*LAYERS, "by autograd"])
 def test_gradients_by_transforms_are_those_of_backward(name: str) -> None:
-    torch.manual_seed(0)
     x = tokens(batch=3)
-    if name == "bounded":
-        energy = BiSoftmaxAttention(x.shape[-1], 2, bound=0.5) + Quadratic()
-        layer = DEQ(energy, **TIGHT).double()
-    elif name == "by autograd":
+    if name == "by autograd":
         wave = FunctionEnergy(lambda z, x: (0.5 * (z - x).square() + z.cos() / 3).flatten(1).sum(1))
         layer = DEQ(wave, **TIGHT)
     else:
@@ -117,12 +86,7 @@ def test_gradients_by_transforms_are_those_of_backward(name: str) -> None:
 
 MASKED = ("gradient", "context", "activation", "softmax_couplings")
 each_masked = pytest.mark.parametrize("name", MASKED)
-CLOSE = {
-    "tolerance": Tolerance(rtol=1e-12),
-    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-12)),
-    "max_steps": 300,
-}
-LENGTHS = torch.tensor([5, 3, 1, 4])
+LENGTHS = torch.tensor([5, 3, 0, 4])
 PADDING = torch.arange(5) < LENGTHS[:, None]
 
 
@@ -135,65 +99,32 @@ def padded(filling: float | None = None) -> Tensor:
 
 @each_masked
 def test_padded_equals_cropped(name: str) -> None:
-    """Every sample as if it were alone, whatever is in its padding: values, steps and gradients."""
-    layer = make(name, **CLOSE)
+    """Every sample as if it were alone, whatever is in its padding; one has no token."""
+    layer = make(name, **TIGHT)
     x = padded(1e6).requires_grad_()
     solution = layer.solve(x, PADDING)
+    assert bool(solution.converged.all())
     assert torch.equal(solution.value[~PADDING], x[~PADDING])
     solution.value[PADDING].pow(3).sum().backward()
-    together = gradients(layer) | {"x": x.grad}
+    together = gradients(layer)
     layer.zero_grad()
     for index, length in enumerate(LENGTHS.tolist()):
+        if length == 0:
+            continue
         alone = padded()[index : index + 1, :length].requires_grad_()
         one = layer.solve(alone)
-        torch.testing.assert_close(
-            one.value[0], solution.value[index, :length], rtol=1e-9, atol=1e-10
-        )
+        close(one.value[0], solution.value[index, :length])
         # At this tolerance rounding decides about the last evaluations of a line search.
         assert abs(int(one.evaluations[0]) - int(solution.evaluations[index])) <= 3
         one.value.pow(3).sum().backward()
         assert alone.grad is not None and x.grad is not None
-        torch.testing.assert_close(alone.grad[0], x.grad[index, :length], rtol=1e-8, atol=1e-9)
+        close(alone.grad[0], x.grad[index, :length])
     for key, gradient in gradients(layer).items():
-        reference = together[key]
-        assert reference is not None
         if "step_size" not in key:
-            assert relative_error(gradient, reference) <= 1e-8, key
-
-
-@each_masked
-def test_sample_without_any_token(name: str) -> None:
-    mask = PADDING.clone()
-    mask[2] = False
-    layer = make(name, **CLOSE)
-    x = padded().requires_grad_()
-    solution = layer.solve(x, mask)
-    assert bool(solution.converged.all()), solution.summary()
-    assert torch.equal(solution.value[2], x[2])
-    others = [0, 1, 3]
-    expected = layer.solve(padded()[others], mask[others]).value
-    torch.testing.assert_close(solution.value[others], expected, rtol=1e-10, atol=1e-11)
-    solution.value[mask].sum().backward()
-    assert x.grad is not None
-    assert bool(torch.isfinite(x.grad).all())
-    for gradient in gradients(layer).values():
-        assert bool(torch.isfinite(gradient).all())
+            assert relative_error(gradient, together[key]) <= 1e-8, key
 
 
 N = 3
-
-
-class Seeing(Energy):
-    """A user's energy that prepares nothing and looks at the whole input."""
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        weights = x.pairs.to(z.dtype) if x.pair_bias is None else x.pair_bias.tanh()
-        return 0.05 * (z @ z.mT * weights).sum((1, 2))
-
-
-def row_tokens(batch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, N, DIM, generator=generator, dtype=torch.float64)
 
 
 def zeros(x: AttentionInput) -> Tensor:
@@ -201,23 +132,15 @@ def zeros(x: AttentionInput) -> Tensor:
     return torch.zeros_like(x.tokens)
 
 
-TERMS = {
-    "a memory": lambda: ReLUFeedForward(DIM, 8),
-    "heads": lambda: BiSoftmaxAttention(DIM, 2, bound=1.0),
-    "a user's": Seeing,
-}
-
-
 @pytest.mark.parametrize(("batch", "biased"), [(2, True), (N, False)])
-@pytest.mark.parametrize("name", TERMS)
-def test_a_matrix_of_pairs_is_one_for_each_sample(name: str, biased: bool, batch: int) -> None:
+def test_a_matrix_of_pairs_is_one_for_each_sample(biased: bool, batch: int) -> None:
     """Also where there are as many samples as tokens, and finished ones leave the batch."""
     torch.manual_seed(0)
     attention = 0.2 * BiSoftmaxAttention(DIM, 2, bound=1.0)
-    energy = (attention + 0.2 * TERMS[name]() + Quadratic().select("tokens")).double()
+    energy = (attention + 0.2 * ReLUFeedForward(DIM, 8) + Quadratic().select("tokens")).double()
     matrix = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
     part = {"pair_bias": matrix.double()} if biased else {"pairs": matrix > 0}
-    x = AttentionInput(row_tokens(batch), **part)
+    x = AttentionInput(tokens(batch, N), **part)
     layer = DEQ(energy, init=zeros, **EXACT)
     found = layer(x)
     start = found.detach().clone()
@@ -226,7 +149,7 @@ def test_a_matrix_of_pairs_is_one_for_each_sample(name: str, biased: bool, batch
     assert again.evaluations[1:].max() < again.evaluations[0]
     each = x._replace(**{name: t.expand(batch, N, N) for name, t in part.items()})
     torch.testing.assert_close(again.value, layer(each))
-    torch.testing.assert_close(energy.grad(found, x if name != "a user's" else each), 0 * found)
+    torch.testing.assert_close(energy.grad(found, x), 0 * found)
 
 
 def test_second_derivatives_pass_through_attention_of_torch() -> None:

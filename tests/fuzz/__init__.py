@@ -1,4 +1,4 @@
-"""Random solves, energies and kernels, checked by invariants; ``run.py`` is the command.
+"""Random solves and linear systems, checked by invariants; ``run.py`` is the command.
 
 Here: a numbered random case, what it found broken, and what must hold of any call.
 """
@@ -35,7 +35,7 @@ class Failure:
     description: str
 
     def __str__(self) -> str:
-        again = f'make fuzz ARGS="--family {self.family} --case {self.case}"'
+        again = f'make fuzz ARGS="--families {self.family} --first {self.case} --cases 1"'
         return f"{self.invariant}: {self.message}\n    {self.description}\n    {again}"
 
 

@@ -2,7 +2,7 @@
 
     make fuzz                                             # some minutes
     make fuzz ARGS="--cases 100000 --families fixed_points --workers 2"
-    make fuzz ARGS="--family fixed_points --case 1234"     # exactly this one
+    make fuzz ARGS="--families fixed_points --first 1234 --cases 1"     # exactly this one
 
 A case depends on the name of its family and on its number alone. What is broken is printed, each with
 the command that repeats it; the exit code is then 1.
@@ -10,33 +10,28 @@ the command that repeats it; the exit code is then 1.
 
 from __future__ import annotations
 
-import os
-from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+from typing import Literal
 
 import torch
+import tyro
 
-from fuzz import Failure, Family, energies, run_case, solves, truths
+from fuzz import Failure, Family, run_case, solves, truths
 
-FAMILIES: dict[str, Family] = {
+Name = Literal["fixed_points", "truths", "linear", "adjoints"]
+FAMILIES: dict[Name, Family] = {
     "fixed_points": solves.check_fixed_point,
     "truths": truths.check_true_value,
-    "energies": energies.check_energy,
     "linear": solves.check_linear,
     "adjoints": solves.check_adjoint,
-    "kernels": energies.check_kernel,
 }
-
-
 SHOWN = 3  # failures printed of each invariant of a family
 
 
-def run_one(name: str, number: int) -> list[Failure]:
+def run_one(name: Name, number: int) -> list[Failure]:
     """The failures of a case; for worker processes."""
     torch.set_num_threads(1)
     return run_case(name, FAMILIES[name], number)
@@ -54,37 +49,20 @@ def summary(name: str, cases: int, failures: list[Failure]) -> str:
     return "\n".join(lines)
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if int(text) < low:
-            raise ValueError
-        return int(text)
-
-    return whole
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where anything is broken."""
-    top = ArgumentParser(prog="make fuzz", description=(__doc__ or "").split("\n")[0])
-    add = top.add_argument
-    add("--cases", type=at_least(1), default=300, help="of each family")
-    add("--first", type=at_least(0), default=0, help="number of the first case")
-    add("--families", "--family", nargs="+", choices=sorted(FAMILIES), help="default: all")
-    add("--case", type=at_least(0), help="this one case only")
-    add("--workers", type=at_least(1), default=1, help="processes")
-    options = top.parse_args(arguments)
-    first, cases = (options.first, options.cases) if options.case is None else (options.case, 1)
+def main(
+    families: tuple[Name, ...] = tuple(FAMILIES), cases: int = 300, first: int = 0, workers: int = 1
+) -> None:
+    """Run ``cases`` of each family, from number ``first`` on, in so many processes."""
     sound = True
-    with ProcessPoolExecutor(options.workers) as pool:
-        # Processes start with the first case that is handed to them.
-        run = map if options.workers == 1 else partial(pool.map, chunksize=20)
-        for name in options.families or list(FAMILIES):
-            found = run(partial(run_one, name), range(first, first + cases))
+    with ProcessPoolExecutor(workers) as pool:
+        for name in families:
+            numbers = range(first, first + cases)
+            found = pool.map(partial(run_one, name), numbers, chunksize=20)
             failures = [failure for each in found for failure in each]
             print(summary(name, cases, failures), flush=True)
             sound = sound and not failures
-    return 0 if sound else 1
+    sys.exit(not sound)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    tyro.cli(main)

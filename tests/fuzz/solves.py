@@ -8,7 +8,7 @@ to: in a dtype of unit ``eps`` an evaluation is off by at most about ``(D + 8) e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,20 +17,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import solvers
-from fuzz import DTYPES, Call, Draw, norms, same, valid
+from fuzz import DTYPES, Call, Draw, norms, valid
 from solvers import Status
-from solvers.torchdeq_bridge import TorchDEQ
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (z, s, b, w) -> (B, D)
 
 
 class Map(NamedTuple):
-    """``f`` in the solve's dtype, ``exact`` the same in float64 (None: f), ``terms`` (B, D)."""
+    """``f`` and the ``terms`` (B, D) of its rounding errors."""
 
     f: Formula
     terms: Formula
-    exact: Formula | None = None
-    elementwise: bool = False  # of arithmetic alone: the same numbers in whatever batch
 
 
 def _network_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
@@ -51,34 +48,27 @@ def _root_terms(z: Tensor, s: Tensor, b: Tensor, w: Tensor) -> Tensor:
 MAPS: dict[str, Map] = {
     "linear": Map(lambda z, s, b, w: s * (z @ w.T) + b,
         lambda z, s, b, w: s.abs() * (z.abs() @ w.abs().T) + b.abs()),
-    "affine": Map(lambda z, s, b, w: s * z + b, _affine_terms, elementwise=True),
+    "affine": Map(lambda z, s, b, w: s * z + b, _affine_terms),
     "tanh": Map(lambda z, s, b, w: s * torch.tanh(z @ w.T + b), _network_terms),
     "cos": Map(lambda z, s, b, w: s * torch.cos(z @ w.T + b), _network_terms),
     "relu": Map(lambda z, s, b, w: s * torch.relu(z @ w.T + b), _network_terms),
     "round": Map(lambda z, s, b, w: s * torch.round(z) + b,
-        lambda z, s, b, w: (s * torch.round(z)).abs() + b.abs(), elementwise=True),
+        lambda z, s, b, w: (s * torch.round(z)).abs() + b.abs()),
     "box": Map(lambda z, s, b, w: (z - s * (z @ w.T - b)).clamp(-1.0, 1.0),
         lambda z, s, b, w: z.abs() + s.abs() * (z.abs() @ w.abs().T + b.abs())),
-    "sqrt": Map(lambda z, s, b, w: torch.sqrt(s * z + b), _root_terms, elementwise=True),
+    "sqrt": Map(lambda z, s, b, w: torch.sqrt(s * z + b), _root_terms),
     "log": Map(lambda z, s, b, w: s * torch.log(z) + b,
         lambda z, s, b, w: s.abs() * (torch.log(z).abs() + 1) + b.abs()),
     "exp": Map(lambda z, s, b, w: s * torch.exp(z) + b,
         lambda z, s, b, w: s.abs() * torch.exp(z) + b.abs()),
     "logistic": Map(lambda z, s, b, w: s * z * (1 - z) + b,
-        lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs(), elementwise=True),
+        lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs()),
     "cubic": Map(lambda z, s, b, w: z - s * z * z * z + b,
-        lambda z, s, b, w: z.abs() + (s * z * z * z).abs() + b.abs(), elementwise=True),
-    "constant": Map(lambda z, s, b, w: b.clone(), lambda z, s, b, w: b.abs(), elementwise=True),
-    "identity": Map(lambda z, s, b, w: z, lambda z, s, b, w: z.abs(), elementwise=True),
-    "zero": Map(lambda z, s, b, w: 0 * z, lambda z, s, b, w: 0 * z, elementwise=True),
-    "in place": Map(lambda z, s, b, w: z.mul_(s).add_(b), _affine_terms,
-        lambda z, s, b, w: s * z + b, elementwise=True),
-    "relu in place": Map(lambda z, s, b, w: z.mul_(s).add_(b).relu_(), _affine_terms,
-        lambda z, s, b, w: torch.relu(s * z + b), elementwise=True),
+        lambda z, s, b, w: z.abs() + (s * z * z * z).abs() + b.abs()),
+    "constant": Map(lambda z, s, b, w: b.clone(), lambda z, s, b, w: b.abs()),
+    "identity": Map(lambda z, s, b, w: z, lambda z, s, b, w: z.abs()),
+    "zero": Map(lambda z, s, b, w: 0 * z, lambda z, s, b, w: 0 * z),
 }  # fmt: skip
-# Maps of a Lipschitz constant not above |s|, where the spectral norm of w is 1.
-LIPSCHITZ = {"linear", "affine", "tanh", "cos", "relu", "in place", "relu in place", "constant"}
-IN_PLACE = {"in place", "relu in place"}
 
 
 class Potential(NamedTuple):
@@ -126,20 +116,20 @@ class Witness:
     bad: Tensor  # (B,) bool: an output or a point was not finite, or so large that its norm is not
     largest: Tensor  # (B,) of the residual norms
     first: Tensor  # (B,) max of residual and reference norm at the first call
-    most: float  # the largest number that every leaf of the state holds
 
     @classmethod
-    def of(cls, batch: int, most: float) -> Witness:
+    def of(cls, batch: int) -> Witness:
         zero = torch.zeros(batch, dtype=torch.float64)
-        return cls(zero.long(), zero.bool(), zero.clone(), zero.clone(), most)
+        return cls(zero.long(), zero.bool(), zero.clone(), zero.clone())
 
     def see(self, names: Tensor, z: Tensor, value: Tensor) -> None:
         """One call of ``f`` for the samples ``names`` (n,) at z (n, D)."""
         wide, image = z.detach().double(), value.detach().double()
-        limit = torch.finfo(torch.promote_types(z.dtype, torch.float32)).max ** 0.5 / 10
+        norms_to = torch.finfo(torch.promote_types(z.dtype, torch.float32)).max ** 0.5 / 10
+        limit = min(norms_to, torch.finfo(z.dtype).max)
         # A residual beyond the range of the dtype is infinite there, and so is a norm too large.
         gap = (image - wide).abs()
-        far = ~(gap <= min(limit, self.most)) | ~(image.abs() <= min(limit, self.most))
+        far = ~(gap <= limit) | ~(image.abs() <= limit)
         self.bad[names] |= far.any(1)
         size = torch.linalg.vector_norm(gap, dim=1)
         reference = torch.linalg.vector_norm(image, dim=1)
@@ -150,44 +140,44 @@ class Witness:
         self.calls[names] += 1
 
 
+def wide(state: Tensor) -> Tensor:
+    """(B, D) float64."""
+    return (
+        state.detach().double().flatten(1) if state.dim() > 1 else state.detach().double()[:, None]
+    )
+
+
 @dataclass
 class FixedPoint:
     """``z = f(z, s, b, names, mask)``: arguments for ``solvers.fixed_point`` and the truth about it."""
 
     f: Callable[..., Any]
-    z0: Any
+    z0: Tensor
     args: tuple[Any, ...]
     mask: Tensor | None
     law: Map
     w: Tensor
     scale: float  # a power of two: f(z) = scale law(z / scale)
-    dtype: torch.dtype  # of the vector that the solver works on
-    eps: float  # the coarsest unit of a leaf
-    narrow: bool  # a leaf is float16
     free: Tensor | None  # (B, D) bool, False at masked coordinates
     witness: Witness
-    name: str
-    potential: str | None = None
-    lipschitz: Tensor | None = None  # (B,) bound where one is known
-    energy: Callable[..., Tensor] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    energetic: bool
 
-    def vector(self, state: Any) -> Tensor:
-        """(B, D) float64."""
-        leaves = pytree.tree_leaves(state)
-        return torch.cat([t.detach().double().reshape(len(t), -1) for t in leaves], 1)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.z0.dtype
 
-    def exact(self, value: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def exact(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """In float64 at ``value``: the residual and f, (B, D), and a bound on errors of both, (B,)."""
-        z = self.vector(value)
+        z = wide(value)
         s, b = (t.detach().double() for t in self.args[:2])
         w, c = self.w.double(), self.scale
         inside = z / c if self.free is None else torch.where(self.free, z / c, 0.0)
-        image = c * (self.law.exact or self.law.f)(inside.clone(), s, b, w)
+        image = c * self.law.f(inside, s, b, w)
         terms = (c * self.law.terms(inside, s, b, w)).abs() + image.abs() + z.abs()
         # Products may flush subnormal numbers to zero; float16, with few others, does not.
-        low = 2.0**-24 if self.narrow else torch.finfo(self.dtype).smallest_normal
-        error = (z.shape[1] + 8) * self.eps * terms + 8 * low * (1 + s.abs()) * max(c, 1.0)
+        kind = torch.finfo(self.dtype)
+        low = 2.0**-24 if self.dtype == torch.float16 else kind.smallest_normal
+        error = (z.shape[1] + 8) * kind.eps * terms + 8 * low * (1 + s.abs()) * max(c, 1.0)
         residual = image - z
         if self.free is not None:
             image, residual, error = (
@@ -196,18 +186,14 @@ class FixedPoint:
         return residual, image, torch.linalg.vector_norm(error, dim=1)
 
 
-def _sizes(draw: Draw) -> tuple[list[tuple[int, ...]], str]:
-    """Shapes of the leaves without the batch, and the kind of structure."""
-    kind = draw.choose("state", ("matrix", "tokens", "tuple", "dict", "number"), (5, 3, 1, 1, 0.5))
+def _shape(draw: Draw) -> tuple[int, ...]:
+    """Of the state, without the batch."""
+    kind = draw.choose("state", ("matrix", "tokens", "number"), (5, 4, 0.5))
     if kind == "number":
-        return [()], kind
+        return ()
     if kind == "matrix":
-        return [(draw.random.choice((1, 1, 2, 3, 5, 8, 16, 40)),)], kind
-    first = (draw.random.randint(2, 4), draw.random.randint(1, 3))
-    if kind == "tokens":
-        return [first], kind
-    second = draw.random.choice([(5,), (0,), (7, 2), ()])
-    return [first, second], kind
+        return (draw.random.choice((1, 1, 2, 3, 5, 8, 16, 40)),)
+    return (draw.random.randint(2, 4), draw.random.randint(1, 3))
 
 
 def _factors(draw: Draw, batch: int) -> Tensor:
@@ -243,18 +229,12 @@ def _matrix(draw: Draw, size: int) -> Tensor:
 
 def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
     """A problem; with ``energy`` ``f`` is a ``Descent``."""
-    shapes, kind = _sizes(draw)
+    shape = draw.note("shape", _shape(draw))
     batch = draw.note("B", draw.random.randint(1, 9))
-    shapes_noted = draw.note("shapes", shapes)
-    dtypes = [draw.choose("dtype", DTYPES, (4, 5, 1, 1))] * len(shapes)
-    if len(shapes_noted) == 2 and draw.chance(0.2):
-        dtypes[1] = draw.choose("second dtype", DTYPES)
-    dtype = dtypes[0] if len(dtypes) == 1 else torch.promote_types(*dtypes)
-    eps = max(torch.finfo(each).eps for each in dtypes)
-    power = min(POWERS[each] for each in dtypes)
-    power = min(power, 10) if energy else power
+    dtype = draw.choose("dtype", DTYPES, (4, 5, 1, 1))
+    power = min(POWERS[dtype], 10) if energy else POWERS[dtype]
     scale = 2.0 ** draw.note("log2 scale", draw.random.randint(-power, power) * draw.chance(0.3))
-    size = sum(prod(shape) for shape in shapes)
+    size = prod(shape)
     name = draw.choose("potential", list(POTENTIALS)) if energy else draw.choose("map", list(MAPS))
     law = POTENTIALS[name].map if energy else MAPS[name]
     s, w = _factors(draw, batch).to(dtype), _matrix(draw, size).to(dtype)
@@ -264,62 +244,37 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
     start = scale * (draw.normal(batch, size) + (name == "log") + (name == "sqrt"))
     if draw.chance(0.1):
         start = 0 * draw.note("start", 0) * start
-    parts = start.split([prod(shape) for shape in shapes], 1)
-    leaves = [t.reshape(batch, *sh).to(dt) for t, sh, dt in zip(parts, shapes, dtypes, strict=True)]
+    z0 = start.reshape(batch, *shape).to(dtype)
     mask = None
-    if kind in ("tokens", "tuple", "dict") and draw.chance(0.25):
-        mask = draw.note("mask", draw.mask(batch, shapes[0][0]))
-    free = None if mask is None else _free(mask, shapes)
-    witness = Witness.of(batch, min(torch.finfo(each).max for each in dtypes))
-    # A dict's leaves are in the order of its keys.
-    pair = {"tuple": tuple, "dict": lambda leaves: {"b": leaves[0], "a": leaves[1]}}
-    z0: Any = pair[kind](leaves) if kind in pair else leaves[0]
-    spec = pytree.tree_structure(z0)
+    if len(shape) == 2 and draw.chance(0.25):
+        mask = draw.note("mask", draw.mask(batch, shape[0]))
+    witness = Witness.of(batch)
 
-    def inner(vector: Tensor, mask: Tensor | None) -> Tensor:
-        # Only one who owns its numbers may work in place: here the state that the solver hands over.
-        own = scale == 1.0 and mask is None and name in IN_PLACE
-        z = vector if own else vector / scale
-        return z if mask is None else torch.where(_free(mask, shapes), z, 0.0)
+    def inner(z: Tensor, mask: Tensor | None) -> Tensor:
+        z = z.reshape(len(z), -1) / scale
+        return z if mask is None else torch.where(_free(mask, shape), z, 0.0)
 
-    def f(z: Any, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Any:
-        tensors = pytree.tree_leaves(z)
-        vector = [t.reshape(len(t), -1).to(dtype) for t in tensors]
-        joined = vector[0] if len(vector) == 1 else torch.cat(vector, 1)
-        seen = joined.detach().clone()
-        value = law.f(inner(joined, mask), s, b, w)
-        value = value if scale == 1.0 else value * scale
-        witness.see(names, seen, value)
-        pieces = value.split([prod(shape) for shape in shapes], 1)
-        pieces = [
-            t.reshape(len(t), *sh).to(dt) for t, sh, dt in zip(pieces, shapes, dtypes, strict=True)
-        ]
-        return pytree.tree_unflatten(pieces, spec)
+    def f(z: Tensor, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Tensor:
+        value = law.f(inner(z, mask), s, b, w) * scale
+        witness.see(names, z.reshape(len(z), -1), value)
+        return value.reshape(z.shape)
 
-    def density(z: Any, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Tensor:
-        tensors = [t.reshape(len(t), -1).to(dtype) for t in pytree.tree_leaves(z)]
-        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
-        each = POTENTIALS[name].density(inner(joined, mask), s, b, w)
+    def density(z: Tensor, s: Tensor, b: Tensor, names: Tensor, mask: Tensor | None) -> Tensor:
+        each = POTENTIALS[name].density(inner(z, mask), s, b, w)
         if mask is not None:
-            each = torch.where(_free(mask, shapes), each, 0.0)
+            each = torch.where(_free(mask, shape), each, 0.0)
         # The gradient by z is then scale d density: a unit step in units of the scale.
         return each.sum(1) * scale * scale
 
-    problem = FixedPoint(
+    return FixedPoint(
         solvers.Descent(density) if energy else f, z0, (s, b, torch.arange(batch), mask), mask, law,
-        w, scale, dtype, eps, torch.float16 in dtypes, free, witness, name,
-        potential=name if energy else None,
+        w, scale, None if mask is None else _free(mask, shape), witness, energy,
     )  # fmt: skip
-    if name in LIPSCHITZ and not energy:
-        problem.lipschitz = (0 if name == "constant" else s.double().abs()[:, 0]) + 0 * s[:, 0]
-    return problem
 
 
-def _free(mask: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
-    """(B, D) bool of a token mask (B, N) that belongs to the first leaf."""
-    parts = [mask[:, :, None].expand(-1, -1, shapes[0][1]).reshape(len(mask), -1)]
-    parts += [mask.new_ones(len(mask), prod(shape)) for shape in shapes[1:]]
-    return torch.cat(parts, 1)
+def _free(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(B, D) bool of a mask (B, N) of tokens."""
+    return mask[:, :, None].expand(-1, -1, shape[1]).reshape(len(mask), -1)
 
 
 def check_fixed_point(draw: Draw) -> None:
@@ -328,7 +283,7 @@ def check_fixed_point(draw: Draw) -> None:
     options = draw_options(draw, problem)
     graph = options["adjoint"] is not None and problem.dtype in (torch.float32, torch.float64)
     seen: list[Any] = []
-    if draw.chance(0.1) and not isinstance(options["solver"], TorchDEQ):
+    if draw.chance(0.1):
         options["callback"] = seen.append
     inputs = (problem.z0, problem.args, problem.w)
 
@@ -336,15 +291,14 @@ def check_fixed_point(draw: Draw) -> None:
         with torch.set_grad_enabled(graph):
             return solvers.fixed_point(problem.f, problem.z0, problem.args, **options)
 
-    words = _words(problem, options["solver"])
+    newton = isinstance(options["solver"], solvers.Newton)
+    words = ("not differentiable",) if newton else ()  # what it may refuse
     call = valid(draw, solve, inputs, allowed=solvers.SolveError, words=words)
     solution = check_policy(draw, call, options["on_failure"])
     if solution is None:
         return
     check_solution(draw, problem, solution, options)
     check_counts(draw, problem, solution, options, seen)
-    if call.error is None and draw.chance(0.2):
-        compare_alone(draw, problem, solution, options)
 
 
 def check_policy(draw: Draw, call: Call, on_failure: str) -> solvers.Solution | None:
@@ -359,30 +313,22 @@ def check_policy(draw: Draw, call: Call, on_failure: str) -> solvers.Solution | 
     return solution
 
 
-def _words(problem: FixedPoint, solver: Any) -> tuple[str, ...]:
-    """What the message of an exception may hold: what may be refused instead of borne."""
-    words = ("in-place", "in place") if problem.name in IN_PLACE else ()
-    return (*words, "not differentiable") if isinstance(solver, solvers.Newton) else words
-
-
 def draw_options(draw: Draw, problem: FixedPoint) -> dict[str, Any]:
     """Keyword arguments for ``fixed_point``, all of them good."""
     uniform = draw.random.uniform
     rtol = draw.note("rtol", draw.random.choice((1e-4, 1e-4, 1e-2, 0.1, 1e-7, 1e-12, 0.0)))
     atol = draw.note("atol", draw.random.choice((0.0, 0.0, 0.0, 1e-3, 1e-6)) * problem.scale)
     solver = draw.note("solver", draw_solver(draw, problem))
-    unrolls = not isinstance(solver, (solvers.Newton, TorchDEQ))
     kinds = [None, None, None, solvers.Implicit(on_failure="ignore"), solvers.OneStep()]
     kinds += [solvers.Phantom(draw.random.randint(1, 4), uniform(0.1, 1.0))]
-    kinds += [solvers.Unrolled()] if unrolls else []
-    external = isinstance(solver, TorchDEQ)
+    kinds += [] if isinstance(solver, solvers.Newton) else [solvers.Unrolled()]
     return {
         "solver": solver,
         "tolerance": solvers.Tolerance(rtol, atol),
         "max_steps": draw.note("max_steps", draw.random.choice((1, 2, 3, 7, 20, 20, 50, 50, 120))),
         "adjoint": draw.note("adjoint", draw.random.choice(kinds)),
         "mask": problem.mask,
-        "record": draw.note("record", not external and draw.chance(0.3)),
+        "record": draw.note("record", draw.chance(0.3)),
         "compact": draw.note("compact", draw.chance(0.7)),
         "on_failure": draw.note("on_failure", draw.random.choice(("ignore", "warn", "raise"))),
         "verify": False,  # whose evaluations do not count; ``truths`` looks at what it finds
@@ -406,10 +352,7 @@ def draw_solver(draw: Draw, problem: FixedPoint) -> Any:
     ]
     if problem.dtype in (torch.float32, torch.float64):
         kinds.append(solvers.Newton(linear, uniform(0.01, 0.9)))
-        name = random.choice(("anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter"))
-        # torchdeq's own algebra works on tensors of float32 and float64.
-        kinds += [] if problem.potential else [TorchDEQ(name)]
-    if problem.potential:
+    if problem.energetic:
         kinds += [solvers.LBFGS(memory)] * 3
     return random.choice(kinds)
 
@@ -418,21 +361,18 @@ def check_solution(
     draw: Draw, problem: FixedPoint, solution: solvers.Solution, options: dict[str, Any]
 ) -> None:
     """Value, residual and status of every sample, recomputed in float64."""
-    value, status = problem.vector(solution.value), solution.status
-    specs = [pytree.tree_structure(t) for t in (solution.value, problem.z0)]
-    leaves = [pytree.tree_leaves(t) for t in (solution.value, problem.z0)]
-    kinds = [[(t.shape, t.dtype) for t in each] for each in leaves]
-    draw.expect(specs[0] == specs[1] and kinds[0] == kinds[1], "structure", f"{kinds[0]}")
+    value, status = wide(solution.value), solution.status
+    kinds = [(t.shape, t.dtype) for t in (solution.value, problem.z0)]
+    draw.expect(kinds[0] == kinds[1], "structure", f"{kinds[0]}")
     draw.expect_rows(torch.isfinite(value).all(1), "finite value", value=value, status=status)
     if problem.free is not None:
-        kept = (value == problem.vector(problem.z0)) | problem.free
+        kept = (value == wide(problem.z0)) | problem.free
         draw.expect_rows(kept.all(1), "masked tokens", value=value)
     residual, image, error = problem.exact(solution.value)
     size, reference = norms(residual), norms(image)
     reported, relative = solution.residual_norm.double(), solution.residual.double()
     tolerance, told = options["tolerance"], {"status": status, "reported": reported, "true": size}
-    # Norms are accumulated in float32 or wider.
-    unit = max(torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps, problem.eps)
+    unit = torch.finfo(problem.dtype).eps
     slack = 4 * (value.shape[1] + 8) * unit
     limit = (tolerance.rtol * reference).clamp_min(tolerance.atol)
     converged, known = solution.converged, torch.isfinite(reported)
@@ -448,12 +388,12 @@ def check_solution(
     clearly = (relative <= 0.999 * tolerance.rtol) | (reported <= 0.999 * tolerance.atol)
     # Below the normal numbers a relative residual means nothing.
     unclear = ~known | ~(reference > torch.finfo(problem.dtype).smallest_normal)
-    if problem.potential:  # far from the start a residual may be small by growth alone
+    if problem.energetic:  # far from the start a residual may be small by growth alone
         unclear |= reference > 7 * problem.witness.first
     draw.expect_rows(converged | ~clearly | unclear, "missed", relative=relative, **told)
     draw.expect_rows(known | (status == Status.NONFINITE), "unknown residual", **told)
     witness = problem.witness
-    if problem.potential is None:
+    if not problem.energetic:
         broken = (status == Status.NONFINITE) & ~witness.bad
         draw.expect_rows(~broken, "NONFINITE", largest=witness.largest, **told)
         grown = ~(witness.largest <= 1e5 * witness.first)
@@ -476,7 +416,7 @@ def check_counts(
     steps = solution.steps
     draw.expect_rows((steps >= 0) & (steps <= evaluations), "steps", steps=steps, **told)
     newton = isinstance(options["solver"], solvers.Newton)
-    if problem.potential is None and not newton:
+    if not problem.energetic and not newton:
         calls = problem.witness.calls
         draw.expect_rows(calls >= evaluations, "uncounted", **told)
         if options["adjoint"] is None:
@@ -517,49 +457,6 @@ def _check_trace(
         rise = taken[1:] - taken[:-1]
         worst = f"sample {row}: {taken.tolist()}"[:200]
         draw.expect((rise <= allowed).all(), "energy falls", worst)
-
-
-def compare_alone(
-    draw: Draw, problem: FixedPoint, solution: solvers.Solution, options: dict[str, Any]
-) -> None:
-    """A sample alone, with ``compact`` the other way round, ends as it does among others."""
-    row = draw.note("alone", draw.random.randrange(len(solution.status)))
-
-    def take(tree: Any) -> Any:
-        return pytree.tree_map(lambda t: None if t is None else t[row : row + 1], tree)
-
-    changed = {"record": False, "callback": None, "on_failure": "ignore", "adjoint": None}
-    others = options | changed | {"compact": not options["compact"], "mask": take(problem.mask)}
-    z0, args = take(problem.z0), take(problem.args)
-    call = valid(
-        draw, lambda: solvers.fixed_point(problem.f, z0, args, **others), (z0, args),
-        words=_words(problem, options["solver"]),
-    )  # fmt: skip
-    alone = call.result
-    if alone is None or isinstance(options["solver"], TorchDEQ):
-        return  # torchdeq's Broyden judges whole batches
-    values = [problem.vector(solution.value)[row], problem.vector(alone.value)[0]]
-    told = f"{int(solution.status[row])} in the batch and {int(alone.status[0])} alone"
-    fixed = type(options["solver"]) is solvers.Forward and problem.law.elementwise
-    if fixed and problem.potential is None:
-        # In half precision a loop over vectors may round otherwise than one over single numbers.
-        close = torch.allclose(
-            *values, rtol=64 * problem.eps, atol=64 * problem.eps * problem.scale
-        )
-        agree = same(*values) if problem.dtype in (torch.float32, torch.float64) else close
-        equal = int(solution.status[row]) == int(alone.status[0]) and agree
-        draw.expect(equal, "independence", f"{told}; values {values}"[:300])
-    if problem.lipschitz is None or not bool(solution.converged[row] & alone.converged[0]):
-        return
-    rate = float(problem.lipschitz[row])
-    if rate > 0.95:
-        return
-    residual, _, error = problem.exact(alone.value)
-    reach = float(norms(residual)[0] + 2 * error[0]) + float(solution.residual_norm[row])
-    apart = float(torch.linalg.vector_norm(values[0] - values[1]))
-    draw.expect(
-        apart <= 1.01 * reach / (1 - rate), "independence", f"{apart} > {reach}/(1 - {rate})"
-    )
 
 
 # --- gradients through fixed points, by every adjoint, against dense formulas in float64 ------------

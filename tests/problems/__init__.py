@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from scipy import optimize
-from scipy.sparse.linalg import LinearOperator, minres
 from torch import Generator, Tensor
 
 Expect = Literal["converges", "diverges", "mixed"]
@@ -27,11 +24,11 @@ class ZooProblem:
         args: tensors (B, ...); everything that f needs, so a batch may be cut anywhere.
         symmetric: whether the Jacobian of f is symmetric everywhere.
         source: where the problem comes from.
-        reference: computes the fixed point in float64 by a method that is none of our solvers.
+        reference: computes the fixed point in float64 by a method that is none of our solvers; None where
+            there is none, or where another one is in reach.
         energy: ``energy(z, *args) -> (B,)`` with gradient ``z - f(z)``, where there is one.
         expect: ``converges`` (an iteration finds a fixed point), ``diverges`` (there is none), ``mixed``
             (some rows converge, others leave the domain of f: their rows of ``solution`` are NaN).
-        unique: whether no other fixed point is in reach, so an answer must agree with ``solution``.
         name: in the zoo, which sets it.
     """
 
@@ -43,7 +40,6 @@ class ZooProblem:
     reference: Callable[[], Tensor] | None = None
     energy: Callable[..., Tensor] | None = None
     expect: Expect = "converges"
-    unique: bool = True
     name: str = ""
 
     @cached_property
@@ -182,51 +178,3 @@ def contraction(f: Map, z: Tensor, args: tuple[Tensor, ...], steps: int) -> Tens
     for _ in range(steps):
         z = f(z, *args)
     return newton(f, z, args)
-
-
-def continuation(
-    f: Map, z: Tensor, args_at: Callable[[float], tuple[Tensor, ...]], steps: int = 20
-) -> Tensor:
-    """Newton's method along ``f(z, *args_at(t))``, t from ``1 / steps`` to 1."""
-    for step in range(1, steps):
-        args = args_at(step / steps)
-        z = torch.cat([_newton_row(f, z[i : i + 1], row(i, args), 20) for i in range(z.shape[0])])
-    return newton(f, z, args_at(1.0))
-
-
-def minimum(f: Map, energy: Map, z0: Tensor, args: tuple[Tensor, ...]) -> Tensor:
-    """L-BFGS (scipy) on the energy from z0, then Newton steps by MINRES on its Hessian."""
-    found = []
-    for i in range(z0.shape[0]):
-        mine, shape = row(i, args), z0[:1].shape
-
-        def fun(flat: np.ndarray, mine: Any = mine, shape: Any = shape) -> tuple[float, np.ndarray]:
-            z = torch.from_numpy(flat).view(shape)
-            gradient = (z - f(z, *mine)).reshape(-1)
-            return float(energy(z, *mine)), gradient.numpy()
-
-        start = z0[i].reshape(-1).numpy()
-        options = {"maxiter": 20000, "maxfun": 40000, "ftol": 0.0, "gtol": 1e-9, "maxcor": 30}
-        result = optimize.minimize(fun, start, jac=True, method="L-BFGS-B", options=options)
-        found.append(_newton_minres(f, torch.from_numpy(result.x).view(shape), mine))
-    return check(f, torch.cat(found), args)
-
-
-def _newton_minres(f: Map, z: Tensor, args: tuple[Tensor, ...], steps: int = 8) -> Tensor:
-    for _ in range(steps):
-        point = z.detach().requires_grad_()
-        gradient = point - f(point, *args)
-        if float(gradient.detach().norm()) <= 0.1 * ACCURACY * float(z.norm()):
-            break
-
-        def product(v: np.ndarray, point: Tensor = point, gradient: Tensor = gradient) -> Any:
-            vector = torch.from_numpy(np.asarray(v)).reshape(point.shape)
-            (out,) = torch.autograd.grad(gradient, point, vector, retain_graph=True)
-            return out.reshape(-1).numpy()
-
-        size = point.numel()
-        operator: Any = LinearOperator  # its constructor dispatches to a subclass, unknown to types
-        hessian = operator((size, size), matvec=product, dtype=np.float64)
-        step, _ = minres(hessian, gradient.detach().reshape(-1).numpy(), rtol=1e-10, maxiter=4000)
-        z = z - torch.from_numpy(step).view_as(z)
-    return z.detach()

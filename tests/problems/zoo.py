@@ -26,11 +26,8 @@ from problems import (
     Expect,
     ZooProblem,
     cast,
-    check,
-    continuation,
     contraction,
     matvec,
-    minimum,
     normal,
     orthogonal,
     uniform,
@@ -59,8 +56,7 @@ def minimised(
 ) -> ZooProblem:
     """``z = z - dE/dz``; ``other`` are fields of the problem."""
     f = descent(energy)
-    fields: dict[str, Any] = {"reference": lambda: minimum(f, energy, z0, args)} | other
-    return ZooProblem(f=f, z0=z0, args=args, symmetric=True, source=source, energy=energy, **fields)
+    return ZooProblem(f=f, z0=z0, args=args, symmetric=True, source=source, energy=energy, **other)
 
 
 def affine(z: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
@@ -168,11 +164,7 @@ def one_hard(generator: Generator) -> ZooProblem:
 
 
 def singular(generator: Generator) -> ZooProblem:
-    """Eigenvalue exactly 1 with a consistent offset: a line of fixed points, met where z0 says.
-
-    The reference is the limit of the plain iteration: z0 along the null space of ``I - A``, the
-    least-norm solution across it.
-    """
+    """Eigenvalue exactly 1 with a consistent offset: a line of fixed points, met where z0 says."""
     basis = orthogonal(generator, BATCH, 20)
     eigenvalues = uniform(generator, -0.5, 0.8, BATCH, 20)
     eigenvalues[:, 0] = 1.0
@@ -180,14 +172,8 @@ def singular(generator: Generator) -> ZooProblem:
     z0, offset = normal(generator, BATCH, 20), normal(generator, BATCH, 20)
     null = basis[:, :, 0]
     offset = offset - (offset * null).sum(1, keepdim=True) * null
-
-    def reference() -> Tensor:
-        inside = torch.einsum("bik,bi->bk", basis, offset)[:, 1:] / (1 - eigenvalues[:, 1:])
-        across = torch.einsum("bik,bk->bi", basis[:, :, 1:], inside)
-        return across + (z0 * null).sum(1, keepdim=True) * null
-
     source = "C. D. Meyer, Matrix Analysis and Applied Linear Algebra (2000), section 7.10"
-    return affine_problem(matrix, offset, z0, source, reference=reference, unique=False)
+    return affine_problem(matrix, offset, z0, source, reference=None)
 
 
 LINEAR_BUILDS: dict[str, Build] = {
@@ -253,7 +239,6 @@ def two_fixed_points(generator: Generator) -> ZooProblem:
         f=lambda z, c: z * z + c, z0=low + uniform(generator, 0.3, 0.95, 8, 1) * (high - low),
         args=(constant,), symmetric=True,
         source="R. Devaney, An Introduction to Chaotic Dynamical Systems (1989): quadratic map",
-        reference=low.clone, unique=False,
     )  # fmt: skip
 
 
@@ -265,7 +250,6 @@ def heron(generator: Generator) -> ZooProblem:
         f=lambda z, a: 0.5 * (z + a / z), z0=sign * uniform(generator, 0.2, 10.0, 8, 1),
         args=(radicand,), symmetric=True,
         source="Heron of Alexandria, Metrica I.8; P. Henrici, Elements of Numerical Analysis",
-        reference=lambda: sign * radicand.sqrt(), unique=False,
     )  # fmt: skip
 
 
@@ -298,8 +282,6 @@ def h_equation(generator: Generator) -> ZooProblem:
         symmetric=False,
         source="S. Chandrasekhar, Radiative Transfer (1960), chapter 5; A. Toth, C. T. Kelley, "
         "SIAM J. Numer. Anal. 53 (2015) 805, numerical results",
-        reference=lambda: contraction(h_equation_map, z0, (albedo,), 100),
-        unique=False,
     )
 
 
@@ -309,27 +291,16 @@ def bellman_map(z: Tensor, transition: Tensor, reward: Tensor) -> Tensor:
 
 
 def bellman(generator: Generator) -> ZooProblem:
-    """Value iteration in a random decision process; the reference iterates policies instead."""
+    """Value iteration in a random decision process; Newton's method on it iterates policies."""
     batch, actions, states = 4, 4, 30
     transition = normal(generator, batch, actions, states, states).mul(3).softmax(-1)
     reward = uniform(generator, 0.0, 1.0, batch, actions, states)
-    pick_row, pick_state = torch.arange(batch).unsqueeze(1), torch.arange(states)
-
-    def reference() -> Tensor:
-        value = torch.zeros(batch, states, dtype=torch.float64)
-        for _ in range(50):
-            outcome = reward + 0.95 * torch.einsum("bast,bt->bas", transition, value)
-            policy = outcome.argmax(1)
-            chain = transition[pick_row, policy, pick_state]
-            gain = reward[pick_row, policy, pick_state]
-            value = torch.linalg.solve(torch.eye(states, dtype=torch.float64) - 0.95 * chain, gain)
-        return check(bellman_map, value, (transition, reward))
-
+    args = (transition, reward)
+    z0 = torch.zeros(batch, states, dtype=torch.float64)
     return ZooProblem(
-        f=bellman_map, z0=torch.zeros(batch, states, dtype=torch.float64),
-        args=(transition, reward), symmetric=False,
+        f=bellman_map, z0=z0, args=args, symmetric=False,
         source="M. Puterman, Markov Decision Processes (1994), sections 6.3 and 6.4",
-        reference=reference,
+        reference=lambda: contraction(bellman_map, z0, args, 100),
     )  # fmt: skip
 
 
@@ -380,18 +351,11 @@ def symmetric_layer(generator: Generator, *, activation: str, radius: float) -> 
 
 
 def gain_layer(generator: Generator, *, gain: float) -> ZooProblem:
-    """tanh layer with weights N(0, gain^2 / D): the plain map turns chaotic near 1.5.
-
-    The reference follows the fixed point from gain 0.
-    """
+    """tanh layer with weights N(0, gain^2 / D): the plain map turns chaotic near 1.5."""
     weight = gain * normal(generator, LAYERS, WIDTH, WIDTH) / WIDTH**0.5
     problem = _layer(weight, normal(generator, LAYERS, WIDTH), "tanh")
-    f, z0, (_, injection) = problem.f, problem.z0, problem.args
-    return replace(
-        problem,
-        source="H. Sompolinsky, A. Crisanti, H. Sommers, Phys. Rev. Lett. 61 (1988) 259",
-        reference=lambda: continuation(f, z0, lambda t: (t * weight, injection)), unique=False,
-    )  # fmt: skip
+    source = "H. Sompolinsky, A. Crisanti, H. Sommers, Phys. Rev. Lett. 61 (1988) 259"
+    return replace(problem, source=source, reference=None)
 
 
 def _layer(weight: Tensor, injection: Tensor, activation: str) -> ZooProblem:
@@ -468,7 +432,9 @@ def log_sum_exp(generator: Generator) -> ZooProblem:
     args = (design, normal(generator, batch, terms), normal(generator, batch, dim))
     z0 = normal(generator, batch, dim)
     source = "S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2"
-    return minimised(log_sum_exp_energy, z0, args, source)
+    f = descent(log_sum_exp_energy)
+    reference = partial(contraction, f, z0, args, 2000)
+    return minimised(log_sum_exp_energy, z0, args, source, reference=reference)
 
 
 def wells_energy(z: Tensor, coupling: Tensor) -> Tensor:
@@ -483,7 +449,7 @@ def wells(generator: Generator) -> ZooProblem:
     coupling = 0.3 * (raw + raw.mT) / 2**0.5
     z0 = 0.05 * normal(generator, batch, dim)
     source = "D. Wales, Energy Landscapes (2003): coupled quartic double wells"
-    return minimised(wells_energy, z0, (coupling,), source, unique=False)
+    return minimised(wells_energy, z0, (coupling,), source)
 
 
 LEAST_SQUARES = {"powell": powell_singular, "helical": helical_valley}
@@ -531,8 +497,7 @@ def hopfield(generator: Generator, *, beta: float, noise: float) -> ZooProblem:
     return ZooProblem(
         f=hopfield_map, z0=cue, args=args, symmetric=True,
         source="H. Ramsauer et al., Hopfield Networks is All You Need (2020), equations 2 and 3",
-        reference=lambda: contraction(hopfield_map, cue, args, 200), energy=hopfield_energy,
-        unique=False,
+        energy=hopfield_energy,
     )  # fmt: skip
 
 
@@ -558,7 +523,6 @@ def mean_field(generator: Generator, *, gain: float) -> ZooProblem:
     return ZooProblem(
         f=mean_field_map, z0=z0, args=args, symmetric=False,
         source="M. Bal, Deep Implicit Attention (2021), z = J z - f(z) + x",
-        reference=lambda: contraction(mean_field_map, z0, args, 200), unique=False,
     )  # fmt: skip
 
 
@@ -592,7 +556,7 @@ def bisoftmax(generator: Generator, *, attention: float, feedforward: float) -> 
     weights = torch.tensor([attention, feedforward], dtype=torch.float64).repeat(batch, 1)
     args = (heads, memory, x, weights)
     source = "Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7"
-    return minimised(bisoftmax_energy, x.clone(), args, source, unique=False)
+    return minimised(bisoftmax_energy, x.clone(), args, source)
 
 
 ENERGY_BUILDS: dict[str, Build] = {
@@ -693,7 +657,6 @@ PATHOLOGICAL_BUILDS: dict[str, Build] = {
 }
 
 
-ENERGY = [name for name in ENERGY_BUILDS if name.startswith("energy_")]
 BUILDS = LINEAR_BUILDS | MAP_BUILDS | SYSTEM_BUILDS | ENERGY_BUILDS | PATHOLOGICAL_BUILDS
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchdeq.loss import jac_reg
 
 import solvers
-from cases.solves import matrices, multiply, right_sides
+from cases.solves import matrices, multiply, normal, right_sides
 from implicit_attn import DEQ
 from solvers import Implicit, jacobian_penalty
 from solvers.eigen import (
@@ -70,28 +70,24 @@ def test_spectral_radius(size: int, method: str) -> None:
     torch.testing.assert_close(found, radius(dense_jacobian(z, matrix)), rtol=1e-5, atol=0)
 
 
-@SIZES
-def test_extreme_eigenvalues(size: int, method: str) -> None:
-    z, matrix = problem(size, "indefinite")
-    if size == 1:  # two ends of one eigenvalue
-        with pytest.raises(ValueError, match="unknowns"):
-            extreme_eigenvalues(energy, z, (matrix,), method=method)
-        return
-    smallest, largest = extreme_eigenvalues(energy, z, (matrix,), method=method)
+def gradient(z: Tensor, matrix: Tensor) -> Tensor:
+    return multiply(z, matrix) + z**3 / 3
+
+
+def product(z: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
+    return multiply(v, matrix) + z * z * v
+
+
+@pytest.mark.parametrize("method", ["auto", "arpack"])
+@pytest.mark.parametrize(
+    ("f", "kind"), [(energy, "energy"), (gradient, "map"), (product, "product")]
+)
+def test_extreme_eigenvalues(f: Any, kind: Any, method: Any) -> None:
+    z, matrix = problem(20, "indefinite")
+    smallest, largest = extreme_eigenvalues(f, z, (matrix,), kind=kind, method=method)
     reference = torch.linalg.eigvalsh(dense_hessian(z, matrix))
     torch.testing.assert_close(smallest, reference[:, 0], rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(largest, reference[:, -1], rtol=1e-6, atol=1e-8)
-
-    def gradient(z: Tensor, matrix: Tensor) -> Tensor:
-        return multiply(z, matrix) + z**3 / 3
-
-    def product(z: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
-        return multiply(v, matrix) + z * z * v
-
-    for f, kind in ((gradient, "map"), (product, "product")):
-        ends = extreme_eigenvalues(f, z, (matrix,), kind=kind, method=method)
-        torch.testing.assert_close(ends[0], smallest, rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(ends[1], largest, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("method", ["dense", "arpack"])
@@ -108,9 +104,8 @@ def test_several_eigenvalues(method: str) -> None:
     expected = torch.cat([values[:, :3], values[:, -3:]], dim=1)
     torch.testing.assert_close(ends.eigenvalues, expected, rtol=1e-6, atol=1e-8)
     for found in (result, ends):
-        assert found.converged.all()
-        assert (found.residual < 1e-5).all()
-        assert (found.products >= 30).all() if method == "dense" else (found.products > 0).all()
+        assert found.converged.all() and (found.residual < 1e-5).all()
+        assert (found.products >= (30 if method == "dense" else 1)).all()
 
 
 @pytest.mark.parametrize("method", ["dense", "arpack"])
@@ -151,6 +146,7 @@ def test_eigenvalues_that_arpack_misses_are_computed_densely_or_reported() -> No
     ({"tolerance": -1.0}, ValueError, "tolerance"),
     ({"args": (torch.ones(4),)}, ValueError, "args"),
     ({"z": torch.ones(0, 3)}, ValueError, r"\bz\b"),
+    ({"z": torch.ones(3, 1), "what": "extremes"}, ValueError, "unknowns"),
     ({"what": "extremes"}, ValueError, "symmetric"),
     ({"f": lambda z: z.detach()}, ValueError, r"\bz\b"),
     ({"f": lambda z: z[:, :3]}, ValueError, r"\bf\b"),
@@ -158,11 +154,8 @@ def test_eigenvalues_that_arpack_misses_are_computed_densely_or_reported() -> No
     ({"samples": 1.5}, TypeError, "samples"),
     ({"samples": 1, "generator": 3}, TypeError, "generator"),
     ({"samples": 1, "mask": torch.ones(2, 5).bool()}, ValueError, "mask"),
-    ({"samples": 1, "args": (torch.ones(4, 1),)}, ValueError, "args"),
     ({"samples": 1, "z": torch.ones(2, 4, dtype=torch.int64)}, TypeError, r"\bz\b"),
-    ({"samples": 1, "f": lambda z: z.detach()}, ValueError, r"\bz\b"),
     ({"samples": 1, "f": lambda z: z[:, :2]}, ValueError, r"\bf\b"),
-    ({"samples": 1, "f": 3}, TypeError, r"\bf\b"),
 ])  # fmt: skip
 def test_errors_say_what_came_and_what_was_expected(
     change: dict[str, Any], error: type[Exception], message: str
@@ -177,11 +170,7 @@ def test_errors_say_what_came_and_what_was_expected(
         call(arguments.pop("f"), arguments.pop("z"), arguments.pop("args", ()), **arguments)
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-WEIGHT = 0.4 * drawn(3, 3)
+WEIGHT = 0.4 * normal(3, 3)
 
 
 def step(z: Tensor, x: Tensor) -> Tensor:
@@ -192,33 +181,28 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def test_exact_and_estimated_size() -> None:
-    z, x = drawn(2, 4, 3), 0.3 * drawn(2, 4, 3, seed=1)
-    dense = solvers.jacobian(step, z, (x,))
-    expected = dense.square().sum((1, 2)) / 12
-    exact = jacobian_penalty(step, z, (x,), samples=None)
-    torch.testing.assert_close(exact, expected, rtol=1e-12, atol=0)
-    many = jacobian_penalty(step, z, (x,), samples=300, generator=generator())
-    torch.testing.assert_close(many, expected, rtol=0.15, atol=0)
-    assert not torch.equal(many, expected)
-    one = [jacobian_penalty(step, z, (x,), generator=g) for g in (generator(), generator())]
-    assert torch.equal(*one)
-    point = z.clone().requires_grad_()
-    torch.manual_seed(0)
-    theirs = jac_reg(step(point, x), point, vecs=300)
-    torch.testing.assert_close(theirs.detach(), expected.mean(), rtol=0.15, atol=0)
-
-
-def test_masked_tokens_do_not_count() -> None:
-    z, x = drawn(2, 4, 3), 0.3 * drawn(2, 4, 3, seed=1)
-    mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_exact_and_estimated_size(masked: bool) -> None:
+    z, x = normal(2, 4, 3), 0.3 * normal(2, 4, 3, seed=1)
+    mask = torch.tensor([[True, True, True, not masked], [True] * 4])
     keep = mask[:, :, None].expand(2, 4, 3).flatten(1)
     dense = solvers.jacobian(step, z, (x,)) * keep[:, :, None] * keep[:, None, :]
     expected = dense.square().sum((1, 2)) / keep.sum(1)
-    exact = jacobian_penalty(step, z, (x,), mask=mask, samples=None)
+    options: dict[str, Any] = {"mask": mask if masked else None}
+    exact = jacobian_penalty(step, z, (x,), samples=None, **options)
     torch.testing.assert_close(exact, expected, rtol=1e-12, atol=0)
-    rough = jacobian_penalty(step, z, (x,), mask=mask, samples=500, generator=generator())
-    torch.testing.assert_close(rough, expected, rtol=0.15, atol=0)
+    many = jacobian_penalty(step, z, (x,), samples=500, generator=generator(), **options)
+    torch.testing.assert_close(many, expected, rtol=0.15, atol=0)
+    one = [jacobian_penalty(step, z, (x,), generator=g) for g in (generator(), generator())]
+    assert torch.equal(*one) and not torch.equal(one[0], exact)
+
+
+def test_the_estimate_is_that_of_torchdeq() -> None:
+    z, x = normal(2, 4, 3).requires_grad_(), 0.3 * normal(2, 4, 3, seed=1)
+    torch.manual_seed(0)
+    theirs = jac_reg(step(z, x), z, vecs=300).detach()
+    exact = jacobian_penalty(step, z, (x,), samples=None).mean().detach()
+    torch.testing.assert_close(theirs, exact, rtol=0.15, atol=0)
 
 
 @pytest.mark.parametrize("samples", [None, 2])
@@ -229,49 +213,36 @@ def test_derivatives(samples: int | None) -> None:
 
         return jacobian_penalty(f, z, (x,), samples=samples, generator=generator())
 
-    given = [t.requires_grad_() for t in (drawn(2, 2, 3), drawn(2, 2, 3, seed=1), WEIGHT.clone())]
+    given = [t.requires_grad_() for t in (normal(2, 2, 3), normal(2, 2, 3, seed=1), WEIGHT.clone())]
     assert torch.autograd.gradcheck(penalty, given)
-
-
-class Cell(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, z: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return torch.tanh(z @ self.weight) + x
 
 
 EXACT: dict[str, Any] = {"tolerance": 1e-13, "adjoint": Implicit(tolerance=1e-13), "max_steps": 200}
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_with_the_value_the_fixed_point_moves_along(masked: bool) -> None:
+def test_the_penalty_of_a_layer_moves_with_the_fixed_point(masked: bool) -> None:
     """The whole derivative by the weights, central differences of solve and penalty; or at a fixed z."""
-    x = drawn(1, 2, 3, seed=1)
+    x = normal(1, 2, 3, seed=1)
     mask = torch.tensor([[True, False]]) if masked else None
-    start = DEQ.from_update(Cell(WEIGHT), **EXACT)(x, mask).detach()
 
-    def whole(weight: Tensor) -> Tensor:
+    def penalty(weight: Tensor, z: Tensor | None = None) -> Tensor:
         layer = DEQ.from_update(lambda z, x, mask: torch.tanh(z @ weight) + x, **EXACT)
-        solution = layer.solve(x, mask)
-        return layer.jacobian_penalty(solution.value, x, mask, samples=None)
+        z = layer(x, mask) if z is None else z
+        return layer.jacobian_penalty(z, x, mask, samples=None)
 
-    def held(weight: Tensor) -> Tensor:
-        layer = DEQ.from_update(lambda z, x, mask: torch.tanh(z @ weight) + x, **EXACT)
-        return layer.jacobian_penalty(start, x, mask, samples=None)
-
+    start = DEQ.from_update(lambda z, x, mask: torch.tanh(z @ WEIGHT) + x, **EXACT)(x, mask)
     weight = WEIGHT.clone().requires_grad_()
-    assert torch.autograd.gradcheck(whole, (weight,), atol=1e-6)
-    assert torch.autograd.gradcheck(held, (weight,))
-    gradients = [torch.autograd.grad(f(weight).sum(), weight)[0] for f in (whole, held)]
+    assert torch.autograd.gradcheck(penalty, (weight,), atol=1e-6)
+    assert torch.autograd.gradcheck(lambda weight: penalty(weight, start), (weight,))
+    gradients = [torch.autograd.grad(penalty(weight, z).sum(), weight)[0] for z in (None, start)]
     assert (gradients[0] - gradients[1]).abs().max() > 1e-3
 
 
 def test_the_radius_of_a_layer_with_masked_tokens() -> None:
     """A masked token stays where it is, which is no eigenvalue 1 of what is solved."""
     layer = DEQ.from_update(lambda z, x, mask: torch.where(mask[..., None], 0.5 * z + x, z))
-    x = drawn(2, 4, 3)
+    x = normal(2, 4, 3)
     mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
     z = layer(x, mask)
     torch.testing.assert_close(layer.spectral_radius(z, x, mask), torch.full((2,), 0.5).double())

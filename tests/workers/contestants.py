@@ -1,23 +1,21 @@
 """Answers for made-up contestants, as ``benchmarks/jax_peers/protocol.py`` asks for them.
 
-    python -m tests.workers.contestants NAME [LOG]
+    python -m tests.workers.contestants NAME
 
-The errors of "good" are its tolerances; the others misbehave. When LOG is given, each timed step writes
-there when it begins and when it ends.
+The errors of "good" are its tolerances; the others misbehave.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
 
-NAME, LOG = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 3 else None  # then the pipe
+NAME = sys.argv[1]
 
 
 class Good:
@@ -26,9 +24,6 @@ class Good:
 
     def run(self, forward: float, backward: float) -> tuple[float, float]:
         print("progress", flush=True)  # as libraries do
-        if LOG is not None:
-            with LOG.open("a") as log:
-                log.write(f"{NAME} begins\n{NAME} ends\n")
         return forward, backward
 
     def read(self, result: Any) -> Arrays:

@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import time
 import venv
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -36,19 +35,12 @@ TESTS = ("tests/test_lazy_imports.py", "tests/test_command.py")
 WHERE = """
 import sys, implicit_attn, solvers
 from pathlib import Path
-prefix, root = Path(sys.prefix).resolve(), Path(sys.argv[1]).resolve()
 for package in (implicit_attn, solvers):
     here = Path(package.__file__).resolve()
-    assert prefix in here.parents, f"{package.__name__} comes from {here}"
-    assert root not in here.parents, f"{package.__name__} is of the repository: {here}"
-for entry in filter(None, sys.path):
-    here = Path(entry).resolve()
-    assert here != root and not (here / "implicit_attn").is_dir() or prefix in here.parents, entry
+    assert Path(sys.prefix).resolve() in here.parents, f"{package.__name__} comes from {here}"
 for name, row in implicit_attn.pretrained_models().items():
     model = implicit_attn.load_pretrained(name)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == row.parameters, (name, count)
-    print("loaded", name, count)
+    assert sum(parameter.numel() for parameter in model.parameters()) == row.parameters, name
 print("imported from", Path(implicit_attn.__file__).parent, "version", implicit_attn.__version__)
 """
 
@@ -127,21 +119,14 @@ def check_contents(wheel: Path, sources: Path) -> None:
         fields = MetadataParser().parsestr(archive.read(metadata).decode())
         texts = [archive.read(name).decode() for name in held if name.endswith(".py")]
     for package in PACKAGES:
-        there = [path for path in (sources / package).rglob("*") if path.is_file()]
-        lost = [
-            str(p.relative_to(sources))
-            for p in there
-            if p.relative_to(sources).as_posix() not in held and p.suffix not in (".cpp", ".h")
-        ]
-        assert there and not lost, f"not in the wheel: {lost}"
+        there = {path for path in (sources / package).rglob("*") if path.is_file()}
+        names = {p.relative_to(sources).as_posix() for p in there if p.suffix not in (".cpp", ".h")}
+        assert names and names <= held, f"not in the wheel: {names - held}"
     assert any(Path(name).name.startswith("engine_") for name in held), "there is no engine"
     for folder in ("tests", "docs", "examples"):
         assert any((sources / folder).rglob("*")), f"the sdist has no {folder}"
     lacking = unnamed(texts, requirements(fields.get_all("Requires-Dist") or []))
     assert not lacking, f"the metadata do not name: {lacking}"
-    print(
-        f"{wheel.name}: {len(held)} files, {wheel.stat().st_size / 1e6:.1f} MB; imports are named"
-    )
 
 
 def empty_environment(folder: Path, wheel: Path) -> Path:
@@ -172,7 +157,6 @@ def surroundings(folder: Path) -> dict[str, str]:
 
 def main(dist: Path) -> None:
     """Check the wheel and the sdist of a folder; an AssertionError or a failed command says what."""
-    start = time.perf_counter()
     wheel, sdist = only(dist, "*.whl"), only(dist, "*.tar.gz")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -192,7 +176,7 @@ def main(dist: Path) -> None:
             subprocess.run([commands / program, *words], cwd=work, env=environment, check=True)
 
         (work / "where.py").write_text(WHERE)
-        run("python", "where.py", str(ROOT))
+        run("python", "where.py")
         run("implicit-attn", "info")
         run("implicit-attn", "demo", "--boards", "9", "--epochs", "1")
         for file in ("runs/demo/one-energy.png", "runs/demo/own-energy.png"):
@@ -200,10 +184,8 @@ def main(dist: Path) -> None:
         # The tests alone, without the packages beside them.
         for name in ("tests", "pyproject.toml"):
             shutil.move(str(sources / name), str(work / name))
-        chosen = [each for each in TESTS if (work / each).exists()]
-        assert chosen == list(TESTS), f"the sdist lacks {set(TESTS) - set(chosen)}"
         run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
-    print(f"the distributions are whole ({time.perf_counter() - start:.0f} s)")
+    print("the distributions are whole")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
-from cases.solves import FEW, SOLVERS, plain_batch, solve, true_residuals
+from cases.solves import FEW, SOLVERS, plain_batch
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, ReLUFeedForward
-from problems.zoo import make
 from solvers import (
     LBFGS,
     Anderson,
@@ -46,12 +45,6 @@ def coupled(a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     ]
 
 
-def start(batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(batch, 3, generator=generator, dtype=torch.float64)
-    return torch.zeros(batch, 3, dtype=torch.float64), torch.zeros(batch, 2, 2).double(), x
-
-
 def joined(z: Tensor, x: Tensor) -> Tensor:
     """The same map on (B, 7)."""
     a, b = coupled(z[:, :3], z[:, 3:].reshape(-1, 2, 2), x)
@@ -60,57 +53,43 @@ def joined(z: Tensor, x: Tensor) -> Tensor:
 
 # The structure made of two states, and the two states of it.
 STRUCTURES: dict[str, tuple[Any, Any]] = {
-    "tuple": (lambda a, b: (a, b), lambda z: z),
     "list": (lambda a, b: [a, b], lambda z: z),
-    "dict": (lambda a, b: {"a": a, "b": b}, lambda z: (z["a"], z["b"])),
-    "nest": (lambda a, b: {"inner": (a, {"b": b})},
-             lambda z: (z["inner"][0], z["inner"][1]["b"])),
+    "nest": (lambda a, b: {"inner": (a, {"b": b})}, lambda z: (z["inner"][0], z["inner"][1]["b"])),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("structure", "solver"),
-    [
-        ("tuple", "forward"),
-        ("list", "broyden"),
-        ("dict", "gradient_auto"),
-        ("nest", "anderson"),
-        ("nest", "newton"),
-    ],
+    [("list", "forward"), ("list", "gradient_auto"), ("nest", "anderson"), ("nest", "newton")],
 )
 def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> None:
     build, parts = STRUCTURES[structure]
-    a, b, x = start()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    start = torch.zeros(4, 7, dtype=torch.float64)
     call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 150}
 
     def f(z: Any, x: Tensor) -> Any:
-        first, second = parts(z)
-        return build(*coupled(first, second, x))
+        return build(*coupled(*parts(z), x))
 
-    solution = fixed_point(f, build(a, b), (x,), **call)
-    vector = fixed_point(joined, torch.zeros(4, 7, dtype=torch.float64), (x,), **call)
+    z0 = build(start[:, :3], start[:, 3:].view(4, 2, 2))
+    solution = fixed_point(f, z0, (x,), **call)
+    vector = fixed_point(joined, start, (x,), **call)
     assert bool(solution.converged.all())
     assert solution.evaluations.tolist() == vector.evaluations.tolist()
     first, second = parts(solution.value)
     torch.testing.assert_close(torch.cat([first, second.flatten(1)], 1), vector.value)
-    assert type(solution.value) is type(build(a, b))
+    assert type(solution.value) is type(z0)
 
 
-@pytest.mark.parametrize("solver", ["anderson", "broyden", "newton", "lbfgs"])
-@pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 3e-2)]
-)
-def test_every_floating_dtype(solver: str, dtype: torch.dtype, rtol: float) -> None:
-    problem = make("linear_symmetric_0.5", dtype=dtype)
-    solution = solve(problem, solver, rtol=rtol, max_steps=100)
-    assert bool(solution.converged.all()), solution.summary()
-    assert solution.value.dtype == dtype
-    reference = make("linear_symmetric_0.5").solution
-    assert reference is not None
-    error = (solution.value.double() - reference).norm(dim=1) / reference.norm(dim=1)
-    assert (error <= 5 * rtol).all()
-    relative, _ = true_residuals(problem, solution.value)
-    assert (relative <= 1.1 * rtol).all()
+def test_leaves_keep_their_dtypes() -> None:
+    def f(z: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"a": 0.5 * z["a"] + z["b"].mean((1, 2))[:, None].double(), "b": 0.5 * z["b"] + 1}
+
+    start = {"a": torch.zeros(4, 3, dtype=torch.float64), "b": torch.zeros(4, 2, 2)}
+    value = fixed_point(f, start, tolerance=1e-6).value
+    torch.testing.assert_close(value["a"], torch.full_like(start["a"], 4.0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(value["b"], torch.full_like(start["b"], 2.0), rtol=1e-4, atol=0)
 
 
 def tokens(z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
@@ -139,11 +118,6 @@ def test_masked_tokens_do_not_move_and_do_not_count(solver: str) -> None:
     assert int(alone.evaluations) == int(solution.evaluations[0])
     torch.testing.assert_close(solution.value[:1, :3], alone.value, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(solution.residual[:1], alone.residual, rtol=0.5, atol=1e-12)
-    # other padding, the same answer
-    other = torch.where(mask[..., None], z0, 100.0)
-    moved = fixed_point(tokens, other, (x, mask), mask=mask, **call)
-    assert moved.evaluations.tolist() == solution.evaluations.tolist()
-    torch.testing.assert_close(moved.value[mask], solution.value[mask])
 
 
 @pytest.mark.defect("A19")
@@ -279,18 +253,8 @@ def test_a_solve_leaves_no_reference_cycle() -> None:
         gc.enable()
 
 
-def solve_cosine(**options: Any) -> solvers.Solution:
-    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
-    return fixed_point(lambda z, x: 0.9 * z.cos() + x, torch.zeros_like(x), (x,), **options)
-
-
-def assert_same(first: solvers.Solution, second: solvers.Solution) -> None:
-    assert torch.equal(first.value, second.value)
-    assert first.evaluations.tolist() == second.evaluations.tolist()
-
-
 KINDS = [
-    Anderson, Broyden, Forward, GradientDescent, Newton, Implicit, solvers.Unrolled, Phantom, solvers.OneStep,
+    Anderson, Broyden, Forward, GradientDescent, Newton, Implicit, Unrolled, Phantom, solvers.OneStep,
     solvers.CG, solvers.MINRES, solvers.GMRES,
 ]  # fmt: skip
 
@@ -298,17 +262,19 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_class_or_its_name_means_its_default_options(kind: Any) -> None:
     """Of solvers, of adjoints, in a layer too, and of linear solvers wherever they are taken."""
-    right = torch.ones(2, 3)
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
 
     def solution(given: Any) -> solvers.Solution:
-        if issubclass(kind, solvers.Solver):
-            return solve_cosine(solver=given, tolerance=0.1)
-        if issubclass(kind, solvers.Adjoint):
-            return solve_cosine(adjoint=given)
-        return solve_linear(lambda v: v * torch.tensor([1.0, 2.0, 4.0]), right, solver=given)
+        if issubclass(kind, solvers.LinearSolver):
+            return solve_linear(lambda v: v * torch.tensor([1.0, 2.0, 4.0]), x, solver=given)
+        option = {"solver": given} if issubclass(kind, Solver) else {"adjoint": given}
+        return fixed_point(lambda z, x: 0.5 * z.cos() + x, torch.zeros_like(x), (x,), **option)
 
+    expected = solution(kind())
     for given in (kind, kind.__name__, kind.__name__.lower()):
-        assert_same(solution(given), solution(kind()))
+        found = solution(given)
+        assert torch.equal(found.value, expected.value)
+        assert found.evaluations.tolist() == expected.evaluations.tolist()
         if issubclass(kind, solvers.Adjoint):
             assert DEQ.from_update(lambda z, x: 0.5 * z + x, adjoint=given).adjoint == kind()
         elif issubclass(kind, solvers.LinearSolver):
@@ -361,23 +327,17 @@ CALLS: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("LBFGS", ValueError, {"solver": LBFGS()}),
     ("LBFGS", ValueError, {"solver": LBFGS(), "energy": lambda z, *args: z.sum(1)}),
     ("callback", TypeError, {"callback": 3}),
-    ("states_at", ValueError, {"states_at": [0]}),
     ("states_at", ValueError, {"states_at": [2, 2]}),
     ("states_at", ValueError, {"states_at": [2, 31], "max_steps": 30}),
     ("states_at", TypeError, {"states_at": [2.0]}),
     ("states_at", TypeError, {"states_at": 5}),
-    ("states_at", TypeError, {"states_at": "5"}),
     ("bounds", ValueError, {"bounds": (1, 0)}),
     ("bounds", ValueError, {"bounds": (torch.nan, 1)}),
     ("bounds", TypeError, {"bounds": 1.0}),
-    *(
-        ("bounds", ValueError, {"bounds": (0, 1), "solver": solver})
-        for solver in ("anderson", "broyden", "newton")
-    ),
-    *(
-        ("stop", TypeError, {"stop": lambda z, answer=answer: answer})
-        for answer in (Z0[:, 0], Z0[:2, 0] > 0, True)
-    ),
+    ("bounds", ValueError, {"bounds": (0, 1), "solver": "anderson"}),
+    ("stop", TypeError, {"stop": lambda z: Z0[:, 0]}),
+    ("stop", TypeError, {"stop": lambda z: Z0[:2, 0] > 0}),
+    ("stop", TypeError, {"stop": lambda z: True}),
     ("has_aux", TypeError, {"has_aux": True}),
     ("has_aux", ValueError, {"has_aux": True, "f": Descent(lambda z, *args: z.square().sum(1))}),
     ("z0", TypeError, {"z0": Z0 + 0j}),
@@ -434,28 +394,15 @@ def test_a_wrong_option_is_refused_by_name(row: Any) -> None:
     refused(*row)
 
 
-def closing_over(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda z, scale: scale[:, None] * torch.tanh(z) + x
-
-
 def test_a_closure_that_would_broadcast_is_explained() -> None:
     """One sample is left: adding the whole batch to it has a shape, but not the right one."""
     x = torch.ones(4, 3, dtype=torch.float64)
     scale = torch.tensor([0.01, 0.01, 0.01, 0.9], dtype=torch.float64)
     with pytest.raises(ValueError, match="compact"):
-        fixed_point(closing_over(x), torch.zeros_like(x), (scale,), tolerance=Tolerance(1e-8))
-
-
-def test_a_map_that_changes_its_shape_during_the_solve_is_refused() -> None:
-    evaluations = 0
-
-    def f(z: Tensor) -> Tensor:
-        nonlocal evaluations
-        evaluations += 1
-        image = 0.5 * z + 1
-        return image if evaluations < 4 else image.mT
-
-    refused("f", ValueError, lambda: fixed_point(f, Z0, solver=Forward(), compact=False))
+        fixed_point(
+            lambda z, scale: scale[:, None] * torch.tanh(z) + x, torch.zeros_like(x), (scale,),
+            tolerance=1e-8,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("solver", [None, Newton(), solvers.Anderson()])
@@ -465,9 +412,4 @@ def test_inference_mode(solver: solvers.Solver | None) -> None:
     x = torch.randn(3, 4, 6)
     with torch.inference_mode():
         inside = layer(x)
-        plain = fixed_point(
-            solvers.Descent(lambda z, x: 0.5 * (z - x).square().flatten(1).sum(1)),
-            torch.zeros(2, 3), (torch.ones(2, 3),), solver=solver,
-        )  # fmt: skip
     torch.testing.assert_close(inside, layer(x).detach(), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(plain.value, torch.ones(2, 3), rtol=1e-3, atol=1e-4)

@@ -20,18 +20,6 @@ from solvers import Adjoint, Forward, Implicit, SolveError, SolveWarning, Unroll
 from solvers.core import telling
 
 
-def in_place(z: Tensor, b: Tensor) -> Tensor:
-    return z.mul_(0.5).add_(b)
-
-
-def activation(z: Tensor, b: Tensor) -> Tensor:
-    return nn.ReLU(inplace=True)(z) * 0.5 + b
-
-
-def argument(z: Tensor, b: Tensor) -> Tensor:
-    return 0.5 * z + b.mul_(0.5)
-
-
 def part(z: Tensor, b: Tensor) -> Tensor:
     z[:, 0] = 0
     return 0.5 * z + b
@@ -43,10 +31,21 @@ def halved_by_numpy(z: Tensor, b: Tensor) -> Tensor:
     return torch.from_numpy(numbers + b.numpy())
 
 
+def late() -> Callable[[Tensor, Tensor], Tensor]:
+    """A map that works in place from its third call on."""
+    calls: list[int] = []
+
+    def f(z: Tensor, b: Tensor) -> Tensor:
+        calls.append(1)
+        return z.mul_(0.5).add_(b) if len(calls) > 2 else 0.5 * z + b
+
+    return f
+
+
 OVERWRITING: list[tuple[Any, Adjoint | None, bool]] = [
-    (in_place, None, False),
-    (activation, Implicit(), False),
-    (argument, Unrolled(), False),
+    (late(), None, False),
+    (lambda z, b: nn.ReLU(inplace=True)(z) * 0.5 + b, Implicit(), False),
+    (lambda z, b: 0.5 * z + b.mul_(0.5), Unrolled(), False),
     (part, None, True),
     # torch does not count these changes
     (lambda z, b: z.data.mul_(0.5).add_(b), None, False),
@@ -65,29 +64,12 @@ def test_work_in_place_is_refused_and_undone(
         before = z0.clone(), b.clone()
         with pytest.raises(ValueError, match=r"\bf\b"):
             fixed_point(f, z0, (b,), adjoint=adjoint, solver=Forward())
-        assert torch.equal(z0, before[0])
-        assert torch.equal(b, before[1])
+        assert torch.equal(z0, before[0]) and torch.equal(b, before[1])
 
 
-@pytest.mark.defect("A7")
-def test_work_in_place_that_begins_late_is_refused() -> None:
-    calls = []
-
-    def late(z: Tensor, b: Tensor) -> Tensor:
-        calls.append(1)
-        return in_place(z, b) if len(calls) > 2 else 0.5 * z + b
-
-    with pytest.raises(ValueError, match=r"\bf\b"):
-        fixed_point(late, torch.zeros(2, 3), (torch.ones(2, 3),), solver=Forward())
-
-
-class Attention(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return 0.1 * self.attention(z, z, z)[0] + x
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, z: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(z, z, z)[0]
 
 
 class Around(nn.Module):
@@ -99,39 +81,32 @@ class Around(nn.Module):
         return 0.3 * torch.tanh(self.inner(z)) + x
 
 
-NAMES = ["rrelu", "attention", "batch_norm", "batch_alone", "instance_norm", "dropout"]
-
-
-def module_named(name: str) -> nn.Module:
-    if name == "attention":
-        return Attention(dropout=0.3)
-    inner = {
-        "rrelu": nn.RReLU(),
-        "batch_norm": nn.BatchNorm1d(3),
-        "batch_alone": nn.BatchNorm1d(3, track_running_stats=False),
-        "instance_norm": nn.InstanceNorm1d(3, track_running_stats=True),
-        "dropout": nn.Dropout(0.3),
-    }[name]
-    return Around(inner)
+VARYING: dict[str, Callable[[], nn.Module]] = {
+    "rrelu": nn.RReLU,
+    "attention": lambda: SelfAttention(4, 2, dropout=0.3, batch_first=True),
+    "batch_norm": lambda: nn.BatchNorm1d(3),
+    "instance_norm": lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+    "dropout": lambda: nn.Dropout(0.3),
+}
 
 
 @pytest.mark.defect("A11")
-@pytest.mark.parametrize(
-    ("name", "direct"),
-    [*((name, True) for name in NAMES), ("batch_norm", False), ("dropout", False)],
-)
-def test_a_map_that_differs_between_evaluations_is_refused(name: str, direct: bool) -> None:
-    x, module = torch.randn(2, 3, 4), module_named(name)
-    with pytest.raises(ValueError):
-        if direct:
-            fixed_point(module, x, (x,))
-        else:
-            DEQ.from_update(module)(x)
-    if name == "batch_alone":  # it normalises over the batch in evaluation mode, too
-        return
-    module.eval()
-    value = fixed_point(module, x, (x,)).value if direct else DEQ.from_update(module).eval()(x)
+@pytest.mark.parametrize("name", VARYING)
+def test_a_map_that_differs_between_evaluations_is_refused(name: str) -> None:
+    x, module = torch.randn(2, 3, 4), Around(VARYING[name]())
+    layer = DEQ.from_update(module)
+    for solve in (lambda: fixed_point(module, x, (x,)), lambda: layer(x)):
+        with pytest.raises(ValueError):
+            solve()
+    value = layer.eval()(x)
     torch.testing.assert_close(module(value, x), value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.defect("A11")
+def test_a_norm_over_the_batch_is_refused_in_evaluation_mode_too() -> None:
+    module, x = Around(nn.BatchNorm1d(3, track_running_stats=False)), torch.randn(2, 3, 4)
+    with pytest.raises(ValueError):
+        fixed_point(module.eval(), x, (x,))
 
 
 def hidden_draws(z: Tensor, x: Tensor) -> Tensor:
@@ -145,39 +120,26 @@ def test_random_draws_hidden_at_the_start_are_refused(f: Any, start: float) -> N
     x = torch.ones(8, 5)
     with pytest.raises(ValueError):
         fixed_point(f, start * x, (x,))
-    if start == 0:
-        with pytest.raises(ValueError):
-            DEQ.from_update(f, init="zeros")(x)
 
 
-class Box:
-    """No module, but it holds one."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return 0.5 * torch.tanh(self.norm(z))
-
-    def method(self, z: Tensor) -> Tensor:
-        return self(z)
-
-
-WORLD = Box(nn.BatchNorm1d(4))
-
-
-def of_the_world(z: Tensor) -> Tensor:
-    return 0.5 * torch.tanh(WORLD.norm(z))
-
-
-class Silent:
-    """An object that cannot be called and holds a module in a list."""
+class Holder:
+    """No module, but it holds one in a list."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.parts = [nn.Identity(), norm]
 
-    def step(self, z: Tensor) -> Tensor:
+    def __call__(self, z: Tensor) -> Tensor:
         return 0.5 * torch.tanh(self.parts[1](z))
+
+    def step(self, z: Tensor) -> Tensor:
+        return self(z)
+
+
+WORLD = Holder(nn.BatchNorm1d(4))
+
+
+def of_the_world(z: Tensor) -> Tensor:
+    return WORLD(z)
 
 
 def given(norm: nn.Module, z: Tensor) -> Tensor:
@@ -189,17 +151,14 @@ def by_function(norm: Any, z: Tensor) -> Tensor:
 
 
 def ways(norm: nn.Module) -> dict[str, Any]:
-    WORLD.norm = box = norm
-    holder = Box(norm)
+    WORLD.parts[1] = norm
     return {
         "global": of_the_world,
-        "attribute": lambda z: 0.5 * torch.tanh(holder.norm(z)),
-        "object": holder,
-        "method": holder.method,
+        "object": Holder(norm),
+        "method": Holder(norm).step,
         "partial": partial(given, norm),
-        "closure": lambda z: 0.5 * torch.tanh(box(z)),
+        "closure": lambda z: 0.5 * torch.tanh(norm(z)),
         "function": partial(by_function, norm),
-        "silent": Silent(norm).step,
     }
 
 
@@ -228,27 +187,15 @@ def halve(z: Tensor, b: Tensor) -> Tensor:
     return 0.5 * z + b
 
 
-def fail(seed: int) -> Tensor:
-    """A solve that raises; at module level, where another process finds it."""
-    b = torch.ones(2, 3) * (seed + 1)
-    weight = torch.tensor(0.9, requires_grad=True)
-    solution = fixed_point(
-        lambda z, b: weight * z + b, b, (b,), solver=Forward(), max_steps=3, on_failure="raise"
-    )
-    return solution.value
-
-
 @pytest.mark.defect("C3")
 def test_an_error_of_a_solve_survives_pickling() -> None:
+    b, weight = torch.ones(2, 3), torch.tensor(0.9, requires_grad=True)
     with pytest.raises(SolveError) as caught:
-        fail(0)
+        fixed_point(lambda z, b: weight * z + b, b, (b,), max_steps=1, on_failure="raise")
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert type(copy) is SolveError
-    assert str(copy) == str(caught.value)
-    assert copy.solution.counts() == {"MAX_STEPS": 2}
+    assert type(copy) is SolveError and str(copy) == str(caught.value)
     assert torch.equal(copy.solution.value, caught.value.solution.value)
     assert not copy.solution.value.requires_grad
-    assert caught.value.solution.value.requires_grad
 
 
 def heard_from(function: Any, action: Any, times: int = 4) -> list[warnings.WarningMessage]:
@@ -326,25 +273,7 @@ def test_warning_filters_keep_their_meaning() -> None:
     with pytest.raises(SolveWarning):
         heard_from(source, "error")
     # None of these has used up the one time that it is shown by default.
-    assert [len(heard_from(source, action)) for action in ("once", "default", "module")] == [
-        1,
-        0,
-        0,
-    ]
-
-
-class Inner(nn.Module):
-    """Layers of this kind call theirs from one line."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.layer = DEQ.from_update(
-            lambda z, x: scale * torch.sin(z).roll(1, 2) + x, solver=Forward(), max_steps=2,
-            adjoint=Implicit(max_steps=1),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+    assert len(heard_from(source, "default")) == 1
 
 
 class Model(nn.Module):
@@ -352,7 +281,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Identity(), Inner(0.5)])
+        self.blocks = nn.ModuleList([nn.Identity(), a_layer()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -362,4 +291,4 @@ class Model(nn.Module):
 
 def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
     said = [str(w.message) for w in heard_from(Model(), "default")]
-    assert len(said) == 1 and "blocks.1.layer" in said[0] and "Model" in said[0]
+    assert len(said) == 1 and "blocks.1" in said[0] and "Model" in said[0]

@@ -22,7 +22,6 @@ from solvers import (
     GradientDescent,
     Newton,
     Progress,
-    Solution,
     SolveError,
     Solver,
     SolveWarning,
@@ -32,14 +31,6 @@ from solvers import (
 )
 
 MORE = [*FEW, "lbfgs"]
-FAILURES = {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED, Status.NONFINITE}
-
-
-@pytest.mark.parametrize("solver", FEW)
-def test_a_map_without_fixed_point_never_converges(solver: str) -> None:
-    solution = solve(make("runaway"), solver, max_steps=200)
-    assert set(solution.status.tolist()) <= FAILURES
-    assert (solution.residual >= 1 / 3 - 1e-9).all()
 
 
 @pytest.mark.parametrize("solver", ["forward", "gradient"])
@@ -77,42 +68,15 @@ def test_a_step_into_nan_is_shortened(solver: str) -> None:
     assert solution.value.isfinite().all()
 
 
-def test_a_tolerance_below_rounding_is_reported_as_stalled() -> None:
+def test_what_comes_no_closer_is_soon_reported_as_stalled() -> None:
+    """Rounding errors, and a cycle of two points."""
     solution = solve(make("linear_symmetric_0.5"), "forward", rtol=0.0, max_steps=2000)
     assert set(solution.status.tolist()) <= {Status.STALLED, Status.CONVERGED}
     assert (solution.evaluations < 1000).all()
     assert (solution.residual < 1e-15).all()
-
-
-@pytest.mark.parametrize(
-    ("solver", "dtype"),
-    [("anderson", torch.float32), ("anderson_damped", torch.float64), ("broyden", torch.float32)],
-)
-def test_a_single_large_step_is_not_reported_as_divergence(solver: str, dtype: torch.dtype) -> None:
-    """``tanh(k z / 2 + x)`` with k 0 or 2 is bounded and contracts: nothing can run away.
-
-    Where |x| is small it contracts so little that rounding decides after how many evaluations it ends.
-    """
-    converged = 0
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(16, 32, generator=generator).to(dtype)
-        keep = 2 * torch.randint(0, 2, (16, 32), generator=generator).to(dtype)
-        solution = fixed_point(
-            lambda z, x, keep: torch.tanh(0.5 * keep * z + x), torch.zeros_like(x), (x, keep),
-            solver=SOLVERS[solver], adjoint=None, max_steps=300, on_failure="ignore",
-        )  # fmt: skip
-        assert set(solution.counts()) <= {"CONVERGED", "STALLED", "MAX_STEPS"}
-        converged += int(solution.converged.sum())
-    assert converged >= 0.95 * 4 * 16
-
-
-def test_a_cycle_is_reported_as_stalled() -> None:
     z0 = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
-    solution = fixed_point(
-        lambda z: 1 - z, z0, solver=Forward(), max_steps=1000, adjoint=None, on_failure="ignore"
-    )
-    assert (solution.status == Status.STALLED).all()
+    cycle = fixed_point(lambda z: 1 - z, z0, solver=Forward(), max_steps=999, on_failure="ignore")
+    assert (cycle.status == Status.STALLED).all()
 
 
 def test_on_failure_warns_raises_or_ignores() -> None:
@@ -121,7 +85,6 @@ def test_on_failure_warns_raises_or_ignores() -> None:
         fixed_point(f, z0, args, max_steps=2)
     with pytest.raises(SolveError, match="max_steps") as caught:
         fixed_point(f, z0, args, max_steps=2, on_failure="raise")
-    assert isinstance(caught.value.solution, Solution)
     assert caught.value.solution.value.shape == z0.shape
     assert fixed_point(f, z0, args, max_steps=2, on_failure="ignore").counts() == {"MAX_STEPS": 3}
 
@@ -129,7 +92,6 @@ def test_on_failure_warns_raises_or_ignores() -> None:
 def test_counts_statuses_and_the_printed_form() -> None:
     solution = solve(make("nan_from_start"), "anderson")
     assert solution.counts() == {"CONVERGED": 4, "NONFINITE": 1}
-    assert solution.converged.tolist() == [True, True, False, True, True]
     assert solution.statuses == ["CONVERGED"] * 2 + ["NONFINITE"] + ["CONVERGED"] * 2
     assert solution.summary() in repr(solution) and len(str(solution)) <= 300
 
@@ -181,27 +143,24 @@ def test_an_energy_that_rises_along_every_step_is_reported_as_stalled() -> None:
         assert (solution.steps == 1).all()
 
 
-@pytest.mark.defect("A12")
-def test_a_sample_that_runs_away_leaves_the_others_alone() -> None:
-    curvature = torch.tensor([[-0.1], [1.0], [0.5]])
-    f = Descent(lambda z, c: (0.5 * c * z**2 - z).sum(1))
-    solution = fixed_point(f, torch.zeros(3, 2), (curvature,), on_failure="ignore")
-    assert solution.status.tolist() == [3, 0, 0]
-
-
 UNBOUNDED: dict[str, tuple[Any, float]] = {  # energy, start: the force falls early, or slowly
     "bump_then_flatter": (lambda z: -0.4 * z.sum(1) + 3 * torch.exp(-z * z).sum(1), 0.5),
     "root": (lambda z: -((1 + z * z) ** 0.25).sum(1), 1.0),
+    "concave": (lambda z: (-0.05 * z**2 - z).sum(1), 0.0),
 }
 
 
 @pytest.mark.defect("A12")
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_a_force_that_fell_less_than_the_state_grew_is_no_minimum(name: str) -> None:
+def test_an_energy_without_a_minimum_diverges_and_leaves_the_others_alone(name: str) -> None:
     energy, start = UNBOUNDED[name]
-    z0 = torch.full((2, 3), start)
-    solution = fixed_point(Descent(energy), z0, max_steps=200, on_failure="ignore")
-    assert solution.counts() == {"DIVERGED": 2}
+    z0, bounded = torch.full((2, 3), start), torch.tensor([False, True])
+
+    def of(z: Tensor, bounded: Tensor) -> Tensor:
+        return torch.where(bounded, (z - 1).square().sum(1), energy(z))
+
+    solution = fixed_point(Descent(of, 0.5), z0, (bounded,), max_steps=200, on_failure="ignore")
+    assert solution.statuses == ["DIVERGED", "CONVERGED"]
 
 
 FAR: dict[str, Any] = {
@@ -227,26 +186,18 @@ def test_far_minima_are_not_reported_as_divergence(name: str) -> None:
 MIXTURE = ["linear_one_hard_sample", "energy_rosenbrock_10", "transient_nan"]
 
 
-def counted(name: str, solver: str, max_steps: int, **options: Any) -> tuple[Solution, Tensor]:
-    """A solve without and a count of the times that each sample was seen by f."""
-    problem = make(name)
-    counter: Counter | EnergyCounter
-    if SOLVERS[solver].needs_energy:
-        counter = EnergyCounter(Given(problem), problem.batch)
-    else:
-        counter = Counter(Plain(problem), problem.batch)
-    solution = fixed_point(
-        counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver], tolerance=1e-6,
-        max_steps=max_steps, adjoint=None, on_failure="ignore", **options,
-    )  # fmt: skip
-    return solution, counter.seen
-
-
 @pytest.mark.parametrize("name", MIXTURE)
 @pytest.mark.parametrize("solver", [name for name in MORE if name != "newton"])
 def test_evaluations_are_the_times_that_f_saw_the_sample(solver: str, name: str) -> None:
-    solution, seen = counted(name, solver, 60)
-    assert solution.evaluations.tolist() == seen.tolist()
+    problem = make(name)
+    kind: Any = EnergyCounter if SOLVERS[solver].needs_energy else Counter
+    f = Given(problem) if SOLVERS[solver].needs_energy else Plain(problem)
+    counter = kind(f, problem.batch)
+    solution = fixed_point(
+        counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver], tolerance=1e-6,
+        max_steps=60, adjoint=None, on_failure="ignore",
+    )  # fmt: skip
+    assert solution.evaluations.tolist() == counter.seen.tolist()
     assert (solution.evaluations <= 60).all()
 
 
@@ -302,34 +253,29 @@ def test_second_attempts_solve_and_count_where_squares_leave_the_range(scale: fl
 @pytest.mark.parametrize("max_steps", [3, 60])
 def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
     """One sample alone: evaluations of f and pullbacks, each counted inside f."""
-    problem = make("linear_symmetric_0.9")
-    matrix, offset = problem.args[0][:1], problem.args[1][:1]
+    problem = rows(make("linear_symmetric_0.9"), torch.tensor([0]))
     calls, products = 0, 0
 
     def note(cotangent: Tensor) -> None:
         nonlocal products
         products += 1
 
-    class Affine:
-        symmetric = True
-
-        def __call__(self, z: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            image = torch.einsum("bmd,bd->bm", matrix, z) + offset
-            if image.requires_grad:
-                image.register_hook(note)
-            return image
+    def f(z: Tensor, *args: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        image = problem.f(z, *args)
+        if image.requires_grad:
+            image.register_hook(note)
+        return image
 
     solution = fixed_point(
-        Affine(), problem.z0[:1], (matrix, offset), solver=Newton(), max_steps=max_steps,
+        f, problem.z0, problem.args, solver=Newton(), max_steps=max_steps,
         adjoint=None, on_failure="ignore", tolerance=1e-8,
     )  # fmt: skip
-    assert int(solution.evaluations) <= max_steps
+    spent = int(solution.evaluations)
+    assert products + int(solution.steps) <= spent <= max_steps
     # f is called once more per direction to record its graph, never beyond the budget
-    assert calls <= max_steps
-    assert int(solution.evaluations) >= products + int(solution.steps)
-    assert products <= max_steps and (products > 0 or max_steps < 20)
+    assert calls <= max_steps and (products > 0 or max_steps < 20)
 
 
 @pytest.mark.parametrize("name", MIXTURE)
@@ -342,9 +288,8 @@ def test_the_trace_records_every_evaluation(solver: str, name: str) -> None:
     assert trace is not None and trace.accepted is not None
     columns = trace.residual.shape[1]
     assert [each.evaluation for each in watched] == list(range(1, columns + 1))
-    for column, progress in enumerate(watched):
-        torch.testing.assert_close(progress.residual, trace.residual[:, column], equal_nan=True)
-        assert progress.running >= int((~trace.residual[:, column].isnan()).sum())
+    heard = torch.stack([progress.residual for progress in watched], 1)
+    torch.testing.assert_close(heard, trace.residual, equal_nan=True)
     for sample in range(problem.batch):
         own = trace.residual[sample]
         accepted = trace.accepted[sample]
@@ -353,32 +298,30 @@ def test_the_trace_records_every_evaluation(solver: str, name: str) -> None:
             length = min(length, int((~own.isnan()).nonzero().max()) + 1 if accepted.any() else 1)
         assert own[length:].isnan().all()
         assert not accepted[length:].any()
-        taken = own[accepted]
-        best = float(taken[taken.isfinite()].min()) if bool(taken.isfinite().any()) else math.inf
+        taken = own[accepted & own.isfinite()]
+        best = float(taken.min()) if len(taken) else math.inf
         assert float(solution.residual[sample]) == pytest.approx(best, rel=1e-12)
     assert (solution.steps == trace.accepted.sum(1)).all()
 
 
-# Short solves: over a hundred steps and more a rounding error may cost or save a step.
-NAMES = ["kepler", "energy_bisoftmax_0.2_0.2", "transient_nan", "start_at_solution"]
+# Over a hundred steps and more a rounding error may cost or save a step. Trials of a safeguarded solve are
+# rejected at other times in other samples.
+SHORT: list[tuple[str, dict[str, Any]]] = [
+    ("kepler", {"max_steps": 60}),
+    ("transient_nan", {"max_steps": 60}),
+    ("start_at_solution", {"max_steps": 60}),
+    ("linear_expanding", {"max_steps": 40, "safeguarded": True}),
+]
 
 
-# Trials of a safeguarded solve are rejected at other times in other samples.
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *((n, {"max_steps": 60}) for n in NAMES),
-        ("linear_expanding", {"max_steps": 40, "safeguarded": True}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), SHORT)
 @pytest.mark.parametrize("solver", MORE)
 def test_a_sample_alone_and_in_a_batch(solver: str, name: str, options: dict[str, Any]) -> None:
     """Statuses and costs are equal, and values up to rounding that the solve has amplified."""
     problem = make(name)
     together = solve(problem, solver, **options)
-    each = [
-        solve(rows(problem, torch.tensor([i])), solver, **options) for i in range(problem.batch)
-    ]
+    singles = [rows(problem, torch.tensor([i])) for i in range(problem.batch)]
+    each = [solve(single, solver, **options) for single in singles]
     for field in ("evaluations", "status", "steps"):
         alone = torch.cat([getattr(one, field) for one in each])
         assert torch.equal(getattr(together, field), alone)
@@ -403,12 +346,13 @@ def test_powers_of_two_change_nothing_at_all(
     assert torch.equal(other.residual, original.residual)
 
 
-SCALES = {torch.float32: [1e-36, 1e35], torch.float64: [1e-161, 1e300]}
-CASES = [(dtype, scale) for dtype, scales in SCALES.items() for scale in scales]
+F32, F64 = torch.float32, torch.float64
 
 
 @pytest.mark.defect("A4")
-@pytest.mark.parametrize(("dtype", "scale"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(F32, 1e-36), (F32, 1e35), (F64, 1e-161), (F64, 1e300)]
+)
 @pytest.mark.parametrize("solver", [Forward(), Anderson(), Broyden()], ids=repr)
 def test_converged_means_converged_at_any_magnitude(
     solver: Solver, dtype: torch.dtype, scale: float
@@ -424,17 +368,6 @@ def test_converged_means_converged_at_any_magnitude(
         assert solution.converged.all()
     assert (relative[solution.converged] <= 1.001e-4).all()
     torch.testing.assert_close(solution.residual.double(), relative, rtol=1e-3, atol=1e-7)
-
-
-@pytest.mark.defect("A4")
-def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
-    b = torch.full((2, 3), 1e-25)
-    solution = fixed_point(
-        lambda z, b: 0.5 * z + b, torch.zeros_like(b), (b,), solver=Forward(),
-        tolerance=Tolerance(rtol=0.0, atol=1e-28),
-    )  # fmt: skip
-    assert solution.converged.all()
-    assert ((0.5 * solution.value - b).double().norm(dim=1) <= 1e-28).all()
 
 
 @pytest.mark.defect("C5")
