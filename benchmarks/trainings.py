@@ -119,7 +119,6 @@ BACKBONES: dict[str, tuple[str, ...]] = {
     "hyperset-equilibrium": (),
     "transformer": (),
     "energy-transformer": ("--width", "660"),
-    "crate": ("--dim", "80"),
 }
 MASKED = ("deq-transformer", "transformer", "hyperset", "energy-transformer")
 

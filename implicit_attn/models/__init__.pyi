@@ -6,7 +6,6 @@ from implicit_attn.models.attention import LightNewtonAttention as LightNewtonAt
 from implicit_attn.models.attention import NewtonAttention as NewtonAttention
 from implicit_attn.models.attention import QueryTrajectory as QueryTrajectory
 from implicit_attn.models.attention import build_attention_form as build_attention_form
-from implicit_attn.models.backbones import CRATE as CRATE
 from implicit_attn.models.backbones import EnergyTransformer as EnergyTransformer
 from implicit_attn.models.backbones import EquilibriumTransformer as EquilibriumTransformer
 from implicit_attn.models.backbones import HyperSET as HyperSET
@@ -22,7 +21,6 @@ from implicit_attn.models.boards import BoardUpdate as BoardUpdate
 from implicit_attn.models.boards import SudokuModel as SudokuModel
 from implicit_attn.models.boards import learn_groups as learn_groups
 from implicit_attn.models.images import ImageClassifier as ImageClassifier
-from implicit_attn.models.images import MaskedCodes as MaskedCodes
 from implicit_attn.models.images import MaskedImageModel as MaskedImageModel
 from implicit_attn.models.language import EquilibriumLanguageModel as EquilibriumLanguageModel
 from implicit_attn.models.language import LanguageModel as LanguageModel

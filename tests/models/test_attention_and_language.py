@@ -281,7 +281,7 @@ def test_no_later_symbol_reaches_an_earlier_logit(cls: Any, attention: str, step
     with torch.no_grad():
         tokens = model.tokens(ids)
     tokens.requires_grad_()
-    states = model.mix(tokens, None)
+    states = model.mix(tokens)
     for i in range(LENGTH - 1):
         (gradient,) = torch.autograd.grad(states[:, i].sum(), tokens, retain_graph=True)
         assert (gradient[:, i + 1 :] == 0.0).all()
