@@ -21,8 +21,8 @@ from solvers.core.checks import require_choice, require_count
 
 SIDE, CELLS = 9, 81
 ALL = (1 << SIDE) - 1  # a bit a digit
-# Row, column and box of every cell.
-PLACES = [(k // 9, k % 9, 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
+# Row, column and box of every cell, as rows of ``units``.
+PLACES = [(k // 9, 9 + k % 9, 18 + 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
 
 
 def units() -> Tensor:
@@ -141,18 +141,15 @@ def solve_sudoku(
     if len(puzzle) != CELLS or not all(0 <= digit <= SIDE for digit in puzzle):
         raise ValueError(f"puzzle must be 81 digits in 0 .. 9, got {list(puzzle)!r}")
     board, found = list(puzzle), list[list[int]]()
-    rows, columns, boxes = ([ALL] * SIDE for _ in range(3))  # free digits, a bit each
+    free = [ALL] * (3 * SIDE)  # digits of a row, column or box, a bit each
 
     def toggle(cell: int, digit: int) -> None:
-        row, column, box = PLACES[cell]
-        rows[row] ^= 1 << digit
-        columns[column] ^= 1 << digit
-        boxes[box] ^= 1 << digit
+        for unit in PLACES[cell]:
+            free[unit] ^= 1 << digit
 
     for cell, digit in enumerate(board):
         if digit:
-            row, column, box = PLACES[cell]
-            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
+            if not all(free[unit] >> (digit - 1) & 1 for unit in PLACES[cell]):
                 return []  # two clues contradict each other
             toggle(cell, digit - 1)
 
@@ -160,15 +157,15 @@ def solve_sudoku(
         if not unknown:
             found.append(board.copy())
             return
-        fewest, chosen, free = SIDE + 1, -1, 0
+        fewest, chosen, possible = SIDE + 1, -1, 0
         for cell in unknown:
             row, column, box = PLACES[cell]
-            digits = rows[row] & columns[column] & boxes[box]
+            digits = free[row] & free[column] & free[box]
             if (count := digits.bit_count()) < fewest:
-                fewest, chosen, free = count, cell, digits
+                fewest, chosen, possible = count, cell, digits
                 if count <= 1:
                     break
-        order = [digit for digit in range(SIDE) if free >> digit & 1]
+        order = [digit for digit in range(SIDE) if possible >> digit & 1]
         if chooser is not None:
             chooser.shuffle(order)
         rest = [cell for cell in unknown if cell != chosen]
@@ -234,11 +231,6 @@ class SudokuData:
         for part in ("train", "test"):
             check_boards(part, getattr(self, f"{part}_puzzles"), getattr(self, f"{part}_solutions"))
 
-    def to(self, device: torch.device | str) -> SudokuData:
-        """Return the same data on another device."""
-        moved = {name: x.to(device) for name, x in vars(self).items() if name != "name"}
-        return SudokuData(self.name, **moved)
-
 
 def load_sudoku(
     train: int = 9000,
@@ -282,14 +274,12 @@ def load_sudoku(
         order = torch.randperm(len(puzzles), generator=generator)
         puzzles, solutions = _rows(order, puzzles, solutions)
         # A few solutions belong to several puzzles, of which the first one drawn is kept.
-        kinds, which = solutions.unique(dim=0, return_inverse=True)
-        if train + test > len(kinds):
+        first = np.sort(np.unique(solutions.numpy(), axis=0, return_index=True)[1])
+        if train + test > len(first):
             raise ValueError(
-                f"train + test is {train + test}, but {LIST} holds {len(kinds)} solutions"
+                f"train + test is {train + test}, but {LIST} holds {len(first)} solutions"
             )
-        first = torch.full((len(kinds),), len(which))
-        first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
-        puzzles, solutions = _rows(first.sort().values[: train + test], puzzles, solutions)
+        puzzles, solutions = _rows(torch.from_numpy(first)[: train + test], puzzles, solutions)
     puzzles = reveal(puzzles, solutions, most if more is None else more, generator)
     return SudokuData(name, puzzles[:train], solutions[:train], puzzles[train:], solutions[train:])
 

@@ -563,6 +563,5 @@ class SudokuModel(nn.Module):
 
 def _units(dim: int) -> Tensor:
     """Draw (81, dim), sums of vectors of rows, columns and boxes with variance 1 per cell."""
-    rows, columns, boxes = torch.tensor(PLACES).T
-    vectors = torch.randn(3, SIDE, dim) / 3**0.5
-    return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]
+    vectors = torch.randn(3 * SIDE, dim) / 3**0.5
+    return vectors[torch.tensor(PLACES)].sum(1)

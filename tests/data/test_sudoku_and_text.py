@@ -184,7 +184,7 @@ def test_without_a_list_puzzles_are_generated(
 ) -> None:
     monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert load_sudoku(1, 1).to("cpu").name == GENERATED.name == "generated Sudoku"
+    assert load_sudoku(1, 1).name == GENERATED.name == "generated Sudoku"
     assert not keys(GENERATED.train_solutions) & keys(GENERATED.test_solutions)
     for puzzle, solution in zip(GENERATED.test_puzzles, GENERATED.test_solutions, strict=True):
         assert solve_sudoku(puzzle.tolist()) == [solution.tolist()]
