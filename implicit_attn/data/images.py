@@ -156,7 +156,7 @@ def load_cifar10() -> ImageData:
             pixels = torch.from_numpy(np.stack([np.asarray(each) for each in pictures]))
             labels = torch.tensor([CLASSES.index(name.split("/")[1]) for name in names])
             parts.append((pixels.permute(0, 3, 1, 2), labels))
-        return from_pixels("CIFAR-10 (JPEG)", *parts)
+        return from_pixels("CIFAR-10 (JPEG)", parts[0], parts[1])
 
 
 def load_torchvision(name: str, kind: str, file: str) -> ImageData:
@@ -175,7 +175,7 @@ def load_torchvision(name: str, kind: str, file: str) -> ImageData:
         parts.append(
             (pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2), labels)
         )
-    return from_pixels(name, *parts)
+    return from_pixels(name, parts[0], parts[1])
 
 
 LOADERS: dict[str, Callable[[], ImageData]] = {
