@@ -1,4 +1,4 @@
-"""Studies of layers and models whose answers are known; enumeration of spins; the command on tiny models."""
+"""Studies of layers and models whose answers are known; enumeration of spins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,17 @@ import solvers
 from cases.deq import make, specification, tokens, write_weights
 from implicit_attn import DEQ, EquilibriumBlock, GradientStep, studies
 from implicit_attn.energies import FunctionEnergy, Quadratic
-from implicit_attn.models import build_model, save_model
+from implicit_attn.models import build_model
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
 from implicit_attn.studies.study import Subject, subject_of
 from implicit_attn.updates.hyperset import ConditionedStepSizes
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
-STUDIES = {
-    "convergence": (
-        {"max_steps": 12, "spectra": 1, "repeats": 1},
-        ["curves", "costs", "eigenvalues"],
-    ),
-    "extrapolation": ({"factor": 2}, ["curves", "reach"]),
-    "paths": ({"starts": 1}, ["summary", "samples"]),
-    "geometry": ({"iterations": 4}, ["energies", "heads"]),
+STUDIES: dict[str, dict[str, Any]] = {
+    "convergence": {"max_steps": 12, "spectra": 1, "repeats": 1},
+    "extrapolation": {"factor": 2},
+    "paths": {"starts": 1},
+    "geometry": {"iterations": 4},
 }
 
 
@@ -48,7 +44,7 @@ def image_subject(name: str, **options: Any) -> Subject:
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(12, 1, 8, 8, generator=generator)
     labels = torch.randint(10, (12,), generator=generator)
-    return Subject(model, images, labels, iterations, name=name, title=f"random images, {name}")
+    return Subject(model, images, labels, iterations)
 
 
 def bowl_layer(step_size: float = 1.0) -> DEQ:
@@ -60,9 +56,9 @@ def bowl_layer(step_size: float = 1.0) -> DEQ:
     return DEQ(GradientStep(FunctionEnergy(bowl), step_size), init="zeros")
 
 
-def rows(batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def rows(batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(4)
-    return torch.randn(batch, 2, 3, generator=generator, dtype=dtype)
+    return torch.randn(batch, 2, 3, generator=generator, dtype=torch.float64)
 
 
 # Any layer, and any model that calls one.
@@ -80,19 +76,17 @@ def block_model() -> nn.Sequential:
 def test_a_study_of_ones_own_layer(name: str, kind: str, tmp_path: Path) -> None:
     """In one call: tables with a picture, of a DEQ or of a model around one."""
     pytest.importorskip("matplotlib", reason="the studies draw")
-    options, tables = STUDIES[name]
     if kind == "block":
         layer, x = block_model(), torch.randn(6, 3, 5)
     else:
         layer, x = make(kind), tokens(batch=6)
     judged = kind == "block" and name in ("paths", "extrapolation")
     labels = {"targets": torch.arange(6) % 4} if judged else {}
-    study: Any = getattr(studies, name)
-    found = study(layer, x, **options, **labels)
-    assert set(tables) <= set(found.tables)
-    saved = found.save(tmp_path / "out" / name, "a title")
-    assert sorted(saved) == sorted((tmp_path / "out").iterdir())
-    assert saved[0].read_bytes().startswith(b"\x89PNG") and found.printed[0] in str(found)
+    found = getattr(studies, name)(layer, x, **STUDIES[name], **labels)
+    tables = [each for each in vars(found).values() if isinstance(each, list)]
+    assert all(row.keys() == table[0].keys() for table in tables for row in table)
+    found.plot("a title").savefig(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_a_study_is_not_given() -> None:
@@ -155,9 +149,6 @@ def test_eigenvalues_of_a_gradient_step(step_size: float) -> None:
         mine = [row for row in table if row["sample"] == sample]
         assert [row["real"] for row in mine] == pytest.approx(expected)
         assert all(row["imaginary"] == 0.0 for row in mine)
-        assert sorted(row["curvature"] for row in mine) == pytest.approx(
-            [0.2, 0.2, 0.5, 0.5, 1.5, 1.5]
-        )
 
 
 # Accuracy against evaluations and iterations.
@@ -179,7 +170,7 @@ def test_accuracy_against_evaluations() -> None:
     """After k evaluations the state is (1 - 2^-(k-1)) x: class 1 where that exceeds 0.8."""
     x = torch.linspace(0.0, 2.0, 41).unsqueeze(1)
     budgets, subject = [1, 2, 3, 4, 8, 30], Subject(Threshold(), x, (x[:, 0] > 0.8).long())
-    table = studies.accuracy_by_evaluations(subject, budgets)
+    table = studies.accuracy_by_iterations(subject, budgets)
     for row, budget in zip(table, budgets, strict=True):
         reached = (1 - 0.5 ** (budget - 1)) * x
         expected = ((reached > 0.8) == (x > 0.8)).double().mean().item()
@@ -199,7 +190,14 @@ def test_extrapolation_says_what_is_reached() -> None:
     assert reach["L-BFGS"]["to_residual"] < reach["forward"]["to_residual"] <= found.trained
 
 
-@pytest.mark.parametrize("name", ["hyperset", "transformer", "energy-transformer"])
+def test_plain_iteration_is_not_safeguarded() -> None:
+    """A step that is too long by half: without its energy the iteration diverges."""
+    found = studies.extrapolation(bowl_layer(2.0), rows(4), factor=2)
+    last = {row["method"]: row["residual"] for row in found.curves}
+    assert last["forward"] < 0.5 < last["plain forward"]
+
+
+@pytest.mark.parametrize("name", ["hyperset", "transformer"])
 def test_an_unrolled_model_at_other_numbers_of_iterations(name: str) -> None:
     subject = image_subject(name, iterations=3)
     for row in studies.accuracy_by_iterations(subject, [1, 2, 5]):
@@ -208,10 +206,8 @@ def test_an_unrolled_model_at_other_numbers_of_iterations(name: str) -> None:
         labels: Any = subject.targets
         loss = nn.functional.cross_entropy(logits.double(), labels).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-6)
-    methods = {row["method"] for row in studies.extrapolation(subject, factor=2).curves}
-    assert {"recurrence", "Anderson on the step of iteration T"} <= methods
-    with pytest.raises(TypeError, match="model must be unrolled, got ImageClassifier"):
-        studies.accuracy_by_iterations(image_subject("equilibrium"), [1])
+    (reach,) = studies.extrapolation(subject, factor=2).reach
+    assert reach["method"] == "recurrence" and reach["to_residual"] <= 3
 
 
 # Paths.
@@ -297,13 +293,9 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_subjects_of_files(tmp_path: Path) -> None:
-    path = write_weights(tmp_path / "run" / "weights.safetensors", "hyperset-equilibrium")
+    path = write_weights(tmp_path / "weights.safetensors", "hyperset-equilibrium")
     subject = studies.open_subject(path, samples=7)
-    assert subject.name == "run" and len(subject.inputs) == 7 and subject.trained == 4
-    wide = {**specification("crate", iterations=2), "channels": 3}
-    save_model(tmp_path / "c.safetensors", build_model(wide), {"model": wide})
-    with pytest.raises(ValueError, match=r"c\.safetensors"):
-        studies.open_subject(tmp_path / "c.safetensors", "digits")
+    assert len(subject.inputs) == 7 and subject.trained == 4
     with pytest.raises(ValueError, match="LanguageModel"):
         studies.open_subject("austen-language")
 
@@ -363,8 +355,6 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: random_ising(3, -1.0, G), "strength"),
     (lambda: random_potts(3, 1, 1.0, G), "states"),
     (lambda: exact_moments(random_ising(21, 1.0, G)), "configurations"),
-    (lambda: replace(random_ising(2, 1.0, G), field=torch.zeros(2, 1)), "field"),
-    (lambda: replace(random_ising(2, 1.0, G), values=torch.ones(2, 3)), "values"),
 ]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +18,7 @@ import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
 from implicit_attn.studies import study
-from implicit_attn.studies.study import BLUE, GREY, LINES, ORANGE, Study, Table, has_energy
-from implicit_attn.updates import GradientStep
+from implicit_attn.studies.study import BLUE, GREY, LINES, ORANGE, Table
 
 DENSE = 1200  # unknowns up to which all eigenvalues are computed
 EXTREMES = 12  # eigenvalues at each end above that
@@ -30,14 +27,14 @@ SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no z
 
 
 @dataclass(frozen=True)
-class Convergence(Study):
-    """What :func:`convergence` returns.
+class Convergence:
+    """Result of :func:`convergence`.
 
     Attributes:
         curves: rows with solver, evaluation, residual (median of the best so far), residual_10,
-            residual_90, converged (share of samples at 1e-8), and where there is an energy
-            energy_above: the median over the samples of the energy above the lowest that any solver
-            reached for the sample (None for a solver that does not see the energy).
+            residual_90, converged (share of samples at 1e-8) and energy_above: the median over the
+            samples of the energy above the lowest that any solver reached for the sample; None where
+            the solver does not see an energy.
         costs: rows with solver, converged (share of samples at ``rtol``), evaluations (median),
             evaluations_90, evaluations_largest, and seconds for the whole batch.
         eigenvalues: of :func:`jacobian_eigenvalues` at the fixed points.
@@ -48,7 +45,6 @@ class Convergence(Study):
     costs: Table
     eigenvalues: Table
     rtol: float
-    printed = ("costs",)
 
     def plot(self, title: str = "") -> Any:
         """Draw four panels: residual, energy, evaluations, eigenvalues."""
@@ -57,8 +53,8 @@ class Convergence(Study):
         names = [row["solver"] for row in self.costs]
         for name, color in zip(names, LINES, strict=False):
             rows = [row for row in self.curves if row["solver"] == name]
-            study.draw_band(residual, rows, "evaluation", "residual", color, name, alpha=0.12)
-            seen = [row for row in rows if row.get("energy_above") is not None]
+            study.draw_band(residual, rows, "evaluation", "residual", color, name)
+            seen = [row for row in rows if row["energy_above"] is not None]
             above = [max(row["energy_above"], SMALLEST) for row in seen]
             energy.plot([row["evaluation"] for row in seen], above, color=color)
         residual.axhline(self.rtol, color=GREY, linestyle="--", label=f"tolerance {self.rtol:g}")
@@ -67,7 +63,7 @@ class Convergence(Study):
         residual.set_title("Residual (median; band: 10 % to 90 %)")
         residual.legend(frameon=False, fontsize=8)
         energy.set(xlabel="evaluations per sample", title="Energy")
-        if any(row.get("energy_above") is not None for row in self.curves):
+        if any(row["energy_above"] is not None for row in self.curves):
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
         else:
             study.leave_empty(energy, "this layer has no energy")
@@ -75,9 +71,8 @@ class Convergence(Study):
         drawn = costs.barh(names, spent, color=LINES[: len(names)])
         shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
         costs.bar_label(drawn, shares, padding=4, fontsize=8)
-        costs.set(
-            xlim=(0, 1.35 * max(spent)), title=f"Evaluations to {self.rtol:g}, or to the limit"
-        )
+        title = f"Evaluations to {self.rtol:g}, or to the limit"
+        costs.set(xlim=(0, 1.35 * max(spent)), title=title)
         costs.set_xlabel("median evaluations per sample (share converged, time of all)")
         costs.invert_yaxis()
         _draw_eigenvalues(spectrum, self.eigenvalues)
@@ -93,7 +88,7 @@ def convergence(
     spectra: int = 2,
     repeats: int = 3,
 ) -> Convergence:
-    """Every solver on the same layer and inputs, and the Jacobian's eigenvalues at the end.
+    """Run every solver on the same layer and inputs, and compute the Jacobian's eigenvalues at the end.
 
     Curves and eigenvalues are in float64, costs in the precision of the layer.
 
@@ -108,6 +103,16 @@ def convergence(
 
     Raises:
         TypeError: no layer is found, or ``x`` is missing.
+
+    Example:
+        >>> from implicit_attn import DEQ, studies
+        >>> from implicit_attn.updates import MeanFieldAttention
+        >>> found = studies.convergence(
+        ...     DEQ(MeanFieldAttention(4, 2, bound=0.5)), torch.randn(8, 4, 2)
+        ... )
+        >>> [row["solver"] for row in found.costs]
+        ['plain forward', 'Anderson', 'Broyden', 'Newton']
+        >>> figure = found.plot()
     """
     subject = study.subject_of(layer, x)
     rtol = subject.rtol if rtol is None else rtol
@@ -116,16 +121,14 @@ def convergence(
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         inner, (given, mask) = exact.layer, exact.given(exact.inputs)
         curves = _curves(inner, given, mask, max_steps)
-        own, seen, costs = subject.layer, subject.given(subject.inputs), Table()
+        seen, costs = subject.given(subject.inputs), Table()
         options: Any = {"max_steps": max_steps, "on_failure": "ignore", "tolerance": tolerance}
-        for name, (owner, solver) in progress(solver_choices(own).items(), "costs"):
-            times = list[float]()
-            with with_energies(own):
-                solution = owner.solve(*seen, solver=solver, **options)
-                for _ in range(repeats):
-                    start = time.perf_counter()
-                    owner.solve(*seen, solver=solver, **options)
-                    times.append(time.perf_counter() - start)
+        for name, (owner, solver) in progress(solver_choices(subject.layer).items(), "costs"):
+            solution, times = owner.solve(*seen, solver=solver, **options), list[float]()
+            for _ in range(repeats):
+                start = time.perf_counter()
+                owner.solve(*seen, solver=solver, **options)
+                times.append(time.perf_counter() - start)
             row = {"solver": name, "converged": solution.converged.double().mean().item()}
             row |= study.median_and_largest("evaluations", solution.evaluations)
             costs.append({**row, "seconds": statistics.median(times)})
@@ -142,7 +145,7 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
     The energy of a layer safeguards all of them, except "plain forward".
     """
     choices: dict[str, tuple[DEQ, solvers.Solver]] = {"plain forward": (layer, solvers.Forward())}
-    if has_energy(layer.update):
+    if layer.update.monitored:
         hidden = copy.copy(layer.update)
         hidden.monitored = False
         choices["plain forward"] = DEQ(hidden, init=layer.init), solvers.Forward()
@@ -154,25 +157,14 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
     return choices
 
 
-@contextmanager
-def with_energies(layer: DEQ) -> Iterator[None]:
-    """Within the block, solves of a layer with an energy evaluate it even if they do not need it."""
-    before = layer.update.monitored
-    try:
-        layer.update.monitored = has_energy(layer.update)
-        yield
-    finally:
-        layer.update.monitored = before
-
-
 def _curves(layer: DEQ, x: Any, mask: Tensor | None, max_steps: int) -> Table:
-    """The table ``curves`` of :class:`Convergence`."""
-    traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, (owner, solver) in progress(solver_choices(layer).items(), "curves"):
-        with with_energies(layer):
-            traces[name] = _trace(owner, x, mask, solver, max_steps)
+    """Return the table ``curves`` of :class:`Convergence`."""
+    traces = {
+        name: _trace(owner, x, mask, solver, max_steps)
+        for name, (owner, solver) in progress(solver_choices(layer).items(), "curves")
+    }
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
-    lowest = torch.stack(energies).amin(0) if energies else None
+    lowest = torch.stack(energies).amin(0) if energies else 0.0
     table: Table = []
     for name, (evaluations, best, energy) in traces.items():
         for k, evaluation in enumerate(evaluations):
@@ -180,17 +172,15 @@ def _curves(layer: DEQ, x: Any, mask: Tensor | None, max_steps: int) -> Table:
             # How far below the floor the last step lands says nothing about the solver.
             row |= study.median_and_band("residual", best[:, k].clamp_min(FLOOR))
             row["converged"] = (best[:, k] <= FLOOR).double().mean().item()
-            if lowest is not None:
-                above = None if energy is None else (energy[:, k] - lowest).median().item()
-                row["energy_above"] = above
-            table.append(row)
+            above = None if energy is None else (energy[:, k] - lowest).median().item()
+            table.append(row | {"energy_above": above})
     return table
 
 
 def _trace(
     layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver, max_steps: int
 ) -> tuple[list[int], Tensor, Tensor | None]:
-    """Numbers of evaluations (T), and residual and energy (B, T) of the best state until then."""
+    """Return numbers of evaluations (T), and residual and energy (B, T) of the best state until then."""
     options: Any = {"solver": solver, "tolerance": solvers.Tolerance(rtol=FLOOR)}
     options["on_failure"] = "ignore"
     if isinstance(solver, solvers.Newton):  # its products are evaluations without a residual
@@ -213,8 +203,7 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
     largest and smallest of a symmetric Jacobian, or the largest in magnitude of another.
 
     Returns:
-        Rows with sample, real, imaginary, and for a ``GradientStep`` with step size ``eta`` the eigenvalue
-        ``(1 - real) / eta`` of the energy's Hessian as curvature.
+        Rows with sample, real, imaginary.
     """
     update = layer.update
     with torch.no_grad():
@@ -225,22 +214,17 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
 
     if z[0].numel() > DENSE:
         what = "extremes" if update.symmetric else "largest_magnitude"
-        found = solvers.spectrum(step, z, (prepared,), what=what, count=EXTREMES)
-        values = found.eigenvalues.to(torch.complex128).cpu()
+        values = solvers.spectrum(step, z, (prepared,), what=what, count=EXTREMES).eigenvalues
     else:
-        matrix = solvers.jacobian(step, z, (prepared,)).double().cpu()
-        values = torch.linalg.eigvals(matrix)
-        if update.symmetric:
-            values = torch.linalg.eigvalsh((matrix + matrix.mT) / 2).to(torch.complex128)
-    table: Table = [
+        matrix = solvers.jacobian(step, z, (prepared,)).double()
+        symmetric = (matrix + matrix.mT) / 2
+        eigenvalues = torch.linalg.eigvalsh if update.symmetric else torch.linalg.eigvals
+        values = eigenvalues(symmetric if update.symmetric else matrix)
+    return [
         {"sample": sample, "real": value.real, "imaginary": value.imag}
-        for sample, row in enumerate(values.tolist())
+        for sample, row in enumerate(values.to(torch.complex128).tolist())
         for value in sorted(row, key=lambda number: number.real)
     ]
-    if isinstance(update, GradientStep):
-        for entry in table:
-            entry["curvature"] = (1 - entry["real"]) / update.step_size
-    return table
 
 
 def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
@@ -256,10 +240,7 @@ def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
         axes.set_aspect("equal", adjustable="datalim")
     else:
         axes.hist(values.real, bins=60, color=BLUE, label="eigenvalues (all real)")
-        axes.axvline(
-            -1, color=ORANGE, linestyle="--", label="plain iteration converges between these"
-        )
-        axes.axvline(1, color=ORANGE, linestyle="--")
+        axes.axvspan(-1, 1, color=ORANGE, alpha=0.15, label="plain iteration converges within")
         axes.set(xlabel="eigenvalue", ylabel="number", yscale="log")
         axes.set_ylim(top=8 * axes.get_ylim()[1])  # room for the legend
     axes.legend(edgecolor="none", fontsize=9, loc="upper left")

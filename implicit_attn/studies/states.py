@@ -16,17 +16,18 @@ from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.models import HyperSET
 from implicit_attn.optional import progress
 from implicit_attn.studies import study
-from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, Study, Subject, Table
+from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, Subject, Table
 
 SAME = 1e-2  # relative distance up to which two ends count as one
 START = "input"  # the start with whose end the others are compared
 SMALLEST = 1e-12  # smaller distances are drawn here: a logarithmic axis has no zero
 RTOL, MAX_STEPS = 1e-6, 300  # to which each start is solved
+LABELS = {"same": "same end", "agreement": f"prediction as from {START}", "accuracy": "accuracy"}
 
 
 @dataclass(frozen=True)
-class Paths(Study):
-    """What :func:`paths` returns.
+class Paths:
+    """Result of :func:`paths`.
 
     Attributes:
         summary: rows with run, start, distance (median of ``|z - z_input| / |z_input|``),
@@ -38,7 +39,6 @@ class Paths(Study):
 
     summary: Table
     samples: Table
-    printed = ("summary",)
 
     def plot(self, title: str = "") -> Any:
         """Draw a row of panels for each run: distances of the ends, and agreement of the predictions."""
@@ -55,17 +55,10 @@ class Paths(Study):
             left.set(xlabel=f"relative distance to the end from {START}", xscale="log", title=name)
             left.set_ylabel("share of samples up to there")
             left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
-            labels = {
-                "same": "same end",
-                "agreement": f"prediction as from {START}",
-                "accuracy": "accuracy",
-            }
-            shown = [key for key in labels if key in summary[0]]
-            for number, key in enumerate(shown):
-                width = 0.8 / len(shown)
-                places = [k + (number - (len(shown) - 1) / 2) * width for k in range(len(starts))]
-                values = [100 * row[key] for row in summary]
-                bars = right.bar(places, values, width, label=labels[key])
+            shown = {key: text for key, text in LABELS.items() if key in summary[0]}
+            for number, (key, text) in enumerate(shown.items()):
+                places = [k + 0.25 * number for k in range(len(starts))]
+                bars = right.bar(places, [100 * row[key] for row in summary], 0.25, label=text)
                 right.bar_label(bars, fmt="%.1f", fontsize=7)
             right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
             right.set(ylabel="share of samples, %", ylim=(0, 118))
@@ -74,7 +67,7 @@ class Paths(Study):
 
 
 def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: int = 2) -> Paths:
-    """Where a layer ends from its input, from zero and from random starts, in float64.
+    """Compare where a layer ends from its input, from zero and from random starts, in float64.
 
     An equilibrium is solved from each start to 1e-6. An unrolled model is run from each start, its
     input being the same, for as many iterations as in training and for four times as many.
@@ -110,20 +103,23 @@ def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Table, Table]:
-    layer, inputs = subject.layer, subject.inputs
+    inputs, usual = subject.inputs, None
     x, mask = subject.given(inputs)
-    usual, solve = x, partial(layer.solve, x, mask, on_failure="ignore")
-    if subject.recurrence is None:  # whatever its ``init`` and its energy make of the input
+    if subject.recurrence is not None:
+        usual, end_from = x, partial(subject.recurrence, x, iterations=iterations)
+    else:
+        solve = partial(subject.layer.solve, x, mask, on_failure="ignore")
+        # Whatever its ``init`` and its energy make of the input.
         usual = solve(max_steps=1, solver=solvers.Forward()).value
+
+        def end_from(z0: Tensor) -> Tensor:
+            return solve(z0=z0, tolerance=solvers.Tolerance(rtol=RTOL), max_steps=MAX_STEPS).value
+
     if not isinstance(usual, Tensor):
         raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
-    ends: dict[str, Tensor] = {}
-    for name, z0 in progress(starts_like(usual, random).items(), "starts"):
-        if subject.recurrence is None:
-            tolerance = solvers.Tolerance(rtol=RTOL)
-            ends[name] = solve(z0=z0, tolerance=tolerance, max_steps=MAX_STEPS).value
-        else:
-            ends[name] = subject.recurrence(x, z0=z0, iterations=iterations)
+    ends = {
+        name: end_from(z0=z0) for name, z0 in progress(starts_like(usual, random).items(), "starts")
+    }
     target = ends[START].flatten(1)
     size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
     judged = ends if subject.targets is not None else {}
@@ -138,7 +134,8 @@ def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Tab
             same = outputs[name].argmax(-1) == outputs[START].argmax(-1)
             row["agreement"] = same.double().mean().item()
         if subject.recurrence is None:
-            image = layer.update(end, layer.update.prepare(x, mask=mask), mask=mask).flatten(1)
+            update = subject.layer.update
+            image = update(end, update.prepare(x, mask=mask), mask=mask).flatten(1)
             residual = (image - end.flatten(1)).norm(dim=1) / image.norm(dim=1)
             row["residual"] = residual.median().item()
         energy = subject.energy(end, x, mask)
@@ -156,8 +153,8 @@ COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
 
 
 @dataclass(frozen=True)
-class Geometry(Study):
-    """What :func:`geometry` returns.
+class Geometry:
+    """Result of :func:`geometry`.
 
     Attributes:
         energies: rows with iteration, and for each energy its mean over the samples (a column
@@ -170,7 +167,6 @@ class Geometry(Study):
     energies: Table
     heads: Table
     trained: int
-    printed = ("energies",)
 
     def plot(self, title: str = "") -> Any:
         """Draw four panels: two energies, effective rank and angle per head."""
@@ -179,7 +175,7 @@ class Geometry(Study):
         kinds = [key.removesuffix("_energy") for key in self.energies[0] if key.endswith("_energy")]
         for panel, kind in zip(axes[0], kinds, strict=False):
             key, label = f"{kind}_energy", f"{kind} energy: mean (band: 10 % to 90 %)"
-            study.draw_band(panel, self.energies, "iteration", key, COLORS[kind], label, marker="o")
+            study.draw_band(panel, self.energies, "iteration", key, COLORS[kind], label)
         for panel in axes[0, len(kinds) :]:
             study.leave_empty(panel, "this layer has no further energy")
         titles = {"effective_rank": "Effective rank of a head's tokens",
@@ -198,7 +194,7 @@ class Geometry(Study):
 
 
 def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geometry:
-    """Energies, effective ranks and angles of tokens along the iterations of a layer.
+    """Measure energies, effective ranks and angles of tokens along the iterations of a layer.
 
     Ranks and angles are those of the heads of a Hyper-SET energy, else of the tokens as they are.
     Of an equilibrium the states are those that the layer returns after 1, 2, ... evaluations; the
