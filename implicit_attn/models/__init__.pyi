@@ -11,7 +11,6 @@ from implicit_attn.models.backbones import EquilibriumTransformer as Equilibrium
 from implicit_attn.models.backbones import HyperSET as HyperSET
 from implicit_attn.models.backbones import HyperSETEquilibrium as HyperSETEquilibrium
 from implicit_attn.models.backbones import RecurrentBackbone as RecurrentBackbone
-from implicit_attn.models.backbones import RecurrentLayer as RecurrentLayer
 from implicit_attn.models.backbones import SharedTransformer as SharedTransformer
 from implicit_attn.models.backbones import SpinTransformer as SpinTransformer
 from implicit_attn.models.backbones import Trajectory as Trajectory

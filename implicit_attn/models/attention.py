@@ -297,9 +297,10 @@ class EnergyAttention(nn.Module):
 
         q = W_q x,  k = W_k c,  E(q) = 1/2 |q|^2 - beta^-1 log sum_j exp(beta q.k_j)
         repeat: q <- q - eta dE/dq
-        y = W_o concatenate_h(q_h), or W_o concatenate_h(V_h q_h)
+        y = W_o concatenate_h(q_h)
 
-    One step with ``eta = 1`` is softmax attention with the keys as values. With ``eta <= 1`` no step
+    One step with ``eta = 1`` is softmax attention with the keys as values; one head with ``p = dim`` and
+    ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``. With ``eta <= 1`` no step
     increases the energy, and the queries move towards its minima, in the convex hull of the keys.
 
     Shapes: ``x`` (B, N, dim), ``context`` (B, M, context_dim) -> (B, N, dim). Self-attention has ``c = x``.
@@ -313,8 +314,6 @@ class EnergyAttention(nn.Module):
             fixed points depend only on the keys; the initial queries select a minimum, so the gradient of
             ``W_q``, and of x in cross-attention, is 0.
         step_size: eta > 0.
-        values: None, or "after" for a learned matrix ``V_h`` (p, p) per head, initially the identity.
-            One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``.
         options: options of the ``DEQ`` if ``steps`` is None; by default L-BFGS with ``max_steps=200``, which
             may converge to another minimum than ``solvers.Forward()``, which repeats the step.
 
@@ -346,21 +345,15 @@ class EnergyAttention(nn.Module):
         beta: Beta = None,
         steps: int | None = 1,
         step_size: float = 1.0,
-        values: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.context_dim = dim, heads, context_dim
         self.steps = None if steps is None else require_count("steps", steps)
-        width = head_width(dim, heads, head_dim)
-        rows = heads * width
+        rows = heads * head_width(dim, heads, head_dim)
         self.descent = QueryDescent(rows, heads, step_size=step_size, beta=beta)
         self.query, self.output = Projection(dim, rows), Projection(rows, dim)
         self.key = Projection(dim if context_dim is None else context_dim, rows)
-        self.values = None
-        if values is not None:
-            require_choice("values", values, ("after",))
-            self.values = nn.Parameter(torch.eye(width).repeat(heads, 1, 1))
         if steps is not None and options:
             raise TypeError(f"unknown arguments {sorted(options)}; options of DEQ need steps=None")
         settings: dict[str, Any] = {"max_steps": 200} | options
@@ -398,9 +391,6 @@ class EnergyAttention(nn.Module):
             prepared = self.descent.prepare(given)
             for _ in range(self.steps or 0):
                 queries = self.descent(queries, prepared)
-        if self.values is not None:
-            moved = self._by_head(queries) @ self.values.mT
-            queries = moved.transpose(1, 2).flatten(2)
         return hide(F.linear(queries, self.output.weight), tokens)
 
     def _queries_and_keys(

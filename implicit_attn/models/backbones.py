@@ -22,24 +22,14 @@ from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import require_count, require_flag, require_positive
 
 
-class RecurrentLayer(nn.Module):
-    """Base class of a layer that is applied repeatedly and depends on the number of the iteration."""
-
-    def context(self, x0: Tensor, times: Tensor) -> Any:
-        """Return the context of all iterations, computed once from the input (B, N, d) and times (T,)."""
-        return None
-
-    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
-        """Return the state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0."""
-        raise NotImplementedError(f"{type(self).__name__} must define advance")
-
-
 class RecurrentBackbone(nn.Module):
     """A sequence of ``layers``, each applied ``iterations`` times.
 
     Args:
         dim: features d of a token.
-        layers: modules with ``context`` and ``advance`` (see ``RecurrentLayer``).
+        layers: modules with ``context(x, times)``, which is called once with the input (B, N, d) and the
+            times 1 .. T of all iterations, and ``advance(z, context, index, mask)``, which returns the
+            state (B, N, d) after the iteration at ``times[index]``.
         iterations: number T of iterations of each layer in training; a call may use any other number.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
@@ -95,7 +85,7 @@ def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
     return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
 
 
-class TransformerLayer(RecurrentLayer):
+class TransformerLayer(nn.Module):
     """Pre-norm layer ``X + MHSA(LN(X))``, then ``X + W_2 relu(W_1 LN(X))``, with biases in LN only."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
@@ -106,6 +96,9 @@ class TransformerLayer(RecurrentLayer):
         self.output = nn.Linear(dim, dim, bias=False)
         self.widen = nn.Linear(dim, require_count("hidden", hidden), bias=False)
         self.narrow = nn.Linear(hidden, dim, bias=False)
+
+    def context(self, x: Tensor, times: Tensor) -> None:
+        """Return None: a step does not depend on the input or on time."""
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
         pairs = None
@@ -149,7 +142,7 @@ class SharedTransformer(RecurrentBackbone):
         super().__init__(dim, made, iterations)
 
 
-class EnergyTransformerLayer(RecurrentLayer):
+class EnergyTransformerLayer(nn.Module):
     r"""A step ``X <- X - eta dE/dg`` at ``g = gain LayerNorm(X) + shift``, a scalar gain, with ::
 
         E(g) = -beta^-1 sum_h sum_i log sum_j exp(beta q_hi.k_hj) - 1/2 sum_i sum_m relu(xi_m.g_i)^2
@@ -175,6 +168,9 @@ class EnergyTransformerLayer(RecurrentLayer):
         """Return ``E(g(z))`` of each sample, (B,)."""
         g = self.activation(hide(z, mask))
         return self.attention(g, mask=mask) + self.feedforward(g, mask=mask)
+
+    def context(self, x: Tensor, times: Tensor) -> None:
+        """Return None: a step does not depend on the input or on time."""
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
         g = self.activation(z)
@@ -388,16 +384,14 @@ class EquilibriumTransformer(nn.Module):
 
 
 class SpinTransformer(nn.Module):
-    """A stack of spin modules, each the steady state ``m*`` of a ``KineticAttention``.
+    """A stack of spin modules ``x -> m*(x)``, each the steady state ``m*`` of a ``KineticAttention``.
 
-    In the source a module is ``x -> m*(x)``, so only the attention weights mix features. With ``residual`` a
-    module is ``x -> x + O m*(x)``, with output weights O (d, d) that mix the heads.
+    Only the attention weights mix features.
 
     Args:
         dim, heads: features d of a token, number of attention heads, at most d / 2.
         layers: number of modules with separate weights.
         iterations: maximum number of evaluations per sample and module, which a call may change.
-        residual: whether the modules add to their input.
         layer: further options of the modules' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...);
             a ``max_steps`` among them is ``iterations``.
         options: further arguments of :class:`implicit_attn.updates.KineticAttention`: beta, closure,
@@ -416,7 +410,6 @@ class SpinTransformer(nn.Module):
         *,
         layers: int = 2,
         iterations: int = 50,
-        residual: bool = False,
         layer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -427,18 +420,14 @@ class SpinTransformer(nn.Module):
         self.steady: Any = nn.ModuleList(
             DEQ(KineticAttention(dim, heads, **options), **settings) for _ in range(number)
         )
-        self.outputs: Any = None
-        if require_flag("residual", residual):
-            self.outputs = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(number))
 
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
         z = x
-        for index, steady in enumerate(self.steady):
-            mean = steady(z, mask, **_limit(iterations))
-            z = mean if self.outputs is None else z + self.outputs[index](mean)
+        for steady in self.steady:
+            z = steady(z, mask, **_limit(iterations))
         return keep_masked(z, x, mask)
 
     def extra_repr(self) -> str:
-        return f"iterations={self.iterations}, residual={self.outputs is not None}"
+        return f"iterations={self.iterations}"

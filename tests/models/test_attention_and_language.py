@@ -215,9 +215,7 @@ def test_values_by_the_inverse_of_the_keys(steps: int) -> None:
 def test_gradients(cross: bool, steps: int | None) -> None:
     """By the tokens, the context and every weight, unrolled and at the fixed point."""
     settings: Any = {} if steps else TIGHT
-    model = build(
-        4, 3 if cross else None, heads=2, beta=0.5, steps=steps, values="after", **settings
-    )
+    model = build(4, 3 if cross else None, heads=2, beta=0.5, steps=steps, **settings)
     x = drawn_input(2, 3, 4).requires_grad_()
     context = drawn_input(2, 4, 3, seed=1).requires_grad_() if cross else None
     mask = torch.ones(2, 4 if cross else 3, dtype=torch.bool)
