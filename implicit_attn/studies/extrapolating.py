@@ -61,7 +61,7 @@ class Extrapolation:
                 leave_empty(axes, f"no {key} is defined")
                 continue
             scale = 100 if key == "accuracy" else 1
-            for number, name in enumerate(dict.fromkeys(row["method"] for row in known)):
+            for number, name in enumerate(dict.fromkeys(row["method"] for row in self.curves)):
                 rows = [row for row in known if row["method"] == name]
                 look: Any = {"marker": "osv^D"[number], "markersize": 4, "color": LINES[number]}
                 steps, values = [r["evaluations"] for r in rows], [scale * r[key] for r in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,47 +29,45 @@ class Paths:
     """Result of :func:`paths`.
 
     Attributes:
-        summary: rows with run, start, distance (median of ``|z - z_input| / |z_input|``),
-            distance_90 (90 % quantile), distance_largest, same (share of samples within 1e-2),
-            residual (median) and energy (mean) where they are defined, and with targets agreement
-            (share of predictions equal to those from the input) and accuracy.
-        samples: rows with run, start, sample, distance.
+        summary: rows with start, distance (median of ``|z - z_input| / |z_input|``), distance_90 (90 %
+            quantile), distance_largest, same (share of samples within 1e-2), residual (median) and
+            energy (mean) where they are defined, and with targets agreement (share of predictions
+            equal to those from the input) and accuracy.
+        samples: rows with start, sample, distance.
     """
 
     summary: Table
     samples: Table
 
     def plot(self, title: str = "") -> Any:
-        """Draw a row of panels for each run: distances of the ends, and agreement of the predictions."""
-        runs = list(dict.fromkeys(row["run"] for row in self.summary))
-        figure = study.new_figure((12, 0.4 + 4.3 * len(runs)), title)
-        panels = figure.subplots(len(runs), 2, squeeze=False)
-        for (left, right), name in zip(panels, runs, strict=True):
-            summary = [row for row in self.summary if row["run"] == name]
-            starts = [row["start"] for row in summary]
-            for start in starts[1:]:
-                rows = [r for r in self.samples if (r["run"], r["start"]) == (name, start)]
-                left.ecdf([max(row["distance"], SMALLEST) for row in rows], label=f"from {start}")
-            left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
-            left.set(xlabel=f"relative distance to the end from {START}", xscale="log", title=name)
-            left.set_ylabel("share of samples up to there")
-            left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
-            shown = {key: text for key, text in LABELS.items() if key in summary[0]}
-            for number, (key, text) in enumerate(shown.items()):
-                places = [k + 0.25 * number for k in range(len(starts))]
-                bars = right.bar(places, [100 * row[key] for row in summary], 0.25, label=text)
-                right.bar_label(bars, fmt="%.1f", fontsize=7)
-            right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
-            right.set(ylabel="share of samples, %", ylim=(0, 118))
-            right.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
+        """Draw two panels: distances of the ends, and agreement of the predictions."""
+        figure = study.new_figure((12, 4.7), title)
+        left, right = figure.subplots(1, 2)
+        starts = [row["start"] for row in self.summary]
+        for start in starts[1:]:
+            rows = [row for row in self.samples if row["start"] == start]
+            left.ecdf([max(row["distance"], SMALLEST) for row in rows], label=f"from {start}")
+        left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
+        left.set(xlabel=f"relative distance to the end from {START}", xscale="log")
+        left.set_ylabel("share of samples up to there")
+        left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
+        shown = {key: text for key, text in LABELS.items() if key in self.summary[0]}
+        for number, (key, text) in enumerate(shown.items()):
+            places = [k + 0.25 * number for k in range(len(starts))]
+            bars = right.bar(places, [100 * row[key] for row in self.summary], 0.25, label=text)
+            right.bar_label(bars, fmt="%.1f", fontsize=7)
+        right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
+        right.set(ylabel="share of samples, %", ylim=(0, 118))
+        right.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
         return figure
 
 
+@torch.no_grad()
 def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: int = 2) -> Paths:
     """Compare where a layer ends from its input, from zero and from random starts, in float64.
 
     An equilibrium is solved from each start to 1e-6. An unrolled model is run from each start, its
-    input being the same, for as many iterations as in training and for four times as many.
+    input being the same, for as many iterations as in training.
 
     Args:
         layer, x: as for :func:`convergence`; the state must be one tensor.
@@ -78,15 +75,45 @@ def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: i
         starts: number of random starts, Gaussian with the RMS of each sample's usual start.
     """
     subject = study.subject_of(layer, x, targets).exact()
-    runs: dict[str, int | None] = {"equilibrium": None}  # iterations of a recurrence
+    inputs = subject.inputs
+    given, mask = subject.given(inputs)
     if subject.recurrence is not None:
-        runs = {f"{n} iterations": n for n in (subject.trained, 4 * subject.trained)}
+        usual, end_from = given, partial(subject.recurrence, given)
+    else:
+        solve = partial(subject.layer.solve, given, mask, on_failure="ignore")
+        # Whatever its ``init`` and its energy make of the input.
+        usual = solve(max_steps=1, solver=solvers.Forward()).value
+
+        def end_from(z0: Tensor) -> Tensor:
+            return solve(z0=z0, tolerance=solvers.Tolerance(rtol=RTOL), max_steps=MAX_STEPS).value
+
+    if not isinstance(usual, Tensor):
+        raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
+    every = progress(starts_like(usual, starts).items(), "starts")
+    ends = {name: end_from(z0=z0) for name, z0 in every}
+    target = ends[START].flatten(1)
+    size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
     summary: Table = []
     samples: Table = []
-    for name, iterations in runs.items():
-        rows, distances = _compare(subject, iterations, starts)
-        summary += [{"run": name, **row} for row in rows]
-        samples += [{"run": name, **row} for row in distances]
+    for name, end in ends.items():
+        distance = (end.flatten(1) - target).norm(dim=1) / size
+        row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
+        row["same"] = (distance <= SAME).double().mean().item()
+        if subject.recurrence is None:
+            update = subject.layer.update
+            image = update(end, update.prepare(given, mask=mask), mask=mask).flatten(1)
+            residual = (image - end.flatten(1)).norm(dim=1) / image.norm(dim=1)
+            row["residual"] = residual.median().item()
+        energy = subject.energy(end, given, mask)
+        if energy is not None:
+            row["energy"] = energy.mean().item()
+        if subject.targets is not None:
+            logits, wanted = (subject.outputs(inputs, each) for each in (end, ends[START]))
+            same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean().item()
+            row |= {"agreement": same, "accuracy": subject.judge(logits)["accuracy"]}
+        summary.append(row)
+        distances = enumerate(distance.tolist())
+        samples += [{"start": name, "sample": k, "distance": value} for k, value in distances]
     return Paths(summary, samples)
 
 
@@ -99,54 +126,6 @@ def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
         noise = torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
         starts[f"random {number}"] = size * noise
     return starts
-
-
-@torch.no_grad()
-def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Table, Table]:
-    inputs, usual = subject.inputs, None
-    x, mask = subject.given(inputs)
-    if subject.recurrence is not None:
-        usual, end_from = x, partial(subject.recurrence, x, iterations=iterations)
-    else:
-        solve = partial(subject.layer.solve, x, mask, on_failure="ignore")
-        # Whatever its ``init`` and its energy make of the input.
-        usual = solve(max_steps=1, solver=solvers.Forward()).value
-
-        def end_from(z0: Tensor) -> Tensor:
-            return solve(z0=z0, tolerance=solvers.Tolerance(rtol=RTOL), max_steps=MAX_STEPS).value
-
-    if not isinstance(usual, Tensor):
-        raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
-    ends = {
-        name: end_from(z0=z0) for name, z0 in progress(starts_like(usual, random).items(), "starts")
-    }
-    target = ends[START].flatten(1)
-    size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
-    judged = ends if subject.targets is not None else {}
-    outputs = {name: subject.outputs(inputs, end) for name, end in judged.items()}
-    summary: Table = []
-    samples: Table = []
-    for name, end in ends.items():
-        distance = (end.flatten(1) - target).norm(dim=1) / size
-        row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
-        row["same"] = (distance <= SAME).double().mean().item()
-        if outputs:
-            same = outputs[name].argmax(-1) == outputs[START].argmax(-1)
-            row["agreement"] = same.double().mean().item()
-        if subject.recurrence is None:
-            update = subject.layer.update
-            image = update(end, update.prepare(x, mask=mask), mask=mask).flatten(1)
-            residual = (image - end.flatten(1)).norm(dim=1) / image.norm(dim=1)
-            row["residual"] = residual.median().item()
-        energy = subject.energy(end, x, mask)
-        if energy is not None:
-            row["energy"] = energy.mean().item()
-        if outputs:
-            row["accuracy"] = subject.judge(outputs[name])["accuracy"]
-        summary.append(row)
-        distances = enumerate(distance.tolist())
-        samples += [{"start": name, "sample": k, "distance": value} for k, value in distances]
-    return summary, samples
 
 
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
@@ -205,7 +184,7 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
         iterations: how many; None: as many as in training.
 
     Raises:
-        TypeError: the layer's state has no tokens, or an unrolled model is not Hyper-SET.
+        TypeError: an unrolled model is not Hyper-SET.
     """
     subject = study.subject_of(layer, x)
     number = iterations or subject.trained
@@ -233,7 +212,7 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
 
 
 def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Energies by name, (1 + T, B) each, and features (1 + T, B, heads, N, p)."""
+    """Return energies by name, (1 + T, B) each, and features (1 + T, B, heads, N, p)."""
     x, mask = subject.given(inputs)
     if subject.recurrence is not None:
         if not isinstance(subject.recurrence, HyperSET):
@@ -248,22 +227,13 @@ def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tens
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
     states = [layer.solve(x, mask, max_steps=k + 1, **options).value for k in range(number + 1)]
     energy: Any = getattr(layer.update, "energy", None)
-    features: Callable[[Any], Tensor] = _tokens
     if isinstance(energy, HyperSETEnergy):
         attention: Any = energy.attention
-        features = attention.energy.features
-        parts: Any = {"attention": energy.attention, "feedforward": energy.feedforward}
+        parts: Any = {"attention": attention, "feedforward": energy.feedforward}
         energies = {name: torch.stack([part(z) for z in states]) for name, part in parts.items()}
-    else:
-        whole = [each for z in states if (each := subject.energy(z, x, mask)) is not None]
-        energies = {"whole": torch.stack(whole)} if whole else {}
-    return energies, torch.stack([features(z) for z in states])
-
-
-def _tokens(z: Any) -> Tensor:
-    if not isinstance(z, Tensor) or z.dim() != 3:
-        raise TypeError(f"layer must have states (B, N, d), got {type(z).__name__}")
-    return z.unsqueeze(1)
+        return energies, torch.stack([attention.energy.features(z) for z in states])
+    whole = [each for z in states if (each := subject.energy(z, x, mask)) is not None]
+    return {"whole": torch.stack(whole)} if whole else {}, torch.stack(states).unsqueeze(2)
 
 
 def effective_rank(tokens: Tensor) -> Tensor:
