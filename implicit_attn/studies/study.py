@@ -168,7 +168,7 @@ class Subject:
             prepared = update.prepare(x, mask=mask)
             return update.joint(z, prepared, mask=mask)[1] if update.monitored else None
         layer = self.recurrence.layers[-1]
-        if not isinstance(layer, HyperSETLayer):
+        if not (isinstance(layer, HyperSETLayer) and layer.is_plain):
             return None
         attention, feedforward, _ = layer.observe(z, self.recurrence.iterations - 1)
         return attention + feedforward
