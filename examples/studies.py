@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 from image_tasks import Classification
 from options import Run
-from runner import Result, Table, open_subject, run
+from runner import Result, Table, open_subject, rows_of, run
 from torch.nn import functional as F
 from training import Training
 
@@ -31,10 +31,8 @@ from implicit_attn.models import SpinClassifier, build_model
 SHARE = 0.35  # of the couplings, the strongest, that are drawn as lines
 
 
-def result(found: Any, subject: Any) -> Result:
-    """The tables of a study, and its figure."""
-    tables = {name: each for name, each in vars(found).items() if isinstance(each, list)}
-    return tables, found.plot(f"{subject.title}\n{len(subject.inputs)} test samples")
+def figure_of(found: Any, subject: Any) -> Any:
+    return found.plot(f"{subject.title}\n{len(subject.inputs)} test samples")
 
 
 def convergence(
@@ -46,7 +44,7 @@ def convergence(
 ) -> Result:
     subject = open_subject(weights, samples)
     found = studies.convergence(subject, rtol=rtol, max_steps=max_steps, spectra=spectra)
-    return result(found, subject)
+    return {"curves": found.curves, "costs": found.costs}, figure_of(found, subject)
 
 
 def extrapolation(
@@ -55,7 +53,8 @@ def extrapolation(
     factor: int = 4,  # up to so many times the iterations of training
 ) -> Result:
     subject = open_subject(weights, samples)
-    return result(studies.extrapolation(subject, factor=factor), subject)
+    found = studies.extrapolation(subject, factor=factor)
+    return {"curves": found.curves, "reach": found.reach}, figure_of(found, subject)
 
 
 def paths(
@@ -64,7 +63,8 @@ def paths(
     starts: int = 2,  # random starts
 ) -> Result:
     subject = open_subject(weights, samples)
-    return result(studies.paths(subject, starts=starts), subject)
+    found = studies.paths(subject, starts=starts)
+    return {"summary": found.summary}, figure_of(found, subject)
 
 
 def geometry(
@@ -74,7 +74,11 @@ def geometry(
 ) -> Result:
     subject = open_subject(weights, samples)
     if not isinstance(subject.model, SpinClassifier):
-        return result(studies.geometry(subject, iterations=iterations), subject)
+        found = studies.geometry(subject, iterations=iterations)
+        means = {f"{name}_energy": energy.mean(1) for name, energy in found.energies.items()}
+        means |= {"rank": found.rank.mean(1), "angle": found.angle.mean(1)}
+        steps = {"iteration": torch.arange(len(found.rank))}
+        return {"means": rows_of(steps | means)}, figure_of(found, subject)
     with torch.no_grad():
         norms = subject.model.attention.couplings.site_norms()
         accuracy = subject.judge(subject.model(subject.inputs))

@@ -83,7 +83,7 @@ def test_a_study_of_ones_own_layer(name: str, kind: str, tmp_path: Path) -> None
     judged = kind == "block" and name in ("paths", "extrapolation")
     labels = {"targets": torch.arange(6) % 4} if judged else {}
     found = getattr(studies, name)(layer, x, **STUDIES[name], **labels)
-    tables = [each for each in vars(found).values() if isinstance(each, list)]
+    tables = [each for each in found if isinstance(each, list)]
     assert all(row.keys() == table[0].keys() for table in tables for row in table)
     found.plot("a title").savefig(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -143,12 +143,9 @@ def test_convergence_of_a_bowl() -> None:
 @pytest.mark.parametrize("step_size", [1.0, 0.5])
 def test_eigenvalues_of_a_gradient_step(step_size: float) -> None:
     x = rows(2)
-    table = studies.jacobian_eigenvalues(bowl_layer(step_size), x, x)
+    found = studies.jacobian_eigenvalues(bowl_layer(step_size), x, x)
     expected = sorted([1 - step_size * c for c in CURVATURES.tolist()] * 2)
-    for sample in (0, 1):
-        mine = [row for row in table if row["sample"] == sample]
-        assert [row["real"] for row in mine] == pytest.approx(expected)
-        assert all(row["imaginary"] == 0.0 for row in mine)
+    assert not found.imag.any() and found.real.tolist() == [pytest.approx(expected)] * 2
 
 
 # Accuracy against evaluations and iterations.
@@ -218,7 +215,7 @@ def test_a_contraction_forgets_its_start_and_a_bistable_map_does_not() -> None:
     forgets = studies.paths(DEQ.from_update(lambda z, x: 0.5 * z + x), x)
     assert [row["start"] for row in forgets.summary] == ["input", "zero", "random 1", "random 2"]
     assert all(row["distance_largest"] < 1e-5 and row["same"] == 1.0 for row in forgets.summary)
-    assert len(forgets.samples) == 4 * 9
+    assert [len(each) for each in forgets.distances.values()] == [9] * 4
     # ``z <- tanh(3 z)`` has attracting ends +m and -m, and keeps zero.
     layer = DEQ.from_update(lambda z, x: torch.tanh(3 * z), solver=solvers.Forward())
     keeps = {row["start"]: row for row in studies.paths(layer, x).summary}
@@ -256,13 +253,10 @@ def test_geometry_of_the_recurrence() -> None:
     found = studies.geometry(subject, iterations=4)
     with torch.no_grad():
         own = subject.model.backbone.trajectory(subject.model.tokens(subject.inputs), iterations=4)
-    assert len(found.heads) == 5 * 2 and len(found.energies) == 5
-    for row in found.energies:
-        for name in ("attention", "feedforward"):
-            expected = getattr(own, f"{name}_energy")[row["iteration"]].mean().item()
-            assert row[f"{name}_energy"] == pytest.approx(expected, rel=1e-6)
-    ranks = studies.effective_rank(own.features).mean(1)
-    assert found.heads[3]["effective_rank"] == pytest.approx(ranks[1, 1].item(), rel=1e-9)
+    for name in ("attention", "feedforward"):
+        torch.testing.assert_close(found.energies[name], getattr(own, f"{name}_energy"))
+    torch.testing.assert_close(found.rank, studies.effective_rank(own.features).mean(1))
+    assert found.angle.shape == (5, 2)
     with pytest.raises(TypeError, match="SharedTransformer"):
         studies.geometry(image_subject("transformer"))
 
@@ -270,14 +264,14 @@ def test_geometry_of_the_recurrence() -> None:
 def test_geometry_of_an_equilibrium() -> None:
     """Energies of Hyper-SET apart; of another layer their sum, which falls."""
     subject = image_subject("hyperset-equilibrium", iterations=30).exact()
-    first, *_, last = studies.geometry(subject, iterations=6).energies
-    total = [row["attention_energy"] + row["feedforward_energy"] for row in (first, last)]
+    energies = studies.geometry(subject, iterations=6).energies
+    total = (energies["attention"] + energies["feedforward"]).mean(1)
     x, _ = subject.given(subject.inputs)
     energy = subject.energy(x, x)  # no pull at the input
-    assert energy is not None and total[0] == pytest.approx(energy.mean().item())
-    assert total[1] < total[0]
-    whole = [row["whole_energy"] for row in studies.geometry(make("gradient"), tokens()).energies]
-    assert whole == sorted(whole, reverse=True)
+    assert energy is not None and total[0].item() == pytest.approx(energy.mean().item())
+    assert total[-1] < total[0]
+    whole = studies.geometry(make("gradient"), tokens()).energies["whole"].mean(1)
+    assert (whole.diff() <= 0).all()
 
 
 # Tables, and subjects of files.

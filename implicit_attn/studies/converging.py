@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,8 +24,7 @@ FLOOR = 1e-8  # relative residual down to which curves are drawn
 SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no zero
 
 
-@dataclass(frozen=True)
-class Convergence:
+class Convergence(NamedTuple):
     """Result of :func:`convergence`.
 
     Attributes:
@@ -43,7 +40,7 @@ class Convergence:
 
     curves: Table
     costs: Table
-    eigenvalues: Table
+    eigenvalues: Tensor
     rtol: float
 
     def plot(self, title: str = "") -> Any:
@@ -196,14 +193,14 @@ def _trace(
     return list(range(1, best.shape[1] + 1)), best, energy
 
 
-def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Table:
+def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Tensor:
     """Return eigenvalues of the Jacobian ``df/dz`` of a layer's update at states ``z`` (B, N, d).
 
     These are all of them for states of up to ``DENSE`` numbers. Above that, they are the ``EXTREMES``
     largest and smallest of a symmetric Jacobian, or the largest in magnitude of another.
 
     Returns:
-        Rows with sample, real, imaginary.
+        (B, number), complex, with increasing real parts.
     """
     update = layer.update
     with torch.no_grad():
@@ -220,22 +217,18 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
         symmetric = (matrix + matrix.mT) / 2
         eigenvalues = torch.linalg.eigvalsh if update.symmetric else torch.linalg.eigvals
         values = eigenvalues(symmetric if update.symmetric else matrix)
-    return [
-        {"sample": sample, "real": value.real, "imaginary": value.imag}
-        for sample, row in enumerate(values.to(torch.complex128).tolist())
-        for value in sorted(row, key=lambda number: number.real)
-    ]
+    values = values.to(torch.complex128)
+    return values.gather(1, values.real.argsort(1))
 
 
-def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
-    values: Any = np.array([complex(row["real"], row["imaginary"]) for row in eigenvalues])
-    samples = len({row["sample"] for row in eigenvalues})
-    axes.set_title(f"Jacobian ({samples} samples): spectral radius {abs(values).max():.2f}")
-    if values.imag.any():
+def _draw_eigenvalues(axes: Any, eigenvalues: Tensor) -> None:
+    radius, values = eigenvalues.abs().max(), eigenvalues.flatten().cpu()
+    axes.set_title(f"Jacobian ({len(eigenvalues)} samples): spectral radius {radius:.2f}")
+    if bool(values.imag.any()):
         axes.scatter(values.real, values.imag, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
-        circle: Any = np.exp(1j * np.linspace(0.0, 2 * np.pi, 200))
+        angles = torch.linspace(0.0, 2 * torch.pi, 200)
         look: Any = {"color": GREY, "linestyle": "--", "label": "plain iteration converges inside"}
-        axes.plot(circle.real, circle.imag, **look)
+        axes.plot(angles.cos(), angles.sin(), **look)
         axes.set(xlabel="real part", ylabel="imaginary part")
         axes.set_aspect("equal", adjustable="datalim")
     else:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ LABELS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Extrapolation:
+class Extrapolation(NamedTuple):
     """Result of :func:`extrapolation`.
 
     Attributes:

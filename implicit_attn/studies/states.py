@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ RTOL, MAX_STEPS = 1e-6, 300  # to which each start is solved
 LABELS = {"same": "same end", "agreement": f"prediction as from {START}", "accuracy": "accuracy"}
 
 
-@dataclass(frozen=True)
-class Paths:
+class Paths(NamedTuple):
     """Result of :func:`paths`.
 
     Attributes:
@@ -33,20 +31,19 @@ class Paths:
             quantile), distance_largest, same (share of samples within 1e-2), residual (median) and
             energy (mean) where they are defined, and with targets agreement (share of predictions
             equal to those from the input) and accuracy.
-        samples: rows with start, sample, distance.
+        distances: those of every sample (B,), by start.
     """
 
     summary: Table
-    samples: Table
+    distances: dict[str, Tensor]
 
     def plot(self, title: str = "") -> Any:
         """Draw two panels: distances of the ends, and agreement of the predictions."""
         figure = study.new_figure((12, 4.7), title)
         left, right = figure.subplots(1, 2)
-        starts = [row["start"] for row in self.summary]
+        starts = list(self.distances)
         for start in starts[1:]:
-            rows = [row for row in self.samples if row["start"] == start]
-            left.ecdf([max(row["distance"], SMALLEST) for row in rows], label=f"from {start}")
+            left.ecdf(self.distances[start].clamp_min(SMALLEST), label=f"from {start}")
         left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
         left.set(xlabel=f"relative distance to the end from {START}", xscale="log")
         left.set_ylabel("share of samples up to there")
@@ -93,10 +90,9 @@ def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: i
     ends = {name: end_from(z0=z0) for name, z0 in every}
     target = ends[START].flatten(1)
     size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
-    summary: Table = []
-    samples: Table = []
+    summary, distances = Table(), dict[str, Tensor]()
     for name, end in ends.items():
-        distance = (end.flatten(1) - target).norm(dim=1) / size
+        distance = distances[name] = (end.flatten(1) - target).norm(dim=1) / size
         row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
         row["same"] = (distance <= SAME).double().mean().item()
         if subject.recurrence is None:
@@ -112,9 +108,7 @@ def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: i
             same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean().item()
             row |= {"agreement": same, "accuracy": subject.judge(logits)["accuracy"]}
         summary.append(row)
-        distances = enumerate(distance.tolist())
-        samples += [{"start": name, "sample": k, "distance": value} for k, value in distances]
-    return Paths(summary, samples)
+    return Paths(summary, distances)
 
 
 def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
@@ -131,47 +125,47 @@ def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Result of :func:`geometry`.
+class Geometry(NamedTuple):
+    """Result of :func:`geometry`, with a row for each iteration from 0.
 
     Attributes:
-        energies: rows with iteration, and for each energy its mean over the samples (a column
-            ``NAME_energy``) and its 10 % and 90 % quantiles; NAME is attention and feedforward of
-            Hyper-SET, whole of another energy.
-        heads: rows with iteration, head, effective_rank and angle (degrees), means over the samples.
+        energies: by name, (1 + T, B): attention and feedforward of Hyper-SET, whole of another energy.
+        rank, angle: (1 + T, heads), effective rank and average angle (degrees), means over the samples.
         trained: iterations in training.
     """
 
-    energies: Table
-    heads: Table
+    energies: dict[str, Tensor]
+    rank: Tensor
+    angle: Tensor
     trained: int
 
     def plot(self, title: str = "") -> Any:
         """Draw four panels: two energies, effective rank and angle per head."""
         figure = study.new_figure((12, 8.5), title)
-        axes = figure.subplots(2, 2)
-        kinds = [key.removesuffix("_energy") for key in self.energies[0] if key.endswith("_energy")]
-        for panel, kind in zip(axes[0], kinds, strict=False):
-            key, label = f"{kind}_energy", f"{kind} energy: mean (band: 10 % to 90 %)"
-            study.draw_band(panel, self.energies, "iteration", key, COLORS[kind], label)
-        for panel in axes[0, len(kinds) :]:
-            study.leave_empty(panel, "this layer has no further energy")
-        titles = {"effective_rank": "Effective rank of a head's tokens",
-                  "angle": "Average angle of a head's tokens, degrees"}  # fmt: skip
-        for panel, (key, text) in zip(axes[1], titles.items(), strict=True):
-            panel.set_title(text)
-            for head in sorted({row["head"] for row in self.heads}):
-                rows = [row for row in self.heads if row["head"] == head]
-                steps, values = [row["iteration"] for row in rows], [row[key] for row in rows]
-                panel.plot(steps, values, marker="o", markersize=3, label=f"head {head + 1}")
-        for panel in (*axes[0, : len(kinds)], *axes[1]):
+        panels = list(figure.subplots(2, 2).flat)
+        for panel, (name, energy) in zip(panels, self.energies.items(), strict=False):
+            rows = [
+                {"iteration": k} | study.median_and_band(name, each)
+                for k, each in enumerate(energy)
+            ]
+            label = f"{name} energy: median (band: 10 % to 90 %)"
+            study.draw_band(panel, rows, "iteration", name, COLORS[name], label)
+        panels[2].plot(self.rank, "o-", markersize=3)
+        panels[2].set_title("Effective rank of a head's tokens")
+        heads = [f"head {number + 1}" for number in range(self.angle.shape[1])]
+        panels[3].plot(self.angle, "o-", markersize=3, label=heads)
+        panels[3].set_title("Average angle of a head's tokens, degrees")
+        for number, panel in enumerate(panels):
+            if len(self.energies) <= number < 2:
+                study.leave_empty(panel, "this layer has no further energy")
+                continue
             panel.axvline(self.trained, color=GREY, linestyle=":", label="as in training")
             panel.set_xlabel("iteration")
             panel.legend(frameon=False, fontsize=8)
         return figure
 
 
+@torch.no_grad()
 def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geometry:
     """Measure energies, effective ranks and angles of tokens along the iterations of a layer.
 
@@ -188,27 +182,17 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
     """
     subject = study.subject_of(layer, x)
     number = iterations or subject.trained
-    kinds: dict[str, list[Tensor]] = {}
-    spaces: list[Tensor] = []
-    with torch.no_grad():
-        for inputs in progress(list(subject.parts()), "batches"):
-            energies, seen = _observe(subject, inputs, number)
-            for name, values in energies.items():
-                kinds.setdefault(name, []).append(values.double())
-            spaces.append(torch.stack([effective_rank(seen), average_angle(seen)]))
-    shape = torch.cat(spaces, dim=2).mean(2)  # (2, 1 + T, heads)
-    table: Table = [{"iteration": step} for step in range(number + 1)]
-    for name, parts in kinds.items():
-        for row, values in zip(table, torch.cat(parts, dim=-1), strict=True):
-            row[f"{name}_energy"] = values.mean().item()
-            row[f"{name}_energy_10"] = values.quantile(0.1).item()
-            row[f"{name}_energy_90"] = values.quantile(0.9).item()
-    heads: Table = [
-        {"iteration": step, "head": head, "effective_rank": rank, "angle": angle}
-        for step in range(number + 1)
-        for head, (rank, angle) in enumerate(shape[:, step].T.tolist())
-    ]
-    return Geometry(table, heads, subject.trained)
+    energies: dict[str, list[Tensor]] = {}
+    ranks, angles = [], []
+    for inputs in progress(list(subject.parts()), "batches"):
+        found, features = _observe(subject, inputs, number)
+        for name, values in found.items():
+            energies.setdefault(name, []).append(values)
+        ranks.append(effective_rank(features))
+        angles.append(average_angle(features))
+    joined = {name: torch.cat(parts, dim=1) for name, parts in energies.items()}
+    rank, angle = (torch.cat(parts, dim=1).mean(1) for parts in (ranks, angles))
+    return Geometry(joined, rank, angle, subject.trained)
 
 
 def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -217,9 +201,7 @@ def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tens
     if subject.recurrence is not None:
         if not isinstance(subject.recurrence, HyperSET):
             kind = type(subject.recurrence).__name__
-            raise TypeError(
-                f"layer must be a DEQ or Hyper-SET, whose energies are known; got {kind}"
-            )
+            raise TypeError(f"layer must be a DEQ or Hyper-SET, got {kind}")
         found = subject.recurrence.trajectory(x, iterations=number)
         pair = {"attention": found.attention_energy, "feedforward": found.feedforward_energy}
         return pair, found.features

@@ -277,7 +277,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "studies.geometry": (
         "--samples 6",
-        lambda t: t["energies"][-1]["feedforward_energy"] < t["energies"][0]["feedforward_energy"],
+        lambda t: t["means"][-1]["feedforward_energy"] < t["means"][0]["feedforward_energy"],
     ),
     "studies.tradeoff": (
         "--depth 2 --epochs 1 --limit 64 --weights {folder}",
