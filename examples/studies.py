@@ -44,7 +44,11 @@ def convergence(
 ) -> Result:
     subject = open_subject(weights, samples)
     found = studies.convergence(subject, rtol=rtol, max_steps=max_steps, spectra=spectra)
-    return {"curves": found.curves, "costs": found.costs}, figure_of(found, subject)
+    curves: Table = []
+    for name, curve in found.curves.items():
+        steps, median = torch.tensor(curve.evaluations), curve.residual.median(0).values
+        curves += rows_of({"evaluations": steps, "residual": median}, solver=name)
+    return {"curves": curves, "costs": found.costs}, figure_of(found, subject)
 
 
 def extrapolation(

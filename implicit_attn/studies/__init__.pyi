@@ -1,4 +1,5 @@
 from implicit_attn.studies.converging import Convergence as Convergence
+from implicit_attn.studies.converging import Curve as Curve
 from implicit_attn.studies.converging import convergence as convergence
 from implicit_attn.studies.converging import jacobian_eigenvalues as jacobian_eigenvalues
 from implicit_attn.studies.converging import solver_choices as solver_choices

@@ -24,21 +24,26 @@ FLOOR = 1e-8  # relative residual down to which curves are drawn
 SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no zero
 
 
+class Curve(NamedTuple):
+    """Residual and energy of the best state until then, (B, T), after each number of evaluations."""
+
+    evaluations: list[int]
+    residual: Tensor
+    energy: Tensor | None  # None if the solver does not see an energy
+
+
 class Convergence(NamedTuple):
     """Result of :func:`convergence`.
 
     Attributes:
-        curves: rows with solver, evaluation, residual (median of the best so far), residual_10,
-            residual_90, converged (share of samples at 1e-8) and energy_above: the median over the
-            samples of the energy above the lowest that any solver reached for the sample; None where
-            the solver does not see an energy.
+        curves: :class:`Curve` by solver, in float64, to a relative residual of 1e-8.
         costs: rows with solver, converged (share of samples at ``rtol``), evaluations (median),
             evaluations_90, evaluations_largest, and seconds for the whole batch.
         eigenvalues: of :func:`jacobian_eigenvalues` at the fixed points.
         rtol: tolerance of the costs.
     """
 
-    curves: Table
+    curves: dict[str, Curve]
     costs: Table
     eigenvalues: Tensor
     rtol: float
@@ -47,24 +52,26 @@ class Convergence(NamedTuple):
         """Draw four panels: residual, energy, evaluations, eigenvalues."""
         figure = study.new_figure((13, 8), title)
         (residual, energy), (costs, spectrum) = figure.subplots(2, 2)
-        names = [row["solver"] for row in self.costs]
-        for name, color in zip(names, LINES, strict=False):
-            rows = [row for row in self.curves if row["solver"] == name]
-            study.draw_band(residual, rows, "evaluation", "residual", color, name)
-            seen = [row for row in rows if row["energy_above"] is not None]
-            above = [max(row["energy_above"], SMALLEST) for row in seen]
-            energy.plot([row["evaluation"] for row in seen], above, color=color)
+        seen = [curve.energy for curve in self.curves.values() if curve.energy is not None]
+        for (name, curve), color in zip(self.curves.items(), LINES, strict=False):
+            # How far below the floor the last step lands says nothing about the solver.
+            best = curve.residual.clamp_min(FLOOR)
+            study.draw_band(residual, curve.evaluations, best, color, name)
+            if curve.energy is not None:
+                lowest = torch.stack([each.amin(1) for each in seen]).amin(0).unsqueeze(1)
+                above = (curve.energy - lowest).median(0).values.clamp_min(SMALLEST)
+                energy.plot(curve.evaluations, above.cpu(), color=color)
         residual.axhline(self.rtol, color=GREY, linestyle="--", label=f"tolerance {self.rtol:g}")
         residual.set(xlabel="evaluations per sample", yscale="log")
         residual.set_ylabel("best relative residual |f(z) - z| / |f(z)|")
         residual.set_title("Residual (median; band: 10 % to 90 %)")
         residual.legend(frameon=False, fontsize=8)
         energy.set(xlabel="evaluations per sample", title="Energy")
-        if any(row["energy_above"] is not None for row in self.curves):
+        if seen:
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
         else:
             study.leave_empty(energy, "this layer has no energy")
-        spent = [row["evaluations"] for row in self.costs]
+        names, spent = ([row[key] for row in self.costs] for key in ("solver", "evaluations"))
         drawn = costs.barh(names, spent, color=LINES[: len(names)])
         shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
         costs.bar_label(drawn, shares, padding=4, fontsize=8)
@@ -117,7 +124,10 @@ def convergence(
     # Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         inner, (given, mask) = exact.layer, exact.given(exact.inputs)
-        curves = _curves(inner, given, mask, max_steps)
+        curves = {
+            name: _curve(owner, given, mask, solver, max_steps)
+            for name, (owner, solver) in progress(solver_choices(inner).items(), "curves")
+        }
         seen, costs = subject.given(subject.inputs), Table()
         options: Any = {"max_steps": max_steps, "on_failure": "ignore", "tolerance": tolerance}
         for name, (owner, solver) in progress(solver_choices(subject.layer).items(), "costs"):
@@ -154,30 +164,9 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
     return choices
 
 
-def _curves(layer: DEQ, x: Any, mask: Tensor | None, max_steps: int) -> Table:
-    """Return the table ``curves`` of :class:`Convergence`."""
-    traces = {
-        name: _trace(owner, x, mask, solver, max_steps)
-        for name, (owner, solver) in progress(solver_choices(layer).items(), "curves")
-    }
-    energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
-    lowest = torch.stack(energies).amin(0) if energies else 0.0
-    table: Table = []
-    for name, (evaluations, best, energy) in traces.items():
-        for k, evaluation in enumerate(evaluations):
-            row: dict[str, Any] = {"solver": name, "evaluation": evaluation}
-            # How far below the floor the last step lands says nothing about the solver.
-            row |= study.median_and_band("residual", best[:, k].clamp_min(FLOOR))
-            row["converged"] = (best[:, k] <= FLOOR).double().mean().item()
-            above = None if energy is None else (energy[:, k] - lowest).median().item()
-            table.append(row | {"energy_above": above})
-    return table
-
-
-def _trace(
+def _curve(
     layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver, max_steps: int
-) -> tuple[list[int], Tensor, Tensor | None]:
-    """Return numbers of evaluations (T), and residual and energy (B, T) of the best state until then."""
+) -> Curve:
     options: Any = {"solver": solver, "tolerance": solvers.Tolerance(rtol=FLOOR)}
     options["on_failure"] = "ignore"
     if isinstance(solver, solvers.Newton):  # its products are evaluations without a residual
@@ -185,12 +174,12 @@ def _trace(
         found = [layer.solve(x, mask, max_steps=budget, **options) for budget in budgets]
         best = torch.stack([each.residual for each in found], dim=1).cummin(dim=1).values
         energies = [each.energy for each in found if each.energy is not None]
-        return budgets, best, torch.stack(energies, dim=1) if energies else None
+        return Curve(budgets, best, torch.stack(energies, dim=1) if energies else None)
     trace: Any = layer.solve(x, mask, max_steps=max_steps, record=True, **options).trace
     usable = torch.isfinite(trace.residual) & trace.accepted
     best, place = torch.where(usable, trace.residual, torch.inf).cummin(dim=1)
     energy = None if trace.energy is None else trace.energy.gather(1, place)
-    return list(range(1, best.shape[1] + 1)), best, energy
+    return Curve(list(range(1, best.shape[1] + 1)), best, energy)
 
 
 def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Tensor:

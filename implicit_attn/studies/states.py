@@ -144,12 +144,8 @@ class Geometry(NamedTuple):
         figure = study.new_figure((12, 8.5), title)
         panels = list(figure.subplots(2, 2).flat)
         for panel, (name, energy) in zip(panels, self.energies.items(), strict=False):
-            rows = [
-                {"iteration": k} | study.median_and_band(name, each)
-                for k, each in enumerate(energy)
-            ]
             label = f"{name} energy: median (band: 10 % to 90 %)"
-            study.draw_band(panel, rows, "iteration", name, COLORS[name], label)
+            study.draw_band(panel, range(len(energy)), energy.mT, COLORS[name], label)
         panels[2].plot(self.rank, "o-", markersize=3)
         panels[2].set_title("Effective rank of a head's tokens")
         heads = [f"head {number + 1}" for number in range(self.angle.shape[1])]

@@ -53,13 +53,6 @@ def format_table(table: Table) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def median_and_band(name: str, values: Tensor) -> dict[str, float]:
-    """Median ``name``, 10 % and 90 % quantiles ``name_10`` and ``name_90``, without NaN."""
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=values.device)
-    low, middle, high = torch.nanquantile(values.double(), shares).tolist()
-    return {name: middle, f"{name}_10": low, f"{name}_90": high}
-
-
 def median_and_largest(name: str, values: Tensor) -> dict[str, float]:
     """Median ``name``, 90 % quantile ``name_90`` and maximum ``name_largest``."""
     values = values.double()
@@ -76,9 +69,10 @@ def new_figure(size: tuple[float, float], title: str = "") -> Any:
     return figure
 
 
-def draw_band(axes: Any, rows: Table, step: str, key: str, color: str, label: str) -> None:
-    """Draw column ``key`` against column ``step``, and the band from ``key_10`` to ``key_90``."""
-    steps, middle, low, high = ([r[k] for r in rows] for k in (step, key, f"{key}_10", f"{key}_90"))
+def draw_band(axes: Any, steps: Any, values: Tensor, color: str, label: str) -> None:
+    """Draw the median of ``values`` (B, T) against ``steps`` (T), and the band from 10 % to 90 %."""
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    low, middle, high = values.double().cpu().nanquantile(shares, dim=0)
     axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.plot(steps, middle, color=color, label=label)
 
