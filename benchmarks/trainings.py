@@ -119,7 +119,6 @@ BACKBONES: dict[str, tuple[str, ...]] = {
     "hyperset-equilibrium": (),
     "transformer": (),
     "energy-transformer": ("--width", "660"),
-    "crate": ("--dim", "80"),
 }
 MASKED = ("deq-transformer", "transformer", "hyperset", "energy-transformer")
 
@@ -159,11 +158,8 @@ def accuracies(folder: Path) -> dict[str, str]:
     """Accuracies of a trained model after training's iterations and after 4 times as many."""
     subject = studies.open_subject(folder / WEIGHTS)
     numbers = [times * subject.trained for times in (1, 4)]
-    if subject.recurrence is not None:
-        rows = studies.accuracy_by_iterations(subject, numbers)
-    else:
-        solver = studies.solver_choices(subject.layer)["forward"]
-        rows = studies.accuracy_by_evaluations(subject, numbers, *solver)
+    plain: Any = () if subject.recurrence else studies.solver_choices(subject.layer)["forward"]
+    rows = studies.accuracy_by_iterations(subject, numbers, *plain)
     once, more = (f"{100 * row['accuracy']:.2f}" for row in rows)
     return {"parameters": f"{parameters(folder):,}", "1x, %": once, "4x, %": more}
 

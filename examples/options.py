@@ -167,7 +167,7 @@ class Backbone(Run):
         plain = not str(self.further().get("step_size", "conditioned-")).startswith("conditioned-")
         if name != "hyperset" or plain:
             preset = preset | {"initial_step": None}
-        self.fill(preset | ({"width": None} if row.width else {}))
+        self.fill(preset | ({} if row.width else {"width": None}))
 
     def specification(
         self, name: str, step_size: str

@@ -70,7 +70,7 @@ class Sudoku(Backbone):
     """an update that learns to solve, or a backbone that completes boards"""
     model: Literal[
         "hyperset", "hyperset-equilibrium", "equilibrium", "transformer", "deq-transformer",
-        "energy-transformer", "crate", "spin-transformer",
+        "energy-transformer", "spin-transformer",
     ] = "hyperset"  # fmt: skip
     """the backbone that completes boards"""
     evaluate: Literal["list", "hard"] | None = None

@@ -77,7 +77,7 @@ class Images(Backbone):
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
     model: Literal[
         "hyperset", "hyperset-equilibrium", "equilibrium", "transformer", "deq-transformer",
-        "energy-transformer", "crate", "spin-transformer", "block", "encoder-layer", "embedding", "spins",
+        "energy-transformer", "spin-transformer", "block", "encoder-layer", "embedding", "spins",
     ] = "hyperset"  # fmt: skip
     limit: int | None = None
     """use only so many training images"""

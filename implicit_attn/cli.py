@@ -14,19 +14,21 @@ import torch
 from implicit_attn import __version__
 from implicit_attn.data.files import DATA_VARIABLE, cache_folder
 from implicit_attn.kernels import explain
-from implicit_attn.optional import DISTRIBUTION, installed_version, requirements
+from implicit_attn.optional import DISTRIBUTION, installed_version
 from implicit_attn.weights import pretrained_models, weights_path
 from solvers import native
 
 Rows = Iterator[tuple[str, str]]
-# In the folders of data, and how each is known to be there.
-DATA_SETS = {
-    "mnist": "mnist/*ubyte*",
-    "fashion-mnist": "fashion-mnist/*ubyte*",
-    "cifar10": "cifar10/cifar*",
-    "sudoku": "sudoku/sudoku17.npz",
-    "texts": "text/*.txt*",
-}
+OTHERS = (
+    "numpy",
+    "scipy",
+    "safetensors",
+    "triton",
+    "torchdeq",
+    "matplotlib",
+    "scikit-learn",
+    "tyro",
+)
 SIZES = ((8, 4, 64, 16), (8, 4, 1024, 64))  # batch, heads, tokens, features of a head
 
 
@@ -39,8 +41,7 @@ def main(words: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: 2 with one line where a word, a file or a package is wrong; 130 after Ctrl-C.
     """
-    about = "Trainings and studies: see examples/."
-    parser = argparse.ArgumentParser("implicit-attn", description=about)
+    parser = argparse.ArgumentParser("implicit-attn")
     parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     shown = commands.add_parser(
@@ -53,11 +54,9 @@ def main(words: Sequence[str] | None = None) -> None:
     shown.add_argument("--seed", type=int, default=0, help="of the weights and the noise")
     shown.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     listed = commands.add_parser("weights", help="the trained models that come with the package")
-    named = "print the file of the model NAME"
-    listed.add_argument("path", nargs="?", choices=["path"], help=named)
+    listed.add_argument("path", nargs="?", choices=["path"], help="print the file of NAME")
     listed.add_argument("name", nargs="?", metavar="NAME")
-    reported = "versions, devices, kernels, folders, for a report of an error"
-    commands.add_parser("info", help=reported)
+    commands.add_parser("info", help="versions, devices, kernels and folders, for a bug report")
     options = vars(parser.parse_args(words))
     command = options.pop("command")
     try:
@@ -99,8 +98,8 @@ def weights(path: str | None, name: str | None) -> None:
 
 
 def info() -> None:
-    """Print versions, devices, kernels, folders and extras."""
-    for number, section in enumerate((versions, devices, kernels, folders, extras)):
+    """Print versions, devices, kernels and folders."""
+    for number, section in enumerate((versions, devices, kernels, folders)):
         print("\n" * (number > 0) + section.__name__)
         for name, text in section():
             print(f"  {name:14} {text}")
@@ -113,7 +112,7 @@ def versions() -> Rows:
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", f"{platform.platform()}"
     yield "torch", torch.__version__
-    for name in ("numpy", "scipy", "safetensors", "torchdeq", "triton"):
+    for name in OTHERS:
         yield name, installed_version(name) or "not installed"
 
 
@@ -146,23 +145,14 @@ def kernels() -> Rows:
 
 
 def folders() -> Rows:
-    """The user's data, and the cache of downloads, with the sets that are there."""
+    """The user's data, and the cache of downloads, with the folders in them."""
     named = os.environ.get(DATA_VARIABLE)
     if not named:
         yield "data", f"${DATA_VARIABLE} is not set"
     places = [("data", Path(named))] if named else []
     for name, folder in (*places, ("data cache", cache_folder())):
-        sets = [key for key, pattern in DATA_SETS.items() if any(folder.glob(pattern))]
-        there = f": {', '.join(sets) or 'no data set'}" if folder.is_dir() else " (no such folder)"
-        yield name, f"{folder}{there}"
-
-
-def extras() -> Rows:
-    """Which optional dependencies are there, by the extra that brings them."""
-    known = requirements()
-    if not known:
-        yield "unknown", f"{DISTRIBUTION} runs from a folder and is not installed"
-    for extra, names in sorted(known.items()):
-        if extra:
-            missing = [name for name in names if installed_version(name) is None]
-            yield extra, f"without {', '.join(missing)}" if missing else "installed"
+        if folder.is_dir():
+            sets = sorted(each.name for each in folder.iterdir() if each.is_dir())
+            yield name, f"{folder}: {', '.join(sets) or 'empty'}"
+        else:
+            yield name, f"{folder} (no such folder)"

@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 import implicit_attn
-from implicit_attn.optional import requirements
-from workers.distribution import imported, unnamed
+from workers.distribution import imported, requirements, unnamed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("implicit_attn", "solvers")

@@ -1,11 +1,7 @@
 from implicit_attn.data.images import LOADERS as LOADERS
 from implicit_attn.data.images import ImageData as ImageData
 from implicit_attn.data.images import load as load
-from implicit_attn.data.images import load_cifar10 as load_cifar10
 from implicit_attn.data.images import load_digits as load_digits
-from implicit_attn.data.images import load_fashion_mnist as load_fashion_mnist
-from implicit_attn.data.images import load_mnist as load_mnist
-from implicit_attn.data.images import read_idx as read_idx
 from implicit_attn.data.images import some_samples as some_samples
 from implicit_attn.data.sudoku import SudokuData as SudokuData
 from implicit_attn.data.sudoku import SudokuSymmetries as SudokuSymmetries

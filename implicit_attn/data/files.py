@@ -1,18 +1,15 @@
-"""Data files: found in the user's folder or the cache, or downloaded into the cache; read and checked."""
+"""Data files: found in the user's folder or the cache, read, and refused where they are damaged."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import lzma
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from implicit_attn.optional import require
 
 DATA_VARIABLE = "IMPLICIT_ATTN_DATA"
 LARGEST = 2**30  # bytes of a file after decompression
@@ -47,22 +44,6 @@ def missing(path: str) -> FileNotFoundError:
     return FileNotFoundError(f"{path} is not in {places}; set {DATA_VARIABLE} to a folder with it")
 
 
-def download(folder: str, name: str, urls: Sequence[str], md5: str) -> Path:
-    """Download ``folder/name`` into the cache with pooch, from the first URL that works."""
-    error, causes = missing(f"{folder}/{name}"), []
-    try:
-        pooch = require("pooch", extra="examples")
-    except ImportError as cause:
-        raise ImportError(f"{error}, or download it: {cause}") from cause
-    for url in urls:
-        try:
-            cache = cache_folder() / folder
-            return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=name, path=cache))
-        except (OSError, ValueError) as cause:  # no connection, or another checksum
-            causes.append(f"{url}: {type(cause).__name__}: {cause}")
-    raise FileNotFoundError(f"{error}. The download failed: {'; '.join(causes)}")
-
-
 @contextmanager
 def damaged(path: str | Path, expected: str) -> Iterator[None]:
     """Turn any error of a decoder within the block into a ``ValueError`` that names the file."""
@@ -75,19 +56,12 @@ def damaged(path: str | Path, expected: str) -> Iterator[None]:
         raise ValueError(f"{path}: damaged, expected {expected}: {kind}{error}") from error
 
 
-def read_content(path: Path, md5: str | None = None) -> bytes:
-    """Return the bytes of a file, decompressed if they are gzip or xz.
-
-    Raises:
-        ValueError: the file is damaged or too long, or its decompressed content has another md5.
-    """
+def read_content(path: Path) -> bytes:
+    """Return the bytes of a file, decompressed if they are gzip or xz; ValueError if it is damaged."""
     with path.open("rb") as file, damaged(path, "a whole file"):
         kind = KINDS.get(file.read(2))
         file.seek(0)
         content = (kind(file) if kind else file).read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"it has over {LARGEST} bytes")
-        digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        if md5 not in (None, digest):
-            raise ValueError(f"its content has the md5 {digest}, expected {md5}; replace the file")
     return content

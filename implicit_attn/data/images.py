@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import damaged, download, find, read_content
+from implicit_attn.data.files import cache_folder, damaged, find, missing, read_content
 from implicit_attn.optional import require
-from solvers.core.checks import require_count
+from solvers.core.checks import require_choice, require_count
 
 Part = tuple[Tensor, Tensor]  # images (N, C, H, W) and labels (N,)
 
@@ -31,7 +32,7 @@ class ImageData:
         train_labels, test_labels: (N,) int64 in 0 .. C - 1.
 
     Raises:
-        ValueError: a dtype, a shape or a range differs from those above.
+        ValueError: if images and labels do not fit each other.
     """
 
     name: str
@@ -42,22 +43,17 @@ class ImageData:
     test_labels: Tensor
 
     def __post_init__(self) -> None:
+        shape, labels = (
+            self.train_images.shape[1:],
+            torch.cat([self.train_labels, self.test_labels]),
+        )
         for part in ("train", "test"):
-            images, labels = getattr(self, f"{part}_images"), getattr(self, f"{part}_labels")
-            shapes = (labels.shape, images.shape[1:]) == (
-                images.shape[:1],
-                self.train_images.shape[1:],
-            )
-            kinds = (images.dtype, labels.dtype, images.dim()) == (torch.float32, torch.int64, 4)
-            inside = ((images >= 0) & (images <= 1)).all() and (
-                labels.clamp(0, self.classes - 1) == labels
-            ).all()
-            if not (shapes and kinds and inside and images.numel() > 0):
-                raise ValueError(
-                    f"{self.name}: {part}_images must be float32 (N, channels, height, width) in [0, 1] "
-                    f"and {part}_labels int64 (N,) below {self.classes}, got {images.dtype} "
-                    f"{tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}"
-                )
+            expected = (len(getattr(self, f"{part}_labels")), *shape)
+            found = tuple(getattr(self, f"{part}_images").shape)
+            if found != expected or len(found) != 4 or 0 in found:
+                raise ValueError(f"{self.name}: {part}_images must be {expected}, got {found}")
+        if not bool((labels.clamp(0, self.classes - 1) == labels).all()):
+            raise ValueError(f"{self.name}: labels must be below {self.classes}")
 
     def first(self, limit: int | None) -> ImageData:
         """Return the data with ``limit`` training images, chosen by :func:`some_samples`; None: all."""
@@ -107,71 +103,26 @@ def load_digits(*, holdout: float = 0.2, seed: int = 0) -> ImageData:
     return from_pixels("digits", *((pixels[p], labels[p]) for p in (~held, held)), largest=16)
 
 
-# The files of a data set, where they are distributed with gzip, and the md5 of archives and contents.
-IDX_FILES = (
+IDX = (
     "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte",
 )  # fmt: skip
-IDX_MIRRORS = {
-    "mnist": [
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    ],
-    "fashion-mnist": [
-        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    ],
-}
-IDX_ARCHIVES = {
-    "mnist": (
-        "f68b3c2dcbeaaa9fbdd348bbdeb94873", "d53e105ee54ea40749a09fcbcd1e9432",
-        "9fb629c4189551a2d022fa330f9573f3", "ec29112dd5afa0611ce80d1b7f02629c",
-    ),
-    "fashion-mnist": (
-        "8d4fb7e6c68d591d4c3dfef9ec88bf0d", "25c81989df183df01b3e8a0aad5dffbe",
-        "bef4ecab320f06d8554ea6380940ec79", "bb300cfdad3c16e7a12a480ee83cd310",
-    ),
-}  # fmt: skip
-IDX_CONTENTS = {
-    "mnist": (
-        "6bbc9ace898e44ae57da46a324031adb", "a25bea736e30d166cdddb491f175f624",
-        "2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637",
-    ),
-    "fashion-mnist": (
-        "f4a8712d7a061bf5bd6d2ca38dc4d50a", "9018921c3c673c538a1fc5bad174d6f9",
-        "8181f5470baa50b63fa0f6fddb340f0a", "15d484375f8d13e6eb1aabb0c3f46965",
-    ),
-}  # fmt: skip
 
 
-def load_mnist(name: str = "mnist") -> ImageData:
-    """Load MNIST (LeCun et al., 1998), or Fashion-MNIST (https://arxiv.org/abs/1708.07747), (N, 1, 28, 28).
-
-    The four files, gzipped or not, are read from the folder of that name in ``$IMPLICIT_ATTN_DATA`` or
-    the cache, or downloaded into the cache. Their decompressed content is checked by md5.
-    """
-    tensors = []
-    for file, packed, md5 in zip(IDX_FILES, IDX_ARCHIVES[name], IDX_CONTENTS[name], strict=True):
-        urls = [f"{mirror}{file}.gz" for mirror in IDX_MIRRORS[name]]
-        path = find(name, file, f"{file}.gz") or download(name, f"{file}.gz", urls, packed)
-        tensors.append(read_idx(path, md5))
-    train, labels, test, test_labels = tensors
+def load_idx(name: str, kind: str) -> ImageData:
+    """Load the four IDX files of MNIST (LeCun et al., 1998) or Fashion-MNIST (N, 1, 28, 28)."""
+    paths = [find(name, file, f"{file}.gz") for file in IDX]
+    if None in paths:
+        return load_torchvision(name, kind, f"{name}/{IDX[paths.index(None)]}.gz")
+    train, labels, test, test_labels = (read_idx(path) for path in paths if path)
     return from_pixels(name, (train.unsqueeze(1), labels), (test.unsqueeze(1), test_labels))
 
 
-def load_fashion_mnist() -> ImageData:
-    """Load Fashion-MNIST as :func:`load_mnist` does."""
-    return load_mnist("fashion-mnist")
-
-
-def read_idx(path: str | Path, md5: str | None = None) -> Tensor:
+def read_idx(path: Path) -> Tensor:
     """Read the uint8 tensor of an IDX file of unsigned bytes, gzipped or not.
 
     The format is 00 00 08, the number of dimensions, each size as a big-endian uint32, the elements.
-
-    Raises:
-        ValueError: the file is damaged, is no such file, or its content has another md5.
     """
-    content = read_content(Path(path), md5)
+    content = read_content(path)
     with damaged(path, "an IDX file of unsigned bytes"):
         if content[:3] != b"\0\0\x08" or not content[3]:
             raise ValueError(f"it begins with {content[:4].hex(' ')}")
@@ -180,73 +131,69 @@ def read_idx(path: str | Path, md5: str | None = None) -> Tensor:
         return torch.from_numpy(values.reshape(shape).copy())
 
 
-BINARY, JPEG = "cifar-10-binary.tar.gz", "cifar10.tar.xz"
-URL, MD5 = f"https://www.cs.toronto.edu/~kriz/{BINARY}", "c32a1d4ab5d03f1284b67883e8d87530"
+JPEG = "cifar10.tar.xz"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-BATCHES = {
-    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
-    "test": ["test_batch.bin"],
-}
 
 
 def load_cifar10() -> ImageData:
-    """Load CIFAR-10 (Krizhevsky, 2009), (N, 3, 32, 32).
+    """Load CIFAR-10 (Krizhevsky, 2009), (N, 3, 32, 32), from ``cifar10/cifar10.tar.xz`` or torchvision.
 
-    It is read from ``cifar10/cifar-10-binary.tar.gz``, the published binary version, or from
-    ``cifar10/cifar10.tar.xz`` with JPEG files ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``. As those are
-    slightly lossy, the data are then called "CIFAR-10 (JPEG)". Without either, the binary version is
-    downloaded into the cache.
+    The archive has JPEG files ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``. As those are slightly lossy,
+    the data are then called "CIFAR-10 (JPEG)".
     """
-    path = find("cifar10", BINARY, JPEG) or download("cifar10", BINARY, [URL], MD5)
-    name, read = ("CIFAR-10 (JPEG)", read_jpeg) if path.name == JPEG else ("cifar10", read_binary)
-    with damaged(path, "CIFAR-10"):
-        found = read(read_tar(path))
-        for part, number in (("train", 5000), ("test", 1000)):
-            counts = found[part][1].bincount(minlength=10).tolist()
-            if counts != 10 * [number]:
-                raise ValueError(f"{counts} {part} images of the classes, not {number} of each")
-        return from_pixels(name, found["train"], found["test"])
+    path = find("cifar10", JPEG)
+    if path is None:
+        return load_torchvision("cifar10", "CIFAR10", f"cifar10/{JPEG}")
+    image, parts = require("PIL.Image", extra="examples"), list[Part]()
+    with (
+        damaged(path, "CIFAR-10"),
+        tarfile.open(fileobj=io.BytesIO(read_content(path)), mode="r:") as archive,
+    ):
+        files: Any = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
+        for part in ("train", "test"):
+            names = sorted(name for name in files if name.startswith(f"{part}/"))
+            pictures = [image.open(files[name], formats=["JPEG"]).convert("RGB") for name in names]
+            pixels = torch.from_numpy(np.stack([np.asarray(each) for each in pictures]))
+            labels = torch.tensor([CLASSES.index(name.split("/")[1]) for name in names])
+            parts.append((pixels.permute(0, 3, 1, 2), labels))
+        return from_pixels("CIFAR-10 (JPEG)", parts[0], parts[1])
 
 
-def read_tar(path: Path) -> dict[str, bytes]:
-    """Read the files in a compressed tar archive by name, without writing any."""
-    with tarfile.open(fileobj=io.BytesIO(read_content(path)), mode="r:") as archive:
-        files = ((member.name, archive.extractfile(member)) for member in archive)
-        return {name: file.read() for name, file in files if file is not None}
+def load_torchvision(name: str, kind: str, file: str) -> ImageData:
+    """Load a data set of torchvision, which downloads it into the cache.
 
-
-def read_binary(files: dict[str, bytes]) -> dict[str, Part]:
-    """Read records of a label and 3072 pixels, red, green and blue."""
-    files, found = {name.split("/")[-1]: content for name, content in files.items()}, {}
-    for part, names in BATCHES.items():
-        content = bytearray(b"".join(files[name] for name in names))
-        records = torch.frombuffer(content, dtype=torch.uint8).view(-1, 3073)
-        found[part] = records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
-    return found
-
-
-def read_jpeg(files: dict[str, bytes]) -> dict[str, Part]:
-    """Read images in the order of their names within each class."""
-    image, found = require("PIL.Image", extra="examples"), {}
-    for part in ("train", "test"):
-        names = sorted(name for name in files if name.startswith(f"{part}/"))
-        pictures = [image.open(io.BytesIO(files[name]), formats=["JPEG"]) for name in names]
-        pixels = np.stack([np.asarray(each.convert("RGB")) for each in pictures])
-        labels = torch.tensor([CLASSES.index(name.split("/")[1]) for name in names])
-        found[part] = torch.from_numpy(pixels).permute(0, 3, 1, 2), labels
-    return found
+    Without torchvision, the error says that ``file`` is missing.
+    """
+    try:
+        make: Any = getattr(require("torchvision.datasets", extra="integrations"), kind)
+    except ImportError as cause:
+        raise FileNotFoundError(f"{missing(file)}, or install torchvision: {cause}") from cause
+    parts = []
+    for train in (True, False):
+        data = make(str(cache_folder() / "torchvision"), train=train, download=True)
+        pixels, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+        parts.append(
+            (pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2), labels)
+        )
+    return from_pixels(name, parts[0], parts[1])
 
 
 LOADERS: dict[str, Callable[[], ImageData]] = {
     "digits": load_digits,
-    "mnist": partial(load_mnist, "mnist"),
-    "fashion-mnist": load_fashion_mnist,
+    "mnist": partial(load_idx, "mnist", "MNIST"),
+    "fashion-mnist": partial(load_idx, "fashion-mnist", "FashionMNIST"),
     "cifar10": load_cifar10,
 }
 
 
 def load(name: str) -> ImageData:
-    """Load the data set ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar10"``."""
-    if name not in LOADERS:
-        raise ValueError(f"name must be one of {', '.join(LOADERS)}, got {name!r}")
-    return LOADERS[name]()
+    """Load the data set ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar10"``.
+
+    Files in ``$IMPLICIT_ATTN_DATA`` or the cache are read; others are downloaded by torchvision. For the
+    digits see :func:`load_digits`.
+
+    Raises:
+        ValueError: if the name is unknown or a file is damaged.
+        FileNotFoundError: if there is neither the file nor torchvision.
+    """
+    return LOADERS[require_choice("name", name, LOADERS)]()

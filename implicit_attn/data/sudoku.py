@@ -21,8 +21,8 @@ from solvers.core.checks import require_choice, require_count
 
 SIDE, CELLS = 9, 81
 ALL = (1 << SIDE) - 1  # a bit a digit
-# Row, column and box of every cell.
-PLACES = [(k // 9, k % 9, 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
+# Row, column and box of every cell, as rows of ``units``.
+PLACES = [(k // 9, 9 + k % 9, 18 + 3 * (k // 27) + k % 9 // 3) for k in range(CELLS)]
 
 
 def units() -> Tensor:
@@ -38,12 +38,11 @@ def solved(boards: Tensor) -> Tensor:
     return (digits == torch.arange(1, SIDE + 1, device=boards.device)).all(-1).all(-1)
 
 
-def check_boards(name: str, puzzles: Tensor, solutions: Tensor) -> None:
-    """Raise a ValueError where puzzles and solutions do not fit, as in :class:`SudokuData`."""
-    for what, boards in (("puzzles", puzzles), ("solutions", solutions)):
-        if boards.dtype != torch.int64 or boards.shape != (max(1, len(puzzles)), CELLS):
-            got = f"{boards.dtype} {tuple(boards.shape)}"
-            raise ValueError(f"{name}: {what} must be int64 (N, 81), N >= 1, got {got}")
+def check_boards(puzzles: Tensor, solutions: Tensor) -> None:
+    """Raise a ValueError for boards (N, 81) that break the rules, or puzzles and solutions that differ."""
+    for boards in (puzzles, solutions):
+        if boards.shape != (max(1, len(puzzles)), CELLS):
+            raise ValueError(f"boards must be (N, 81), N >= 1, got {tuple(boards.shape)}")
     wrong = {
         "a solution that breaks the rules": ~solved(solutions),
         "a clue that is not in its solution": ((puzzles != 0) & (puzzles != solutions)).any(1),
@@ -51,7 +50,7 @@ def check_boards(name: str, puzzles: Tensor, solutions: Tensor) -> None:
     }
     for what, where in wrong.items():
         if where.any():
-            raise ValueError(f"{name}: puzzle {int(where.nonzero()[0])} has {what}")
+            raise ValueError(f"puzzle {int(where.nonzero()[0])} has {what}")
 
 
 def board_counts(predicted: Tensor, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,18 +140,15 @@ def solve_sudoku(
     if len(puzzle) != CELLS or not all(0 <= digit <= SIDE for digit in puzzle):
         raise ValueError(f"puzzle must be 81 digits in 0 .. 9, got {list(puzzle)!r}")
     board, found = list(puzzle), list[list[int]]()
-    rows, columns, boxes = ([ALL] * SIDE for _ in range(3))  # free digits, a bit each
+    free = [ALL] * (3 * SIDE)  # digits of a row, column or box, a bit each
 
     def toggle(cell: int, digit: int) -> None:
-        row, column, box = PLACES[cell]
-        rows[row] ^= 1 << digit
-        columns[column] ^= 1 << digit
-        boxes[box] ^= 1 << digit
+        for unit in PLACES[cell]:
+            free[unit] ^= 1 << digit
 
     for cell, digit in enumerate(board):
         if digit:
-            row, column, box = PLACES[cell]
-            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
+            if not all(free[unit] >> (digit - 1) & 1 for unit in PLACES[cell]):
                 return []  # two clues contradict each other
             toggle(cell, digit - 1)
 
@@ -160,15 +156,15 @@ def solve_sudoku(
         if not unknown:
             found.append(board.copy())
             return
-        fewest, chosen, free = SIDE + 1, -1, 0
+        fewest, chosen, possible = SIDE + 1, -1, 0
         for cell in unknown:
             row, column, box = PLACES[cell]
-            digits = rows[row] & columns[column] & boxes[box]
+            digits = free[row] & free[column] & free[box]
             if (count := digits.bit_count()) < fewest:
-                fewest, chosen, free = count, cell, digits
+                fewest, chosen, possible = count, cell, digits
                 if count <= 1:
                     break
-        order = [digit for digit in range(SIDE) if free >> digit & 1]
+        order = [digit for digit in range(SIDE) if possible >> digit & 1]
         if chooser is not None:
             chooser.shuffle(order)
         rest = [cell for cell in unknown if cell != chosen]
@@ -218,10 +214,6 @@ class SudokuData:
         train_puzzles: (N, 81) int64, rows of the board one after another, 0 = unknown.
         train_solutions: (N, 81) int64 in 1 .. 9.
         test_puzzles, test_solutions: (M, 81) each.
-
-    Raises:
-        ValueError: a dtype, shape or value is wrong, a solution breaks the rules, a puzzle has a digit
-            that its solution has not, or no unknown cell.
     """
 
     name: str
@@ -229,15 +221,6 @@ class SudokuData:
     train_solutions: Tensor
     test_puzzles: Tensor
     test_solutions: Tensor
-
-    def __post_init__(self) -> None:
-        for part in ("train", "test"):
-            check_boards(part, getattr(self, f"{part}_puzzles"), getattr(self, f"{part}_solutions"))
-
-    def to(self, device: torch.device | str) -> SudokuData:
-        """Return the same data on another device."""
-        moved = {name: x.to(device) for name, x in vars(self).items() if name != "name"}
-        return SudokuData(self.name, **moved)
 
 
 def load_sudoku(
@@ -270,43 +253,31 @@ def load_sudoku(
     if resolve_source(source) == "generated":
         name, most = "generated Sudoku", GENERATED_MORE
         bases = [min(BASES, train), min(BASES // 4, test)]
-        puzzles, solutions = unique_puzzles(sum(bases), seed)
+        boards = torch.stack(unique_puzzles(sum(bases), seed))
         # Every base is used equally often; training and test share none.
         parts = [torch.arange(train) % bases[0], bases[0] + torch.arange(test) % bases[1]]
-        puzzles, solutions = SudokuSymmetries()(
-            *_rows(torch.cat(parts), puzzles, solutions), generator
-        )
+        puzzles, solutions = SudokuSymmetries()(*boards[:, torch.cat(parts)], generator)
     else:
         name, most = "Sudoku, 17-clue list", 17
-        puzzles, solutions = read_list(find(*LIST.parts) or LIST)
-        order = torch.randperm(len(puzzles), generator=generator)
-        puzzles, solutions = _rows(order, puzzles, solutions)
+        boards = torch.stack(read_list(find(*LIST.parts) or LIST))
+        boards = boards[:, torch.randperm(boards.shape[1], generator=generator)]
         # A few solutions belong to several puzzles, of which the first one drawn is kept.
-        kinds, which = solutions.unique(dim=0, return_inverse=True)
-        if train + test > len(kinds):
+        first = np.sort(np.unique(boards[1].numpy(), axis=0, return_index=True)[1])
+        if train + test > len(first):
             raise ValueError(
-                f"train + test is {train + test}, but {LIST} holds {len(kinds)} solutions"
+                f"train + test is {train + test}, but {LIST} holds {len(first)} solutions"
             )
-        first = torch.full((len(kinds),), len(which))
-        first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
-        puzzles, solutions = _rows(first.sort().values[: train + test], puzzles, solutions)
+        puzzles, solutions = boards[:, torch.from_numpy(first)[: train + test]]
     puzzles = reveal(puzzles, solutions, most if more is None else more, generator)
     return SudokuData(name, puzzles[:train], solutions[:train], puzzles[train:], solutions[train:])
 
 
-def _rows(index: Tensor, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
-    return puzzles[index], solutions[index]
-
-
 def resolve_source(source: str = "auto") -> str:
     """Return which puzzles :func:`load_sudoku` uses for ``source``: "list" or "generated"."""
-    if require_choice("source", source, SOURCES) == "generated":
-        return source
-    if find(*LIST.parts) is not None:
-        return "list"
-    if source == "auto":
-        return "generated"
-    raise missing(str(LIST))
+    there = find(*LIST.parts) is not None
+    if require_choice("source", source, SOURCES) == "list" and not there:
+        raise missing(str(LIST))
+    return "list" if there and source != "generated" else "generated"
 
 
 def read_list(path: str | Path, prefix: str = "") -> tuple[Tensor, Tensor]:
@@ -321,7 +292,7 @@ def read_list(path: str | Path, prefix: str = "") -> tuple[Tensor, Tensor]:
         if kinds := [each.dtype for each in arrays if each.dtype.kind not in "iu"]:
             raise ValueError(f"they must be integers, got {kinds[0]}")
         puzzles, solutions = (torch.from_numpy(each.astype(np.int64)) for each in arrays)
-        check_boards("the list", puzzles, solutions)
+        check_boards(puzzles, solutions)
         return puzzles, solutions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data.files import damaged, find, missing, read_content
-from solvers.core.checks import require_count, require_positive
+from solvers.core.checks import require_count
 
 HELP = "python-help"
 # Where the books of a collection begin, so that a part of each is held out.
@@ -45,10 +45,6 @@ class TextData:
     def decode(self, ids: Tensor) -> str:
         """The text of numbers (N,)."""
         return decode(ids, self.alphabet)
-
-    def to(self, device: torch.device | str) -> TextData:
-        """Return the same data on another device."""
-        return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 
 
 def encode(text: str, alphabet: str) -> Tensor:
@@ -108,13 +104,12 @@ def split_text(name: str, books: Sequence[str], holdout: float) -> TextData:
     return TextData(name, alphabet, encode(train, alphabet), encode(held, alphabet))
 
 
-def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> float:
+def ngram_loss(data: TextData, order: int = 2) -> float:
     """Loss of a model of counts on the validation text, in nats a symbol: a bar for trained models.
 
-    ``P(c | b) = (n_bc + pseudocount) / (n_b + pseudocount V)`` of the ``order - 1`` symbols b before c,
-    counted in the training text; V symbols.
+    ``P(c | b) = (n_bc + 0.01) / (n_b + 0.01 V)`` of the ``order - 1`` symbols b before c, counted in the
+    training text; V symbols.
     """
-    require_positive("pseudocount", pseudocount)
     size = len(data.alphabet)
     most = min(len(data.train), len(data.validation), int(63 * math.log(2) / math.log(size)))
     if require_count("order", order) > most:
@@ -131,4 +126,4 @@ def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> 
         return torch.where(numbers[places] == sought, counts[places], 0).double()
 
     together, before = count(seen, sought), count(seen // size, sought // size)
-    return -((together + pseudocount) / (before + pseudocount * size)).log().mean().item()
+    return -((together + 0.01) / (before + 0.01 * size)).log().mean().item()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from implicit_attn.data import ImageData, load, load_sudoku, solve_by_singles
-from implicit_attn.demo.boards import Frame, draw_frame
+from implicit_attn.demo.boards import draw_frame, frames_of
 from implicit_attn.demo.restoration import (
     best_linear,
     draw,
@@ -85,7 +85,7 @@ Part = tuple[Table, str, Any]  # a table, what its numbers mean, and a figure
 def restore_digits(digits: ImageData, epochs: int, seed: int) -> Part:
     """Train an energy to remove noise, and solve six tasks with it."""
     model = train_digits(digits.train_images, epochs, seed)
-    test, table, panels, titles = digits.test_images, list[dict[str, Any]](), {}, {}
+    test, table, panels, titles = digits.test_images, Table(), {}, {}
     for task in progress(tasks_of(8), "tasks"):
         y, weight = task.observe(test, torch.Generator().manual_seed(1000 + seed))
         solution = restore(model, task, y, weight)
@@ -111,15 +111,12 @@ def solve_boards(number: int) -> Part:
     puzzles, solutions = data.test_puzzles, data.test_solutions
     model: Any = load_pretrained("sudoku-solver")
     singles = 100 * (solve_by_singles(puzzles) == solutions).all(1).float().mean().item()
-    hardest, frames, table = int((puzzles > 0).sum(1).argmin()), [], list[dict[str, Any]]()
+    hardest, table = int((puzzles > 0).sum(1).argmin()), Table()
+    frames = frames_of(model, puzzles[hardest], FRAMES)
     steps = model.trajectory(puzzles, MARKS[-1])
     for count, logits in enumerate(progress(steps, "iterations"), start=1):
-        certainty, found = logits.softmax(-1).max(-1)
-        if count in FRAMES:
-            frames.append(Frame(count, found[hardest] + 1, certainty[hardest]))
-        if count in MARKS:
-            filled = torch.where(puzzles > 0, puzzles, found + 1)
-            solved = 100 * (filled == solutions).all(1).float().mean().item()
+        if count in MARKS:  # the logits of a clue allow no other digit
+            solved = 100 * (logits.argmax(-1) + 1 == solutions).all(1).float().mean().item()
             table.append({"iterations": count, "boards solved (%)": solved})
     about = f"{number} generated boards; two rules of logic alone solve {singles:.0f} %"
     count = round(number * table[-1]["boards solved (%)"] / 100)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn.energies import Energy
 from implicit_attn.models import Restorer
-from implicit_attn.optional import require
+from implicit_attn.optional import progress
 from implicit_attn.studies.study import new_figure
 
 HIDDEN = (0.68, 0.81, 0.93)  # colour of a pixel that was not observed
@@ -126,8 +126,7 @@ def descend(
 ) -> None:  # fmt: skip
     """Minimise a loss by Adam with a rate that decreases linearly to a hundredth."""
     optimiser = torch.optim.Adam(model.parameters(), rate)
-    bar = require("tqdm", extra="training").tqdm
-    for step in bar(range(steps), title, mininterval=1.0, disable=None):
+    for step in progress(range(steps), title):
         optimiser.param_groups[0]["lr"] = rate * (1 - 0.99 * step / steps)
         optimiser.zero_grad()
         loss().backward()

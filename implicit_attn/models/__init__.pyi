@@ -6,13 +6,11 @@ from implicit_attn.models.attention import LightNewtonAttention as LightNewtonAt
 from implicit_attn.models.attention import NewtonAttention as NewtonAttention
 from implicit_attn.models.attention import QueryTrajectory as QueryTrajectory
 from implicit_attn.models.attention import build_attention_form as build_attention_form
-from implicit_attn.models.backbones import CRATE as CRATE
 from implicit_attn.models.backbones import EnergyTransformer as EnergyTransformer
 from implicit_attn.models.backbones import EquilibriumTransformer as EquilibriumTransformer
 from implicit_attn.models.backbones import HyperSET as HyperSET
 from implicit_attn.models.backbones import HyperSETEquilibrium as HyperSETEquilibrium
 from implicit_attn.models.backbones import RecurrentBackbone as RecurrentBackbone
-from implicit_attn.models.backbones import RecurrentLayer as RecurrentLayer
 from implicit_attn.models.backbones import SharedTransformer as SharedTransformer
 from implicit_attn.models.backbones import SpinTransformer as SpinTransformer
 from implicit_attn.models.backbones import Trajectory as Trajectory
@@ -22,7 +20,6 @@ from implicit_attn.models.boards import BoardUpdate as BoardUpdate
 from implicit_attn.models.boards import SudokuModel as SudokuModel
 from implicit_attn.models.boards import learn_groups as learn_groups
 from implicit_attn.models.images import ImageClassifier as ImageClassifier
-from implicit_attn.models.images import MaskedCodes as MaskedCodes
 from implicit_attn.models.images import MaskedImageModel as MaskedImageModel
 from implicit_attn.models.language import EquilibriumLanguageModel as EquilibriumLanguageModel
 from implicit_attn.models.language import LanguageModel as LanguageModel

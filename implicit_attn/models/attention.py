@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +16,7 @@ from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide
 from implicit_attn.kernels import covariance_product
 from implicit_attn.kernels.arguments import dense_for_transforms
 from implicit_attn.updates.update import QueryDescent
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice, require_count, require_flag, require_instance
 from solvers.core.modes import without_autocast
 
 TAU = 0.01  # initial value of tau
@@ -92,10 +90,6 @@ class AttentionForm(nn.Module):
         """Return the softmax of scores (B, H, N, N) over the allowed pairs."""
         pairs = self.allowed(scores.shape[-1], mask, scores.device)
         return (scores if pairs is None else scores.masked_fill(~pairs, -torch.inf)).softmax(-1)
-
-    def by_head(self, layer: nn.Linear) -> Tensor:
-        """Return the rows of a projection's weight for each head, (H, p, d)."""
-        return layer.weight.unflatten(0, (self.heads, self.width))
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, causal={self.causal}"
@@ -193,8 +187,8 @@ class NewtonAttention(AttentionForm):
 
     def _return_map(self, dtype: torch.dtype) -> Tensor:
         """Return ``(W_V,h M_h)^T``, (H, p, p), which maps query features to values."""
-        assert self.value is not None
-        query, value = (self.by_head(layer).to(dtype) for layer in (self.query, self.value))
+        weights = (self.query.weight, cast(nn.Linear, self.value).weight)
+        query, value = (each.to(dtype).unflatten(0, (self.heads, -1)) for each in weights)
         return torch.linalg.solve(query @ query.mT, query @ value.mT)
 
     def extra_repr(self) -> str:
@@ -263,12 +257,13 @@ class LightNewtonAttention(AttentionForm):
         return f"{super().extra_repr()}, order={self.order}"
 
 
-ATTENTION_FORMS: dict[str, Callable[..., AttentionForm]] = {
-    "softmax": CausalAttention,
-    "newton": partial(NewtonAttention, order=None),
-    "newton-taylor": partial(NewtonAttention, order=1),
-    "newton-taylor-no-value": partial(NewtonAttention, order=1, values=False),
-    "light-newton-taylor": partial(LightNewtonAttention, order=1),
+# Form by name, and the options that the name fixes.
+ATTENTION_FORMS: dict[str, tuple[type[AttentionForm], dict[str, Any]]] = {
+    "softmax": (CausalAttention, {}),
+    "newton": (NewtonAttention, {"order": None}),
+    "newton-taylor": (NewtonAttention, {}),
+    "newton-taylor-no-value": (NewtonAttention, {"values": False}),
+    "light-newton-taylor": (LightNewtonAttention, {}),
 }
 
 
@@ -279,16 +274,10 @@ def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> Att
         name: "softmax", "newton", "newton-taylor", "newton-taylor-no-value" or
             "light-newton-taylor".
         dim, heads: features d of a token, number of attention heads.
-        options: further arguments of the form, except those fixed by its name: an exact form has no
-            ``order``, "newton-taylor-no-value" no ``values``.
+        options: further arguments of the form; TypeError for one that its name fixes.
     """
-    make = ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)]
-    for option, value in getattr(make, "keywords", {}).items():
-        given = options.get(option, value)
-        # A series accepts any order.
-        if given is not value and (option == "values" or None in (value, given)):
-            raise ValueError(f"{option}={given!r} does not belong to the form {name!r}")
-    return make(dim, heads, **options)
+    kind, fixed = ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)]
+    return kind(dim, heads, **fixed, **options)
 
 
 class QueryTrajectory(NamedTuple):
@@ -308,9 +297,10 @@ class EnergyAttention(nn.Module):
 
         q = W_q x,  k = W_k c,  E(q) = 1/2 |q|^2 - beta^-1 log sum_j exp(beta q.k_j)
         repeat: q <- q - eta dE/dq
-        y = W_o concatenate_h(q_h), or W_o concatenate_h(V_h q_h)
+        y = W_o concatenate_h(q_h)
 
-    One step with ``eta = 1`` is softmax attention with the keys as values. With ``eta <= 1`` no step
+    One step with ``eta = 1`` is softmax attention with the keys as values; one head with ``p = dim`` and
+    ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``. With ``eta <= 1`` no step
     increases the energy, and the queries move towards its minima, in the convex hull of the keys.
 
     Shapes: ``x`` (B, N, dim), ``context`` (B, M, context_dim) -> (B, N, dim). Self-attention has ``c = x``.
@@ -324,9 +314,6 @@ class EnergyAttention(nn.Module):
             fixed points depend only on the keys; the initial queries select a minimum, so the gradient of
             ``W_q``, and of x in cross-attention, is 0.
         step_size: eta > 0.
-        values: None, or "after" for a learned matrix ``V_h`` (p, p) per head, initially the identity.
-            One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``.
-        causal: whether token i attends only to ``j <= i`` in self-attention.
         options: options of the ``DEQ`` if ``steps`` is None; by default L-BFGS with ``max_steps=200``, which
             may converge to another minimum than ``solvers.Forward()``, which repeats the step.
 
@@ -358,35 +345,19 @@ class EnergyAttention(nn.Module):
         beta: Beta = None,
         steps: int | None = 1,
         step_size: float = 1.0,
-        values: str | None = None,
-        *,
-        causal: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = require_count("dim", dim), require_count("heads", heads)
-        if context_dim is not None:
-            require_count("context_dim", context_dim)
-        self.context_dim = context_dim
+        self.dim, self.heads, self.context_dim = dim, heads, context_dim
         self.steps = None if steps is None else require_count("steps", steps)
-        width = head_width(dim, heads, head_dim)
-        rows = heads * width
-        self.causal = require_flag("causal", causal)
-        if context_dim is not None and causal:
-            raise ValueError(f"causal=True needs self-attention, got context_dim={context_dim!r}")
-        if values is not None:
-            require_choice("values", values, ("after",))
+        rows = heads * head_width(dim, heads, head_dim)
         self.descent = QueryDescent(rows, heads, step_size=step_size, beta=beta)
         self.query, self.output = Projection(dim, rows), Projection(rows, dim)
-        self.key = Projection(context_dim or dim, rows)
-        made = torch.eye(width).repeat(heads, 1, 1)
-        self.values = None if values is None else nn.Parameter(made)
+        self.key = Projection(dim if context_dim is None else context_dim, rows)
         if steps is not None and options:
             raise TypeError(f"unknown arguments {sorted(options)}; options of DEQ need steps=None")
-        self.equilibrium = None
-        if steps is None:
-            settings: dict[str, Any] = {"max_steps": 200} | options
-            self.equilibrium = DEQ(self.descent, **settings)
+        settings: dict[str, Any] = {"max_steps": 200} | options
+        self.equilibrium = DEQ(self.descent, **settings) if steps is None else None
 
     def forward(
         self,
@@ -420,32 +391,27 @@ class EnergyAttention(nn.Module):
             prepared = self.descent.prepare(given)
             for _ in range(self.steps or 0):
                 queries = self.descent(queries, prepared)
-        if self.values is not None:
-            moved = self._by_head(queries) @ self.values.mT
-            queries = moved.transpose(1, 2).flatten(2)
         return hide(F.linear(queries, self.output.weight), tokens)
 
     def _queries_and_keys(
         self, x: Tensor, context: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
         """Return the initial queries, the keys, and the mask of the tokens in self-attention."""
-        visible_input(x, self.query.weight, None, "EnergyAttention", tokens=True)
-        if (context is None) != (self.context_dim is None):
-            wanted = "None in self-attention" if context is not None else "given with context_dim"
+        cross = self.context_dim is not None
+        if (context is not None) != cross:
+            wanted = "given with context_dim" if cross else "None in self-attention"
             raise ValueError(f"context must be {wanted}, got {type(context).__name__}")
+        if mask is not None:
+            require_instance("mask", mask, Tensor, "a tensor")
+        seen = mask if mask is not None and mask.dim() == 2 else None
+        pairs, bias = (None, None) if mask is seen else _pairs_and_bias(cast(Tensor, mask))
+        tokens, name = None if cross else seen, "EnergyAttention"
+        queries = visible_input(x, self.query.weight, tokens, name, tokens=True)
         source = x if context is None else context
-        visible_input(source, self.key.weight, None, "EnergyAttention, context", tokens=True)
-        if len(source) != len(x):
-            raise ValueError(f"context must have the batch size of x, {len(x)}, got {len(source)}")
-        seen, pairs, bias = _read_mask(mask, x.shape[0], self.heads, x.shape[1], source.shape[1])
-        if self.causal:
-            order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-            pairs = order.expand(len(x), -1, -1) if pairs is None else pairs & order
-        source = hide(source, seen)
-        tokens = seen if context is None else None
-        queries = F.linear(source if context is None else x, self.query.weight)
+        source = visible_input(source, self.key.weight, seen, f"{name}, context", tokens=True)
         keys = F.linear(source, self.key.weight)
-        return queries, AttentionInput(None, pairs, bias, keys, seen), tokens
+        given = AttentionInput(None, pairs, bias, keys, seen)
+        return F.linear(queries, self.query.weight), given, tokens
 
     def _by_head(self, queries: Tensor) -> Tensor:
         """Convert (..., N, heads p) to (..., heads, N, p)."""
@@ -454,33 +420,13 @@ class EnergyAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, context_dim={self.context_dim}, heads={self.heads}, "
-            f"steps={self.steps}, causal={self.causal}"
+            f"steps={self.steps}"
         )
 
 
-def _read_mask(
-    mask: Any, batch: int, heads: int, queries: int, keys: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the unmasked keys, the allowed pairs, and the bias of their scores."""
-    if mask is None:
-        return None, None, None
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a bool or floating-point tensor, got {got}")
-    pairs = queries, keys
-    shapes = [(batch, keys), (batch, *pairs), *((batch, n, *pairs) for n in {1, heads})]
-    if tuple(mask.shape) not in shapes:
-        raise ValueError(
-            f"mask must have the shape {shapes[0]}, {shapes[1]} or {(batch, heads, *pairs)}, got "
-            f"{tuple(mask.shape)}"
-        )
-    if mask.dim() == 2 and mask.dtype != torch.bool:
-        raise TypeError(f"mask of shape (B, M) must have dtype bool, got {mask.dtype}")
-    if mask.dim() == 2:
-        return mask, None, None
-    if mask.dtype == torch.bool:
-        return None, mask, None
-    if mask.device.type == "cpu" and not bool((mask < torch.inf).all()):
-        raise ValueError("mask must be finite or -inf, got inf or NaN")
+def _pairs_and_bias(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the allowed pairs of a mask of pairs, and the bias of their scores."""
+    if not mask.is_floating_point():
+        return mask, None
     allowed = ~mask.isneginf()
-    return None, allowed, mask.masked_fill(~allowed, 0.0)
+    return allowed, mask.masked_fill(~allowed, 0.0)

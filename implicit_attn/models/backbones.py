@@ -1,8 +1,4 @@
-"""Backbones, maps of tokens to tokens: repeated layers and stacks of equilibrium layers.
-
-The repeated layers are the transformer, CRATE, the Energy Transformer and Hyper-SET; the equilibria are those
-of Hyper-SET's energy, of equilibrium blocks and of spins.
-"""
+"""Backbones, maps of tokens to tokens: repeated layers and stacks of equilibrium layers."""
 
 from __future__ import annotations
 
@@ -23,21 +19,7 @@ from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.hints import hint_names
 from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
-from solvers.core.checks import require_choice, require_count, require_flag, require_positive
-
-BEYOND = ("extrapolate", "hold")
-
-
-class RecurrentLayer(nn.Module):
-    """Base class of a layer that is applied repeatedly and depends on the number of the iteration."""
-
-    def context(self, x0: Tensor, times: Tensor) -> Any:
-        """Return the context of all iterations, computed once from the input (B, N, d) and times (T,)."""
-        return None
-
-    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
-        """Return the state (B, N, d) after the iteration at ``times[index]``, ``index`` from 0."""
-        raise NotImplementedError(f"{type(self).__name__} must define advance")
+from solvers.core.checks import require_count, require_flag, require_positive
 
 
 class RecurrentBackbone(nn.Module):
@@ -45,27 +27,20 @@ class RecurrentBackbone(nn.Module):
 
     Args:
         dim: features d of a token.
-        layers: modules with ``context`` and ``advance`` (see ``RecurrentLayer``).
+        layers: modules with ``context(x, times)``, which is called once with the input (B, N, d) and the
+            times 1 .. T of all iterations, and ``advance(z, context, index, mask)``, which returns the
+            state (B, N, d) after the iteration at ``times[index]``.
         iterations: number T of iterations of each layer in training; a call may use any other number.
-        beyond: time that a layer receives after T: "extrapolate" for the true time, "hold" for T.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
     their input and do not influence other tokens.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        layers: Iterable[nn.Module],
-        iterations: int = 12,
-        *,
-        beyond: str = "extrapolate",
-    ) -> None:
+    def __init__(self, dim: int, layers: Iterable[nn.Module], iterations: int = 12) -> None:
         super().__init__()
         self.dim = require_count("dim", dim)
         self.layers: Any = nn.ModuleList(layers)
         self.iterations = require_count("iterations", iterations)
-        self.beyond = require_choice("beyond", beyond, BEYOND)
 
     def forward(
         self,
@@ -83,10 +58,7 @@ class RecurrentBackbone(nn.Module):
         """
         count = self.iterations if iterations is None else require_count("iterations", iterations)
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
-        times = torch.arange(1, count + 1, device=x.device)
-        if self.beyond == "hold":
-            times = times.clamp_max(self.iterations)
-        z = hide(x, mask)
+        times, z = torch.arange(1, count + 1, device=x.device), hide(x, mask)
         contexts = [layer.context(z, times) for layer in self.layers]
         z = z if z0 is None else hide(z0, mask)
         for layer, context in zip(self.layers, contexts, strict=True):
@@ -105,7 +77,7 @@ class RecurrentBackbone(nn.Module):
         return torch.stack(states)
 
     def extra_repr(self) -> str:
-        return f"iterations={self.iterations}, beyond={self.beyond}"
+        return f"iterations={self.iterations}"
 
 
 def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -113,44 +85,31 @@ def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
     return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
 
 
-class HeadsLayer(RecurrentLayer):
-    """Base class of layers with multi-head attention, its norm, and the norm of the second part."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.width = heads, head_width(dim, heads, None)
-        self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-
-    def split(self, tokens: Tensor) -> Tensor:
-        """Convert (B, N, k heads p) to (B, k heads, N, p)."""
-        return tokens.unflatten(-1, (-1, self.width)).transpose(1, 2)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return ``softmax(p^-1/2 Q K^T) V`` of each head, (B, heads, N, p) -> (B, N, heads p)."""
-        pairs = None
-        if mask is not None:
-            # Masked tokens attend to themselves, so that no row of the softmax is empty.
-            itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-            pairs = mask[:, None, None, :] | itself
-        scale = self.width**-0.5
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale)
-        return attended.transpose(1, 2).flatten(2)
-
-
-class TransformerLayer(HeadsLayer):
+class TransformerLayer(nn.Module):
     """Pre-norm layer ``X + MHSA(LN(X))``, then ``X + W_2 relu(W_1 LN(X))``, with biases in LN only."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
-        super().__init__(dim, heads)
+        super().__init__()
+        self.width = head_width(dim, heads, None)
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.queries_keys_values = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
         self.widen = nn.Linear(dim, require_count("hidden", hidden), bias=False)
         self.narrow = nn.Linear(hidden, dim, bias=False)
 
+    def context(self, x: Tensor, times: Tensor) -> None:
+        """Return None: a step does not depend on the input or on time."""
+
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
-        split = self.split(self.queries_keys_values(self.attention_norm(z)))
-        query, key, value = split.chunk(3, dim=1)
-        moved = z + self.output(self.attend(query, key, value, mask))
+        pairs = None
+        if mask is not None:
+            # Masked tokens attend to themselves, so that no row of the softmax is empty.
+            itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+            pairs = mask[:, None, None, :] | itself
+        split = self.queries_keys_values(self.attention_norm(z)).unflatten(-1, (-1, self.width))
+        query, key, value = split.transpose(1, 2).chunk(3, dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
+        moved = z + self.output(attended.transpose(1, 2).flatten(2))
         moved = moved + self.narrow(F.relu(self.widen(self.feedforward_norm(moved))))
         return keep_masked(moved, z, mask)
 
@@ -162,7 +121,7 @@ class SharedTransformer(RecurrentBackbone):
         dim, heads: features d of a token, number of attention heads, a divisor of d.
         hidden: number of hidden units of the feed-forward part; None for 4 d.
         layers: number of layers.
-        recurrence: iterations and beyond of ``RecurrentBackbone``.
+        iterations: iterations of each layer.
 
     Source: Dehghani et al., "Universal Transformers" (https://arxiv.org/abs/1807.03819); the baseline
     of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
@@ -170,70 +129,20 @@ class SharedTransformer(RecurrentBackbone):
 
     @hint_names
     def __init__(
-        self, dim: int, heads: int, hidden: int | None = None, *, layers: int = 1, **recurrence: Any
-    ) -> None:
-        hidden, number = 4 * dim if hidden is None else hidden, require_count("layers", layers)
-        made = [TransformerLayer(dim, heads, hidden) for _ in range(number)]
-        super().__init__(dim, made, **recurrence)
-
-
-class CRATELayer(HeadsLayer):
-    r"""Multi-head subspace self-attention and a proximal step towards a sparse code ::
-
-    Y = X + sum_h O_h softmax(beta V_h V_h^T) V_h,      V_h = U_h^T LayerNorm(X)
-    X = relu(Z + eta D^T (Z - D Z) - eta lambda),       Z = LayerNorm(Y)
-    """
-
-    def __init__(self, dim: int, heads: int, *, step_size: float, sparsity: float) -> None:
-        super().__init__(dim, heads)
-        self.step_size = require_positive("step_size", step_size)
-        self.sparsity = require_positive("sparsity", sparsity)
-        self.subspaces = nn.Linear(dim, dim, bias=False)
-        self.output = nn.Linear(dim, dim)
-        self.dictionary = nn.Parameter(torch.empty(dim, dim))
-        nn.init.kaiming_uniform_(self.dictionary)
-
-    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
-        projected = self.split(self.subspaces(self.attention_norm(z)))
-        attended = self.attend(projected, projected, projected, mask)
-        code = self.feedforward_norm(z + self.output(attended))
-        error = code - F.linear(code, self.dictionary)
-        step = torch.add(code, error @ self.dictionary, alpha=self.step_size)
-        moved = F.relu(step - self.step_size * self.sparsity)
-        return keep_masked(moved, z, mask)
-
-
-class CRATE(RecurrentBackbone):
-    """CRATE with shared layers: subspace attention compresses, and an ISTA step sparsifies.
-
-    Args:
-        dim, heads: features d of a token, number of attention heads, a divisor of d.
-        step_size: step size eta of the ISTA step.
-        sparsity: weight lambda of its l1 penalty.
-        layers: number of layers.
-        recurrence: iterations and beyond of ``RecurrentBackbone``.
-
-    Source: Yu et al., "White-Box Transformers via Sparse Rate Reduction" (NeurIPS 2023,
-    https://arxiv.org/abs/2306.01129), with the learned output matrix of its implementation.
-    """
-
-    @hint_names
-    def __init__(
         self,
         dim: int,
         heads: int,
+        hidden: int | None = None,
         *,
-        step_size: float = 0.1,
-        sparsity: float = 0.1,
         layers: int = 1,
-        **recurrence: Any,
+        iterations: int = 12,
     ) -> None:
-        options = {"step_size": step_size, "sparsity": sparsity}
-        made = [CRATELayer(dim, heads, **options) for _ in range(require_count("layers", layers))]
-        super().__init__(dim, made, **recurrence)
+        hidden, number = 4 * dim if hidden is None else hidden, require_count("layers", layers)
+        made = [TransformerLayer(dim, heads, hidden) for _ in range(number)]
+        super().__init__(dim, made, iterations)
 
 
-class EnergyTransformerLayer(RecurrentLayer):
+class EnergyTransformerLayer(nn.Module):
     r"""A step ``X <- X - eta dE/dg`` at ``g = gain LayerNorm(X) + shift``, a scalar gain, with ::
 
         E(g) = -beta^-1 sum_h sum_i log sum_j exp(beta q_hi.k_hj) - 1/2 sum_i sum_m relu(xi_m.g_i)^2
@@ -259,6 +168,9 @@ class EnergyTransformerLayer(RecurrentLayer):
         """Return ``E(g(z))`` of each sample, (B,)."""
         g = self.activation(hide(z, mask))
         return self.attention(g, mask=mask) + self.feedforward(g, mask=mask)
+
+    def context(self, x: Tensor, times: Tensor) -> None:
+        """Return None: a step does not depend on the input or on time."""
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
         g = self.activation(z)
@@ -332,9 +244,8 @@ class HyperSET(RecurrentBackbone):
         memories: number M of columns of D (in the paper d for images, 4 d for Sudoku); None for d.
         layers: number of layers with separate weights and step sizes.
         share_steps: whether all layers share one step-size network, as in the official code.
-        iterations: iterations of each layer.
-        beyond: see ``RecurrentBackbone``. Time-dependent step sizes are smooth functions of time, so they
-            extrapolate to later times than in training; low-rank differences stay at their last.
+        iterations: iterations of each layer. Time-dependent step sizes are smooth functions of time, so
+            they extrapolate to later times than in training; low-rank differences stay at their last.
         step_size: "conditioned-state" (in the paper for classification), "conditioned-input" (for Sudoku
             and masked images), "learned" or "fixed".
         options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
@@ -353,7 +264,6 @@ class HyperSET(RecurrentBackbone):
         *,
         layers: int = 1,
         iterations: int = 12,
-        beyond: str = "extrapolate",
         step_size: str = "conditioned-state",
         share_steps: bool = False,
         **options: Any,
@@ -368,7 +278,7 @@ class HyperSET(RecurrentBackbone):
         kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
         memories, number = dim if memories is None else memories, require_count("layers", layers)
         made = [kind(dim, heads, memories, **options) for _ in range(number)]
-        super().__init__(dim, made, iterations, beyond=beyond)
+        super().__init__(dim, made, iterations)
         self.step_sizes = shared
 
     def trajectory(
@@ -439,10 +349,6 @@ class EquilibriumTransformer(nn.Module):
             None), activation, state_dim, causal, curvature, dropout.
 
     Shapes: tokens and mask as in ``RecurrentBackbone``. ``blocks[k].last`` reports the latest solves.
-
-    Example:
-        >>> EquilibriumTransformer(64, 4, layers=2)(torch.randn(3, 16, 64)).shape
-        torch.Size([3, 16, 64])
     """
 
     @hint_names
@@ -458,21 +364,16 @@ class EquilibriumTransformer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        number = require_count("layers", layers)
-        if options.get("attention") == "cross":
-            raise ValueError('attention must be "self" or None in a backbone, got "cross"')
-        if not options.get("batch_first", True):
-            raise ValueError("batch_first must be True in a backbone, got False")
         self.dim, self.iterations = dim, require_count("iterations", iterations)
         settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
         self.blocks: Any = nn.ModuleList(
-            EquilibriumBlock(dim, heads, hidden, layer=settings, **options) for _ in range(number)
+            EquilibriumBlock(dim, heads, hidden, layer=settings, **options)
+            for _ in range(require_count("layers", layers))
         )
 
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         padding = None if mask is None else ~mask
         for block in self.blocks:
             x = block(x, src_key_padding_mask=padding, **_limit(iterations))
@@ -483,16 +384,14 @@ class EquilibriumTransformer(nn.Module):
 
 
 class SpinTransformer(nn.Module):
-    """A stack of spin modules, each the steady state ``m*`` of a ``KineticAttention``.
+    """A stack of spin modules ``x -> m*(x)``, each the steady state ``m*`` of a ``KineticAttention``.
 
-    In the source a module is ``x -> m*(x)``, so only the attention weights mix features. With ``residual`` a
-    module is ``x -> x + O m*(x)``, with output weights O (d, d) that mix the heads.
+    Only the attention weights mix features.
 
     Args:
         dim, heads: features d of a token, number of attention heads, at most d / 2.
         layers: number of modules with separate weights.
         iterations: maximum number of evaluations per sample and module, which a call may change.
-        residual: whether the modules add to their input.
         layer: further options of the modules' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...);
             a ``max_steps`` among them is ``iterations``.
         options: further arguments of :class:`implicit_attn.updates.KineticAttention`: beta, closure,
@@ -501,10 +400,6 @@ class SpinTransformer(nn.Module):
     Shapes: tokens and mask as in ``RecurrentBackbone``. ``steady[k].last`` reports the latest solves.
 
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
-
-    Example:
-        >>> SpinTransformer(64, 4, layers=2)(torch.randn(3, 16, 64)).shape
-        torch.Size([3, 16, 64])
     """
 
     @hint_names
@@ -515,7 +410,6 @@ class SpinTransformer(nn.Module):
         *,
         layers: int = 2,
         iterations: int = 50,
-        residual: bool = False,
         layer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -526,19 +420,14 @@ class SpinTransformer(nn.Module):
         self.steady: Any = nn.ModuleList(
             DEQ(KineticAttention(dim, heads, **options), **settings) for _ in range(number)
         )
-        self.outputs: Any = None
-        if require_flag("residual", residual):
-            self.outputs = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(number))
 
     def forward(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         z = x
-        for index, steady in enumerate(self.steady):
-            mean = steady(z, mask, **_limit(iterations))
-            z = mean if self.outputs is None else z + self.outputs[index](mean)
-        return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
+        for steady in self.steady:
+            z = steady(z, mask, **_limit(iterations))
+        return keep_masked(z, x, mask)
 
     def extra_repr(self) -> str:
-        return f"iterations={self.iterations}, residual={self.outputs is not None}"
+        return f"iterations={self.iterations}"

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,12 @@ from solvers import Solution, SolveError, Tolerance
 from solvers.core.checks import (
     require_choice,
     require_count,
-    require_instance,
     require_integers,
     require_number,
 )
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.methods.steps import Forward
 
-RATE, BATCH, L2 = 0.1, 128, 1e-4  # training options of :func:`learn_groups`
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques
 # Largest expected number of unrelated pairs of cells that differ in all boards by chance.
 CHANCE_PAIRS = 0.01
@@ -76,12 +74,11 @@ def learn_groups(
             f"boards must contain at least {least} boards to learn groups from {boards.shape[1]} cells and "
             f"{colours} colours, got {len(boards)}: with fewer, unrelated cells differ by chance"
         )
-    with torch.random.fork_rng(devices=[]):  # a single head starts at zero without randomness
+    with torch.random.fork_rng(devices=[]):  # a single head starts at zero whatever it draws
         model = FactoredAttention(boards.shape[1], colours, rows="softmax")
     model.field.requires_grad_(False)  # all colours are equivalent in every cell
     fit_pseudolikelihood(
-        model, boards, L2, "adam", steps=require_count("steps", steps), rate=RATE, batch=BATCH,
-        schedule="constant", seed=seed,
+        model, boards, 1e-4, "adam", steps=steps, rate=0.1, batch=128, schedule="constant", seed=seed
     )  # fmt: skip
     pairs, gap = _strong_pairs(model.couplings().detach())
     if not gap >= SMALLEST_GAP:
@@ -91,8 +88,7 @@ def learn_groups(
         )
     found = maximal_cliques(pairs)
     for group in found:
-        shared = boards[:, group].sort(1).values.diff(dim=1) == 0
-        if bool(shared.any()):
+        if bool((boards[:, group].sort(1).values.diff(dim=1) == 0).any()):
             raise ValueError(
                 f"boards must have each colour at most once in a group, got a repeated one in cells {group} "
                 "of the learned graph; pass more boards or steps"
@@ -201,20 +197,12 @@ class BoardUpdate(Update):
         """Return the embedded marks e (B, N, q, M)."""
         return self.embedding(x)
 
-    def initial(self, x: Tensor) -> Tensor:
-        """Return zeros (B, N, q, m)."""
-        return x.new_zeros(*x.shape[:-1], self.features)
-
     def start(self, x: Tensor, prepared: Tensor) -> Tensor:
-        """Return zeros in the dtype of the embedded marks, which is that of autocast."""
-        return self.initial(prepared)
+        """Return zeros (B, N, q, m) in the dtype of the embedded marks, which is that of autocast."""
+        return prepared.new_zeros(*prepared.shape[:-1], self.features)
 
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        """Return the state (B, N, q, m) after one step; the marks replace a mask."""
-        if x is None:
-            raise ValueError("x must be the marks (B, N, q, 3), got None")
-        if mask is not None:
-            raise ValueError("mask must be None: the marks contain the given cells")
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the state (B, N, q, m) after one step."""
         return self.advance(z, self.prepare(x) if x.shape[-1] == MARKS else x)
 
     def advance(self, z: Tensor, prepared: Tensor) -> Tensor:
@@ -262,7 +250,7 @@ class BoardSolution(Solution):
 
     Attributes:
         value: logits (B, N, q), -inf for the other colours of given and guessed cells.
-        digits: most probable colours 1 .. q and the givens, int64, shaped like the puzzles.
+        digits: most probable colours 1 .. q and the givens, (B, N) int64.
         consistent: (B,) bool, whether no group of the board repeats a colour.
         guesses: (B,) int64, number of guesses for the board.
     """
@@ -272,30 +260,28 @@ class BoardSolution(Solution):
     guesses: Tensor
 
     def __str__(self) -> str:
-        boards = self.digits.reshape(-1, self.value.shape[1]).tolist()
-        columns = self.statuses, self.consistent.tolist(), self.evaluations.tolist()
         parts = []
-        for board, status, consistent, count in list(zip(boards, *columns, strict=True))[:DRAWN]:
-            said = "consistent" if consistent else "NOT CONSISTENT: a group repeats a digit"
-            parts.append(f"{_drawn(board)}\n{status}, {said}, {count} evaluations")
-        if len(boards) > DRAWN:
-            parts.append(f"... and {len(boards) - DRAWN} more boards")
+        for k, board in enumerate(self.digits[:DRAWN].tolist()):
+            said = "consistent" if self.consistent[k] else "NOT CONSISTENT: a group repeats a digit"
+            count = int(self.evaluations[k])
+            parts.append(f"{_drawn(board)}\n{self.statuses[k]}, {said}, {count} evaluations")
+        if len(self.digits) > DRAWN:
+            parts.append(f"... and {len(self.digits) - DRAWN} more boards")
         return "\n\n".join(parts)
 
 
 def _drawn(board: list[int]) -> str:
-    """Format the cells of a board in lines, with Sudoku's separators if the side is a square number."""
+    """Format the cells of a board in lines, with separators of boxes for Sudoku."""
     side = math.isqrt(len(board))
     if side**2 != len(board):
         return " ".join(map(str, board))
-    box, width = math.isqrt(side), len(str(max(board)))
-    box = box if box > 1 and box**2 == side else side
-    cells, lines = [str(digit).rjust(width) for digit in board], []
-    for start in range(0, len(board), side):
-        groups = [" ".join(cells[k : k + box]) for k in range(start, start + side, box)]
-        lines.append(" | ".join(groups))
-        if start // side % box == box - 1 and start + side < len(board):
-            lines.append("".join("+" if sign == "|" else "-" for sign in lines[-1]))
+    lines = [
+        " ".join(map(str, board[start : start + side])) for start in range(0, len(board), side)
+    ]
+    if len(board) == CELLS:
+        lines = [f"{line[:5]} | {line[6:11]} | {line[12:]}" for line in lines]
+        lines.insert(6, "------+-------+------")
+        lines.insert(3, "------+-------+------")
     return "\n".join(lines)
 
 
@@ -390,9 +376,8 @@ class BoardSolver(nn.Module):
         """Repeat the update for every board until its answer is consistent, or until it converges.
 
         Args:
-            puzzles: integers (N,), (side, side), (B, N) or (B, side, side), 0 = unknown; or a string with
-                one character per cell, "." or "0" = unknown, in which white space and ``|``, ``-``, ``+``
-                are ignored; or a list of such strings.
+            puzzles: integers (B, N), 0 = unknown; or a string with one character per cell, "." or "0" =
+                unknown, in which white space and ``|``, ``-``, ``+`` are ignored; or a list of strings.
             stop: "consistent" iterates until no group of a board repeats a colour, by the option ``stop`` of
                 the layer. If the groups are all rules, a consistent board solves the puzzle. "converged"
                 solves for a fixed point with ``layer.solve``. A converged board may be wrong, and the state
@@ -412,7 +397,7 @@ class BoardSolver(nn.Module):
         Raises:
             solvers.SolveError: if ``on_failure="raise"`` and a board failed; ``solution`` contains all.
         """
-        boards, shape = self._read(puzzles)
+        boards = puzzles if isinstance(puzzles, Tensor) else self._read(puzzles)
         require_choice("stop", stop, STOPS)
         if require_count("guesses", guesses, low=0) > 0 and stop != "consistent":
             raise ValueError(f"guesses > 0 needs stop='consistent', got {stop!r}")
@@ -422,7 +407,6 @@ class BoardSolver(nn.Module):
             options["on_failure"] = policy
         found = self._solve(boards, stop, options)
         self._guess(found, boards, guesses, options)
-        found.digits = found.digits.view(shape)
         wrong = int((~found.consistent).sum())
         if wrong and policy != "ignore":
             message = (
@@ -474,28 +458,18 @@ class BoardSolver(nn.Module):
         counts = members @ nn.functional.one_hot(digits, self.update.colours + 1).to(members.dtype)
         return digits, (counts <= 1).flatten(1).all(1)
 
-    def _read(self, puzzles: Tensor | str | Sequence[str]) -> tuple[Tensor, tuple[int, ...]]:
-        """Return boards (B, N) and their original shape."""
-        cells = self.update.cells
-        texts = [puzzles] if isinstance(puzzles, str) else puzzles
-        if isinstance(texts, (list, tuple)) and all(isinstance(each, str) for each in texts):
-            signs = [re.sub(r"[\s|+-]", "", text).replace(".", "0") for text in texts]
-            for text, cleaned in zip(texts, signs, strict=True):
-                if not re.fullmatch(rf"[0-9]{{{cells}}}", cleaned):
-                    raise ValueError(
-                        f"puzzles must be strings of {cells} digits or dots (white space and | - + are "
-                        f"ignored), got {len(cleaned)} characters in {text!r}"
-                    )
-            numbers = [[int(sign) for sign in cleaned] for cleaned in signs]
-            boards = torch.tensor(numbers, device=self.head.weight.device).view(-1, cells)
-            return boards, (cells,) if isinstance(puzzles, str) else tuple(boards.shape)
-        require_instance("puzzles", puzzles, Tensor, "a tensor, a string or a list of strings")
-        boards, shape = cast(Tensor, puzzles), tuple(cast(Tensor, puzzles).shape)
-        side = math.isqrt(cells)
-        line = shape[-1:] == (cells,) and len(shape) < 3
-        square = shape[-2:] == (side, side) and side**2 == cells and len(shape) < 4
-        # ``marks`` rejects other inputs.
-        return (boards.reshape(-1, cells) if line or square else boards), shape
+    def _read(self, puzzles: str | Sequence[str]) -> Tensor:
+        """Return the boards (B, N) of strings."""
+        rows, cells = list[list[int]](), self.update.cells
+        for text in [puzzles] if isinstance(puzzles, str) else puzzles:
+            signs = re.sub(r"[\s|+-]", "", text).replace(".", "0")
+            if not re.fullmatch(rf"[0-9]{{{cells}}}", signs):
+                raise ValueError(
+                    f"puzzles must be strings of {cells} digits or dots (white space and | - + are "
+                    f"ignored), got {len(signs)} characters in {text!r}"
+                )
+            rows.append([int(sign) for sign in signs])
+        return torch.tensor(rows, device=self.head.weight.device)
 
     def marks(self, puzzles: Tensor) -> Tensor:
         """Return one-hot marks (B, N, q, 3): given, another colour is given, no colour is given."""
@@ -518,8 +492,9 @@ class BoardSolver(nn.Module):
 
     def _begin(self, puzzles: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embedded marks and the initial state."""
-        prepared = self.update.prepare(self.marks(puzzles))
-        return prepared, self.update.initial(prepared)
+        marks = self.marks(puzzles)
+        prepared = self.update.prepare(marks)
+        return prepared, self.update.start(marks, prepared)
 
 
 SCALE = 0.02  # standard deviation of the initial embeddings and positions
@@ -588,6 +563,5 @@ class SudokuModel(nn.Module):
 
 def _units(dim: int) -> Tensor:
     """Draw (81, dim), sums of vectors of rows, columns and boxes with variance 1 per cell."""
-    rows, columns, boxes = torch.tensor(PLACES).T
-    vectors = torch.randn(3, SIDE, dim) / 3**0.5
-    return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]
+    vectors = torch.randn(3 * SIDE, dim) / 3**0.5
+    return vectors[torch.tensor(PLACES)].sum(1)

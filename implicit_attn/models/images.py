@@ -1,4 +1,4 @@
-"""Image models with any backbone: classifiers, masked patches, and codes of patches."""
+"""Image models with any backbone: classifiers and masked patches."""
 
 from __future__ import annotations
 
@@ -9,33 +9,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.updates.hyperset import LONGEST_PERIOD
-from solvers.core.checks import require_choice, require_count, require_flag, require_integers
+from solvers.core.checks import require_choice, require_count, require_flag
 
 STEMS = ("patch", "conv")
 
 
 def split_patches(images: Tensor, patch: int) -> Tensor:
-    """Images (B, C, S, S) -> the pixels of their patches (B, N, C patch^2), row by row.
+    """Return the pixels of the patches of images, (B, C, S, S) -> (B, N, C patch^2), row by row.
 
     Raises:
-        ValueError: the images are not square, or ``patch`` does not divide their side.
+        RuntimeError: if ``patch`` does not divide S.
     """
-    batch, channels, size, width = images.shape
-    if size != width or size % require_count("patch", patch):
-        raise ValueError(
-            f"patch must divide the side of square images, got {patch} for {size} x {width}"
-        )
-    side = size // patch
-    parts = images.reshape(batch, channels, side, patch, side, patch)
-    return parts.permute(0, 2, 4, 1, 3, 5).reshape(batch, side * side, -1)
+    return F.pixel_unshuffle(images, patch).flatten(2).mT
 
 
 def join_patches(pixels: Tensor, patch: int) -> Tensor:
     """The inverse of :func:`split_patches`: (B, N, C patch^2) -> (B, C, S, S), S = sqrt(N) patch."""
-    batch, number, _ = pixels.shape
-    side = math.isqrt(number)
-    parts = pixels.reshape(batch, side, side, -1, patch, patch)
-    return parts.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, side * patch, side * patch)
+    side = math.isqrt(pixels.shape[1])
+    return F.pixel_shuffle(pixels.mT.unflatten(2, (side, side)), patch)
 
 
 def hidden_patches(images: Tensor, patch: int) -> Tensor:
@@ -145,13 +136,18 @@ POSITIONS = ("sinusoidal", "learned")
 READOUTS = ("class", "mean", "tokens")
 
 
+def _angles(count: int, dim: int) -> Tensor:
+    """Return ``i 10^4^(-2 k / dim)`` for i < count and k < dim/2, (count, dim / 2), float64."""
+    exponents = torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)
+    return torch.arange(count, dtype=torch.float64).unsqueeze(-1) * LONGEST_PERIOD**-exponents
+
+
 def sinusoidal_positions(count: int, dim: int) -> Tensor:
     """Return sines in even and cosines in odd channels, (count, dim), with periods 2 pi to 2 pi 10^4
     (Vaswani et al., https://arxiv.org/abs/1706.03762, section 3.5)."""
     if dim % 2:
         raise ValueError(f"dim must be even for sinusoidal positions, got {dim}")
-    frequencies = LONGEST_PERIOD ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    angles = torch.arange(count, dtype=torch.float64).unsqueeze(-1) * frequencies
+    angles = _angles(count, dim)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
 
 
@@ -161,20 +157,14 @@ def grid_positions(side: int, dim: int) -> Tensor:
     With ``f_k = 10^4^(-4 k / dim)``, k from 0 to dim/4 - 1, a cell in row r and column c has
     ``(sin c f, cos c f, sin r f, cos r f)``, a quarter of the channels each, in row-major order.
 
-    Raises:
-        ValueError: if ``dim`` is not a multiple of 4.
-
     Source: He et al., "Masked Autoencoders" (https://arxiv.org/abs/2111.06377), as in the official code
     of Hyper-SET (https://arxiv.org/abs/2502.11646).
     """
-    side, dim = require_count("side", side), require_count("dim", dim)
     if dim % 4:
         raise ValueError(f"dim must be a multiple of 4 for 2-D sinusoidal positions, got {dim}")
-    frequencies = LONGEST_PERIOD ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
-    angles = torch.arange(side, dtype=torch.float64).unsqueeze(-1) * frequencies
+    angles = _angles(side, dim // 2)
     line = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (side, dim / 2)
-    columns, rows = line.repeat(side, 1), line.repeat_interleave(side, 0)
-    return torch.cat([columns, rows], dim=-1).float()
+    return torch.cat([line.repeat(side, 1), line.repeat_interleave(side, 0)], dim=-1).float()
 
 
 class ImageClassifier(TokenClassifier):
@@ -321,47 +311,3 @@ class MaskedImageModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"image_shape={self.image_shape}, patch={self.patch}, positions={self.positions}"
-
-
-class MaskedCodes(nn.Module):
-    """Model that predicts masked codes of a square grid of patches.
-
-    A quantiser assigns a code to each patch. A token is the embedding of the code, or of "masked", plus the
-    position in the grid (``grid_positions``). An RMS norm and a linear readout compute the logits.
-
-    Args:
-        backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``.
-        codes: number of codes; the integer ``codes`` itself means "masked".
-        side: side of the grid, with N = side^2 tokens.
-
-    Shapes: integers (B, N) or (B, side, side) from 0 to ``codes`` -> logits (B, N, codes).
-
-    Source: the masked image modelling of Hu, Zou, Xu, "Hyper-SET"
-    (https://arxiv.org/abs/2502.11646, appendix), after Chang et al., "MaskGIT"
-    (https://arxiv.org/abs/2202.04200).
-    """
-
-    position: Tensor
-
-    def __init__(self, backbone: nn.Module, *, codes: int = 1024, side: int = 16) -> None:
-        super().__init__()
-        dim = token_width(backbone)
-        self.codes, self.side = require_count("codes", codes), require_count("side", side)
-        self.embed = nn.Embedding(codes + 1, dim)
-        self.register_buffer("position", grid_positions(side, dim), persistent=False)
-        self.backbone = backbone
-        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, codes)
-
-    def tokens(self, codes: Tensor) -> Tensor:
-        """Convert codes to the backbone's input, (B, N, d)."""
-        grid = (self.side, self.side)
-        shape = grid if codes.dim() == 3 else (self.side**2,)
-        require_integers("codes", codes, shape, high=self.codes)
-        return self.embed(codes.flatten(1)) + self.position
-
-    def classify(self, z: Tensor) -> Tensor:
-        """Convert states of the tokens (B, N, d) to logits (B, N, codes)."""
-        return self.head(self.norm(z))
-
-    def forward(self, codes: Tensor, iterations: int | None = None) -> Tensor:
-        return self.classify(self.backbone(self.tokens(codes), iterations=iterations))

@@ -99,9 +99,9 @@ class SymbolModel(nn.Module):
         self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
-    def forward(self, symbols: Tensor, iterations: int | None = None) -> Tensor:
-        """Return logits of each next symbol; ``iterations=None`` uses as many as in training."""
-        return self.head(self.norm(self.mix(self.tokens(symbols), iterations)))
+    def forward(self, symbols: Tensor, **options: Any) -> Tensor:
+        """Return logits of each next symbol; ``options`` are those of ``mix``."""
+        return self.head(self.norm(self.mix(self.tokens(symbols), **options)))
 
     def tokens(self, symbols: Tensor) -> Tensor:
         """Return the tokens of symbols, (B, N, d)."""
@@ -130,7 +130,7 @@ class SymbolModel(nn.Module):
         return decode(generate(self, ids, count, **options)[0], self.alphabet)
 
     @abstractmethod
-    def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
+    def mix(self, tokens: Tensor) -> Tensor:
         """Return the last states of tokens, (B, N, d) -> (B, N, d)."""
 
 
@@ -148,8 +148,6 @@ class LanguageModel(SymbolModel):
         descent: step of every sublayer: "plain", "gain", "momentum" or "nesterov".
         lookahead: lookahead of "nesterov", see ``DescentStep``.
         hidden: number of hidden units of the feed-forward part; None for 4 d.
-        iterations: number of passes through all blocks with shared weights; more than one gives a looped
-            transformer.
         initial: "gpt2" for weights from N(0, 0.02^2), or "torch" for embeddings from N(0, 1/d) and torch's
             default layers, which trains faster at small widths.
         form: further arguments of the attention form.
@@ -175,35 +173,28 @@ class LanguageModel(SymbolModel):
         lookahead: str = "literal",
         dropout: float = 0.1,
         hidden: int | None = None,
-        iterations: int = 1,
         initial: str = "gpt2",
         form: dict[str, object] | None = None,
     ) -> None:
         super().__init__(vocabulary, dim, length, dropout)
-        number, hidden = require_count("layers", layers), 4 * dim if hidden is None else hidden
-        self.iterations = require_count("iterations", iterations)
+        hidden = 4 * dim if hidden is None else hidden
         branches: list[nn.Module] = []
-        for _ in range(number):
+        for _ in range(require_count("layers", layers)):
             made = build_attention_form(attention, dim, heads, **(form or {}))
             branches.append(AttentionBranch(dim, made, dropout))
             branches.append(FeedForwardBranch(dim, hidden, dropout))
         steps = [DescentStep(branch, descent, lookahead=lookahead) for branch in branches]
-        self.steps: nn.ModuleList = nn.ModuleList(steps)
+        self.steps = nn.ModuleList(steps)
         if require_choice("initial", initial, INITIAL) == "gpt2":
             draw_weights(self, branches)
         else:
             nn.init.normal_(self.embedding.weight, std=dim**-0.5)
 
-    def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
+    def mix(self, tokens: Tensor) -> Tensor:
         z, p = tokens, None
-        count = self.iterations if iterations is None else iterations
-        for _ in range(require_count("iterations", count)):
-            for step in self.steps:
-                z, p = step(z, p)
+        for step in self.steps:
+            z, p = step(z, p)
         return z
-
-    def extra_repr(self) -> str:
-        return f"length={self.length}, iterations={self.iterations}"
 
 
 class EquilibriumLanguageModel(SymbolModel):
@@ -252,11 +243,8 @@ class EquilibriumLanguageModel(SymbolModel):
     def last(self) -> Any:
         return self.block.last
 
-    def mix(self, tokens: Tensor, iterations: Iterations | None) -> Tensor:
+    def mix(self, tokens: Tensor, iterations: Iterations | None = None) -> Tensor:
         return self.block(tokens, iterations=iterations) if len(tokens) else tokens
-
-    def extra_repr(self) -> str:
-        return f"length={self.length}"
 
 
 @torch.no_grad()

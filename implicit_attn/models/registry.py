@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from torch import nn
 from implicit_attn.block import DEQTransformer
 from implicit_attn.data.files import damaged
 from implicit_attn.models.backbones import (
-    CRATE,
     EnergyTransformer,
     EquilibriumTransformer,
     HyperSET,
@@ -23,7 +21,7 @@ from implicit_attn.models.backbones import (
     SpinTransformer,
 )
 from implicit_attn.models.boards import BoardSolver, SudokuModel
-from implicit_attn.models.images import ImageClassifier, MaskedCodes, MaskedImageModel
+from implicit_attn.models.images import ImageClassifier, MaskedImageModel
 from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
 from implicit_attn.models.restoration import ImageRestorer
 from implicit_attn.models.spins import SpinClassifier
@@ -31,43 +29,41 @@ from implicit_attn.optional import require
 from solvers.core.checks import require_choice
 
 
-@dataclass(frozen=True)
-class Model:
-    """A row of ``MODELS``.
+class Model(NamedTuple):
+    """A backbone or a whole model.
 
     Attributes:
         make: the class.
-        role: "backbone" for maps of tokens (B, N, d) -> (B, N, d), "around" a backbone, or "whole".
         solves: whether it contains a ``DEQ``, so that ``layer`` may contain its options.
-        width: reason why a backbone has no ``width``, or None.
+        width: whether a backbone has a ``width``.
     """
 
     make: Callable[..., nn.Module]
-    role: str
     solves: bool = False
-    width: str | None = None
+    width: bool = True
 
 
-MODELS: dict[str, Model] = {
-    "hyperset": Model(HyperSET, "backbone"),
-    "hyperset-equilibrium": Model(HyperSETEquilibrium, "backbone", True),
-    "equilibrium": Model(EquilibriumTransformer, "backbone", True),
-    "transformer": Model(SharedTransformer, "backbone"),
-    "deq-transformer": Model(DEQTransformer, "backbone"),
-    "energy-transformer": Model(EnergyTransformer, "backbone"),
-    "crate": Model(CRATE, "backbone", width="its dictionary is d x d"),
-    "spin-transformer": Model(SpinTransformer, "backbone", True, "it has no hidden units"),
-    "image-classifier": Model(ImageClassifier, "around"),
-    "masked-images": Model(MaskedImageModel, "around"),
-    "sudoku": Model(SudokuModel, "around"),
-    "masked-codes": Model(MaskedCodes, "around"),
-    "language-model": Model(LanguageModel, "whole"),
-    "equilibrium-language-model": Model(EquilibriumLanguageModel, "whole", True),
-    "board-solver": Model(BoardSolver, "whole", True),
-    "image-restorer": Model(ImageRestorer, "whole", True),
-    "spin-classifier": Model(SpinClassifier, "whole", True),
+BACKBONES: dict[str, Model] = {
+    "hyperset": Model(HyperSET),
+    "hyperset-equilibrium": Model(HyperSETEquilibrium, True),
+    "equilibrium": Model(EquilibriumTransformer, True),
+    "transformer": Model(SharedTransformer),
+    "deq-transformer": Model(DEQTransformer),
+    "energy-transformer": Model(EnergyTransformer),
+    "spin-transformer": Model(SpinTransformer, True, width=False),
 }
-BACKBONES = {name: row for name, row in MODELS.items() if row.role == "backbone"}
+AROUND: dict[str, Callable[..., nn.Module]] = {  # around a backbone
+    "image-classifier": ImageClassifier,
+    "masked-images": MaskedImageModel,
+    "sudoku": SudokuModel,
+}
+WHOLE: dict[str, Model] = {
+    "language-model": Model(LanguageModel),
+    "equilibrium-language-model": Model(EquilibriumLanguageModel, True),
+    "board-solver": Model(BoardSolver, True),
+    "image-restorer": Model(ImageRestorer, True),
+    "spin-classifier": Model(SpinClassifier, True),
+}
 
 
 def build_backbone(
@@ -80,19 +76,15 @@ def build_backbone(
         dim, heads: features d of a token, number of attention heads.
         width: number of memories of Hyper-SET (None for d) and of the Energy Transformer (None for 4 d), or
             of hidden units of the equilibrium blocks (None for 2 d) and of the transformer (None for 4 d);
-            CRATE and the spin transformer have no width.
+            the spin transformer has no width.
         options: further arguments of that backbone, for example ``iterations``.
 
     Raises:
-        ValueError: if the name is unknown, or a width is passed to a backbone without one.
-        TypeError: if the backbone does not have an option.
+        ValueError: if the name is unknown.
+        TypeError: if the backbone does not have an option, or no width.
     """
-    row = BACKBONES[require_choice("name", name, BACKBONES)]
-    if width is None:
-        return row.make(dim, heads, **options)
-    if row.width is not None:
-        raise ValueError(f"width must be None for {name!r} ({row.width}), got {width}")
-    return row.make(dim, heads, width, **options)
+    make = BACKBONES[require_choice("name", name, BACKBONES)].make
+    return make(dim, heads, **options) if width is None else make(dim, heads, width, **options)
 
 
 def build_model(
@@ -101,9 +93,9 @@ def build_model(
     """Build a model from a specification, with new random weights.
 
     Args:
-        specification: dict with ``kind``, a key of ``MODELS`` that is not a backbone; the arguments of
-            that model (``image_size``, ``channels``, ...); and, if it has a ``backbone``, the arguments
-            of :func:`build_backbone` as a dict.
+        specification: dict with ``kind``, a key of ``AROUND`` or ``WHOLE``; the arguments of that model
+            (``image_size``, ``channels``, ...); and for ``AROUND`` the arguments of
+            :func:`build_backbone` as a dict ``backbone``.
         layer: options of ``DEQ`` for models and backbones that contain one. They are not part of the
             specification because they do not change weights.
 
@@ -112,23 +104,18 @@ def build_model(
             without a DEQ layer. Errors of the model and the backbone propagate.
     """
     settings = dict(specification)
-    kind = require_choice("kind", settings.pop("kind", None), sorted(MODELS.keys() - BACKBONES))
-    row = MODELS[kind]
-    if row.role == "whole":
-        return row.make(**settings | _layer_option(kind, layer))
-    backbone = settings.pop("backbone", None)
-    if not isinstance(backbone, Mapping) or "name" not in backbone:
-        raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
-    name = require_choice("name", backbone["name"], BACKBONES)
-    return row.make(build_backbone(**{**backbone, **_layer_option(name, layer)}), **settings)
-
-
-def _layer_option(name: str, layer: Mapping[str, Any] | None) -> dict[str, Any]:
-    if layer is None:
-        return {}
-    if not MODELS[name].solves:
-        raise ValueError(f"layer must be None for {name!r}, which has no solver, got {layer}")
-    return {"layer": dict(layer)}
+    kind = require_choice("kind", settings.pop("kind", None), sorted({*AROUND, *WHOLE}))
+    given: Any = settings.get("backbone") if kind in AROUND else settings
+    if not isinstance(given, Mapping):
+        raise ValueError(f"backbone must be a dict of its name and options, got {given!r}")
+    name = require_choice("name", given.get("name"), BACKBONES) if kind in AROUND else kind
+    if layer is not None:
+        if not (BACKBONES | WHOLE)[name].solves:
+            raise ValueError(f"layer must be None for {name!r}, which has no solver, got {layer}")
+        given = {**given, "layer": dict(layer)}
+    if kind in WHOLE:
+        return WHOLE[kind].make(**given)
+    return AROUND[kind](**settings | {"backbone": build_backbone(**given)})
 
 
 def save_model(path: str | Path, model: nn.Module, settings: Mapping[str, Any]) -> None:

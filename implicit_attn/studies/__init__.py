@@ -1,7 +1,7 @@
-"""What one does to one's own trained model, each in one call that gives tables and their figure.
+"""Studies of a trained layer, each one call that returns tables and plots them.
 
 ``convergence``, ``extrapolation``, ``paths`` and ``geometry`` take a ``DEQ`` with its input, a model that
-calls one, or a name of shipped weights. ``examples/study_*.py`` run them.
+calls one, or a name of shipped weights. ``examples/studies.py`` runs them.
 """
 
 from __future__ import annotations

@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,8 +16,7 @@ import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
 from implicit_attn.studies import study
-from implicit_attn.studies.study import BLUE, GREY, LINES, ORANGE, Study, Table, has_energy
-from implicit_attn.updates import GradientStep
+from implicit_attn.studies.study import BLUE, GREY, LINES, ORANGE, Table
 
 DENSE = 1200  # unknowns up to which all eigenvalues are computed
 EXTREMES = 12  # eigenvalues at each end above that
@@ -29,55 +24,59 @@ FLOOR = 1e-8  # relative residual down to which curves are drawn
 SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no zero
 
 
-@dataclass(frozen=True)
-class Convergence(Study):
-    """What :func:`convergence` returns.
+class Curve(NamedTuple):
+    """Residual and energy of the best state until then, (B, T), after each number of evaluations."""
+
+    evaluations: list[int]
+    residual: Tensor
+    energy: Tensor | None  # None if the solver does not see an energy
+
+
+class Convergence(NamedTuple):
+    """Result of :func:`convergence`.
 
     Attributes:
-        curves: rows with solver, evaluation, residual (median of the best so far), residual_10,
-            residual_90, converged (share of samples at 1e-8), and where there is an energy
-            energy_above: the median over the samples of the energy above the lowest that any solver
-            reached for the sample (None for a solver that does not see the energy).
+        curves: :class:`Curve` by solver, in float64, to a relative residual of 1e-8.
         costs: rows with solver, converged (share of samples at ``rtol``), evaluations (median),
             evaluations_90, evaluations_largest, and seconds for the whole batch.
         eigenvalues: of :func:`jacobian_eigenvalues` at the fixed points.
         rtol: tolerance of the costs.
     """
 
-    curves: Table
+    curves: dict[str, Curve]
     costs: Table
-    eigenvalues: Table
+    eigenvalues: Tensor
     rtol: float
-    printed = ("costs",)
 
     def plot(self, title: str = "") -> Any:
         """Draw four panels: residual, energy, evaluations, eigenvalues."""
         figure = study.new_figure((13, 8), title)
         (residual, energy), (costs, spectrum) = figure.subplots(2, 2)
-        names = [row["solver"] for row in self.costs]
-        for name, color in zip(names, LINES, strict=False):
-            rows = [row for row in self.curves if row["solver"] == name]
-            study.draw_band(residual, rows, "evaluation", "residual", color, name, alpha=0.12)
-            seen = [row for row in rows if row.get("energy_above") is not None]
-            above = [max(row["energy_above"], SMALLEST) for row in seen]
-            energy.plot([row["evaluation"] for row in seen], above, color=color)
+        seen = [curve.energy for curve in self.curves.values() if curve.energy is not None]
+        for (name, curve), color in zip(self.curves.items(), LINES, strict=False):
+            # How far below the floor the last step lands says nothing about the solver.
+            best = curve.residual.clamp_min(FLOOR)
+            study.draw_band(residual, curve.evaluations, best, color, name)
+            if curve.energy is not None:
+                lowest = torch.stack([each.amin(1) for each in seen]).amin(0).unsqueeze(1)
+                above = (curve.energy - lowest).median(0).values.clamp_min(SMALLEST)
+                energy.plot(curve.evaluations, above.cpu(), color=color)
         residual.axhline(self.rtol, color=GREY, linestyle="--", label=f"tolerance {self.rtol:g}")
         residual.set(xlabel="evaluations per sample", yscale="log")
         residual.set_ylabel("best relative residual |f(z) - z| / |f(z)|")
         residual.set_title("Residual (median; band: 10 % to 90 %)")
         residual.legend(frameon=False, fontsize=8)
         energy.set(xlabel="evaluations per sample", title="Energy")
-        if any(row.get("energy_above") is not None for row in self.curves):
+        if seen:
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
         else:
             study.leave_empty(energy, "this layer has no energy")
-        spent = [row["evaluations"] for row in self.costs]
+        names, spent = ([row[key] for row in self.costs] for key in ("solver", "evaluations"))
         drawn = costs.barh(names, spent, color=LINES[: len(names)])
         shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
         costs.bar_label(drawn, shares, padding=4, fontsize=8)
-        costs.set(
-            xlim=(0, 1.35 * max(spent)), title=f"Evaluations to {self.rtol:g}, or to the limit"
-        )
+        title = f"Evaluations to {self.rtol:g}, or to the limit"
+        costs.set(xlim=(0, 1.35 * max(spent)), title=title)
         costs.set_xlabel("median evaluations per sample (share converged, time of all)")
         costs.invert_yaxis()
         _draw_eigenvalues(spectrum, self.eigenvalues)
@@ -93,7 +92,7 @@ def convergence(
     spectra: int = 2,
     repeats: int = 3,
 ) -> Convergence:
-    """Every solver on the same layer and inputs, and the Jacobian's eigenvalues at the end.
+    """Run every solver on the same layer and inputs, and compute the Jacobian's eigenvalues at the end.
 
     Curves and eigenvalues are in float64, costs in the precision of the layer.
 
@@ -108,6 +107,16 @@ def convergence(
 
     Raises:
         TypeError: no layer is found, or ``x`` is missing.
+
+    Example:
+        >>> from implicit_attn import DEQ, studies
+        >>> from implicit_attn.updates import MeanFieldAttention
+        >>> found = studies.convergence(
+        ...     DEQ(MeanFieldAttention(4, 2, bound=0.5)), torch.randn(8, 4, 2)
+        ... )
+        >>> [row["solver"] for row in found.costs]
+        ['plain forward', 'Anderson', 'Broyden', 'Newton']
+        >>> figure = found.plot()
     """
     subject = study.subject_of(layer, x)
     rtol = subject.rtol if rtol is None else rtol
@@ -115,17 +124,18 @@ def convergence(
     # Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         inner, (given, mask) = exact.layer, exact.given(exact.inputs)
-        curves = _curves(inner, given, mask, max_steps)
-        own, seen, costs = subject.layer, subject.given(subject.inputs), Table()
+        curves = {
+            name: _curve(owner, given, mask, solver, max_steps)
+            for name, (owner, solver) in progress(solver_choices(inner).items(), "curves")
+        }
+        seen, costs = subject.given(subject.inputs), Table()
         options: Any = {"max_steps": max_steps, "on_failure": "ignore", "tolerance": tolerance}
-        for name, (owner, solver) in progress(solver_choices(own).items(), "costs"):
-            times = list[float]()
-            with with_energies(own):
-                solution = owner.solve(*seen, solver=solver, **options)
-                for _ in range(repeats):
-                    start = time.perf_counter()
-                    owner.solve(*seen, solver=solver, **options)
-                    times.append(time.perf_counter() - start)
+        for name, (owner, solver) in progress(solver_choices(subject.layer).items(), "costs"):
+            solution, times = owner.solve(*seen, solver=solver, **options), list[float]()
+            for _ in range(repeats):
+                start = time.perf_counter()
+                owner.solve(*seen, solver=solver, **options)
+                times.append(time.perf_counter() - start)
             row = {"solver": name, "converged": solution.converged.double().mean().item()}
             row |= study.median_and_largest("evaluations", solution.evaluations)
             costs.append({**row, "seconds": statistics.median(times)})
@@ -142,7 +152,7 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
     The energy of a layer safeguards all of them, except "plain forward".
     """
     choices: dict[str, tuple[DEQ, solvers.Solver]] = {"plain forward": (layer, solvers.Forward())}
-    if has_energy(layer.update):
+    if layer.update.monitored:
         hidden = copy.copy(layer.update)
         hidden.monitored = False
         choices["plain forward"] = DEQ(hidden, init=layer.init), solvers.Forward()
@@ -154,43 +164,9 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
     return choices
 
 
-@contextmanager
-def with_energies(layer: DEQ) -> Iterator[None]:
-    """Within the block, solves of a layer with an energy evaluate it even if they do not need it."""
-    before = layer.update.monitored
-    try:
-        layer.update.monitored = has_energy(layer.update)
-        yield
-    finally:
-        layer.update.monitored = before
-
-
-def _curves(layer: DEQ, x: Any, mask: Tensor | None, max_steps: int) -> Table:
-    """The table ``curves`` of :class:`Convergence`."""
-    traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, (owner, solver) in progress(solver_choices(layer).items(), "curves"):
-        with with_energies(layer):
-            traces[name] = _trace(owner, x, mask, solver, max_steps)
-    energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
-    lowest = torch.stack(energies).amin(0) if energies else None
-    table: Table = []
-    for name, (evaluations, best, energy) in traces.items():
-        for k, evaluation in enumerate(evaluations):
-            row: dict[str, Any] = {"solver": name, "evaluation": evaluation}
-            # How far below the floor the last step lands says nothing about the solver.
-            row |= study.median_and_band("residual", best[:, k].clamp_min(FLOOR))
-            row["converged"] = (best[:, k] <= FLOOR).double().mean().item()
-            if lowest is not None:
-                above = None if energy is None else (energy[:, k] - lowest).median().item()
-                row["energy_above"] = above
-            table.append(row)
-    return table
-
-
-def _trace(
+def _curve(
     layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver, max_steps: int
-) -> tuple[list[int], Tensor, Tensor | None]:
-    """Numbers of evaluations (T), and residual and energy (B, T) of the best state until then."""
+) -> Curve:
     options: Any = {"solver": solver, "tolerance": solvers.Tolerance(rtol=FLOOR)}
     options["on_failure"] = "ignore"
     if isinstance(solver, solvers.Newton):  # its products are evaluations without a residual
@@ -198,23 +174,22 @@ def _trace(
         found = [layer.solve(x, mask, max_steps=budget, **options) for budget in budgets]
         best = torch.stack([each.residual for each in found], dim=1).cummin(dim=1).values
         energies = [each.energy for each in found if each.energy is not None]
-        return budgets, best, torch.stack(energies, dim=1) if energies else None
+        return Curve(budgets, best, torch.stack(energies, dim=1) if energies else None)
     trace: Any = layer.solve(x, mask, max_steps=max_steps, record=True, **options).trace
     usable = torch.isfinite(trace.residual) & trace.accepted
     best, place = torch.where(usable, trace.residual, torch.inf).cummin(dim=1)
     energy = None if trace.energy is None else trace.energy.gather(1, place)
-    return list(range(1, best.shape[1] + 1)), best, energy
+    return Curve(list(range(1, best.shape[1] + 1)), best, energy)
 
 
-def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Table:
+def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = None) -> Tensor:
     """Return eigenvalues of the Jacobian ``df/dz`` of a layer's update at states ``z`` (B, N, d).
 
     These are all of them for states of up to ``DENSE`` numbers. Above that, they are the ``EXTREMES``
     largest and smallest of a symmetric Jacobian, or the largest in magnitude of another.
 
     Returns:
-        Rows with sample, real, imaginary, and for a ``GradientStep`` with step size ``eta`` the eigenvalue
-        ``(1 - real) / eta`` of the energy's Hessian as curvature.
+        (B, number), complex, with increasing real parts.
     """
     update = layer.update
     with torch.no_grad():
@@ -225,41 +200,29 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
 
     if z[0].numel() > DENSE:
         what = "extremes" if update.symmetric else "largest_magnitude"
-        found = solvers.spectrum(step, z, (prepared,), what=what, count=EXTREMES)
-        values = found.eigenvalues.to(torch.complex128).cpu()
+        values = solvers.spectrum(step, z, (prepared,), what=what, count=EXTREMES).eigenvalues
     else:
-        matrix = solvers.jacobian(step, z, (prepared,)).double().cpu()
-        values = torch.linalg.eigvals(matrix)
-        if update.symmetric:
-            values = torch.linalg.eigvalsh((matrix + matrix.mT) / 2).to(torch.complex128)
-    table: Table = [
-        {"sample": sample, "real": value.real, "imaginary": value.imag}
-        for sample, row in enumerate(values.tolist())
-        for value in sorted(row, key=lambda number: number.real)
-    ]
-    if isinstance(update, GradientStep):
-        for entry in table:
-            entry["curvature"] = (1 - entry["real"]) / update.step_size
-    return table
+        matrix = solvers.jacobian(step, z, (prepared,)).double()
+        symmetric = (matrix + matrix.mT) / 2
+        eigenvalues = torch.linalg.eigvalsh if update.symmetric else torch.linalg.eigvals
+        values = eigenvalues(symmetric if update.symmetric else matrix)
+    values = values.to(torch.complex128)
+    return values.gather(1, values.real.argsort(1))
 
 
-def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
-    values: Any = np.array([complex(row["real"], row["imaginary"]) for row in eigenvalues])
-    samples = len({row["sample"] for row in eigenvalues})
-    axes.set_title(f"Jacobian ({samples} samples): spectral radius {abs(values).max():.2f}")
-    if values.imag.any():
+def _draw_eigenvalues(axes: Any, eigenvalues: Tensor) -> None:
+    radius, values = eigenvalues.abs().max(), eigenvalues.flatten().cpu()
+    axes.set_title(f"Jacobian ({len(eigenvalues)} samples): spectral radius {radius:.2f}")
+    if bool(values.imag.any()):
         axes.scatter(values.real, values.imag, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
-        circle: Any = np.exp(1j * np.linspace(0.0, 2 * np.pi, 200))
+        angles = torch.linspace(0.0, 2 * torch.pi, 200)
         look: Any = {"color": GREY, "linestyle": "--", "label": "plain iteration converges inside"}
-        axes.plot(circle.real, circle.imag, **look)
+        axes.plot(angles.cos(), angles.sin(), **look)
         axes.set(xlabel="real part", ylabel="imaginary part")
         axes.set_aspect("equal", adjustable="datalim")
     else:
         axes.hist(values.real, bins=60, color=BLUE, label="eigenvalues (all real)")
-        axes.axvline(
-            -1, color=ORANGE, linestyle="--", label="plain iteration converges between these"
-        )
-        axes.axvline(1, color=ORANGE, linestyle="--")
+        axes.axvspan(-1, 1, color=ORANGE, alpha=0.15, label="plain iteration converges within")
         axes.set(xlabel="eigenvalue", ylabel="number", yscale="log")
         axes.set_ylim(top=8 * axes.get_ylim()[1])  # room for the legend
     axes.legend(edgecolor="none", fontsize=9, loc="upper left")

@@ -24,25 +24,12 @@ class SpinModel:
         field: ``x`` (B, N, d), a field for each sample.
         values: (K, d), the values of a spin, each with the prior weight 1/K.
         site: the same single-spin prior for :func:`solvers.adaptive_tap`.
-
-    Raises:
-        ValueError: if the shapes do not fit each other.
     """
 
     couplings: Tensor
     field: Tensor
     values: Tensor
     site: solvers.Site
-
-    def __post_init__(self) -> None:
-        shape = tuple(self.field.shape)
-        if len(shape) != 3 or 0 in shape:
-            raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
-        _, sites, dim = shape
-        if tuple(self.couplings.shape) != (sites, sites, dim, dim):
-            raise ValueError(f"couplings must be (N, N, d, d), got {tuple(self.couplings.shape)}")
-        if self.values.dim() != 2 or len(self.values) == 0 or self.values.shape[1] != dim:
-            raise ValueError(f"values must be (K, {dim}), got {tuple(self.values.shape)}")
 
 
 class ExactMoments(NamedTuple):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +11,10 @@ from torch import Tensor
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
-from implicit_attn.studies.converging import solver_choices, with_energies
+from implicit_attn.studies.converging import solver_choices
 from implicit_attn.studies.study import (
     GREY,
     LINES,
-    Study,
     Subject,
     Table,
     leave_empty,
@@ -24,14 +22,16 @@ from implicit_attn.studies.study import (
     subject_of,
 )
 
-ACCELERATED = ("L-BFGS", "Anderson", "Broyden")
+METHODS = ("forward", "plain forward", "L-BFGS", "Anderson", "Broyden")
 WINDOW = 10.0  # percentage points of accuracy that are drawn below the best
-RECURRENCE = "recurrence"
+LABELS = {
+    "accuracy": "test accuracy, %", "loss": "test loss (cross-entropy)",
+    "residual": "residual of a solve, or last relative change", "energy": "energy (mean)",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Extrapolation(Study):
-    """What :func:`extrapolation` returns.
+class Extrapolation(NamedTuple):
+    """Result of :func:`extrapolation`.
 
     Attributes:
         curves: rows with method, evaluations, accuracy and loss where there are targets, residual
@@ -46,32 +46,28 @@ class Extrapolation(Study):
     curves: Table
     reach: Table
     trained: int
-    printed = ("reach",)
 
     def plot(self, title: str = "") -> Any:
-        """Four panels: accuracy, loss, residual, energy."""
+        """Draw four panels: accuracy, loss, residual, energy."""
         figure = new_figure((13, 8), title)
         panels = figure.subplots(2, 2).flat
-        keys = {
-            "accuracy": "test accuracy, %", "loss": "test loss (cross-entropy)",
-            "residual": "residual of a solve, or last relative change", "energy": "energy (mean)",
-        }  # fmt: skip
-        for axes, (key, label) in zip(panels, keys.items(), strict=True):
-            best = 0.0
-            for number, name in enumerate(dict.fromkeys(row["method"] for row in self.curves)):
-                rows = [r for r in self.curves if r["method"] == name and r.get(key) is not None]
-                values = [(100 if key == "accuracy" else 1) * row[key] for row in rows]
-                look: Any = {"marker": "osv^DP*"[number], "markersize": 4, "color": LINES[number]}
-                axes.plot([row["evaluations"] for row in rows], values, label=name, **look)
-                best = max(best, *values, 0.0)
+        most = max(row["evaluations"] for row in self.curves)
+        for axes, (key, label) in zip(panels, LABELS.items(), strict=True):
             axes.set(xlabel="iterations (evaluations) at test time", ylabel=label)
-            if not any(len(line.get_xdata()) for line in axes.lines):
+            known = [row for row in self.curves if row.get(key) is not None]
+            if not known:
                 leave_empty(axes, f"no {key} is defined")
                 continue
-            most = max(row["evaluations"] for row in self.curves)
+            scale = 100 if key == "accuracy" else 1
+            for number, name in enumerate(dict.fromkeys(row["method"] for row in self.curves)):
+                rows = [row for row in known if row["method"] == name]
+                look: Any = {"marker": "osv^D"[number], "markersize": 4, "color": LINES[number]}
+                steps, values = [r["evaluations"] for r in rows], [scale * r[key] for r in rows]
+                axes.plot(steps, values, label=name, **look)
             for place in range(self.trained, most + 1, self.trained):
                 axes.axvline(place, color=GREY, linestyle=":", linewidth=1)
             if key == "accuracy":
+                best = 100 * max(row[key] for row in known)
                 axes.set_ylim(best - WINDOW, best + 0.5)
                 axes.set_title(f"dotted: 1, 2, ... times the {self.trained} of training")
             elif key != "energy":
@@ -83,12 +79,11 @@ class Extrapolation(Study):
 def extrapolation(
     layer: Any, x: Any = None, targets: Tensor | None = None, *, factor: int = 4
 ) -> Extrapolation:
-    """Accuracy, loss, residual and energy for 1 to ``factor`` times the iterations of training.
+    """Measure accuracy, loss, residual and energy for 1 to ``factor`` times the iterations of training.
 
     An equilibrium is solved by forward iteration, with and without the safeguard of its energy, and
-    by accelerated solvers. An unrolled model is iterated further, and the step of its last iteration is
-    given to accelerated solvers. All are charged by evaluations; a solver returns the best state that it
-    has evaluated, a recurrence its last.
+    by accelerated solvers; an unrolled model is iterated further. All are charged by evaluations; a
+    solver returns the best state that it has evaluated, a recurrence its last.
 
     Args:
         layer, x: as for :func:`convergence`.
@@ -98,91 +93,74 @@ def extrapolation(
     """
     subject = subject_of(layer, x, targets)
     budgets, curves = budgets_up_to(subject.trained, factor), Table()
-    choices, names = solver_choices(subject.layer), list(ACCELERATED)
-    if subject.recurrence is None:
-        names = ["forward", "plain forward", *names]
-    else:
+    if subject.recurrence is not None:
         rows = accuracy_by_iterations(subject, budgets)
-        curves += [{"method": RECURRENCE, **row} for row in rows]
-    for name in progress([name for name in names if name in choices], "methods"):
-        rows = accuracy_by_evaluations(subject, budgets, *choices[name])
-        label = name if subject.recurrence is None else f"{name} on the step of iteration T"
-        curves += [{"method": label, **row} for row in rows]
+        curves = [{"method": "recurrence", **row} for row in rows]
+    else:
+        choices = solver_choices(subject.layer)
+        for name in progress([name for name in METHODS if name in choices], "methods"):
+            rows = accuracy_by_iterations(subject, budgets, *choices[name])
+            curves += [{"method": name, **row} for row in rows]
     return Extrapolation(curves, _reach(curves, subject.trained, factor), subject.trained)
 
 
-def accuracy_by_evaluations(
-    subject: Subject, budgets: Sequence[int], layer: DEQ | None = None, solver: Any = None
+@torch.no_grad()
+def accuracy_by_iterations(
+    subject: Subject, numbers: Sequence[int], layer: DEQ | None = None, solver: Any = None
 ) -> Table:
-    """The measures of a model whose layer may spend so many evaluations a sample, each of ``budgets``.
+    """Measure a model after each of these numbers of iterations, or evaluations of its solve.
 
-    The tolerance is zero, so a sample ends early only where rounding allows no better residual.
+    The tolerance is zero, so a sample of a solve ends early only where rounding allows no better residual.
 
     Args:
-        subject: with a layer that is solved.
-        budgets: numbers of evaluations, each >= 1.
+        subject: a layer or model with its inputs.
+        numbers: numbers of iterations or evaluations, each >= 1.
         layer, solver: in place of the subject's layer and of its solver.
 
     Returns:
-        Rows with evaluations, accuracy and loss, residual (median) and energy (mean; None without one).
+        Rows with evaluations, accuracy and loss, residual (median; of a recurrence the last relative
+        change) and energy (mean; None without one).
     """
-    own = subject.layer if layer is None else layer
+    run = _solved if subject.recurrence is None else _iterated
+    columns: list[list[list[Tensor]]] = [[] for _ in numbers]
+    for inputs in progress(list(subject.parts()), "batches"):
+        x, mask = subject.given(inputs)
+        states = run(subject, x, mask, numbers, layer, solver)
+        for column, (z, *values) in zip(columns, states, strict=True):
+            judged = [] if subject.targets is None else [subject.outputs(inputs, z)]
+            column.append([*judged, *(each for each in values if each is not None)])
+    table: Table = []
+    for number, column in zip(numbers, columns, strict=True):
+        found = [torch.cat(parts) for parts in zip(*column, strict=True)]
+        row: dict[str, Any] = {"evaluations": number}
+        row |= {} if subject.targets is None else subject.judge(found.pop(0))
+        row["residual"] = found[0].median().item()
+        table.append(row | {"energy": found[1].mean().item() if found[1:] else None})
+    return table
+
+
+States = Iterator[tuple[Any, Tensor, Tensor | None]]  # states, residuals and energies (B,)
+
+
+def _solved(
+    subject: Subject, x: Any, mask: Any, numbers: Sequence[int], layer: DEQ | None, solver: Any
+) -> States:
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
     options |= {} if solver is None else {"solver": solver}
-
-    def run(inputs: Any) -> Iterator[tuple[Any, ...]]:
-        x, mask = subject.given(inputs)
-        with with_energies(own):
-            for budget in budgets:
-                found = own.solve(x, mask, max_steps=budget, **options)
-                yield found.value, found.residual, found.energy
-
-    return _by_budget(subject, budgets, run)
+    for number in numbers:
+        found = (layer or subject.layer).solve(x, mask, max_steps=number, **options)
+        yield found.value, found.residual, found.energy
 
 
-def accuracy_by_iterations(subject: Subject, iterations: Sequence[int]) -> Table:
-    """The measures of an unrolled model after so many iterations of each layer.
-
-    Returns:
-        Rows as of :func:`accuracy_by_evaluations`; the residual is the last relative change.
-    """
-    backbone = subject.recurrence
-    if backbone is None:
-        raise TypeError(f"model must be unrolled, got {type(subject.model).__name__}")
-
-    def run(inputs: Any) -> Iterator[tuple[Any, ...]]:
-        x, _ = subject.given(inputs)
-        # Of one layer a longer run contains the shorter ones.
-        every = (
-            backbone.states(x, iterations=max(iterations)) if len(backbone.layers) == 1 else None
-        )
-        for number in iterations:
-            states = backbone.states(x, iterations=number) if every is None else every[: number + 1]
-            before, after = states[-2].flatten(1), states[-1].flatten(1)
-            change = (after - before).norm(dim=1) / after.norm(dim=1)
-            yield states[-1], change, subject.energy(states[-1], x)
-
-    return _by_budget(subject, iterations, run)
-
-
-@torch.no_grad()
-def _by_budget(
-    subject: Subject, budgets: Sequence[int], run: Callable[[Any], Iterator[tuple[Any, ...]]]
-) -> Table:
-    """A row for each of the states that ``run`` yields, with residuals and energies (B,) or None."""
-    outputs, columns = [[] for _ in budgets], [[] for _ in budgets]
-    for inputs in progress(list(subject.parts()), "batches"):
-        for k, (z, *values) in enumerate(run(inputs)):
-            columns[k].append([each for each in values if each is not None])
-            if subject.targets is not None:
-                outputs[k].append(subject.outputs(inputs, z))
-    table: Table = []
-    for number, logits, parts in zip(budgets, outputs, columns, strict=True):
-        residual, *energy = (torch.cat(each) for each in zip(*parts, strict=True))
-        means = subject.judge(torch.cat(logits)) if logits else {}
-        row = {"evaluations": number, **means, "residual": residual.median().item()}
-        table.append(row | {"energy": energy[0].mean().item() if energy else None})
-    return table
+def _iterated(subject: Subject, x: Any, mask: Any, numbers: Sequence[int], *unused: Any) -> States:
+    backbone: Any = subject.recurrence
+    single = len(backbone.layers) == 1  # a longer run contains the shorter ones
+    every = backbone.states(x, iterations=max(numbers)) if single else None
+    for number in numbers:
+        states = backbone.states(x, iterations=number) if every is None else every[: number + 1]
+        before, after = states[-2].flatten(1), states[-1].flatten(1)
+        change = (after - before).norm(dim=1) / after.norm(dim=1)
+        yield states[-1], change, subject.energy(states[-1], x)
 
 
 def budgets_up_to(trained: int, factor: int = 4) -> list[int]:
@@ -195,6 +173,7 @@ def budgets_up_to(trained: int, factor: int = 4) -> list[int]:
 
 
 def _reach(curves: Table, trained: int, factor: int) -> Table:
+    """Return the table ``reach`` of :class:`Extrapolation`."""
     parts: dict[str, dict[int, Any]] = {}
     for each in curves:
         parts.setdefault(each["method"], {})[each["evaluations"]] = each

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,68 +14,57 @@ from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.models import HyperSET
 from implicit_attn.optional import progress
 from implicit_attn.studies import study
-from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, Study, Subject, Table
+from implicit_attn.studies.study import BLUE, GREEN, GREY, ORANGE, Subject, Table
 
 SAME = 1e-2  # relative distance up to which two ends count as one
 START = "input"  # the start with whose end the others are compared
 SMALLEST = 1e-12  # smaller distances are drawn here: a logarithmic axis has no zero
 RTOL, MAX_STEPS = 1e-6, 300  # to which each start is solved
+LABELS = {"same": "same end", "agreement": f"prediction as from {START}", "accuracy": "accuracy"}
 
 
-@dataclass(frozen=True)
-class Paths(Study):
-    """What :func:`paths` returns.
+class Paths(NamedTuple):
+    """Result of :func:`paths`.
 
     Attributes:
-        summary: rows with run, start, distance (median of ``|z - z_input| / |z_input|``),
-            distance_90 (90 % quantile), distance_largest, same (share of samples within 1e-2),
-            residual (median) and energy (mean) where they are defined, and with targets agreement
-            (share of predictions equal to those from the input) and accuracy.
-        samples: rows with run, start, sample, distance.
+        summary: rows with start, distance (median of ``|z - z_input| / |z_input|``), distance_90 (90 %
+            quantile), distance_largest, same (share of samples within 1e-2), residual (median) and
+            energy (mean) where they are defined, and with targets agreement (share of predictions
+            equal to those from the input) and accuracy.
+        distances: those of every sample (B,), by start.
     """
 
     summary: Table
-    samples: Table
-    printed = ("summary",)
+    distances: dict[str, Tensor]
 
     def plot(self, title: str = "") -> Any:
-        """Draw a row of panels for each run: distances of the ends, and agreement of the predictions."""
-        runs = list(dict.fromkeys(row["run"] for row in self.summary))
-        figure = study.new_figure((12, 0.4 + 4.3 * len(runs)), title)
-        panels = figure.subplots(len(runs), 2, squeeze=False)
-        for (left, right), name in zip(panels, runs, strict=True):
-            summary = [row for row in self.summary if row["run"] == name]
-            starts = [row["start"] for row in summary]
-            for start in starts[1:]:
-                rows = [r for r in self.samples if (r["run"], r["start"]) == (name, start)]
-                left.ecdf([max(row["distance"], SMALLEST) for row in rows], label=f"from {start}")
-            left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
-            left.set(xlabel=f"relative distance to the end from {START}", xscale="log", title=name)
-            left.set_ylabel("share of samples up to there")
-            left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
-            labels = {
-                "same": "same end",
-                "agreement": f"prediction as from {START}",
-                "accuracy": "accuracy",
-            }
-            shown = [key for key in labels if key in summary[0]]
-            for number, key in enumerate(shown):
-                width = 0.8 / len(shown)
-                places = [k + (number - (len(shown) - 1) / 2) * width for k in range(len(starts))]
-                values = [100 * row[key] for row in summary]
-                bars = right.bar(places, values, width, label=labels[key])
-                right.bar_label(bars, fmt="%.1f", fontsize=7)
-            right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
-            right.set(ylabel="share of samples, %", ylim=(0, 118))
-            right.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
+        """Draw two panels: distances of the ends, and agreement of the predictions."""
+        figure = study.new_figure((12, 4.7), title)
+        left, right = figure.subplots(1, 2)
+        starts = list(self.distances)
+        for start in starts[1:]:
+            left.ecdf(self.distances[start].clamp_min(SMALLEST), label=f"from {start}")
+        left.axvline(SAME, color=GREY, linestyle=":", label="counted as the same point")
+        left.set(xlabel=f"relative distance to the end from {START}", xscale="log")
+        left.set_ylabel("share of samples up to there")
+        left.legend(edgecolor="none", framealpha=1)  # no line runs through its words
+        shown = {key: text for key, text in LABELS.items() if key in self.summary[0]}
+        for number, (key, text) in enumerate(shown.items()):
+            places = [k + 0.25 * number for k in range(len(starts))]
+            bars = right.bar(places, [100 * row[key] for row in self.summary], 0.25, label=text)
+            right.bar_label(bars, fmt="%.1f", fontsize=7)
+        right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
+        right.set(ylabel="share of samples, %", ylim=(0, 118))
+        right.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
         return figure
 
 
+@torch.no_grad()
 def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: int = 2) -> Paths:
-    """Where a layer ends from its input, from zero and from random starts, in float64.
+    """Compare where a layer ends from its input, from zero and from random starts, in float64.
 
     An equilibrium is solved from each start to 1e-6. An unrolled model is run from each start, its
-    input being the same, for as many iterations as in training and for four times as many.
+    input being the same, for as many iterations as in training.
 
     Args:
         layer, x: as for :func:`convergence`; the state must be one tensor.
@@ -85,16 +72,43 @@ def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: i
         starts: number of random starts, Gaussian with the RMS of each sample's usual start.
     """
     subject = study.subject_of(layer, x, targets).exact()
-    runs: dict[str, int | None] = {"equilibrium": None}  # iterations of a recurrence
+    inputs = subject.inputs
+    given, mask = subject.given(inputs)
     if subject.recurrence is not None:
-        runs = {f"{n} iterations": n for n in (subject.trained, 4 * subject.trained)}
-    summary: Table = []
-    samples: Table = []
-    for name, iterations in runs.items():
-        rows, distances = _compare(subject, iterations, starts)
-        summary += [{"run": name, **row} for row in rows]
-        samples += [{"run": name, **row} for row in distances]
-    return Paths(summary, samples)
+        usual, end_from = given, partial(subject.recurrence, given)
+    else:
+        solve = partial(subject.layer.solve, given, mask, on_failure="ignore")
+        # Whatever its ``init`` and its energy make of the input.
+        usual = solve(max_steps=1, solver=solvers.Forward()).value
+
+        def end_from(z0: Tensor) -> Tensor:
+            return solve(z0=z0, tolerance=solvers.Tolerance(rtol=RTOL), max_steps=MAX_STEPS).value
+
+    if not isinstance(usual, Tensor):
+        raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
+    every = progress(starts_like(usual, starts).items(), "starts")
+    ends = {name: end_from(z0=z0) for name, z0 in every}
+    target = ends[START].flatten(1)
+    size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
+    summary, distances = Table(), dict[str, Tensor]()
+    for name, end in ends.items():
+        distance = distances[name] = (end.flatten(1) - target).norm(dim=1) / size
+        row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
+        row["same"] = (distance <= SAME).double().mean().item()
+        if subject.recurrence is None:
+            update = subject.layer.update
+            image = update(end, update.prepare(given, mask=mask), mask=mask).flatten(1)
+            residual = (image - end.flatten(1)).norm(dim=1) / image.norm(dim=1)
+            row["residual"] = residual.median().item()
+        energy = subject.energy(end, given, mask)
+        if energy is not None:
+            row["energy"] = energy.mean().item()
+        if subject.targets is not None:
+            logits, wanted = (subject.outputs(inputs, each) for each in (end, ends[START]))
+            same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean().item()
+            row |= {"agreement": same, "accuracy": subject.judge(logits)["accuracy"]}
+        summary.append(row)
+    return Paths(summary, distances)
 
 
 def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
@@ -108,97 +122,48 @@ def starts_like(z: Tensor, random: int, seed: int = 0) -> dict[str, Tensor]:
     return starts
 
 
-@torch.no_grad()
-def _compare(subject: Subject, iterations: int | None, random: int) -> tuple[Table, Table]:
-    layer, inputs = subject.layer, subject.inputs
-    x, mask = subject.given(inputs)
-    usual, solve = x, partial(layer.solve, x, mask, on_failure="ignore")
-    if subject.recurrence is None:  # whatever its ``init`` and its energy make of the input
-        usual = solve(max_steps=1, solver=solvers.Forward()).value
-    if not isinstance(usual, Tensor):
-        raise TypeError(f"layer must have a state of one tensor, got a {type(usual).__name__}")
-    ends: dict[str, Tensor] = {}
-    for name, z0 in progress(starts_like(usual, random).items(), "starts"):
-        if subject.recurrence is None:
-            tolerance = solvers.Tolerance(rtol=RTOL)
-            ends[name] = solve(z0=z0, tolerance=tolerance, max_steps=MAX_STEPS).value
-        else:
-            ends[name] = subject.recurrence(x, z0=z0, iterations=iterations)
-    target = ends[START].flatten(1)
-    size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
-    judged = ends if subject.targets is not None else {}
-    outputs = {name: subject.outputs(inputs, end) for name, end in judged.items()}
-    summary: Table = []
-    samples: Table = []
-    for name, end in ends.items():
-        distance = (end.flatten(1) - target).norm(dim=1) / size
-        row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
-        row["same"] = (distance <= SAME).double().mean().item()
-        if outputs:
-            same = outputs[name].argmax(-1) == outputs[START].argmax(-1)
-            row["agreement"] = same.double().mean().item()
-        if subject.recurrence is None:
-            image = layer.update(end, layer.update.prepare(x, mask=mask), mask=mask).flatten(1)
-            residual = (image - end.flatten(1)).norm(dim=1) / image.norm(dim=1)
-            row["residual"] = residual.median().item()
-        energy = subject.energy(end, x, mask)
-        if energy is not None:
-            row["energy"] = energy.mean().item()
-        if outputs:
-            row["accuracy"] = subject.judge(outputs[name])["accuracy"]
-        summary.append(row)
-        distances = enumerate(distance.tolist())
-        samples += [{"start": name, "sample": k, "distance": value} for k, value in distances]
-    return summary, samples
-
-
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
 
 
-@dataclass(frozen=True)
-class Geometry(Study):
-    """What :func:`geometry` returns.
+class Geometry(NamedTuple):
+    """Result of :func:`geometry`, with a row for each iteration from 0.
 
     Attributes:
-        energies: rows with iteration, and for each energy its mean over the samples (a column
-            ``NAME_energy``) and its 10 % and 90 % quantiles; NAME is attention and feedforward of
-            Hyper-SET, whole of another energy.
-        heads: rows with iteration, head, effective_rank and angle (degrees), means over the samples.
+        energies: by name, (1 + T, B): attention and feedforward of Hyper-SET, whole of another energy.
+        rank, angle: (1 + T, heads), effective rank and average angle (degrees), means over the samples.
         trained: iterations in training.
     """
 
-    energies: Table
-    heads: Table
+    energies: dict[str, Tensor]
+    rank: Tensor
+    angle: Tensor
     trained: int
-    printed = ("energies",)
 
     def plot(self, title: str = "") -> Any:
         """Draw four panels: two energies, effective rank and angle per head."""
         figure = study.new_figure((12, 8.5), title)
-        axes = figure.subplots(2, 2)
-        kinds = [key.removesuffix("_energy") for key in self.energies[0] if key.endswith("_energy")]
-        for panel, kind in zip(axes[0], kinds, strict=False):
-            key, label = f"{kind}_energy", f"{kind} energy: mean (band: 10 % to 90 %)"
-            study.draw_band(panel, self.energies, "iteration", key, COLORS[kind], label, marker="o")
-        for panel in axes[0, len(kinds) :]:
-            study.leave_empty(panel, "this layer has no further energy")
-        titles = {"effective_rank": "Effective rank of a head's tokens",
-                  "angle": "Average angle of a head's tokens, degrees"}  # fmt: skip
-        for panel, (key, text) in zip(axes[1], titles.items(), strict=True):
-            panel.set_title(text)
-            for head in sorted({row["head"] for row in self.heads}):
-                rows = [row for row in self.heads if row["head"] == head]
-                steps, values = [row["iteration"] for row in rows], [row[key] for row in rows]
-                panel.plot(steps, values, marker="o", markersize=3, label=f"head {head + 1}")
-        for panel in (*axes[0, : len(kinds)], *axes[1]):
+        panels = list(figure.subplots(2, 2).flat)
+        for panel, (name, energy) in zip(panels, self.energies.items(), strict=False):
+            label = f"{name} energy: median (band: 10 % to 90 %)"
+            study.draw_band(panel, range(len(energy)), energy.mT, COLORS[name], label)
+        panels[2].plot(self.rank, "o-", markersize=3)
+        panels[2].set_title("Effective rank of a head's tokens")
+        heads = [f"head {number + 1}" for number in range(self.angle.shape[1])]
+        panels[3].plot(self.angle, "o-", markersize=3, label=heads)
+        panels[3].set_title("Average angle of a head's tokens, degrees")
+        for number, panel in enumerate(panels):
+            if len(self.energies) <= number < 2:
+                study.leave_empty(panel, "this layer has no further energy")
+                continue
             panel.axvline(self.trained, color=GREY, linestyle=":", label="as in training")
             panel.set_xlabel("iteration")
             panel.legend(frameon=False, fontsize=8)
         return figure
 
 
+@torch.no_grad()
 def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geometry:
-    """Energies, effective ranks and angles of tokens along the iterations of a layer.
+    """Measure energies, effective ranks and angles of tokens along the iterations of a layer.
 
     Ranks and angles are those of the heads of a Hyper-SET energy, else of the tokens as they are.
     Of an equilibrium the states are those that the layer returns after 1, 2, ... evaluations; the
@@ -209,42 +174,30 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
         iterations: how many; None: as many as in training.
 
     Raises:
-        TypeError: the layer's state has no tokens, or an unrolled model is not Hyper-SET.
+        TypeError: an unrolled model is not Hyper-SET.
     """
     subject = study.subject_of(layer, x)
     number = iterations or subject.trained
-    kinds: dict[str, list[Tensor]] = {}
-    spaces: list[Tensor] = []
-    with torch.no_grad():
-        for inputs in progress(list(subject.parts()), "batches"):
-            energies, seen = _observe(subject, inputs, number)
-            for name, values in energies.items():
-                kinds.setdefault(name, []).append(values.double())
-            spaces.append(torch.stack([effective_rank(seen), average_angle(seen)]))
-    shape = torch.cat(spaces, dim=2).mean(2)  # (2, 1 + T, heads)
-    table: Table = [{"iteration": step} for step in range(number + 1)]
-    for name, parts in kinds.items():
-        for row, values in zip(table, torch.cat(parts, dim=-1), strict=True):
-            row[f"{name}_energy"] = values.mean().item()
-            row[f"{name}_energy_10"] = values.quantile(0.1).item()
-            row[f"{name}_energy_90"] = values.quantile(0.9).item()
-    heads: Table = [
-        {"iteration": step, "head": head, "effective_rank": rank, "angle": angle}
-        for step in range(number + 1)
-        for head, (rank, angle) in enumerate(shape[:, step].T.tolist())
-    ]
-    return Geometry(table, heads, subject.trained)
+    energies: dict[str, list[Tensor]] = {}
+    ranks, angles = [], []
+    for inputs in progress(list(subject.parts()), "batches"):
+        found, features = _observe(subject, inputs, number)
+        for name, values in found.items():
+            energies.setdefault(name, []).append(values)
+        ranks.append(effective_rank(features))
+        angles.append(average_angle(features))
+    joined = {name: torch.cat(parts, dim=1) for name, parts in energies.items()}
+    rank, angle = (torch.cat(parts, dim=1).mean(1) for parts in (ranks, angles))
+    return Geometry(joined, rank, angle, subject.trained)
 
 
 def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Energies by name, (1 + T, B) each, and features (1 + T, B, heads, N, p)."""
+    """Return energies by name, (1 + T, B) each, and features (1 + T, B, heads, N, p)."""
     x, mask = subject.given(inputs)
     if subject.recurrence is not None:
         if not isinstance(subject.recurrence, HyperSET):
             kind = type(subject.recurrence).__name__
-            raise TypeError(
-                f"layer must be a DEQ or Hyper-SET, whose energies are known; got {kind}"
-            )
+            raise TypeError(f"layer must be a DEQ or Hyper-SET, got {kind}")
         found = subject.recurrence.trajectory(x, iterations=number)
         pair = {"attention": found.attention_energy, "feedforward": found.feedforward_energy}
         return pair, found.features
@@ -252,22 +205,13 @@ def _observe(subject: Subject, inputs: Any, number: int) -> tuple[dict[str, Tens
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
     states = [layer.solve(x, mask, max_steps=k + 1, **options).value for k in range(number + 1)]
     energy: Any = getattr(layer.update, "energy", None)
-    features: Callable[[Any], Tensor] = _tokens
     if isinstance(energy, HyperSETEnergy):
         attention: Any = energy.attention
-        features = attention.energy.features
-        parts: Any = {"attention": energy.attention, "feedforward": energy.feedforward}
+        parts: Any = {"attention": attention, "feedforward": energy.feedforward}
         energies = {name: torch.stack([part(z) for z in states]) for name, part in parts.items()}
-    else:
-        whole = [each for z in states if (each := subject.energy(z, x, mask)) is not None]
-        energies = {"whole": torch.stack(whole)} if whole else {}
-    return energies, torch.stack([features(z) for z in states])
-
-
-def _tokens(z: Any) -> Tensor:
-    if not isinstance(z, Tensor) or z.dim() != 3:
-        raise TypeError(f"layer must have states (B, N, d), got {type(z).__name__}")
-    return z.unsqueeze(1)
+        return energies, torch.stack([attention.energy.features(z) for z in states])
+    whole = [each for z in states if (each := subject.energy(z, x, mask)) is not None]
+    return {"whole": torch.stack(whole)} if whole else {}, torch.stack(states).unsqueeze(2)
 
 
 def effective_rank(tokens: Tensor) -> Tensor:

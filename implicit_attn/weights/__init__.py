@@ -47,7 +47,7 @@ class Pretrained:
 
 @functools.cache
 def pretrained_models() -> Mapping[str, Pretrained]:
-    """The shipped models by name, read-only: :class:`Pretrained` with title, data, measures, command."""
+    """Return the shipped models by name, read-only."""
     rows = json.loads((FOLDER / "models.json").read_text("utf-8"))
     return MappingProxyType({name: Pretrained(name, **row) for name, row in rows.items()})
 
@@ -79,16 +79,13 @@ def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.
 
     Args:
         name: one of :func:`pretrained_models`, such as ``"mnist-hyperset"``.
-        layer: options of :class:`~implicit_attn.DEQ`, for models that contain one
-            (``"digits-hyperset-equilibrium"``, ``"mnist-spins"`` and the board solvers). The default
+        layer: options of :class:`~implicit_attn.DEQ`, for models that contain one. The default
             tolerance and maximum number of evaluations are those of the training.
 
     Returns:
-        The model. Image classifiers accept pixels in [0, 1], (B, 1, 8, 8) for the digits and
-        (B, 1, 28, 28) for MNIST, and return logits (B, 10). Board solvers accept puzzles (B, 81), int64,
-        0 = unknown, and return logits (B, 81, 9) of the digits 1 .. 9. The language model accepts indices
-        of characters (B, L), int64, and returns logits (B, L, 81); ``model.alphabet`` contains its
-        characters in order, and ``model.generate("It was ", 40)`` continues a text.
+        The model. Image classifiers map pixels in [0, 1], (B, 1, 8, 8) for the digits and
+        (B, 1, 28, 28) for MNIST, to logits (B, 10); board solvers puzzles (B, 81), int64, 0 = unknown, to
+        logits (B, 81, 9); language models indices of ``model.alphabet``, (B, L), to logits (B, L, 81).
 
     Raises:
         ValueError: there is no such model, the message has the nearest names; or ``layer`` is given

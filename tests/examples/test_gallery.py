@@ -263,23 +263,23 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "spherical_saddle": ("--sites 4 --dim 6 --frames 9", the_root_is_the_minimum),
     "tap_vs_exact": ("--models 2 --ising 4 --potts 3 --strengths 0.25", theories_agree),
-    "study_convergence": (
+    "studies.convergence": (
         "--samples 4 --max-steps 40 --spectra 1",
         lambda t: column(t["costs"], "converged", solver="Anderson") == [1],
     ),
-    "study_extrapolation": (
+    "studies.extrapolation": (
         "--samples 20 --factor 2",
         lambda t: column(t["reach"], "accuracy_1x", method="Anderson")[0] > 0.9,
     ),
-    "study_paths": (
+    "studies.paths": (
         "--samples 6 --starts 1",
         lambda t: max(column(t["summary"], "distance_largest")) < 1e-3,
     ),
-    "study_geometry": (
+    "studies.geometry": (
         "--samples 6",
-        lambda t: t["energies"][-1]["feedforward_energy"] < t["energies"][0]["feedforward_energy"],
+        lambda t: t["means"][-1]["feedforward_energy"] < t["means"][0]["feedforward_energy"],
     ),
-    "study_tradeoff": (
+    "studies.tradeoff": (
         "--depth 2 --epochs 1 --limit 64 --weights {folder}",
         lambda t: column(t["table"], "iterations") == [2, 1],
     ),
@@ -295,7 +295,7 @@ def test_every_example_is_listed_and_imports_public_names() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     others = "masked_images couplings wrap_your_energy scale_out runner ported_from_torchdeq "
     others += "options training image_tasks board_tasks train_images train_language train_boards"
-    assert names == {*EXPERIMENTS, *others.split()}
+    assert names == {*(name.split(".")[0] for name in EXPERIMENTS), *others.split()}
     for path in EXAMPLES.rglob("*.py"):
         assert path.read_text().startswith(('"""', 'r"""')), path
         for line in path.read_text().splitlines():
@@ -306,7 +306,9 @@ def test_every_example_is_listed_and_imports_public_names() -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment(name: str, load: Load, tmp_path: Path) -> None:
     words, check = EXPERIMENTS[name]
-    experiment, folder = getattr(load(name), name), tmp_path / name.replace("_", "-")
+    file, _, function = name.partition(".")
+    experiment = getattr(load(file), function or file)
+    folder = tmp_path / experiment.__name__.replace("_", "-")
     tables = load("runner").run(
         experiment, [*words.format(folder=tmp_path / "weights").split(), "--out", str(tmp_path)]
     )

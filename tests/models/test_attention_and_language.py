@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,14 +45,6 @@ def draw(tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return torch.randn(2, tokens, DIM, generator=generator, dtype=torch.float64)
 
 
-def set_scalars(form: Any, temperature: float | None = None, tau: float | None = None) -> None:
-    with torch.no_grad():
-        if temperature is not None:
-            form.temperature.raw.copy_(torch.tensor(temperature).double().expm1().log())
-        if tau is not None:
-            form.tau.fill_(tau)
-
-
 def heads_of(layer: nn.Linear) -> list[Tensor]:
     return [layer.weight.detach()[WIDTH * h : WIDTH * (h + 1)] for h in range(HEADS)]
 
@@ -59,8 +52,7 @@ def heads_of(layer: nn.Linear) -> list[Tensor]:
 def own_energy(z: Tensor, held: Tensor, query: Tensor, key: Tensor, kind: str, t: float) -> Tensor:
     """The free energy of one token (d,) among held ones (M, d) in one head."""
     q, k = query @ z, held @ key.mT
-    pair = -k @ q if kind == "inner" else 0.5 * (q - k).square().sum(-1)
-    return -t * torch.logsumexp(-pair / t, 0)
+    return -t * ((k @ q if kind == "inner" else -0.5 * (q - k).square().sum(-1)) / t).logsumexp(0)
 
 
 def newton_steps(form: NewtonAttention, z: Tensor, temperature: float, order: int | None) -> Tensor:
@@ -69,11 +61,14 @@ def newton_steps(form: NewtonAttention, z: Tensor, temperature: float, order: in
     for b in range(len(z)):
         for i in range(z.shape[1]):
             for query, key in zip(heads_of(form.query), heads_of(form.key), strict=True):
-                arguments = (z[b, : i + 1], query, key, "elastic", temperature)
-
-                def energy(at: Tensor, arguments: tuple[Any, ...] = arguments) -> Tensor:
-                    return own_energy(at, *arguments)
-
+                energy = partial(
+                    own_energy,
+                    held=z[b, : i + 1],
+                    query=query,
+                    key=key,
+                    kind="elastic",
+                    t=temperature,
+                )
                 gradient = torch.func.grad(energy)(z[b, i])
                 hessian = torch.func.hessian(energy)(z[b, i])
                 # Least norm solutions live in the rows of W_q, where the Hessian is W_q^T A W_q.
@@ -123,8 +118,11 @@ def test_softmax_attention_is_minus_the_gradient_of_each_tokens_energy() -> None
 def test_newton_is_the_step_of_autograds_hessian(order: int | None) -> None:
     temperature, z = 9.0, draw(4)
     form = make(NewtonAttention, order=order)
-    set_scalars(form, temperature, 1.0 / temperature if order else None)
     tie_to_newton(form)
+    with torch.no_grad():
+        form.temperature.raw.copy_(torch.tensor(temperature).double().expm1().log())
+        if order:
+            form.tau.fill_(1.0 / temperature)
     expected = newton_steps(form, z, temperature, order)
     assert relative_error(form(z).detach(), expected) <= 1e-10
 
@@ -217,9 +215,7 @@ def test_values_by_the_inverse_of_the_keys(steps: int) -> None:
 def test_gradients(cross: bool, steps: int | None) -> None:
     """By the tokens, the context and every weight, unrolled and at the fixed point."""
     settings: Any = {} if steps else TIGHT
-    model = build(
-        4, 3 if cross else None, heads=2, beta=0.5, steps=steps, values="after", **settings
-    )
+    model = build(4, 3 if cross else None, heads=2, beta=0.5, steps=steps, **settings)
     x = drawn_input(2, 3, 4).requires_grad_()
     context = drawn_input(2, 4, 3, seed=1).requires_grad_() if cross else None
     mask = torch.ones(2, 4 if cross else 3, dtype=torch.bool)
@@ -281,7 +277,7 @@ def test_no_later_symbol_reaches_an_earlier_logit(cls: Any, attention: str, step
     with torch.no_grad():
         tokens = model.tokens(ids)
     tokens.requires_grad_()
-    states = model.mix(tokens, None)
+    states = model.mix(tokens)
     for i in range(LENGTH - 1):
         (gradient,) = torch.autograd.grad(states[:, i].sum(), tokens, retain_graph=True)
         assert (gradient[:, i + 1 :] == 0.0).all()
@@ -313,18 +309,15 @@ def test_a_few_steps_learn_what_follows_what() -> None:
 def test_generated_text() -> None:
     model, prompt = stirred(language_model()), symbols(3, 4)
     generator = torch.Generator().manual_seed(0)
-    found = generate(model, prompt, 10, generator=generator)
-    assert found.shape == (3, 14) and torch.equal(found[:, :4], prompt)
-    assert torch.equal(generate(model, prompt, 10, generator=generator.manual_seed(0)), found)
     greedy = generate(model, prompt, 10, temperature=0.0)
     assert torch.equal(generate(model, prompt, 10, most=1), greedy)
     model.eval()
+    assert greedy.shape == (3, 14) and torch.equal(greedy[:, :4], prompt)
     assert torch.equal(greedy[:, 4], model(prompt)[:, -1].argmax(-1))
     assert torch.equal(greedy[:, 13], model(greedy[:, 7:13])[:, -1].argmax(-1))
     few = generate(model, prompt, 30, most=2, generator=generator)
     best = model(few[:, 20:26])[:, -1].topk(2, -1).indices
     assert (few[:, 26:27] == best).any(-1).all()
-    assert torch.equal(generate(model, prompt, 0), prompt)
     model.train().norm.eval()
     generate(model, prompt, 1)  # leaves every module in its mode
     assert model.training and model.dropout.training and not model.norm.training
@@ -337,9 +330,7 @@ X = torch.zeros(2, 5, 8)
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: make("softmax", order=2), "order"),
     (lambda: make("newton", order=2), "order"),
-    (lambda: make("newton-taylor-no-value", values=True), "values"),
     (lambda: make()(draw(), draw(3)), "memory"),
-    (lambda: make()(torch.zeros(1, 2, 5)), r"\bz\b"),
     *[(lambda given=given: EnergyAttention(8, heads=2)(*given), message) for given, message in (
         ((X[..., :4],), r"\bx\b"),
         ((X, X), "context"),
@@ -348,10 +339,8 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     )],
     (lambda: language_model()(symbols(count=7)), "symbols"),
     (lambda: language_model()(symbols() + 9), "symbols"),
-    (lambda: language_model()(symbols(), iterations=0), "iterations"),
     (lambda: generate(language_model(), symbols()[:, :0], 3), "prompt"),
     (lambda: generate(language_model(), symbols(), 3, temperature=-1.0), "temperature"),
-    (lambda: generate(language_model(), symbols(), 3, most=0), "most"),
 ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from implicit_attn.models import HyperSET, HyperSETEquilibrium
 from implicit_attn.updates import HyperSETLayer
 from solvers import Status, Tolerance
-from tools.convert_hyperset import PUBLISHED, load_official, to_official
+from tools.convert_hyperset import build_official, load_official
 
 # Hyper-SET as a backbone: iterations, trajectories, masks, parameter counts, equilibrium.
 
@@ -50,25 +49,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 2},
     "layers": {"layers": 2},
 }
-each_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
 
 
-@each_model
-@pytest.mark.parametrize("iterations", [None, 7])
-def test_the_model_repeats_its_layers(options: dict[str, Any], iterations: int | None) -> None:
-    model = build(**options)
-    count = iterations or 4
-    x = tokens()
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
+def test_the_model_repeats_its_layers(options: dict[str, Any]) -> None:
+    """Also beyond the four iterations of training."""
+    model, x = build(**options), tokens()
     z, states = x, [x]
-    plan = [(layer, t) for layer in range(len(model.layers)) for t in range(1, count + 1)]
-    for layer, t in plan:
-        module = model.layers[layer]
-        assert isinstance(module, HyperSETLayer)
-        z = module(z, x, t)
-        states.append(z)
-    assert torch.allclose(model(x, iterations=iterations), z, atol=1e-12)
-    assert torch.allclose(model(x, iterations=iterations, z0=x), z, atol=1e-12)
-    assert torch.allclose(model.states(x, iterations=iterations), torch.stack(states), atol=1e-12)
+    for layer in model.layers:
+        assert isinstance(layer, HyperSETLayer)
+        for t in range(1, 8):
+            z = layer(z, x, t)
+            states.append(z)
+    assert torch.allclose(model(x, iterations=7, z0=x), z, atol=1e-12)
+    assert torch.allclose(model.states(x, iterations=7), torch.stack(states), atol=1e-12)
+    assert torch.equal(model(x), model(x, iterations=4))
 
 
 @pytest.mark.parametrize("name", ["state", "linear-softmax", "lora", "layers"])
@@ -119,22 +114,19 @@ RECORDED: dict[str, dict[str, Any]] = json.loads(
 
 
 def official_state(case: str) -> dict[str, Tensor]:
-    """Weights that no symmetry makes equal; the causal mask is the constant that it is."""
+    """Weights that no symmetry makes equal."""
     generator, state = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for item in RECORDED[case]["shapes"].split():
         key, sizes = item.split(":")
         shape = [int(size) for size in sizes.split("x")]
         state[key] = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        if key.endswith(".attn.mask"):
-            state[key] = torch.ones(shape, dtype=torch.float64).tril()
     return state
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_official_weights_give_official_logits_and_come_back(case: str) -> None:
-    state = official_state(case)
+def test_official_weights_give_official_logits(case: str) -> None:
     expected = torch.tensor(RECORDED[case]["logits"], dtype=torch.float64)
-    model = load_official(state, iterations=3, **RECORDED[case]["options"])
+    model = load_official(official_state(case), iterations=3, **RECORDED[case]["options"])
     assert not model.training
     if case.startswith("images"):
         drawn = torch.Generator().manual_seed(1)
@@ -143,53 +135,78 @@ def test_official_weights_give_official_logits_and_come_back(case: str) -> None:
         drawn = torch.Generator().manual_seed(2)
         found = model(torch.randint(0, 10, (2, 81), generator=drawn))[:, ::40, ::4]
     torch.testing.assert_close(found.flatten(), expected, rtol=1e-10, atol=1e-10)
-    back = to_official(model, alternative=any("time_mlp_inner" in key for key in state))
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_checkpoints_are_unwrapped() -> None:
+    state = official_state("images default")
+    wrapped = {"epoch": 1, "state_dict": {f"model.module.{k}": w for k, w in state.items()}}
+    plain, other = (load_official(each, image_size=6).state_dict() for each in (state, wrapped))
+    assert all(torch.equal(plain[key], other[key]) for key in plain)
 
 
 State = dict[str, Tensor]
-
-
-def change(key: str, weight: Any) -> Callable[[State], None]:
-    return lambda state: state.update({key: weight})
-
-
-def drop(*keys: str) -> Callable[[State], None]:
-    def spoil(state: State) -> None:
-        for key in keys:
-            del state[key]
-
-    return spoil
-
-
-# The state of images that is changed, the options, and what the error says.
+# What is changed in a state of images, the options, and what the error says.
 IMAGE: dict[str, Any] = {"image_size": 6}
-BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
-    (drop("enc.0.ln2.weight", "fc.0.bias"), IMAGE, "enc.0.ln2.weight"),
-    (change("pos_emb", torch.zeros(1).double()), IMAGE, "pos_emb"),
-    (change("fc.1.bias", torch.zeros(4).double()), IMAGE, "fc.1.bias"),
-    (change("emb.1.weight", torch.zeros(8)), IMAGE, "emb.1.weight"),
-    (drop(), {}, "image_size"),
-    (lambda state: state.clear(), {}, "state"),
+BAD: list[tuple[Callable[[State], Any], dict[str, Any], str]] = [
+    (lambda state: state.pop("enc.0.ln2.weight"), IMAGE, "gains.memory.weight"),
+    (lambda state: state.update(pos_emb=torch.zeros(1, 1)), IMAGE, "position"),
+    (lambda state: state.update({"fc.1.bias": torch.zeros(4)}), IMAGE, "head.bias"),
+    (lambda state: state.clear(), IMAGE, "state"),
+    (lambda state: None, {}, "image_size"),
+    (lambda state: None, {**IMAGE, "step": 0.1}, "step"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "options", "message"), BAD, ids=[bad[2][:30] for bad in BAD])
-def test_wrong_states(
-    spoil: Callable[[State], None], options: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("spoil", "options", "message"), BAD, ids=[bad[2] for bad in BAD])
+def test_wrong_states(spoil: Callable[[State], Any], options: dict[str, Any], message: str) -> None:
     state = official_state("images default")
     spoil(state)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         load_official(state, **options)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_numbers_of_parameters(name: str) -> None:
+# Parameters as the paper prints them, in millions, and the digits behind the point; all heads have 64
+# features. The network "twice-normed" is the one for training from scratch on CIFAR.
+CIFAR: dict[str, Any] = {"image_size": 32, "channels": 3, "patch": 4}
+IMAGENET: dict[str, Any] = {"image_size": 224, "channels": 3, "patch": 14}
+# The paper does not say it, but the printed numbers fit sinusoids as many as features, and not 512.
+WIDE: dict[str, Any] = {"network": "twice-normed", "time_dim": 1536}
+PUBLISHED: list[tuple[int, int, dict[str, Any], dict[str, Any], float, int]] = [
+    (384, 10, CIFAR, {"network": "twice-normed"}, 0.96, 2),
+    (512, 10, CIFAR, {"network": "twice-normed"}, 1.61, 2),
+    (1536, 10, CIFAR, WIDE, 14.3, 1),
+    (1536, 100, CIFAR, WIDE, 14.4, 1),
+    (512, 100, IMAGENET, {}, 1.93, 2),
+    (512, 100, IMAGENET, {"lora": (4, 2.0)}, 2.03, 2),
+    (512, 100, IMAGENET, {"lora": (32, 2.0)}, 2.72, 2),
+    (384, 1000, IMAGENET, {}, 1.55, 2),
+    (384, 1000, IMAGENET, {"network": None, "step": 0.1}, 0.91, 2),
+    (640, 1000, IMAGENET, {}, 3.40, 2),
+    (512, 1000, IMAGENET, {"layers": 12, "iterations": 1}, 8.17, 2),
+    (768, 1000, IMAGENET, {"layers": 12, "iterations": 1}, 17.56, 2),
+]
+
+
+@pytest.mark.parametrize(("dim", "classes", "shape", "options", "millions", "digits"), PUBLISHED)
+def test_published_numbers_of_parameters(
+    dim: int,
+    classes: int,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+    millions: float,
+    digits: int,
+) -> None:
     """Within 0.5 %, and the rounding of the printed number."""
-    layout, millions, digits, _ = PUBLISHED[name]
+    settings: Any = {"network": "normed", **options, "around": {**shape, "classes": classes}}
     with torch.device("meta"):
-        count = sum(weight.numel() for weight in layout.build().parameters())
+        model = build_official("images", dim, dim // 64, dim, **settings)
+    count = sum(weight.numel() for weight in model.parameters())
     assert abs(count / (millions * 1e6) - 1) <= 0.005
     assert abs(count / 1e6 - millions) <= 0.7 * 10.0**-digits
+
+
+def test_published_number_of_parameters_for_sudoku() -> None:
+    with torch.device("meta"):
+        model = build_official("sudoku", 768, 12, 4 * 768, network="raw", around={})
+    count = sum(weight.numel() for weight in model.parameters())
+    assert abs(count / 1e6 - 5.20) <= 0.007

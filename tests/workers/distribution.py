@@ -21,11 +21,9 @@ import tarfile
 import tempfile
 import venv
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from email.parser import Parser as MetadataParser
 from pathlib import Path
-
-from implicit_attn.optional import requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("implicit_attn", "solvers")
@@ -93,6 +91,34 @@ def unnamed(sources: Iterable[str], requirements: Mapping[str, Iterable[str]]) -
             if not any(distributions & named.get(group, set()) for group in groups):
                 lacking.append(f"{module} (extra {extra!r})")
     return lacking
+
+
+# A requirement in metadata: its name, its extras, and the extra that requires it.
+NAME = re.compile(r"([\w.-]+)\s*(?:\[([\w.,-]+)\])?")
+EXTRA = re.compile(r"extra == ['\"]([\w-]+)")
+
+
+def requirements(lines: Sequence[str]) -> dict[str, list[str]]:
+    """The distributions of lines of ``Requires-Dist``, without an extra under ``""``, and of each extra.
+
+    An extra that includes another one also contains its distributions.
+    """
+    own: dict[str, list[str]] = {}
+    included: dict[str, list[str]] = {}  # extra -> extras that it includes
+    for line in lines:
+        name, extra = NAME.match(line), EXTRA.search(line)
+        group = extra[1] if extra else ""
+        own.setdefault(group, [])
+        if name is not None and name[1].replace("_", "-") == "implicit-attn":
+            included.setdefault(group, []).extend((name[2] or "").split(","))
+        elif name is not None:
+            own[group].append(name[1])
+
+    def gathered(group: str) -> list[str]:
+        inner = [name for part in included.get(group, []) for name in gathered(part)]
+        return list(dict.fromkeys([*own.get(group, []), *inner]))
+
+    return {group: gathered(group) for group in own}
 
 
 def _plain(name: str) -> str:
