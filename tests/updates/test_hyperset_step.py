@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from implicit_attn.energies.feedforward import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import HyperSET
 from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer
-from implicit_attn.updates.hyperset import DESCENTS, Descent, build_step_sizes, sinusoids
+from implicit_attn.updates.hyperset import DESCENTS, build_step_sizes, descend, sinusoids
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
 EPSILON = 1e-6
@@ -164,13 +164,12 @@ def test_descents_are_those_of_torch(kind: str) -> None:
         "rmsprop-momentum": torch.optim.RMSprop([position], 1.0, alpha=0.8, eps=1e-6, momentum=0.9),
         "adam": torch.optim.Adam([position], 1.0, betas=(0.9, 0.96), eps=1e-6),
     }
-    descent = Descent(kind)
     kept: dict[str, Any] = {}
     for _ in range(4):
         before = position.detach().clone()
         position.grad = torch.randn_like(position)
         rules[kind].step()
-        step = descent(kept, position.grad)
+        step = descend(kind, kept, position.grad)
         torch.testing.assert_close(before - step, position.detach(), rtol=1e-12, atol=1e-12)
 
 
