@@ -17,7 +17,7 @@ from implicit_attn.energies.heads import (
     read_input,
 )
 from implicit_attn.energies.tokens import Mask, check_tokens, hide
-from implicit_attn.kernels.arguments import Pairs, attention_for_transforms
+from implicit_attn.kernels.arguments import attention_for_transforms
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag
 
@@ -97,7 +97,7 @@ class TransformerStep(Update):
             key, value = self._split(self.key_value(memory), 2)
             check_state(tokens, AttentionContext(key=key), name, self.dim, True)
         batch, count, keys = tokens.shape[0], tokens.shape[1], memory.shape[1]
-        pairs = fit_pairs(given, (batch, self.heads, count, keys), tokens.device) or Pairs()
+        pairs = fit_pairs(given, (batch, self.heads, count, keys), tokens.device)
         pairs = pairs.intersect(None if seen is None else seen[:, None, None, :])
         if self.causal and any(part is not None for part in pairs):
             order = torch.ones(keys, keys, dtype=torch.bool, device=tokens.device).tril()
