@@ -44,7 +44,7 @@ from implicit_attn.kernels import bisoftmax, check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from implicit_attn.kernels.reference import Attended, attend
 from implicit_attn.kernels.strips import recomputed
-from solvers.core.checks import require_choice
+from solvers.core.checks import require_choice, require_count
 from solvers.core.modes import without_autocast
 
 if TYPE_CHECKING:
@@ -379,9 +379,8 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.norm = check_norm(norm)
         self.context_dim = dim if cross and context_dim is None else context_dim
-        rows, source = heads * self.width, dim
-        if cross and self.context_dim:
-            source = self.context_dim
+        source = require_count("context_dim", self.context_dim) if cross else dim
+        rows = heads * self.width
         self.query, self.key = Projection(dim, rows, bound), Projection(source, rows, bound)
         seen = None if cross else self.context_dim
         self.query_context, self.query_bias = input_terms(rows, seen, bias)
@@ -397,7 +396,7 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         if self.cross:
             check_dtype(memory, self.key.weight, name)
             key = self._features(memory, self.key, self.key_bias, None, seen).unit
-            key = self._widened(key, key)
+            key = self._widened(key, is_key=True)
             return AttentionContext(key=key, key_mask=seen, pairs=pairs, mask=mask)
         if self.query_context is None or self.key_context is None:
             return AttentionContext(pairs=pairs, mask=mask)
@@ -437,16 +436,17 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         if limit is not None and self._elastic:
             limit *= 1.5  # |q.k - |k|^2 / 2| for |q|, |k| <= sqrt(p)
         wide = accumulation_dtype(query.dtype)
-        sides = self._widened(query.to(wide), None), self._widened(key.to(wide), key.to(wide))
-        beta = self.beta_like(query)
-        attended = attend(*sides, beta, pairs=pairs.intersect(order), limit=limit)
+        attended = attend(
+            self._widened(query.to(wide), is_key=False), self._widened(key.to(wide), is_key=True),
+            self.beta_like(query), pairs=pairs.intersect(order), limit=limit,
+        )  # fmt: skip
         return attended, attended.weights.to(query.dtype) @ key
 
     def _across(self, own: Tensor, context: AttentionContext) -> tuple[Attended, Tensor]:
         """Return the log-sum-exps for constant keys, without weights, and the mean key of each query."""
         assert context.key is not None  # set by ``read`` of a cross-attention
         key, seen, (allowed, bias) = fit_keys(context.pairs, own, context.key, context.key_mask)
-        query, mask = self._widened(own, None), context.mask
+        query, mask = self._widened(own, is_key=False), context.mask
         options: dict[str, Any] = {"mask": seen, "pairs": allowed, "bias": bias}
         mean, lse = frozen_key_attention(
             query, key, self.beta_like(query), **options, backend=self.backend
@@ -460,11 +460,11 @@ class SoftmaxAttention(HasHeads, ClosedForm):
             lse = lse.masked_fill(~attends, 0.0)  # type: ignore[union-attr]
         return Attended(None, lse, attends), mean[..., : self.width].to(own.dtype)  # type: ignore[arg-type]
 
-    def _widened(self, side: Tensor, key: Tensor | None) -> Tensor:
+    def _widened(self, side: Tensor, *, is_key: bool) -> Tensor:
         """Widen features so that products of queries and keys are ``q.k - |k|^2 / 2``, if elastic."""
         if not self._elastic:
             return side
-        last = torch.ones_like(side[..., :1]) if key is None else -0.5 * key.square().sum(-1, True)
+        last = -0.5 * side.square().sum(-1, True) if is_key else torch.ones_like(side[..., :1])
         return torch.cat((side, last), -1)
 
     def _features(

@@ -321,10 +321,9 @@ def input_terms(
     rows: int, context_dim: int | None, bias: bool
 ) -> tuple[Projection | None, nn.Parameter | None]:
     """Return the weight P and the bias b of features ``W z + P x + b``, each None if it is not used."""
-    biased = require_flag("bias", bias) or context_dim is not None
-    context = (
-        None if context_dim is None else Projection(require_count("context_dim", context_dim), rows)
-    )
+    context, biased = None, require_flag("bias", bias) or context_dim is not None
+    if context_dim is not None:
+        context = Projection(require_count("context_dim", context_dim), rows)
     return context, nn.Parameter(torch.zeros(rows)) if biased else None
 
 

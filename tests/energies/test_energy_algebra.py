@@ -266,6 +266,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ScoreAttention(8, 2, norm=1e-6), TypeError, "norm"),  # type: ignore[arg-type]
     (lambda: LinearAttention(8, 2, feature_map="exp"), ValueError, "feature_map"),
     (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, "causal"),
+    (lambda: SoftmaxAttention(8, 2, cross=True, context_dim=0), ValueError, "context_dim"),
     (lambda: BiSoftmaxAttention(8, 2, beta=(1.0, 2.0, 3.0)), ValueError, "beta"),
     (lambda: BiSoftmaxAttention(8, 2, beta=torch.ones(2).requires_grad_()), TypeError, "beta"),
     (lambda: GatedFeedForward(8, 4, activation="cosine"), ValueError, "activation"),
