@@ -46,7 +46,6 @@ __all__ = [
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
-NORMS = ("weight", "spectral", "bound")
 SMALLEST = 1e-12  # smallest norm to divide by
 
 
@@ -103,19 +102,7 @@ class SpectralNorm(WeightNorm):
     """
 
     def size(self, weight: Tensor) -> Tensor:
-        sigma = SpectralBound(SMALLEST).norm_or_bound(_matrix(weight, self.dim))
-        return sigma.to(weight.dtype)
-
-
-class _MatrixBound(SpectralBound):
-    """:class:`SpectralBound` for weights with any number of dimensions."""
-
-    def __init__(self, bound: float, dim: int) -> None:
-        super().__init__(bound)
-        self.dim = dim
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        return _matrix(weight, self.dim)
+        return SpectralBound(SMALLEST, self.dim).norm_or_bound(weight).to(weight.dtype)
 
 
 def apply_norm(
@@ -160,103 +147,81 @@ def apply_norm(
         ['0.weight', '2.weight']
     """
     require_instance("module", module, nn.Module, "an nn.Module")
-    require_choice("norm", norm, NORMS)
+    require_choice("norm", norm, PARAMETRISATIONS)
     if target is not None:
         require_positive("target", target)
     elif norm == "bound":
         raise ValueError('target must be a number > 0 for norm="bound", got None')
-    chosen = _chosen(module, kinds, _patterns("only", only), _patterns("skip", skip))
+    wanted, unwanted = _matcher("only", only), _matcher("skip", skip)
+    chosen = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, kinds) and wanted(name) and not unwanted(name)
+    }
+    if not chosen:
+        raise ValueError(f"module must contain a layer that matches only={only}, not skip={skip}")
     for name, layer in chosen.items():
         _check_weight(module, name, layer)
     for layer in chosen.values():
-        dim = 1 if isinstance(layer, TRANSPOSED) else 0
-        made: nn.Module
-        if norm == "bound":
-            assert target is not None
-            made = _MatrixBound(target, dim)
-        else:
-            made = (WeightNorm if norm == "weight" else SpectralNorm)(target, dim=dim)
-        parametrise(layer, "weight", made)
+        dim, made = 1 if isinstance(layer, TRANSPOSED) else 0, PARAMETRISATIONS[norm]
+        parametrise(layer, "weight", made(target, dim=dim))
     return [_weight_name(name) for name in chosen]
 
 
-def remove_norm(module: nn.Module) -> list[str]:
-    """Remove the norms of :func:`apply_norm`; the weights keep their values as plain parameters.
+PARAMETRISATIONS: dict[str, Any] = {
+    "weight": WeightNorm, "spectral": SpectralNorm, "bound": SpectralBound,
+}  # fmt: skip
 
-    Other parametrisations and copies of the module do not change. Call it before you create an optimizer,
-    because learned norms are replaced by new parameters. Returns the names of the weights; ValueError if
-    a weight has another parametrisation on top of such a norm.
+
+def remove_norm(module: nn.Module) -> list[str]:
+    """Remove the norms of :func:`apply_norm` and bounds; the weights keep their values as plain parameters.
+
+    Weights with other parametrisations and copies of the module do not change. Call it before you create an
+    optimizer, because learned norms are replaced by new parameters. Returns the names of the weights.
     """
     require_instance("module", module, nn.Module, "an nn.Module")
-    normed = {}
+    removed = []
     for name, layer in module.named_modules():
         if not parametrize.is_parametrized(layer, "weight"):
             continue
         parts: Any = layer.parametrizations["weight"]  # type: ignore[index]
-        ours = [isinstance(part, (WeightNorm, _MatrixBound)) for part in parts]
-        if any(ours):
-            if not all(ours):
-                raise ValueError(
-                    f"{_weight_name(name)} has other parametrisations; remove them first"
-                )
-            normed[name] = layer, bool(list(parts.parameters()))
-    for layer, learned in normed.values():
+        if not all(isinstance(part, (WeightNorm, SpectralBound)) for part in parts):
+            continue
         own_class(layer)
         with torch.enable_grad():
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-        if learned and "weight" in layer._buffers:  # torch makes a frozen parameter a buffer
+        if "weight" in layer._buffers:  # torch makes a frozen parameter a buffer
             weight: Any = layer._buffers.pop("weight")
             layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-    return [_weight_name(name) for name in normed]
-
-
-def _matrix(weight: Tensor, dim: int) -> Tensor:
-    return weight.movedim(dim, 0).flatten(1)
+        removed.append(_weight_name(name))
+    return removed
 
 
 def _weight_name(layer: str) -> str:
     return f"{layer}.weight" if layer else "weight"
 
 
-def _patterns(name: str, patterns: Any) -> tuple[str, ...]:
+def _matcher(argument: str, patterns: Any) -> Callable[[str], bool]:
+    """Return whether a name matches one of the patterns, as a function."""
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in given):
-        raise TypeError(f"{name} must be a name pattern or a sequence of them, got {patterns!r}")
-    return given
-
-
-def _chosen(
-    module: nn.Module, kinds: Any, only: tuple[str, ...], skip: tuple[str, ...]
-) -> dict[str, nn.Module]:
-    """Return the matching layers by name; ValueError if there are none."""
-
-    def fits(name: str, patterns: tuple[str, ...]) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    chosen = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, kinds) and fits(name, only) and not fits(name, skip)
-    }
-    if not chosen:
-        raise ValueError(f"module must contain a layer that matches only={only}, not skip={skip}")
-    return chosen
+        raise TypeError(
+            f"{argument} must be a name pattern or a sequence of them, got {patterns!r}"
+        )
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in given)
 
 
 def _check_weight(module: nn.Module, name: str, layer: nn.Module) -> None:
     """Check that the weight of a layer is a parameter of that layer only."""
+    name = _weight_name(name)
     if parametrize.is_parametrized(layer, "weight"):
-        raise ValueError(f"{_weight_name(name)} is already parametrised; remove_norm first")
+        raise ValueError(f"{name} is already parametrised; remove_norm first")
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, nn.Parameter) or isinstance(weight, UninitializedParameter):
-        raise ValueError(
-            f"{_weight_name(name)} must be an initialised parameter, got {type(weight)}"
-        )
-    parts = module.named_modules()  # a shared module appears once
-    every = [(path, key, each) for path, at in parts for key, each in at._parameters.items()]
-    places = [f"{path}.{key}".lstrip(".") for path, key, each in every if each is weight]
-    if len(places) > 1:
-        raise ValueError(f"each weight must belong to one layer, got one shared by {places}")
+        raise ValueError(f"{name} must be an initialised parameter, got {type(weight)}")
+    parameters = [each for part in module.modules() for each in part._parameters.values()]
+    if sum(each is weight for each in parameters) > 1:
+        raise ValueError(f"{name} must belong to one layer, got one that several share")
 
 
 # Spectral radii of a model's layers during training.
@@ -423,17 +388,12 @@ def fixed_point_correction(
     """
     require_callable("loss", loss)
     if isinstance(states, Tensor) or not isinstance(states, Sequence) or not states:
-        raise TypeError(
-            "states must be a sequence of at least one state, such as [*states_at(layer, x, [2, 4]), "
-            f"layer(x)], got {type(states)}"
-        )
+        raise TypeError(f"states must be a sequence of at least one state, got {type(states)}")
     numbers = correction_weights(len(states)) if weights is None else list(weights)
     if len(numbers) != len(states):
         raise ValueError(f"weights must contain {len(states)} numbers, got {len(numbers)}")
-    terms = []
-    for at, (weight, state) in enumerate(zip(numbers, states, strict=True)):
-        term = loss(state)
-        if not isinstance(term, Tensor) or (terms and term.shape != terms[0].shape):
-            raise TypeError(f"loss must return tensors of the same shape, got {term!r}")
-        terms.append(require_nonnegative(f"weights[{at}]", weight) * term)
+    terms = [
+        require_nonnegative(f"weights[{at}]", weight) * loss(state)
+        for at, (weight, state) in enumerate(zip(numbers, states, strict=True))
+    ]
     return torch.stack(terms).sum(0)

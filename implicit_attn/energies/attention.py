@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
@@ -19,6 +19,7 @@ from implicit_attn.energies.heads import (
     check_exclude_self,
     fit_keys,
     fit_pairs,
+    input_terms,
     project_input,
     read_input,
 )
@@ -41,9 +42,9 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels import bisoftmax, check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
-from implicit_attn.kernels.reference import Attended, attend, query_key_gradients
+from implicit_attn.kernels.reference import Attended, attend
 from implicit_attn.kernels.strips import recomputed
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice, require_count
 from solvers.core.modes import without_autocast
 
 if TYPE_CHECKING:
@@ -90,11 +91,7 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         rows = heads * self.width
         self.projection = Projection(dim, rows, bound)
         self.exclude_self: bool | None = None  # None if the energy does not support pairs
-        self.context: Projection | None = None
-        if context_dim is not None:
-            self.context = Projection(require_count("context_dim", context_dim), rows)
-        has_bias = require_flag("bias", bias) or context_dim is not None
-        self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
+        self.context, self.bias = input_terms(rows, context_dim, bias)
 
     def read(self, x: Any, mask: Mask) -> AttentionContext:
         if self.context is None and not isinstance(x, AttentionInput):
@@ -158,18 +155,15 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.exclude_self = check_exclude_self(exclude_self, backend)
 
     def potential(self, y: Tensor, context: AttentionContext, need_value: bool) -> Evaluation:
-        largest, limit = self.temperatures.largest, None
-        if self.norm is not None and largest is not None:
-            limit = largest * self.width  # |beta y_i.y_j| <= beta p, as |y_i| <= sqrt(p)
-        allowed, bias = self.pairs(y, context) or Pairs()
+        allowed, bias = self.pairs(y, context)
         gradient, lse = bisoftmax(
-            y, self.beta_like(y), causal=self.causal, limit=limit, backend=self.backend,
-            mask=context.mask, pairs=allowed, bias=bias,
+            y, self.beta_like(y), causal=self.causal, limit=self.score_limit(self.norm),
+            backend=self.backend, mask=context.mask, pairs=allowed, bias=bias,
         )  # fmt: skip
         return sum_samples(lse / self.beta_like(lse)) if need_value else None, gradient
 
-    def pairs(self, y: Tensor, context: AttentionContext) -> Pairs | None:
-        """Return the allowed pairs of tokens and their biases for features y, or None for all."""
+    def pairs(self, y: Tensor, context: AttentionContext) -> Pairs:
+        """Return the allowed pairs of tokens and their biases for features y."""
         shape = (*y.shape[:3], y.shape[2])
         return fit_pairs(context.pairs, shape, y.device, bool(self.exclude_self))
 
@@ -195,18 +189,10 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
             raise ValueError("causal must be False for RowSoftmaxAttention, got True; use pairs")
 
     def straight_by_features(self, y: Tensor, context: AttentionContext) -> Tensor:
-        beta, mask, pairs = self.beta_like(y), context.mask, self.pairs(y, context)
-        if pairs is not None:
-            given: dict[str, Any] = {"pairs": pairs.allowed, "bias": pairs.bias, "mask": mask}
-            return frozen_key_attention(y, y, beta, **given)[0]
-        attends = token_pairs(mask, False, y.shape[2], y.device)
-        if attends is not None:
-            # A masked token attends only to itself, a row of zeros, which avoids NaN.
-            attends = attends | torch.eye(y.shape[2], dtype=torch.bool, device=y.device)
-        query = y
-        if isinstance(beta, Tensor):
-            query, beta = (y * beta).to(y.dtype), 1.0
-        return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
+        allowed, bias = self.pairs(y, context)
+        return frozen_key_attention(
+            y, y, self.beta_like(y), mask=context.mask, pairs=allowed, bias=bias, need_lse=False
+        )[0]
 
 
 # Up to this number of tokens the scores are dense; beyond, they are computed in strips of rows.
@@ -392,32 +378,25 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         self.set_heads(dim, heads, head_dim, beta, learned_beta)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.norm = check_norm(norm)
-        if context_dim is not None:
-            require_count("context_dim", context_dim)
-        self.context_dim = context_dim or (dim if cross else None)
-        rows, seen = heads * self.width, None if cross else self.context_dim
-        self.query = Projection(dim, rows, bound)
-        source = self.context_dim if cross and self.context_dim else dim
-        self.key = Projection(source, rows, bound)
-        self.query_context = None if seen is None else Projection(seen, rows)
-        self.key_context = None if seen is None else Projection(seen, rows)
-        biased = require_flag("bias", bias) or seen is not None
-        self.query_bias = nn.Parameter(torch.zeros(rows)) if biased else None
-        self.key_bias = nn.Parameter(torch.zeros(rows)) if biased else None
+        self.context_dim = dim if cross and context_dim is None else context_dim
+        source = require_count("context_dim", self.context_dim) if cross else dim
+        rows = heads * self.width
+        self.query, self.key = Projection(dim, rows, bound), Projection(source, rows, bound)
+        seen = None if cross else self.context_dim
+        self.query_context, self.query_bias = input_terms(rows, seen, bias)
+        self.key_context, self.key_bias = input_terms(rows, seen, bias)
         self.concave = cross and energy == "inner" and norm is None
 
     def read(self, x: Any, mask: Mask) -> AttentionContext:
         name, heads = type(self).__name__, self.heads
         if not (self.cross or self.query_context is not None or isinstance(x, AttentionInput)):
             return AttentionContext(mask=mask)
-        tokens, pairs, memory, seen = read_input(
-            x, mask, name, self.key.weight.shape[1] if self.cross else None
-        )
+        width = self.context_dim if self.cross else None
+        tokens, pairs, memory, seen = read_input(x, mask, name, width)
         if self.cross:
             check_dtype(memory, self.key.weight, name)
             key = self._features(memory, self.key, self.key_bias, None, seen).unit
-            if self._elastic:  # q.k - |k|^2 / 2, as a product of wider features
-                key = torch.cat((key, key.square().sum(-1, keepdim=True) * -0.5), -1)
+            key = self._widened(key, is_key=True)
             return AttentionContext(key=key, key_mask=seen, pairs=pairs, mask=mask)
         if self.query_context is None or self.key_context is None:
             return AttentionContext(pairs=pairs, mask=mask)
@@ -426,15 +405,21 @@ class SoftmaxAttention(HasHeads, ClosedForm):
         return AttentionContext(query=query, key=key, pairs=pairs, mask=mask)
 
     def evaluate(self, z: Tensor, x: AttentionContext, mask: Mask, need_value: bool) -> Evaluation:
-        visible, value = hide(z, mask), None
+        visible, value, key = hide(z, mask), None, None
         query = self._features(visible, self.query, self.query_bias, x.query, mask)
         if self.cross:
-            attended, by_query = self._across(query.unit, x)
-            gradient = query.pull_back(by_query)
+            attended, mean = self._across(query.unit, x)
         else:
             key = self._features(visible, self.key, self.key_bias, x.key, mask)
-            attended, by_query, by_key = self._within(query.unit, key.unit, x)
-            gradient = query.pull_back(by_query) + key.pull_back(by_key)
+            attended, mean = self._within(query.unit, key.unit, x)
+        by_query = attended.only(query.unit) - mean if self._elastic else -mean
+        gradient = query.pull_back(by_query)
+        if key is not None:
+            weights = attended.weights.to(query.unit.dtype)
+            by_key = -(weights.mT @ query.unit)
+            if self._elastic:
+                by_key = by_key + weights.sum(-2).unsqueeze(-1) * key.unit
+            gradient = gradient + key.pull_back(by_key)
         if need_value:
             value = -sum_samples(attended.lse / self.beta_like(attended.lse))
             if self._elastic:
@@ -443,37 +428,44 @@ class SoftmaxAttention(HasHeads, ClosedForm):
 
     def _within(
         self, query: Tensor, key: Tensor, context: AttentionContext
-    ) -> tuple[Attended, Tensor, Tensor]:
-        """Return the self-attention of the state, and the gradients of queries and keys."""
+    ) -> tuple[Attended, Tensor]:
+        """Return the self-attention of the state, and the mean key of each query."""
         order = token_pairs(context.mask, self.causal, query.shape[2], query.device)
         _, _, pairs = fit_keys(context.pairs, query, key, None, self.exclude_self)
-        largest, limit = self.temperatures.largest, None
-        if self.norm is not None and largest is not None:
-            limit = 1.5 * largest * self.width  # |beta (q.k - |k|^2 / 2)| for |q|, |k| <= sqrt(p)
-        options: dict[str, Any] = {"elastic": self._elastic, "limit": limit}
+        limit = self.score_limit(self.norm)
+        if limit is not None and self._elastic:
+            limit *= 1.5  # |q.k - |k|^2 / 2| for |q|, |k| <= sqrt(p)
+        wide = accumulation_dtype(query.dtype)
         attended = attend(
-            query, key, self.beta_like(query), pairs=pairs.intersect(order), **options
-        )
-        return attended, *query_key_gradients(query, key, attended, elastic=self._elastic)
+            self._widened(query.to(wide), is_key=False), self._widened(key.to(wide), is_key=True),
+            self.beta_like(query), pairs=pairs.intersect(order), limit=limit,
+        )  # fmt: skip
+        return attended, attended.weights.to(query.dtype) @ key
 
     def _across(self, own: Tensor, context: AttentionContext) -> tuple[Attended, Tensor]:
-        """Return the log-sum-exps for constant keys, without weights, and the gradient of the queries."""
+        """Return the log-sum-exps for constant keys, without weights, and the mean key of each query."""
         assert context.key is not None  # set by ``read`` of a cross-attention
         key, seen, (allowed, bias) = fit_keys(context.pairs, own, context.key, context.key_mask)
-        query = torch.cat((own, torch.ones_like(own[..., :1])), -1) if self._elastic else own
+        query, mask = self._widened(own, is_key=False), context.mask
         options: dict[str, Any] = {"mask": seen, "pairs": allowed, "bias": bias}
-        beta, mask = self.beta_like(query), context.mask
-        mean, lse = frozen_key_attention(query, key, beta, **options, backend=self.backend)
+        mean, lse = frozen_key_attention(
+            query, key, self.beta_like(query), **options, backend=self.backend
+        )
         # The queries that have a key.
         given = Pairs(allowed).intersect(None if seen is None else seen[:, None, None]).allowed
         attends = None if given is None else given.any(-1)
         if mask is not None:
             attends = mask[:, None] if attends is None else attends & mask[:, None]
-        attended = Attended(
-            None, lse if attends is None else lse.masked_fill(~attends, 0.0), attends
-        )
-        gradient = -mean[..., : self.width].to(own.dtype)
-        return attended, attended.only(gradient + own if self._elastic else gradient)
+        if attends is not None:
+            lse = lse.masked_fill(~attends, 0.0)  # type: ignore[union-attr]
+        return Attended(None, lse, attends), mean[..., : self.width].to(own.dtype)  # type: ignore[arg-type]
+
+    def _widened(self, side: Tensor, *, is_key: bool) -> Tensor:
+        """Widen features so that products of queries and keys are ``q.k - |k|^2 / 2``, if elastic."""
+        if not self._elastic:
+            return side
+        last = -0.5 * side.square().sum(-1, True) if is_key else torch.ones_like(side[..., :1])
+        return torch.cat((side, last), -1)
 
     def _features(
         self, z: Tensor, side: Projection, bias: Tensor | None, added: Tensor | None, mask: Mask

@@ -215,7 +215,7 @@ class Energy(nn.Module):
         """
         if type(self).grad is not Energy.grad:  # a subclass with a closed-form gradient
             return self._checked(z, x, mask), self.grad(z, x, mask=mask)
-        return value_and_gradient(self._checked, z, x, mask, named=self._label())
+        return value_and_gradient(self._checked, z, x, mask, named=self._title())
 
     def grad(self, z: Any, x: Any = None, *, mask: Mask = None) -> Any:
         """Return the gradient with respect to ``z``, which is differentiable if autograd is on."""
@@ -286,15 +286,25 @@ class Energy(nn.Module):
 
     def _checked(self, z: Any, x: Any, mask: Mask) -> Tensor:
         value = self(z, x, mask=mask)
-        check_values(value, pytree.tree_leaves(z)[0].shape[0], self._label())
+        check_values(value, pytree.tree_leaves(z)[0].shape[0], self._title())
         return value
 
-    def _label(self) -> str:
-        return f"{type(self).__name__}.forward"
+    def _title(self) -> str:
+        """Return the name of the energy in messages."""
+        return type(self).__name__
 
 
 class ClosedForm(Energy):
-    """Base class of energies that compute the value and the gradient in one method, ``evaluate``."""
+    """Base class of energies that compute the value and the gradient in one method, ``evaluate``.
+
+    A subclass may override neither ``forward`` nor ``grad`` nor ``value_and_grad``, which sums do not call.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("forward", "grad", "value_and_grad"):
+            if name in vars(cls):
+                raise TypeError(f"{cls.__name__} must define evaluate instead of {name}")
 
     def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         return x if is_prepared(x, mask) else self.read(x, mask)
@@ -331,47 +341,55 @@ class ClosedForm(Energy):
         return self.evaluate(z, x, mask, need_value)
 
 
-def _is_closed(term: Any) -> bool:
-    """Return whether ``evaluate`` defines the term, and not a user's override of a public method."""
-    kind, names = type(term), ("forward", "value_and_grad", "grad")
-    return isinstance(term, ClosedForm) and all(
-        getattr(kind, name) is getattr(ClosedForm, name) for name in names
-    )
+class SummedEnergy(ClosedForm):
+    """The sum of the energies that ``summands`` returns."""
 
+    @abstractmethod
+    def summands(self) -> Iterable[Any]:
+        """Return the energies to add, at least one."""
 
-def _check(term: Any, z: Any, x: Any, mask: Mask) -> None:
-    """Check the state of a term, which a term of the user does itself."""
-    if _is_closed(term):
-        term.check(z, x, mask)
+    def read(self, x: Any, mask: Mask) -> Any:
+        """Return a context with one part per term, or ``x`` if no term prepares anything."""
+        parts = tuple(term.prepare(x, mask=mask) for term in self.summands())
+        return x if all(part is x for part in parts) else AttentionContext(parts, mask=mask)
+
+    def _terms(self, x: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield each term with what it prepared."""
+        terms = tuple(self.summands())
+        parts = x.parts if isinstance(x, AttentionContext) else (x,) * len(terms)
+        return zip(terms, parts, strict=True)
+
+    def check(self, z: Any, x: Any, mask: Mask) -> None:
+        for term, part in self._terms(x):
+            if isinstance(term, ClosedForm):  # other energies check the state themselves
+                term.check(z, part, mask)
+
+    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
+        found = [_evaluate(term, z, part, mask, need_value) for term, part in self._terms(x)]
+        values, gradients = zip(*found, strict=True)
+        total = functools.reduce(lambda a, b: map_tree(torch.add, a, b), gradients)
+        return functools.reduce(torch.add, values) if need_value else None, total
 
 
 def _evaluate(term: Any, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
     """Evaluate a term, whose state has been checked, with what it prepared."""
-    if _is_closed(term):
+    if isinstance(term, ClosedForm):
         return term.evaluate(z, x, mask, need_value)
     if need_value:
         return term.value_and_grad(z, x, mask=mask)
     return None, term.grad(z, x, mask=mask)
 
 
-class _Wrapped(ClosedForm):
-    """An energy that evaluates another one; its context has what that one prepared as its part."""
+class _Wrapped(SummedEnergy):
+    """A sum of one energy."""
 
     def __init__(self, energy: Energy) -> None:
         super().__init__()
         self.energy = _check_energy_type(energy)
         self.concave = energy.concave
 
-    def read(self, x: Any, mask: Mask) -> Any:
-        part = self.energy.prepare(x, mask=mask)
-        return x if part is x else AttentionContext(part, mask=mask)
-
-    def check(self, z: Any, x: Any, mask: Mask) -> None:
-        _check(self.energy, z, x.parts if isinstance(x, AttentionContext) else x, mask)
-
-    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
-        part = x.parts if isinstance(x, AttentionContext) else x
-        return _evaluate(self.energy, z, part, mask, need_value)
+    def summands(self) -> Iterable[Any]:
+        return (self.energy,)
 
 
 class _Multiple(_Wrapped):
@@ -445,35 +463,6 @@ def inverse_softplus(number: float) -> float:
     return number + math.log(-math.expm1(-number))
 
 
-class SummedEnergy(ClosedForm):
-    """The sum of the energies that ``summands`` returns."""
-
-    @abstractmethod
-    def summands(self) -> Iterable[Any]:
-        """Return the energies to add, at least one."""
-
-    def read(self, x: Any, mask: Mask) -> Any:
-        """Return a context with one part per term, or ``x`` if no term prepares anything."""
-        parts = tuple(term.prepare(x, mask=mask) for term in self.summands())
-        return x if all(part is x for part in parts) else AttentionContext(parts, mask=mask)
-
-    def _terms(self, x: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each term with what it prepared."""
-        terms = tuple(self.summands())
-        parts = x.parts if isinstance(x, AttentionContext) else (x,) * len(terms)
-        return zip(terms, parts, strict=True)
-
-    def check(self, z: Any, x: Any, mask: Mask) -> None:
-        for term, part in self._terms(x):
-            _check(term, z, part, mask)
-
-    def evaluate(self, z: Any, x: Any, mask: Mask, need_value: bool) -> Evaluation:
-        found = [_evaluate(term, z, part, mask, need_value) for term, part in self._terms(x)]
-        values, gradients = zip(*found, strict=True)
-        total = functools.reduce(lambda a, b: map_tree(torch.add, a, b), gradients)
-        return functools.reduce(torch.add, values) if need_value else None, total
-
-
 class Sum(SummedEnergy):
     """Sum of at least one energy; nested sums are flattened, so ``a + b + c`` has three terms."""
 
@@ -509,7 +498,7 @@ class Select(_Wrapped):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
             raise ValueError(f"x must contain {self.key!r}, got {held}") from error
-        return AttentionContext(self.energy.prepare(part, mask=mask), mask=mask)
+        return AttentionContext((self.energy.prepare(part, mask=mask),), mask=mask)
 
     def extra_repr(self) -> str:
         return f"key={self.key!r}"
@@ -608,8 +597,8 @@ class FunctionEnergy(Energy):
     def forward(self, z: Any, x: Any = None, *, mask: Mask = None) -> Tensor:
         return self.call(self.function, z, x, mask)
 
-    def _label(self) -> str:
-        return f"the function {self.call.name}"
+    def _title(self) -> str:
+        return self.call.name
 
     def extra_repr(self) -> str:
         return self.call.name

@@ -18,7 +18,7 @@ from implicit_attn.energies.attention import (
     ScoreAttention,
 )
 from implicit_attn.energies.energy import AttentionContext, Evaluation, Quadratic, SummedEnergy
-from implicit_attn.energies.heads import TokenEnergy
+from implicit_attn.energies.heads import TokenEnergy, input_terms
 from implicit_attn.energies.tokens import (
     FEATURE_MAPS,
     NONLINEAR_MAPS,
@@ -30,7 +30,7 @@ from implicit_attn.energies.tokens import (
     normal_density,
     visible_input,
 )
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice, require_flag
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,17 +86,13 @@ class MemoryEnergy(TokenEnergy):
             raise ValueError(f"gates must be False for a {type(self).__name__}, got True")
         if gates and context_dim is None:
             raise ValueError("gates=True needs a context, got context_dim=None")
-        self.context_dim, self.context = context_dim, None
-        self.gate: nn.Module | None = None
-        if context_dim is not None:
-            self.context = Projection(require_count("context_dim", context_dim), memories)
-            if gates:  # initially 1, without drawing random numbers
-                device = torch.empty(0).device  # the default device, which skip_init ignores
-                self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories, device=device)
-                for parameter in self.gate.parameters():
-                    nn.init.zeros_(parameter)
-        biased = require_flag("bias", bias) or context_dim is not None
-        self.bias = nn.Parameter(torch.zeros(memories)) if biased else None
+        self.context_dim, self.gate = context_dim, None
+        self.context, self.bias = input_terms(memories, context_dim, bias)
+        if gates:  # initially 1, without drawing random numbers
+            device = torch.empty(0).device  # the default device, which skip_init ignores
+            self.gate = nn.utils.skip_init(nn.Linear, context_dim, memories, device=device)
+            for parameter in self.gate.parameters():
+                nn.init.zeros_(parameter)
         self.concave = self.concave_without_norm and norm is None
 
     def read(self, x: Any, mask: Mask) -> AttentionContext:

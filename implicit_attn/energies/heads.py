@@ -151,29 +151,40 @@ class Temperatures(nn.Module):
 
     Learned ones are ``log(1 + exp(raw))`` with a parameter ``raw`` (heads,), so they remain positive.
     ``beta=None`` means ``width^-1/2`` with the width of a head.
+
+    Attributes:
+        number: the constant of all heads; None if they are learned or differ.
+        largest: the largest beta; None if they are learned.
     """
 
     values: Tensor
 
     def __init__(self, heads: int, beta: Beta, width: int, learned: bool = False) -> None:
         super().__init__()
-        found = _numbers(heads, width**-0.5 if beta is None else beta)
-        self.numbers = found if isinstance(found, list) else [found] * heads
+        if isinstance(beta, Tensor):
+            if beta.requires_grad:
+                raise TypeError("beta must not require grad; use learned_beta=True to train it")
+            beta = beta.tolist()
+        equal = beta is None or isinstance(beta, (int, float))
+        given = [width**-0.5 if beta is None else beta] * heads if equal else beta
+        if not isinstance(given, (list, tuple)) or len(given) != heads:
+            raise ValueError(f"beta must be a number or one per head ({heads}), got {beta!r}")
+        self.numbers = [require_positive("beta", number) for number in given]
         self.learned = require_flag("learned_beta", learned)
-        self.number = None if learned or isinstance(found, list) else found
-        self.largest = None if learned else max(self.numbers)  # learned ones have no bound
+        self.number = self.numbers[0] if equal and not learned else None
+        self.largest = None if learned else max(self.numbers)
         if learned:
             self.raw = nn.Parameter(torch.tensor([inverse_softplus(n) for n in self.numbers]))
-        elif self.number is None:
+        elif not equal:
             # Constants are constructor arguments and not part of the state_dict.
             self.register_buffer("values", torch.tensor(self.numbers), persistent=False)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the module, recomputing constants from their exact values in the new precision."""
         super()._apply(*args, **kwargs)
-        if self.number is None and not self.learned:
-            dtype = accumulation_dtype(self.values.dtype)
-            self.values = torch.tensor(self.numbers, dtype=dtype, device=self.values.device)
+        if "values" in self._buffers:
+            dtype, device = accumulation_dtype(self.values.dtype), self.values.device
+            self.values = torch.tensor(self.numbers, dtype=dtype, device=device)
         return self
 
     def forward(self) -> float | Tensor:
@@ -181,18 +192,6 @@ class Temperatures(nn.Module):
         if self.number is not None:
             return self.number
         return F.softplus(self.raw) if self.learned else self.values
-
-
-def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
-    if isinstance(beta, Tensor):
-        if beta.requires_grad:
-            raise TypeError("beta must not require grad; use learned_beta=True to train it")
-        beta = beta.tolist()
-    if isinstance(beta, (list, tuple)):
-        if len(beta) != heads:
-            raise ValueError(f"beta must contain one number per head ({heads}), got {beta!r}")
-        return [require_positive("beta", number) for number in beta]
-    return require_positive("beta", beta)
 
 
 class HeadOptions(TypedDict, total=False):
@@ -233,6 +232,11 @@ class HasHeads(nn.Module):
         if not isinstance(beta, Tensor):
             return beta
         return beta.to(accumulation_dtype(y.dtype)).view(-1, *[1] * (y.dim() - 2))
+
+    def score_limit(self, norm: RMSNorm | None) -> float | None:
+        """Return a bound ``beta p`` on ``|beta q.k|`` for features of this norm, None if there is none."""
+        largest = self.temperatures.largest
+        return None if norm is None or largest is None else largest * self.width
 
     def described(self) -> str:
         """Return ``beta`` as text for ``extra_repr``."""
@@ -290,13 +294,12 @@ def check_exclude_self(
 
 def fit_pairs(
     given: Pairs, shape: tuple[int, ...], device: torch.device, exclude_self: bool = False
-) -> Pairs | None:
-    """Return the pairs of an input for (B, H, N, M), optionally without self-pairs; None for all."""
-    pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias")  # type: ignore[arg-type]
+) -> Pairs:
+    """Return the pairs of an input for (B, H, N, M), optionally without self-pairs."""
+    pairs = check_pairs(given.allowed, given.bias, shape, "pair_bias") or Pairs()  # type: ignore[arg-type]
     if not exclude_self:
         return pairs
-    others = ~torch.eye(shape[2], dtype=torch.bool, device=device)[None, None]
-    return (pairs or Pairs()).intersect(others)
+    return pairs.intersect(~torch.eye(shape[2], dtype=torch.bool, device=device)[None, None])
 
 
 def fit_keys(
@@ -307,11 +310,21 @@ def fit_keys(
     If M is 0, one masked key without influence is used instead.
     """
     shape = (*query.shape[:3], key.shape[2])
-    pairs = fit_pairs(given, shape, query.device, exclude_self) or Pairs()
+    pairs = fit_pairs(given, shape, query.device, exclude_self)
     if key.shape[2]:
         return key, mask, pairs
     masked = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
     return key.new_zeros(*key.shape[:2], 1, key.shape[3]), masked, Pairs()
+
+
+def input_terms(
+    rows: int, context_dim: int | None, bias: bool
+) -> tuple[Projection | None, nn.Parameter | None]:
+    """Return the weight P and the bias b of features ``W z + P x + b``, each None if it is not used."""
+    context, biased = None, require_flag("bias", bias) or context_dim is not None
+    if context_dim is not None:
+        context = Projection(require_count("context_dim", context_dim), rows)
+    return context, nn.Parameter(torch.zeros(rows)) if biased else None
 
 
 def project_input(

@@ -217,18 +217,22 @@ class SpectralBound(nn.Module):
     It is differentiable and the same in training and evaluation. On CUDA devices sigma is replaced by the
     upper bound :func:`implicit_attn.spectral.gram_bound`. Each read of the weight recomputes sigma; a
     solve, like ``torch.nn.utils.parametrize.cached()``, reads it once.
-    ``bound`` is a finite number > 0.
+
+    Args:
+        bound: finite number > 0.
+        dim: dimension of the outputs of a weight with more than two dimensions, which is treated as a
+            matrix (outputs, everything else).
     """
 
     symmetric = False  # whether the matrix equals its transpose
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, bound: float, dim: int = 0) -> None:
         super().__init__()
-        self.bound = require_positive("bound", bound)
+        self.bound, self.dim = require_positive("bound", bound), dim
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight as the matrix to bound."""
-        return weight
+        return weight if weight.dim() == 2 else weight.movedim(self.dim, 0).flatten(1)
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * (self.bound / self.norm_or_bound(weight)).to(weight.dtype)

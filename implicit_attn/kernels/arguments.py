@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -65,6 +66,12 @@ def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     if differentiated():
         return Choice("reference", "inside torch.func.grad, which differentiates the dense formula")
     return None
+
+
+def attention_for_transforms(*tensors: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which ``scaled_dot_product_attention`` supports the active differentiation."""
+    transformed = differentiated() or any(map(has_tangent, tensors))
+    return modes.PLAIN_ATTENTION if transformed else nullcontext()
 
 
 def refuse_transforms(backend: str, *tensors: Tensor) -> None:

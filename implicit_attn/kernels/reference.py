@@ -1,10 +1,7 @@
 """Attention in dense tensor operations, the reference for the other backends.
 
-*Softmax attention* of queries among keys: weights, free energy and its gradients. With scores
-``S = beta Q K^T + bias``, for the elastic form ``beta (Q K^T - |k_j|^2 / 2) + bias``, rows
-``L_i = log sum_j exp S_ij`` over the allowed pairs and ``P_ij = exp(S_ij - L_i)`` the Helmholtz free energy
-is ``F = -beta^-1 sum_i L_i``, plus ``1/2 |q_i|^2`` of each query that has a key in the elastic form, which
-completes ``-beta^-1 log sum_j exp(-beta |q_i - k_j|^2 / 2 + bias_ij)``.
+*Softmax attention* of queries among keys: scores ``S = beta Q K^T + bias``, rows
+``L_i = log sum_j exp S_ij`` over the allowed pairs, and weights ``P_ij = exp(S_ij - L_i)``.
 
 *Bi-softmax* of tokens among themselves: for the formulas see ``dispatch``.
 """
@@ -82,7 +79,6 @@ def attend(
     key: Tensor,
     beta: float | Tensor,
     *,
-    elastic: bool = False,
     pairs: Pairs | None = None,
     limit: float | None = None,
 ) -> Attended:
@@ -91,27 +87,12 @@ def attend(
     Args:
         query, key: (B, H, N, p) and (B, H, M, p), floating-point.
         beta: a number, or one per head, (H, 1, 1).
-        elastic: whether scores are negative squared distances.
         pairs: allowed pairs and their biases; None for all pairs without bias.
         limit: bound on every ``|S_ij|`` without a bias; bounds up to 60 make row maxima unnecessary.
     """
     wide = wide_dtype(query)
     scores = (query.to(wide) @ key.to(wide).mT) * beta
-    if elastic:
-        scores = scores - (0.5 * beta) * key.to(wide).square().sum(-1).unsqueeze(-2)
     return Attended(*softmax_over_pairs(scores, pairs, within_exponent(limit)))
-
-
-def query_key_gradients(
-    query: Tensor, key: Tensor, attended: Attended, *, elastic: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return ``dF/dQ = -P K`` and ``dF/dK = -P^T Q``; elastic: ``Q - P K``, ``diag(1^T P) K - P^T Q``."""
-    weights = attended.weights.to(query.dtype)
-    by_query, by_key = -(weights @ key), -(weights.mT @ query)
-    if elastic:
-        by_query = by_query + attended.only(query)
-        by_key = by_key + weights.sum(-2).unsqueeze(-1) * key
-    return by_query, by_key
 
 
 @without_autocast

@@ -17,7 +17,7 @@ from implicit_attn.energies.feedforward import HyperSETEnergy
 from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.hints import hint_names
-from implicit_attn.updates.hyperset import HyperSETLayer, OfficialHyperSETLayer, build_step_sizes
+from implicit_attn.updates.hyperset import HyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
 from solvers.core.checks import require_count, require_flag, require_positive
 
@@ -216,9 +216,6 @@ class EnergyTransformer(RecurrentBackbone):
         super().__init__(dim, made, iterations)
 
 
-OFFICIAL = {"gains", "step_network", "descent"}  # options of the official code's layer only
-
-
 @dataclass(frozen=True)
 class Trajectory:
     """States, energies and features along the iterations; entry t is after t iterations.
@@ -249,8 +246,7 @@ class HyperSET(RecurrentBackbone):
         step_size: "conditioned-state" (in the paper for classification), "conditioned-input" (for Sudoku
             and masked images), "learned" or "fixed".
         options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
-            feedforward, head_dim, epsilon, lora_rank, lora_scale, beta; or of
-            ``OfficialHyperSETLayer``: gains, step_network, descent.
+            feedforward, head_dim, epsilon, lora_rank, lora_scale, beta, gains, step_network, descent.
 
     Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
     """
@@ -275,9 +271,8 @@ class HyperSET(RecurrentBackbone):
             more["time_dim"] = options.pop("time_dim", 512)
             more["network"] = options.pop("step_network", "paper")
             shared = options["step_size"] = build_step_sizes(step_size, dim, **more)
-        kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
         memories, number = dim if memories is None else memories, require_count("layers", layers)
-        made = [kind(dim, heads, memories, **options) for _ in range(number)]
+        made = [HyperSETLayer(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations)
         self.step_sizes = shared
 

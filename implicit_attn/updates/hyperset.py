@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +82,8 @@ class PlainStepSizes(StepSizes):
         return self.attention(), self.feedforward()
 
 
-STEP_NETWORKS = ("paper", "normed", "twice-normed", "raw", "sinusoids")
+NORMED = ("normed", "twice-normed")
+STEP_NETWORKS = ("paper", *NORMED, "raw", "sinusoids")
 
 
 class ConditionedStepSizes(StepSizes):
@@ -134,12 +134,11 @@ class ConditionedStepSizes(StepSizes):
         self.network = require_choice("step_network", network, STEP_NETWORKS)
         self.time_dim, dim = _check_time_dim(time_dim), require_count("dim", dim)
         self.initial = float(require_number("initial", initial))
-        normed = network in ("normed", "twice-normed")
+        normed, outer = network in NORMED, network in ("twice-normed", "sinusoids")
         if network == "sinusoids":
             if time_dim != dim:
-                raise ValueError(
-                    f"time_dim must be dim={dim} for step_network='sinusoids', got {time_dim}"
-                )
+                wanted = f"time_dim must be dim={dim} for step_network='sinusoids'"
+                raise ValueError(f"{wanted}, got {time_dim}")
             self.embedding = nn.Sequential()
         elif normed:
             self.embedding = nn.Sequential(
@@ -153,7 +152,6 @@ class ConditionedStepSizes(StepSizes):
         self.inner: nn.Module = nn.RMSNorm(dim) if normed else nn.Identity()
         if network == "paper":
             self.inner = nn.RMSNorm(dim, eps=TINY_NORM, elementwise_affine=False)
-        outer = network in ("twice-normed", "sinusoids")
         self.outer: nn.Module = nn.RMSNorm(dim) if outer else nn.Identity()
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, self.initial)
@@ -196,8 +194,7 @@ def build_step_sizes(
     require_choice("step_size", kind, STEP_SIZES)
     if kind.startswith("conditioned-"):
         source, start = kind.removeprefix("conditioned-"), 0.0 if initial is None else initial
-        options: dict[str, Any] = {"time_dim": time_dim, "initial": start, "network": network}
-        return ConditionedStepSizes(dim, source, **options)
+        return ConditionedStepSizes(dim, source, time_dim=time_dim, initial=start, network=network)
     if require_choice("step_network", network, STEP_NETWORKS) != "paper":
         raise ValueError(f"step_network must be 'paper' for step_size={kind!r}, got {network!r}")
     start = 0.1 if initial is None else initial
@@ -233,14 +230,15 @@ class HyperSETLayer(nn.Module):
         lora_scale: scale of the differences.
         iterations: number of differences.
         beta: inverse temperature of attention; None for ``1 / sqrt(p)``.
-
-    ``OfficialHyperSETLayer`` has the additions of the official code.
+        gains: trained gains after the norms: "separate" for queries, keys and values, "shared" by them,
+            or "none" (``NormGains``). With gains ``epsilon`` may be None, the machine epsilon.
+        descent: rule that converts directions to steps: "plain", "momentum", "rmsprop",
+            "rmsprop-momentum" or "adam" (``descend``). Except for "plain" a step depends on previous
+            ones; ``forward`` treats it as the first.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11 and
-    depth-wise LoRA.
+    depth-wise LoRA; its official code for ``step_network``, ``gains`` and ``descent``.
     """
-
-    is_plain = True  # a step depends only on the energies' directions
 
     def __init__(
         self,
@@ -255,29 +253,43 @@ class HyperSETLayer(nn.Module):
         attention: str = "bisoftmax",
         feedforward: str = "relu",
         head_dim: int | None = None,
-        epsilon: float = TINY_NORM,
+        epsilon: float | None = TINY_NORM,
         lora_rank: int = 0,
         lora_scale: float = 4.0,
         iterations: int = 12,
         beta: float | None = None,
+        gains: str = "none",
+        descent: str = "plain",
     ) -> None:
         super().__init__()
-        options: dict[str, Any] = {"head_dim": head_dim, "beta": beta, "norm": RMSNorm(epsilon)}
-        self.attention = build_attention(attention, dim, heads, **options)
-        self.feedforward = build_feedforward(feedforward, dim, memories, norm=RMSNorm(epsilon))
+        self.descent = require_choice("descent", descent, DESCENTS)
+        gained = require_choice("gains", gains, GAINS) != "none"
+        norm = RMSNorm(TINY_NORM if gained and epsilon is None else epsilon)  # type: ignore[arg-type]
+        self.attention = build_attention(
+            attention, dim, heads, head_dim=head_dim, beta=beta, norm=norm
+        )
+        self.feedforward = build_feedforward(feedforward, dim, memories, norm=norm)
         self.step_sizes: StepSizes | None = None
         self._shared: tuple[StepSizes, ...] = ()  # modules in a tuple are not registered
         if isinstance(step_size, StepSizes):
             self._shared = (step_size,)
         else:
-            more: dict[str, Any] = {"initial": initial_step, "time_dim": time_dim}
-            self.step_sizes = build_step_sizes(step_size, dim, network=step_network, **more)
+            self.step_sizes = build_step_sizes(
+                step_size, dim, initial=initial_step, time_dim=time_dim, network=step_network
+            )
         self.attention_deltas = self.feedforward_deltas = None
+        rows = self.attention.weight.shape[0]
         if require_count("lora_rank", lora_rank, low=0):
-            rows = self.attention.weight.shape[0]
-            rest: Any = (dim, lora_rank, iterations)
-            self.attention_deltas = LowRankDeltas(rows, *rest, scale=lora_scale)
-            self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
+            self.attention_deltas, self.feedforward_deltas = (
+                LowRankDeltas(count, dim, lora_rank, iterations, scale=lora_scale)
+                for count in (rows, memories)
+            )
+        self.gains = NormGains(gains, rows // heads, memories, epsilon=epsilon) if gained else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer has no gains and no memory, so that a step follows the energies alone."""
+        return self.gains is None and self.descent == "plain"
 
     @property
     def steps(self) -> StepSizes:
@@ -313,7 +325,11 @@ class HyperSETLayer(nn.Module):
         kept: dict[str, Any],
     ) -> Tensor:
         """Return the negative direction of a step, like ``z``; 0 at masked tokens."""
-        return energy.straight_gradient(z, mask=mask, weight=weight)
+        if self.gains is None:
+            gradient = energy.straight_gradient(z, mask=mask, weight=weight)
+        else:
+            gradient = self.gains.direction(energy, z, mask, weight)
+        return descend(self.descent, kept, gradient)
 
     def forward(self, z: Tensor, x0: Tensor, t: int | float, *, mask: Mask = None) -> Tensor:
         """Return the state (B, N, d) after iteration ``t`` >= 1; ``x0`` (B, N, d) is the input."""
@@ -377,66 +393,48 @@ class LowRankDeltas(nn.Module):
 
 
 DESCENTS = ("plain", "momentum", "rmsprop", "rmsprop-momentum", "adam")
+MOMENTUM, DECAY, FIRST, SECOND, EPSILON = 0.9, 0.8, 0.9, 0.96, 1e-6
 
 
-@dataclass(frozen=True)
-class Descent:
-    """Elementwise rule that converts gradients g_1, g_2, ... of a solve to steps.
+def descend(kind: str, kept: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Convert the gradients g_1, g_2, ... of a solve to steps by an elementwise rule.
 
     ======================  =========================================================================
     ``"plain"``             ``g``
-    ``"momentum"``          ``b``, where ``b <- momentum b + g``
-    ``"rmsprop"``           ``g / (v^1/2 + epsilon)``, where ``v <- decay v + (1 - decay) g^2``
-    ``"rmsprop-momentum"``  ``b``, where ``b <- momentum b + g / (v^1/2 + epsilon)``, v as above
-    ``"adam"``              ``m' / (v'^1/2 + epsilon)`` of the means m of g and v of g^2 with the
-                            decays ``first`` and ``second``, ``m' = m / (1 - first^t)`` likewise v'
+    ``"momentum"``          ``b``, where ``b <- MOMENTUM b + g``
+    ``"rmsprop"``           ``g / (v^1/2 + EPSILON)``, where ``v <- DECAY v + (1 - DECAY) g^2``
+    ``"rmsprop-momentum"``  ``b``, where ``b <- MOMENTUM b + g / (v^1/2 + EPSILON)``, v as above
+    ``"adam"``              ``m' / (v'^1/2 + EPSILON)`` of the means m of g and v of g^2 with the
+                            decays FIRST and SECOND, ``m' = m / (1 - FIRST^t)`` and likewise v'
     ======================  =========================================================================
 
-    All rules except ``"plain"`` have a memory, which is zero at the start of a solve. A step is then not a
-    function of the state, so there is no fixed point to solve for.
-
-    Args:
-        kind: one of ``DESCENTS``.
+    All rules except ``"plain"`` have a memory, ``kept``, which is empty at the start of a solve. A step is
+    then not a function of the state, so there is no fixed point to solve for.
 
     Source: the experimental options of the official code of Hu, Zou, Xu, "Hyper-SET"
     (https://arxiv.org/abs/2502.11646), with its constants; Kingma and Ba, "Adam",
     https://arxiv.org/abs/1412.6980.
     """
+    if kind == "plain":
+        return gradient
 
-    kind: str = "plain"
-    momentum: float = 0.9
-    decay: float = 0.8
-    first: float = 0.9
-    second: float = 0.96
-    epsilon: float = 1e-6
+    def add(name: str, decay: float, value: Tensor) -> Tensor:
+        kept[name] = decay * kept[name] + value if name in kept else value
+        return kept[name]
 
-    def __post_init__(self) -> None:
-        require_choice("descent", self.kind, DESCENTS)
-
-    def __call__(self, kept: dict[str, Any], gradient: Tensor) -> Tensor:
-        """Return the step for ``gradient``; ``kept`` is the memory, initially empty."""
-        if self.kind == "plain":
-            return gradient
-        t = kept["t"] = kept.get("t", 0) + 1
-
-        def add(name: str, decay: float, value: Tensor) -> Tensor:
-            kept[name] = decay * kept[name] + value if name in kept else value
-            return kept[name]
-
-        if self.kind == "momentum":
-            return add("b", self.momentum, gradient)
-        if self.kind == "adam":
-            mean = add("m", self.first, (1.0 - self.first) * gradient)
-            square = add("v", self.second, (1.0 - self.second) * gradient.square())
-            return mean / (1.0 - self.first**t) / self._root(square / (1.0 - self.second**t))
-        square = add("v", self.decay, (1.0 - self.decay) * gradient.square())
-        scaled = gradient / self._root(square)
-        return scaled if self.kind == "rmsprop" else add("b", self.momentum, scaled)
-
-    def _root(self, square: Tensor) -> Tensor:
+    def root(square: Tensor) -> Tensor:
         # The square root has no derivative at 0, the gradient of a masked token.
-        least = torch.finfo(square.dtype).tiny
-        return square.clamp_min(least).sqrt() + self.epsilon
+        return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt() + EPSILON
+
+    if kind == "momentum":
+        return add("b", MOMENTUM, gradient)
+    if kind == "adam":
+        t = kept["t"] = kept.get("t", 0) + 1
+        mean = add("m", FIRST, (1.0 - FIRST) * gradient)
+        square = add("v", SECOND, (1.0 - SECOND) * gradient.square())
+        return mean / (1.0 - FIRST**t) / root(square / (1.0 - SECOND**t))
+    scaled = gradient / root(add("v", DECAY, (1.0 - DECAY) * gradient.square()))
+    return scaled if kind == "rmsprop" else add("b", MOMENTUM, scaled)
 
 
 GAINS = ("none", "shared", "separate")
@@ -516,62 +514,10 @@ def mix(energy: HeadsEnergy, query: Tensor, key: Tensor, value: Tensor, mask: Ma
     return (scores.softmax(-1) + scores.softmax(-2)) @ value
 
 
-class OfficialHyperSETLayer(HyperSETLayer):
-    """The layer of Hyper-SET with the additions of the official code.
-
-    Args:
-        dim, heads, memories, options: see ``HyperSETLayer``.
-        gains: trained gains after the norms: "separate" for queries, keys and values, "shared" by them,
-            or "none" (``NormGains``). With gains a step is not the gradient of an energy, even with fixed
-            norms, and ``epsilon`` may be None, the machine epsilon.
-        descent: rule that converts directions to steps: "plain", "momentum", "rmsprop",
-            "rmsprop-momentum" or "adam" (``Descent``). Except for "plain" a step depends on previous
-            ones; ``forward`` treats it as the first.
-
-    Source: the official code of Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        memories: int,
-        *,
-        gains: str = "none",
-        descent: str = "plain",
-        epsilon: float | None = TINY_NORM,
-        **options: Any,
-    ) -> None:
-        gained = require_choice("gains", gains, GAINS) != "none"
-        norm: Any = TINY_NORM if gained and epsilon is None else epsilon
-        super().__init__(dim, heads, memories, epsilon=norm, **options)
-        self.descent = Descent(descent)
-        width = self.attention.weight.shape[0] // heads
-        self.gains = NormGains(gains, width, memories, epsilon=epsilon) if gained else None
-
-    @property
-    def is_plain(self) -> bool:  # type: ignore[override]
-        """Whether the layer has no gains and no memory."""
-        return self.gains is None and self.descent.kind == "plain"
-
-    def direction(
-        self,
-        energy: HeadsEnergy | MemoryEnergy,
-        z: Tensor,
-        mask: Mask,
-        weight: Tensor | None,
-        kept: dict[str, Any],
-    ) -> Tensor:
-        if self.gains is None:
-            return self.descent(kept, super().direction(energy, z, mask, weight, kept))
-        return self.descent(kept, self.gains.direction(energy, z, mask, weight))
-
-
 def refuse_memory(layers: Iterable[nn.Module]) -> None:
     """Raise ValueError if a layer's step depends on previous ones, so that it has no fixed point."""
     for layer in layers:
-        if isinstance(layer, OfficialHyperSETLayer) and layer.descent.kind != "plain":
+        if isinstance(layer, HyperSETLayer) and layer.descent != "plain":
             raise ValueError(
-                "descent must be 'plain' to solve for a fixed point of the layer's step, got "
-                f"{layer.descent.kind!r}"
+                f"descent must be 'plain' to solve for a fixed point of the step, got {layer.descent!r}"
             )

@@ -17,7 +17,7 @@ from implicit_attn.energies.heads import (
     read_input,
 )
 from implicit_attn.energies.tokens import Mask, check_tokens, hide
-from implicit_attn.kernels.arguments import Pairs, dense_for_transforms
+from implicit_attn.kernels.arguments import attention_for_transforms
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag
 
@@ -97,7 +97,7 @@ class TransformerStep(Update):
             key, value = self._split(self.key_value(memory), 2)
             check_state(tokens, AttentionContext(key=key), name, self.dim, True)
         batch, count, keys = tokens.shape[0], tokens.shape[1], memory.shape[1]
-        pairs = fit_pairs(given, (batch, self.heads, count, keys), tokens.device) or Pairs()
+        pairs = fit_pairs(given, (batch, self.heads, count, keys), tokens.device)
         pairs = pairs.intersect(None if seen is None else seen[:, None, None, :])
         if self.causal and any(part is not None for part in pairs):
             order = torch.ones(keys, keys, dtype=torch.bool, device=tokens.device).tril()
@@ -126,21 +126,13 @@ class TransformerStep(Update):
         if key is None or value is None:
             key, value = self._split(self.key_value(n), 2)
         (allowed, bias), keyless = context.pairs, context.keyless
-        causal = self.causal and allowed is None
-        if dense_for_transforms(query, key, value) is not None:
-            scores = (query @ key.mT) * self.width**-0.5
-            if causal:
-                allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-            scores = scores if bias is None else scores + bias
-            scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
-            found = scores.softmax(-1) @ value
-        else:
-            pattern = allowed
-            if bias is not None:
-                pattern = bias.to(query.dtype)
-                pattern = pattern if allowed is None else pattern.masked_fill(~allowed, -torch.inf)
+        pattern = allowed
+        if bias is not None:
+            pattern = bias.to(query.dtype)
+            pattern = pattern if allowed is None else pattern.masked_fill(~allowed, -torch.inf)
+        with attention_for_transforms(query, key, value):
             found = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=pattern, is_causal=causal
+                query, key, value, attn_mask=pattern, is_causal=self.causal and allowed is None
             )
         if keyless is not None:
             found = found.masked_fill(keyless.unsqueeze(-1), 0.0)
