@@ -22,11 +22,11 @@ from solvers.core.checks import (
 from solvers.core.modes import ordinary, recording, without_autocast
 from solvers.spins.inputs import as_wide
 from solvers.spins.spheres import (
-    CircleMean,
     LogBessel,
     LogPartition,
     Moments,
     circle_covariance,
+    circle_mean,
     eigen,
     saddle_point,
 )
@@ -205,7 +205,7 @@ class PottsSite(Site):
         """Draw state a with probability ``softmax(h)_a``, one-hot."""
         with without_autocast(field.device.type):
             states = draw_states(as_wide(field).movedim(-1, 0), generator)
-        return F.one_hot(states, field.shape[-1]).to(field.dtype)
+        return torch.zeros_like(field).scatter_(-1, states.unsqueeze(-1), 1.0)
 
     def takes(self, states: Tensor) -> Tensor:
         """Return where the states are one-hot."""
@@ -524,7 +524,7 @@ class TorusSite(Site):
         return LogBessel.apply(self._parts(field, variance)).sum(-1)
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        return CircleMean.apply(self._parts(field, variance)).flatten(-2)
+        return circle_mean(self._parts(field, variance)).flatten(-2)
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
         blocks = circle_covariance(self._parts(field, variance))  # (..., c, 2, 2)
