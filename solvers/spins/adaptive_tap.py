@@ -64,12 +64,12 @@ from solvers.spins.inputs import (
     zero_masked,
 )
 from solvers.spins.response import (
-    differentiable_response,
+    full_response,
     is_definite,
     linear_response,
     log_det,
     newton_step,
-    times_blocks,
+    next_variance,
 )
 from solvers.spins.sites import PottsSite, Site, read_site
 
@@ -127,10 +127,10 @@ def tap_step(
         # A site with zero covariance does not respond.
         covariance, residual = zero_masked(covariance, mask), zero_masked(mu - m, mask)
         if torch.is_grad_enabled():
-            q, variance = differentiable_response(covariance, v, j)
-            product = times_blocks(q.detach(), covariance.detach()).mT  # C Q, chi C^-1 = I + C Q
-            step = (product @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
-            mean = m + residual + step
+            with torch.no_grad():
+                matrix = full_response(covariance, v, j).mT  # chi C^-1
+            mean = m + (matrix @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
+            variance = next_variance(covariance, v, j)
         else:
             step, change = newton_step(residual, covariance, v, j)
             mean, variance = m + step, v + change
