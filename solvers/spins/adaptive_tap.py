@@ -64,7 +64,6 @@ from solvers.spins.inputs import (
     zero_masked,
 )
 from solvers.spins.response import (
-    full_response,
     is_definite,
     linear_response,
     log_det,
@@ -127,10 +126,8 @@ def tap_step(
         # A site with zero covariance does not respond.
         covariance, residual = zero_masked(covariance, mask), zero_masked(mu - m, mask)
         if torch.is_grad_enabled():
-            with torch.no_grad():
-                matrix = full_response(covariance, v, j).mT  # chi C^-1
-            mean = m + (matrix @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
-            variance = next_variance(covariance, v, j)
+            variance, matrix = next_variance(covariance, v, j)  # matrix.mT is chi C^-1
+            mean = m + (matrix.mT @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
         else:
             step, change = newton_step(residual, covariance, v, j)
             mean, variance = m + step, v + change

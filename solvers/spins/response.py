@@ -132,16 +132,18 @@ def full_response(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Te
     return torch.linalg.inv(_shifted(covariance, variance, couplings))
 
 
-def next_variance(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-    """Return ``V + Y`` with derivatives of any order; ``chi`` must be positive definite.
+def next_variance(covariance: Tensor, variance: Tensor, couplings: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``V + Y`` with derivatives of any order, and detached F; ``chi`` must be positive definite.
 
     First derivatives need no factorisation. With ``T_i = (I + Q_ii C_i)^-1``, ``R_ij = T_i Q_ij`` for
     ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
 
         d(V + Y)_i = sum_j R_ij dC_j R_ij^T - sum_{j != i} B_ij dV_j B_ij^T + [B dJ B^T]_ii
     """
-    probe = _CouplingProbe.apply(couplings, (covariance, variance))
-    return _CavityVariance.apply(covariance, variance, couplings, probe)
+    with torch.no_grad():
+        forward = full_response(covariance, variance, couplings)
+    probe = _CouplingProbe.apply(couplings, (covariance, variance), forward)
+    return _CavityVariance.apply(covariance, variance, couplings, probe, forward), forward
 
 
 class _CouplingProbe(torch.autograd.Function):
@@ -152,19 +154,22 @@ class _CouplingProbe(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, couplings: Tensor, sites: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.save_for_backward(couplings)
+    def forward(
+        ctx: Any, couplings: Tensor, sites: tuple[Tensor, Tensor], forward: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(couplings, forward)
         ctx.sites = sites
         return torch.zeros_like(sites[0], requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        (couplings,) = ctx.saved_tensors
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        couplings, forward = ctx.saved_tensors
         batch, sites, dim = ctx.sites[0].shape[:3]
-        forward = full_response(*ctx.sites, couplings)
+        if torch.is_grad_enabled():
+            forward = full_response(*ctx.sites, couplings)
         weighted = cotangents[0] @ forward.view(batch, sites, dim, sites * dim)
         flat = forward.reshape(-1, sites * dim)
-        return without_blocks(flat.mT @ weighted.reshape_as(flat), sites), None
+        return without_blocks(flat.mT @ weighted.reshape_as(flat), sites), None, None
 
 
 class _CavityVariance(torch.autograd.Function):
@@ -172,10 +177,15 @@ class _CavityVariance(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, covariance: Tensor, variance: Tensor, couplings: Tensor, probe: Tensor
+        ctx: Any,
+        covariance: Tensor,
+        variance: Tensor,
+        couplings: Tensor,
+        probe: Tensor,
+        forward: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(covariance, variance, couplings)
-        others, inverse, own = _parts(covariance, variance, couplings)
+        others, inverse, own = _parts(forward, covariance, variance, couplings)
         ctx.parts = others, inverse
         return variance + inverse @ own
 
@@ -184,21 +194,23 @@ class _CavityVariance(torch.autograd.Function):
         covariance, variance, couplings = ctx.saved_tensors
         others, inverse = ctx.parts
         if torch.is_grad_enabled():
-            others, inverse, _ = _parts(covariance, variance, couplings)
+            forward = full_response(covariance, variance, couplings)
+            others, inverse, _ = _parts(forward, covariance, variance, couplings)
         batch, sites, dim = covariance.shape[:3]
         cotangent = inverse.mT @ cotangents[0] @ inverse
         rows = others.view(batch, sites, dim, sites * dim)  # columns too: Q is symmetric
         columns = (cotangent @ rows).view(batch, sites * dim, sites, dim).transpose(1, 2)
         of_covariance = rows @ columns
-        return of_covariance, -(covariance @ of_covariance @ covariance), None, cotangent
+        of_variance = -(covariance @ of_covariance @ covariance)
+        return of_covariance, of_variance, None, cotangent, None
 
 
 def _parts(
-    covariance: Tensor, variance: Tensor, couplings: Tensor
+    forward: Tensor, covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q (B, n, n) without its diagonal blocks, ``T_i`` and the blocks ``Q_ii``."""
     sites = covariance.shape[1]
-    whole = -full_response(covariance, variance, couplings) @ interactions(variance, couplings)
+    whole = -forward @ interactions(variance, couplings)
     own = blocks(whole, sites)
     shifted = own @ covariance
     unit = torch.eye(shifted.shape[-1], dtype=shifted.dtype, device=shifted.device)
