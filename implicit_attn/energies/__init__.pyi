@@ -40,7 +40,6 @@ from implicit_attn.energies.restoration import NetworkEnergy as NetworkEnergy
 from implicit_attn.energies.spins import BareAttention as BareAttention
 from implicit_attn.energies.spins import ConditionalMixture as ConditionalMixture
 from implicit_attn.energies.spins import Couplings as Couplings
-from implicit_attn.energies.spins import SiteDistribution as SiteDistribution
 from implicit_attn.energies.spins import SiteLagrangian as SiteLagrangian
 from implicit_attn.energies.spins import SpinInteraction as SpinInteraction
 from implicit_attn.energies.spins import VectorSpin as VectorSpin

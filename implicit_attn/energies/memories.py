@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
 from implicit_attn.energies.heads import Beta, HasHeads, TokenEnergy, fit_keys, read_input
 from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
-from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
+from implicit_attn.energies.spins import SiteLagrangian
 from implicit_attn.energies.tokens import (
     Mask,
     Pair,
@@ -37,6 +37,7 @@ from solvers.core.checks import (
     require_number,
     require_positive,
 )
+from solvers.spins.sites import Site
 
 LARGEST_MIXTURE = 2_000_000  # largest number of pattern indices in a density at a lower temperature
 
@@ -538,7 +539,7 @@ class EffectiveRBM(PatternEnergy):
     def __init__(
         self,
         weights: Tensor,
-        hidden: str | Lagrangian | SiteDistribution = "normal",
+        hidden: str | Lagrangian | Site = "normal",
         *,
         visible: str | None = None,
         bias: Tensor | None = None,
@@ -632,5 +633,5 @@ def _prior(hidden: Any, components: int, shape: tuple[int, ...]) -> Lagrangian:
         return PRIORS[hidden]
     if isinstance(hidden, Lagrangian):
         return hidden
-    known = f"be one of {tuple(PRIORS)}, a Lagrangian, or "
-    return SiteLagrangian(check_site("hidden", hidden, known))
+    known = f"one of {tuple(PRIORS)}, a Lagrangian or a solvers.Site"
+    return SiteLagrangian(require_instance("hidden", hidden, Site, known))

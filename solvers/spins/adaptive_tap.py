@@ -146,7 +146,7 @@ def tap_step(
     """
     with without_autocast(state.mean.device.type):
         model = CoupledSites(as_matrix(couplings), as_wide(field), site, mask)
-        mean, variance = _adaptive_step(*(as_wide(t) for t in state), model)
+        mean, variance = _adaptive_step(as_wide(state[0]), as_wide(state[1]), model)
     return SpinState(mean.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
 
 
@@ -522,7 +522,8 @@ def adaptive_tap(
     with torch.set_grad_enabled(tracked), without_autocast(field.device.type):
         x, matrix = as_wide(field), as_matrix(with_symmetries(couplings))
         state = _read_start(start, x)
-        values = clamped = energy = None
+        values = clamped = None
+        energy = x.new_zeros(len(x))
         if given is not None:
             values, clamped = read_given(given, x)
             clamped = clamped if mask is None else clamped & mask
@@ -532,16 +533,16 @@ def adaptive_tap(
             energy = (values * (x + pull / 2)).flatten(1).sum(1)
             x = x + pull
             mask = ~clamped if mask is None else ~clamped & mask
-        solutions: list[Solution] = []
-        for number, beta in enumerate(betas, 1):
+        earlier: list[Solution] = []
+        for beta in betas[:-1]:
             model = CoupledSites(beta * matrix, beta * x, site, mask)
-            with torch.set_grad_enabled(tracked and number == len(betas)):
-                solutions.append(solve_theory(order, model, state, options))
-            state = solutions[-1].value
-        solution = solutions[-1]
-        solution.steps = sum((each.steps for each in solutions[:-1]), solution.steps)
-        spent = (each.evaluations for each in solutions[:-1])
-        solution.evaluations = sum(spent, solution.evaluations)
+            with torch.no_grad():
+                earlier.append(solve_theory(order, model, state, options))
+            state = earlier[-1].value
+        model = CoupledSites(betas[-1] * matrix, betas[-1] * x, site, mask)
+        solution = solve_theory(order, model, state, options)
+        solution.steps = solution.steps + sum(each.steps for each in earlier)
+        solution.evaluations = solution.evaluations + sum(each.evaluations for each in earlier)
         marginals = _marginals(solution, model, order, response, log_partition)
         if values is not None and clamped is not None:
             mean = torch.where(clamped.unsqueeze(-1), values, marginals.mean)

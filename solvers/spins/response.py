@@ -164,9 +164,10 @@ class _CouplingProbe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
         couplings, forward = ctx.saved_tensors
-        batch, sites, dim = ctx.sites[0].shape[:3]
+        covariance, variance = ctx.sites
+        batch, sites, dim = covariance.shape[:3]
         if torch.is_grad_enabled():
-            forward = full_response(*ctx.sites, couplings)
+            forward = full_response(covariance, variance, couplings)
         weighted = cotangents[0] @ forward.view(batch, sites, dim, sites * dim)
         flat = forward.reshape(-1, sites * dim)
         return without_blocks(flat.mT @ weighted.reshape_as(flat), sites), None, None

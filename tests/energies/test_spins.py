@@ -22,7 +22,6 @@ from implicit_attn.energies import (
     Quadratic,
     ReLULagrangian,
     RMSNormLagrangian,
-    SiteDistribution,
     SiteLagrangian,
     SoftmaxLagrangian,
     SphericalLagrangian,
@@ -31,7 +30,7 @@ from implicit_attn.energies import (
 )
 from implicit_attn.energies.spins import zero_sum
 from implicit_attn.updates import BareAttentionStep
-from solvers import Implicit, IsingSite, PottsSite, Tolerance, TorusSite
+from solvers import Implicit, IsingSite, PottsSite, Site, Tolerance, TorusSite
 
 LAGRANGIANS = [
     IdentityLagrangian(),
@@ -192,7 +191,7 @@ EXACT: dict[str, Any] = {
 each_site = pytest.mark.parametrize("name", SITE)
 
 
-class GaussianSpin(nn.Module):
+class GaussianSpin(Site):
     """A site as the adaptive TAP solvers take it: ``N(0, s^2)`` in every component, s learned."""
 
     def __init__(self) -> None:
@@ -277,7 +276,6 @@ def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
 def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
     """Gaussian spins with learned variances, whose energy is ``1/2 h^T (S - S J S) h - x^T S h``."""
     site = GaussianSpin().double()
-    assert isinstance(site, SiteDistribution)
     spin, (h, x) = VectorSpin(coupled(0.5), site), pair()
     assert isinstance(spin.lagrangian, SiteLagrangian)
     assert "lagrangian.site.log_scale" in dict(spin.named_parameters())
@@ -363,10 +361,13 @@ def test_attention_is_minus_the_gradient_of_a_tokens_own_energy(
     energy = made(lam=lam, features=None if width is None else features(4, width))
     z = torch.randn(1, 4, energy.width, generator=seeded(1), dtype=F64)
     torch.testing.assert_close(energy.pull(z)[0], -own_gradients(energy, z), rtol=1e-12, atol=1e-13)
-    alpha, effective = energy.attention(z), energy.couplings.weight
+    effective = energy.couplings.weight
     if energy.features is not None:
         effective = energy.features.mT @ effective @ energy.features
-    mixed = torch.einsum("nij,ijab,njb->nia", alpha, effective, z)
+    keys = torch.einsum("ijab,njb->nija", effective, z)
+    scores = lam * (keys @ z.unsqueeze(-1)).squeeze(-1)
+    alpha = scores.masked_fill(torch.eye(4).bool(), -math.inf).softmax(-1)
+    mixed = (alpha.unsqueeze(-1) * keys).sum(2)
     torch.testing.assert_close(energy.pull(z), mixed, rtol=1e-12, atol=1e-13)
 
 
@@ -393,9 +394,8 @@ def test_masked_tokens_neither_speak_nor_have_a_law() -> None:
     energy = made(site=TorusSite())
     z = on_circles(3, 4, 4)
     garbage = z.masked_fill(~KEEP.unsqueeze(-1), torch.nan)
-    log_prob, alpha = energy.log_prob(garbage, mask=KEEP), energy.attention(garbage, mask=KEEP)
-    assert (log_prob[~KEEP] == 0).all() and (alpha[~KEEP] == 0).all()
-    assert (alpha.mT[~KEEP] == 0).all()
+    log_prob = energy.log_prob(garbage, mask=KEEP)
+    assert (log_prob[~KEEP] == 0).all()
     short = made(3, 4, site=TorusSite())
     keep = KEEP[1]
     short.couplings.weight = energy.couplings.weight.detach()[keep][:, keep]
@@ -431,10 +431,7 @@ def test_a_local_rule_is_the_gradient_of_its_loss(
 
 def test_errors_of_bare_attention() -> None:
     z, energy = on_circles(2, 4, 4), made(site=TorusSite())
-    mixture, gradient = energy.conditionals(z), energy.local_gradient(z)
-
-    class NoDraws:
-        log_partition = mean = covariance = staticmethod(lambda h, v: h.sum(-1))
+    gradient = energy.local_gradient(z)
 
     rows: list[tuple[Any, type[Exception], str]] = [
         (lambda: BareAttention(4, 4, features=torch.ones(6, 4)), ValueError, "features"),
@@ -443,8 +440,6 @@ def test_errors_of_bare_attention() -> None:
         (lambda: made()(z[..., :3]), ValueError, r"\bz\b"),
         (lambda: made()(z.float()), TypeError, "dtype"),
         (lambda: made().log_prob(z), ValueError, "site"),
-        (lambda: mixture.log_prob(z[:, :3]), ValueError, r"\bz\b"),
-        (mixture._replace(site=NoDraws()).sample, NotImplementedError, "sample"),
         (lambda: energy.local_gradient(z[:0]), ValueError, r"\bz\b"),
         (lambda: energy.assign_gradient(gradient.float()), TypeError, "gradient"),
         (lambda: energy.assign_gradient(gradient[:3]), ValueError, "gradient"),
