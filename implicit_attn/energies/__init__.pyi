@@ -32,7 +32,6 @@ from implicit_attn.energies.lagrangians import SoftmaxLagrangian as SoftmaxLagra
 from implicit_attn.energies.lagrangians import SphericalLagrangian as SphericalLagrangian
 from implicit_attn.energies.memories import DenseAssociative as DenseAssociative
 from implicit_attn.energies.memories import EffectiveRBM as EffectiveRBM
-from implicit_attn.energies.memories import HiddenPrior as HiddenPrior
 from implicit_attn.energies.memories import Hopfield as Hopfield
 from implicit_attn.energies.memories import QueryEnergy as QueryEnergy
 from implicit_attn.energies.restoration import DataTerm as DataTerm

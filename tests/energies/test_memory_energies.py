@@ -217,7 +217,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (lambda: FORTY.log_prob(draw(3, 3)), ValueError, r"\bz\b"),
     (lambda: ISING.gibbs(SPINS * math.nan, 1), ValueError, r"\bv\b"),
     (lambda: ISING.gibbs(SPINS[:, :3], 1), ValueError, r"\bv\b"),
-    (lambda: ISING.gibbs(SPINS.float(), 1), TypeError, r"\bv\b"),
+    (lambda: ISING.gibbs(SPINS.float(), 1), ValueError, r"\bv\b"),
     (lambda: PLAIN.gibbs(SPINS, 1), ValueError, "visible"),
     (lambda: RELU.sample_hidden(SPINS), TypeError, "hidden"),
     (lambda: EffectiveRBM(draw(1, 1, 4), "one-hot"), ValueError, "weights"),
