@@ -358,7 +358,9 @@ class ScalarPrior(Lagrangian):
         return self.cumulant_function(z).sum(-1)
 
     def activation(self, z: Tensor) -> Tensor:
-        z = z * torch.where(self._inside(z), 1.0, torch.nan)  # a product, so that derivatives are NaN, too
+        z = z * torch.where(
+            self._inside(z), 1.0, torch.nan
+        )  # a product, so that derivatives are NaN, too
         return value_and_gradient(lambda t: self.function(t).sum(-1), z)[1]
 
     @torch.no_grad()
