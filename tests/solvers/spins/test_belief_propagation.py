@@ -324,7 +324,7 @@ def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Sol
     ({"solve": 3}, TypeError, "solve"),
     ({"certain": 1.5}, ValueError, "certain"),
     ({"given": None}, TypeError, "given"),
-    ({"given": (3, 4)}, ValueError, "given"),
+    ({"given": (3, 4)}, TypeError, "given"),
 ])  # fmt: skip
 def test_wrong_arguments_decimation(
     options: dict[str, Any], kind: type[Exception], message: str
