@@ -346,20 +346,22 @@ def test_second_order_is_plefkas_expansion() -> None:
 def test_clamped_sites_act_as_fields(name: str, order: str) -> None:
     site, dim = SITES[name]
     blocks, x = model(dim)
-    values = torch.full((2, 4, dim), torch.nan, dtype=F64)
-    values[:, 1] = torch.eye(max(dim, 2), dtype=F64)[0, :dim]
-    clamped = torch.tensor([[False, True, False, False]] * 2)
+    values, one = (
+        torch.full((2, 4, dim), torch.nan, dtype=F64),
+        torch.eye(max(dim, 2), dtype=F64)[0],
+    )
+    held, kept = [1, 3], torch.tensor([0, 2])
+    values[:, held] = one[:dim]
+    clamped = torch.tensor([[False, True, False, True]] * 2)
     options: dict[str, Any] = {"site": site, "order": order, "log_partition": True}
     got = adaptive_tap(blocks, x, given=(values, clamped), response=True, **options, **SHARP).value
-    kept = torch.tensor([0, 2, 3])
-    pull = torch.einsum("iab,sb->sia", blocks[kept, 1], values[:, 1])
+    pull = torch.einsum("ijab,sjb->sia", blocks[kept][:, held], values[:, held])
     rest = adaptive_tap(blocks[kept][:, kept], x[:, kept] + pull, **options, **SHARP).value
     torch.testing.assert_close(got.mean[:, kept], rest.mean, rtol=0, atol=1e-9)
-    torch.testing.assert_close(got.mean[:, 1], values[:, 1])
-    assert not got.covariance[:, 1].any() and not got.response[:, 1].any()
-    energy = (x[:, 1] * values[:, 1]).sum(1)
-    wanted = rest.log_partition + energy
-    torch.testing.assert_close(got.log_partition, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(got.mean[:, held], values[:, held])
+    assert not got.covariance[:, held].any() and not got.response[:, held].any()
+    energy = (x * values)[:, held].sum((1, 2)) + one[:dim] @ blocks[1, 3] @ one[:dim]
+    torch.testing.assert_close(got.log_partition, rest.log_partition + energy, rtol=0, atol=1e-9)
 
 
 # --- O(d) spins at their saddle point ----------------------------------------------------------------

@@ -355,9 +355,9 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_gibbs_names_what_is_wrong(
     change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    options: dict[str, Any] = {"couplings": J, "field": X, "site": PottsSite()}
+    options: Any = {"couplings": J, "field": X, "site": PottsSite(), "sweeps": 1, "chains": 2}
     with pytest.raises(error, match=words):
-        gibbs(**({"sweeps": 1, "chains": 2} | options | change))
+        gibbs(**(options | change))
 
 
 def test_gaussian_sites_against_the_inverse() -> None:
