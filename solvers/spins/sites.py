@@ -306,18 +306,14 @@ class GaussianSite(Site):
 
 def _check_covariance(covariance: object) -> None:
     if not isinstance(covariance, Tensor) or not covariance.is_floating_point():
-        what = covariance.dtype if isinstance(covariance, Tensor) else type(covariance)
-        raise TypeError(f"covariance must be a floating-point tensor ([N,] d, d), got {what}")
+        raise TypeError(f"covariance must be a floating-point tensor, got {type(covariance)}")
     if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
-        raise ValueError(
-            f"covariance must have the shape (d, d) or (N, d, d), got {tuple(covariance.shape)}"
-        )
+        raise ValueError(f"covariance must be ([N,] d, d), got {tuple(covariance.shape)}")
     matrix = as_wide(covariance.detach())
     allowed = 32 * torch.finfo(covariance.dtype).eps * matrix.abs().max()
-    if not bool((matrix - matrix.mT).abs().max() <= allowed):
-        raise ValueError("covariance must be symmetric and finite")
-    if bool(torch.linalg.cholesky_ex(matrix)[1].any()):
-        raise ValueError("covariance must be positive definite, got a matrix that is not")
+    symmetric = bool((matrix - matrix.mT).abs().max() <= allowed)
+    if not symmetric or bool(torch.linalg.cholesky_ex(matrix)[1].any()):
+        raise ValueError("covariance must be finite, symmetric and positive definite")
 
 
 def draw_directions(field: Tensor, generator: Generator | None) -> Tensor:
