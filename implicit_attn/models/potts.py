@@ -348,7 +348,9 @@ def fit_pseudolikelihood(
         require_callable("augment", augment, optional=True)
         require_callable("watch", watch, optional=True)
         size = min(require_count("batch", 2000 if batch is None else batch), len(data))
-        chosen = require_choice("schedule", "one-cycle" if schedule is None else schedule, SCHEDULES)
+        chosen = require_choice(
+            "schedule", "one-cycle" if schedule is None else schedule, SCHEDULES
+        )
         largest = require_positive("rate", 0.05 if rate is None else rate)
         optimizer = torch.optim.Adam(parameters, largest)
         batches = _batches(model, data, size, augment, seed)

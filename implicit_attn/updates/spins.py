@@ -152,20 +152,15 @@ class MeanFieldAttention(CorrectedUpdate):
 class AdaptiveTAPAttention(Update):
     r"""Adaptive TAP equations of N coupled sites, with the layer's input x as external field.
 
-    With learned couplings J, and the mean and covariance of the site's distribution in a field h with a
-    cavity variance V::
-
-        h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
-        Lambda_i = V_i + C_i^-1,   [(Lambda - J)^-1]_ii = C_i
+    :func:`solvers.adaptive_tap` has the equations; the couplings J are learned.
 
     The state and the layer's output are a :class:`solvers.SpinState`, the pair (m, V)::
 
         layer = DEQ(AdaptiveTAPAttention(17, 10), solver=solvers.AdaptiveTAP())
         layer(x).mean  # (B, N, d)
 
-    Unlike in ``MeanFieldAttention``, the couplings and the input determine the Onsager term ``V_i m_i``. The
-    solver keeps ``Lambda - J`` of every sample positive definite; a sample without such a solution ends as
-    ``Status.INDEFINITE``.
+    Unlike in ``MeanFieldAttention``, the couplings and the input determine the Onsager term. A sample
+    without a consistent solution ends as ``Status.INDEFINITE``.
 
     The free energy ``-log Z`` of each sample can be an output or a loss::
 
@@ -214,12 +209,7 @@ class AdaptiveTAPAttention(Update):
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
     def log_partition(self, z: SpinState, x: Tensor | None = None, *, mask: Mask = None) -> Tensor:
-        """Return ``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
-
-        Its gradients with respect to input, couplings and the site's parameters need no adjoint solve and
-        are correct even if z was computed without gradients; ``d log Z / dx`` is ``z.mean``. It is NaN,
-        without gradients, in samples whose ``chi`` is not positive definite, which are no fixed points.
-        """
+        """Return ``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`."""
         field = self._field(z[0], x, mask)
         return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
 

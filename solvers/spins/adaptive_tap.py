@@ -437,8 +437,8 @@ def adaptive_tap(
 ) -> Solution:
     r"""Compute means, covariances and free energies of coupled sites by mean-field theories.
 
-    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` solve for the means m
-    and cavity variances V of each sample::
+    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` solve for means m and
+    cavity variances V::
 
         h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
 
@@ -489,12 +489,10 @@ def adaptive_tap(
     Returns:
         A :class:`Solution` whose ``value`` is a :class:`SpinMarginals` without NaN. A sample that did
         not converge has the means of its sites at the cavity fields of the best iterate, and an
-        unreliable ``log Z``.
-        ``Status.INDEFINITE`` means that ``chi`` did not remain positive definite, because
-        the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are too
-        strong. The result is the last iterate with a positive definite ``chi``. If there is none, it is
-        the starting point with an infinite residual, the covariances of uncoupled sites as ``response``
-        and ``log Z`` without its determinant.
+        unreliable ``log Z``. ``Status.INDEFINITE`` means that ``chi`` did not remain positive definite,
+        because the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are
+        too strong. The result is then the last iterate with a positive definite ``chi``, or the starting
+        point with an infinite residual and no response.
 
     Raises:
         TypeError, ValueError: if an argument is invalid.

@@ -1,14 +1,9 @@
 r"""Belief propagation on coupled Potts sites, which is exact on trees, and decimation.
 
-The graph represents each pair of sites as two directed edges. With the fields ``x_i``, the message
-``nu_{j -> i}(a)``, the logarithm of a weight of state a of site i, is::
-
-    c_{j -> i}(b) = x_j(b) + sum_{k != i} nu_{k -> j}(b)                       cavity field
-    u_{j -> i}(a) = log sum_b exp(J_ij(a, b) + c_{j -> i}(b))
-    nu_{j -> i}   <- u_{j -> i} - its mean over a
-
-The mean is over the remaining states. Subtracting it changes no probability and keeps messages in a
-linear space, which is closed under extrapolation. With ``h_i = x_i + sum_k nu_{k -> i}``::
+The graph represents each pair of sites as two directed edges, and a message ``nu_{j -> i}(a)`` is the
+logarithm of a weight of state a of site i (:func:`belief_propagation` has the formulas). The mean of a
+message over the remaining states is subtracted. This changes no probability and keeps messages in a linear
+space, which is closed under extrapolation. With ``h_i = x_i + sum_k nu_{k -> i}``::
 
     p_i(a) ~ exp(h_i(a)),     p_ij(a, b) ~ exp(c_{i -> j}(a) + J_ij(a, b) + c_{j -> i}(b))
 
