@@ -32,7 +32,6 @@ from implicit_attn.energies.lagrangians import SoftmaxLagrangian as SoftmaxLagra
 from implicit_attn.energies.lagrangians import SphericalLagrangian as SphericalLagrangian
 from implicit_attn.energies.memories import DenseAssociative as DenseAssociative
 from implicit_attn.energies.memories import EffectiveRBM as EffectiveRBM
-from implicit_attn.energies.memories import HiddenPrior as HiddenPrior
 from implicit_attn.energies.memories import Hopfield as Hopfield
 from implicit_attn.energies.memories import QueryEnergy as QueryEnergy
 from implicit_attn.energies.restoration import DataTerm as DataTerm
@@ -40,7 +39,6 @@ from implicit_attn.energies.restoration import NetworkEnergy as NetworkEnergy
 from implicit_attn.energies.spins import BareAttention as BareAttention
 from implicit_attn.energies.spins import ConditionalMixture as ConditionalMixture
 from implicit_attn.energies.spins import Couplings as Couplings
-from implicit_attn.energies.spins import SiteDistribution as SiteDistribution
 from implicit_attn.energies.spins import SiteLagrangian as SiteLagrangian
 from implicit_attn.energies.spins import SpinInteraction as SpinInteraction
 from implicit_attn.energies.spins import VectorSpin as VectorSpin

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from implicit_attn.energies.energy import value_and_gradient
 from implicit_attn.energies.tokens import (
     Mask,
     RMSNorm,
@@ -48,9 +49,12 @@ class Lagrangian(ABC):
     def activation(self, z: Tensor) -> Tensor:
         """Return ``g = dLag/dz``, like ``z``."""
 
-    @abstractmethod
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        """Return ``(dg/dz) v``, like ``z``; ``dg/dz`` is symmetric and positive semidefinite."""
+        """Return ``(dg/dz) v``, like ``z``, by default by autograd.
+
+        ``dg/dz`` is symmetric and positive semidefinite.
+        """
+        return value_and_gradient(lambda z, v: (self.activation(z) * v).sum(-1), z, v)[1]
 
 
 @dataclass(frozen=True)

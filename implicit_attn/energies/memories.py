@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.energy import AttentionContext, ClosedForm, Evaluation
+from implicit_attn.energies.energy import (
+    AttentionContext,
+    ClosedForm,
+    Evaluation,
+    value_and_gradient,
+)
 from implicit_attn.energies.heads import Beta, HasHeads, TokenEnergy, fit_keys, read_input
-from implicit_attn.energies.lagrangians import Lagrangian, SoftmaxLagrangian, log_two_cosh
-from implicit_attn.energies.spins import SiteDistribution, SiteLagrangian, check_site
+from implicit_attn.energies.lagrangians import Lagrangian, log_two_cosh
+from implicit_attn.energies.spins import SiteLagrangian
 from implicit_attn.energies.tokens import (
     Mask,
     Pair,
     accumulation_dtype,
     check_tensor,
+    got,
     hide,
     merge_heads,
     split_heads,
@@ -37,8 +40,9 @@ from solvers.core.checks import (
     require_number,
     require_positive,
 )
+from solvers.spins.sites import PottsSite, Site
 
-LARGEST_MIXTURE = 2_000_000  # largest number of pattern indices in a density at a lower temperature
+LARGEST_MIXTURE = 20_000_000  # largest number of Gaussians times patterns at a lower temperature
 
 
 class PatternEnergy(TokenEnergy):
@@ -140,8 +144,8 @@ class Hopfield(PatternEnergy):
     def log_partition(self, cooling: int = 1) -> Tensor:
         """Return the differentiable scalar ``log Z`` of one token at temperature ``1 / (cooling beta)``.
 
-        ``Z`` is a sum over all multisets of ``cooling`` >= 1 patterns; ValueError if these have more than
-        two million members in total.
+        ``Z`` is a sum over all multisets of ``cooling`` >= 1 patterns; ValueError if their number times
+        that of the patterns exceeds 20 million.
         """
         return self._log_partition(cooling).to(accumulation_dtype(self.patterns.dtype))
 
@@ -157,8 +161,7 @@ class Hopfield(PatternEnergy):
         computed in float64, because large norms cancel.
         """
         if not isinstance(z, Tensor) or not z.is_floating_point() or z.shape[-1:] != (self.dim,):
-            got = (z.dtype, tuple(z.shape)) if isinstance(z, Tensor) else type(z).__name__
-            raise ValueError(f"z must be a floating-point tensor (..., {self.dim}), got {got}")
+            raise ValueError(f"z must be a floating-point tensor (..., {self.dim}), {got(z)}")
         wide = z.double()
         attention = (self.beta * wide @ self.patterns.double().mT).logsumexp(-1)
         level = attention - 0.5 * self.beta * wide.square().sum(-1)
@@ -185,28 +188,22 @@ class Hopfield(PatternEnergy):
 
     def _mixture(self, cooling: int) -> Pair:
         """Return unnormalised log weights (T,) and centres (T, d) of the Gaussians, in float64."""
-        count = len(self.patterns)
-        size = math.comb(count + require_count("cooling", cooling) - 1, cooling)
         patterns = self.patterns.double()
-        if 1 in (cooling, count):
-            return 0.5 * cooling * self.beta * patterns.square().sum(-1), patterns
-        if size * cooling > LARGEST_MIXTURE:
+        if require_count("cooling", cooling) == 1:
+            return 0.5 * self.beta * patterns.square().sum(-1), patterns
+        count = len(patterns)
+        size = math.comb(count + cooling - 1, cooling)
+        if size * count > LARGEST_MIXTURE:
             raise ValueError(
-                f"cooling={cooling} with {count} patterns needs {size} Gaussians, each at the mean of "
-                f"{cooling} patterns; the number of these patterns must be <= {LARGEST_MIXTURE}"
+                f"cooling={cooling} with {count} patterns needs {size} Gaussians; their number times that "
+                f"of the patterns must be <= {LARGEST_MIXTURE}"
             )
-        multisets = itertools.combinations_with_replacement(range(count), cooling)  # each sorted
-        flat = np.fromiter(itertools.chain.from_iterable(multisets), np.int64, size * cooling)
-        members = torch.from_numpy(flat).view(size, cooling).to(patterns.device)
-        centers = torch.zeros_like(patterns[members[:, 0]])
-        for member in members.mT:  # one at a time needs 1 / cooling of the memory
-            centers = centers + patterns[member] / cooling
-        # A multiset has cooling! / prod_mu n_mu! orders; n_mu! is the product of ranks in a run.
-        rank = torch.ones_like(members[:, 0])
-        orders = torch.full_like(centers[:, 0], math.lgamma(cooling + 1))
-        for before, after in zip(members.mT, members.mT[1:], strict=False):
-            rank = torch.where(before == after, rank + 1, 1)
-            orders = orders - rank.to(orders.dtype).log()
+        indices = torch.arange(count, device=patterns.device)
+        multisets = torch.combinations(indices, cooling, with_replacement=True)
+        copies = torch.stack([(multisets == i).sum(1) for i in indices], 1).to(patterns.dtype)
+        centers = copies @ patterns / cooling
+        # A multiset has cooling! / prod_mu n_mu! orders.
+        orders = math.lgamma(cooling + 1) - torch.lgamma(copies + 1).sum(1)
         return orders + 0.5 * cooling * self.beta * centers.square().sum(-1), centers
 
     def extra_repr(self) -> str:
@@ -332,25 +329,13 @@ class QueryEnergy(HasHeads, ClosedForm):
         return f"dim={self.dim}, heads={self.heads}, {self.described()}"
 
 
-class HiddenPrior(Lagrangian):
-    """Prior distribution of hidden units; as a Lagrangian its value is K, its activation the mean."""
-
-    @abstractmethod
-    def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw each unit in its field, like ``field``, without gradients.
-
-        ``field`` is t, (..., units) for scalar units and (..., units, components) for vector units;
-        ValueError outside the domain of K.
-        """
-
-
 @dataclass(frozen=True, repr=False)
-class ScalarPrior(HiddenPrior):
-    """Independent units with one component, defined by the functions of one unit.
+class ScalarPrior(Lagrangian):
+    """Distribution of independent hidden units with one component; as a Lagrangian its value is K.
 
     Attributes:
         name: name in ``PRIORS``.
-        function, mean, variance: elementwise K, K' and K'' inside the domain.
+        function: K elementwise inside the domain; autograd computes the mean K' and the variance K''.
         draw: draws one value in each field, in float32 or wider.
         lower, upper: ends of the open interval on which ``E[exp(t h)]`` is finite. Outside, K is
             infinite and its derivatives are NaN, so solvers reject such a step.
@@ -358,8 +343,6 @@ class ScalarPrior(HiddenPrior):
 
     name: str
     function: Callable[[Tensor], Tensor]
-    mean: Callable[[Tensor], Tensor]
-    variance: Callable[[Tensor], Tensor]
     draw: Callable[[Tensor, torch.Generator | None], Tensor]
     lower: float = -math.inf
     upper: float = math.inf
@@ -367,8 +350,6 @@ class ScalarPrior(HiddenPrior):
     def cumulant_function(self, t: Tensor) -> Tensor:
         """Return ``K(t)`` elementwise, like ``t``."""
         inside = self._inside(t)
-        if inside is None:
-            return self.function(t)
         # Each branch receives only its own points, because 0 * inf would be NaN.
         outside = math.inf * torch.where(inside, 1.0, t).square()
         return torch.where(inside, self.function(torch.where(inside, t, 0.0)), outside)
@@ -377,51 +358,31 @@ class ScalarPrior(HiddenPrior):
         return self.cumulant_function(z).sum(-1)
 
     def activation(self, z: Tensor) -> Tensor:
-        return self.mean(self._or_nan(z))
-
-    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return self.variance(self._or_nan(z)) * v
+        z = z * torch.where(
+            self._inside(z), 1.0, torch.nan
+        )  # a product, so that derivatives are NaN, too
+        return value_and_gradient(lambda t: self.function(t).sum(-1), z)[1]
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw each unit in its field, like ``field``; ValueError outside the domain of K."""
         wide = field.to(accumulation_dtype(field.dtype))
-        inside = self._inside(wide)
-        if inside is not None and not bool(inside.all()):
+        if not bool(self._inside(wide).all()):
             raise ValueError(
                 f"field must lie in ({self.lower}, {self.upper}) for {self.name!r} units, got "
                 f"values in [{wide.min().item():.4g}, {wide.max().item():.4g}]"
             )
         return self.draw(wide, generator).to(field.dtype)
 
-    def _inside(self, t: Tensor) -> Tensor | None:
-        """Return where the entries lie in the domain, or None if it is unbounded."""
-        everywhere = self.lower == -math.inf and self.upper == math.inf
-        return None if everywhere else (t > self.lower) & (t < self.upper)
-
-    def _or_nan(self, t: Tensor) -> Tensor:
-        inside = self._inside(t)
-        return t if inside is None else torch.where(inside, t, torch.nan)
+    def _inside(self, t: Tensor) -> Tensor:
+        """Return where the entries lie in the domain."""
+        return (t > self.lower) & (t < self.upper)
 
     def __repr__(self) -> str:
         return f"PRIORS[{self.name!r}]"
 
     def __reduce__(self) -> Any:  # lambdas cannot be pickled
         return _law, (self.name,)
-
-
-@dataclass(frozen=True)
-class OneHotPrior(SoftmaxLagrangian, HiddenPrior):
-    """One of M components is 1, each with equal weight, ``K = lse t - log M``: the modern Hopfield."""
-
-    def token_value(self, z: Tensor) -> Tensor:
-        return super().token_value(z) - math.log(z.shape[-1])
-
-    @torch.no_grad()
-    def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        wide = field.to(accumulation_dtype(field.dtype))
-        # The Gumbel-max trick, with -log of exponential variables.
-        chosen = (wide - (-torch.log1p(-_uniform(wide, generator))).log()).argmax(-1)
-        return F.one_hot(chosen, field.shape[-1]).to(field.dtype)
 
 
 def _uniform(t: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -450,37 +411,41 @@ def _draw_laplace(t: Tensor, generator: torch.Generator | None) -> Tensor:
     return -torch.log1p(-_uniform(t, generator)) * sign / (1 - sign * t)
 
 
-# Name, K, K', K'' and draw of the laws; then the ends of a bounded domain.
+# Name, K and draw of the laws; then the ends of a bounded domain.
 LAWS = (
     # h ~ N(0, 1)
-    ScalarPrior("normal", lambda t: 0.5 * t.square(), lambda t: t, torch.ones_like,
-                lambda t, g: t + _normal(t, g)),
+    ScalarPrior("normal", lambda t: 0.5 * t.square(), lambda t, g: t + _normal(t, g)),
     # Poisson with mean 1
-    ScalarPrior("poisson", torch.expm1, torch.exp, torch.exp, _draw_poisson),
+    ScalarPrior("poisson", torch.expm1, _draw_poisson),
     # +1 or -1 with equal weight
-    ScalarPrior("ising", lambda t: log_two_cosh(t) - math.log(2.0), torch.tanh,
-                lambda t: 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t),
-                lambda t, g: torch.where(_uniform(t, g) < torch.sigmoid(2 * t), 1.0, -1.0)),
+    ScalarPrior(
+        "ising",
+        lambda t: log_two_cosh(t) - math.log(2.0),
+        lambda t, g: torch.where(_uniform(t, g) < torch.sigmoid(2 * t), 1.0, -1.0),
+    ),
     # 0 or 1 with equal weight
-    ScalarPrior("binary", lambda t: F.softplus(t, threshold=60.0) - math.log(2.0), torch.sigmoid,
-                lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
-                lambda t, g: (_uniform(t, g) < torch.sigmoid(t)).to(t.dtype)),
+    ScalarPrior(
+        "binary",
+        lambda t: F.softplus(t, threshold=60.0) - math.log(2.0),
+        lambda t, g: (_uniform(t, g) < torch.sigmoid(t)).to(t.dtype),
+    ),
     # h >= 0 with density exp(-h)
-    ScalarPrior("exponential", lambda t: -torch.log1p(-t), lambda t: 1 / (1 - t),
-                lambda t: (1 - t).square().reciprocal(),
-                lambda t, g: -torch.log1p(-_uniform(t, g)) / (1 - t), upper=1.0),
+    ScalarPrior(
+        "exponential",
+        lambda t: -torch.log1p(-t),
+        lambda t, g: -torch.log1p(-_uniform(t, g)) / (1 - t),
+        upper=1.0,
+    ),
     # density exp(-|h|) / 2
-    ScalarPrior("laplace", lambda t: -torch.log1p(-t.square()), lambda t: 2 * t / ((1 - t) * (1 + t)),
-                lambda t: (1 - t).square().reciprocal() + (1 + t).square().reciprocal(),
-                _draw_laplace, lower=-1.0, upper=1.0),
+    ScalarPrior("laplace", lambda t: -torch.log1p(-t.square()), _draw_laplace, -1.0, 1.0),
     # h = 1
-    ScalarPrior("constant", lambda t: t, torch.ones_like, torch.zeros_like,
-                lambda t, g: torch.ones_like(t)),
-)  # fmt: skip
-PRIORS: dict[str, HiddenPrior] = {**{law.name: law for law in LAWS}, "one-hot": OneHotPrior()}
+    ScalarPrior("constant", lambda t: t, lambda t, g: torch.ones_like(t)),
+)
+PRIORS: dict[str, ScalarPrior | SiteLagrangian] = {law.name: law for law in LAWS}
+PRIORS["one-hot"] = SiteLagrangian(PottsSite())  # K = lse t - log M
 
 
-def _law(name: str) -> HiddenPrior:
+def _law(name: str) -> Lagrangian:
     return PRIORS[name]
 
 
@@ -538,7 +503,7 @@ class EffectiveRBM(PatternEnergy):
     def __init__(
         self,
         weights: Tensor,
-        hidden: str | Lagrangian | SiteDistribution = "normal",
+        hidden: str | Lagrangian | Site = "normal",
         *,
         visible: str | None = None,
         bias: Tensor | None = None,
@@ -568,13 +533,12 @@ class EffectiveRBM(PatternEnergy):
 
         TypeError if their prior does not define ``sample(field, generator)``.
         """
-        source = self.prior.site if isinstance(self.prior, SiteLagrangian) else self.prior
-        sample = getattr(source, "sample", None)
-        if sample is None:
+        source: Any = self.prior.site if isinstance(self.prior, SiteLagrangian) else self.prior
+        if not hasattr(source, "sample"):
             name = type(source).__name__
             raise TypeError(f"hidden must define sample(field, generator), {name} does not")
         fields = (v @ self.patterns.mT).unflatten(-1, (-1, self.components)).detach()
-        h = sample(fields, generator)
+        h = source.sample(fields, generator)
         return h.squeeze(-1) if self.components == 1 else h
 
     def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -587,7 +551,8 @@ class EffectiveRBM(PatternEnergy):
         h = h if self.components == 1 else h.flatten(-2)
         field = (h @ self.patterns).detach()
         field = field if self.bias is None else field + self.bias.detach()
-        return PRIORS[self.visible].sample(field, generator)
+        units: Any = PRIORS[self.visible]
+        return units.sample(field, generator)
 
     def gibbs(self, v: Tensor, sweeps: int, generator: torch.Generator | None = None) -> Tensor:
         """Run block Gibbs sampling, which alternates all hidden and all visible units.
@@ -603,11 +568,9 @@ class EffectiveRBM(PatternEnergy):
         Raises:
             TypeError, ValueError: if v has another dtype, shape or entries, or units cannot be drawn.
         """
-        require_instance("v", v, Tensor, f"a tensor (..., {self.dim})")
-        if v.dtype != self.patterns.dtype:
-            raise TypeError(f"v must have the dtype {self.patterns.dtype}, got {v.dtype}")
-        if v.shape[-1:] != (self.dim,):
-            raise ValueError(f"v must have the shape (..., {self.dim}), got {tuple(v.shape)}")
+        dtype = self.patterns.dtype
+        if not isinstance(v, Tensor) or v.dtype != dtype or v.shape[-1:] != (self.dim,):
+            raise ValueError(f"v must be a tensor (..., {self.dim}) of {dtype}, {got(v)}")
         low = {"ising": -1, "binary": 0}.get(self.visible or "")
         if low is not None and not bool(((v == low) | (v == 1)).all()):
             raise ValueError(f"v must contain only {low} and 1 for {self.visible} units")
@@ -632,5 +595,5 @@ def _prior(hidden: Any, components: int, shape: tuple[int, ...]) -> Lagrangian:
         return PRIORS[hidden]
     if isinstance(hidden, Lagrangian):
         return hidden
-    known = f"be one of {tuple(PRIORS)}, a Lagrangian, or "
-    return SiteLagrangian(check_site("hidden", hidden, known))
+    known = f"one of {tuple(PRIORS)}, a Lagrangian or a solvers.Site"
+    return SiteLagrangian(require_instance("hidden", hidden, Site, known))

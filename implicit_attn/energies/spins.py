@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import ClosedForm, Evaluation
+from implicit_attn.energies.energy import ClosedForm, Energy, Evaluation
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.tokens import (
     Mask,
@@ -30,6 +29,7 @@ from solvers.core.checks import (
     require_positive,
 )
 from solvers.spins.inputs import no_variance
+from solvers.spins.sites import Site
 
 
 class Couplings(nn.Module):
@@ -189,15 +189,6 @@ def zero_sum(couplings: Tensor) -> Tensor:
     return both.masked_fill(own[..., None, None], 0.0)
 
 
-def binary_size(couplings: Tensor) -> float:
-    """Return a power of two close to the largest entry, or 1 if all are 0; dividing by it is exact.
-
-    Squares of ``J / binary_size(J)`` do not overflow or underflow in float32.
-    """
-    largest = float(couplings.detach().abs().amax())
-    return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
-
-
 class SpinInteraction(ClosedForm):
     """``E = -1/2 sum_ij z_i^T J_ij z_j`` with gradient ``-J z`` and Hessian ``-J``.
 
@@ -244,16 +235,14 @@ class VectorSpin(ClosedForm):
         couplings: with ``symmetric_sites``; shared, not copied.
         site: a ``Lagrangian``, which is ``log Z`` (``IsingLagrangian()``, ``SphericalLagrangian()``,
             ``SoftmaxLagrangian()`` for Potts, ``IdentityLagrangian()`` for a unit Gaussian), or a
-            :class:`SiteDistribution`; None: ``IsingLagrangian()``.
+            :class:`solvers.Site`; None: ``IsingLagrangian()``.
 
     Source: Krotov and Hopfield (2021), https://arxiv.org/abs/2008.06996, for the form; Bal, "Deep
     Implicit Attention" (2021),
     https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
-    def __init__(
-        self, couplings: Couplings, site: Lagrangian | SiteDistribution | None = None
-    ) -> None:
+    def __init__(self, couplings: Couplings, site: Lagrangian | Site | None = None) -> None:
         super().__init__()
         self.couplings = check_symmetric(couplings)
         site = IsingLagrangian() if site is None else site
@@ -284,35 +273,12 @@ class VectorSpin(ClosedForm):
         return value, hide(self.lagrangian.hessian_product(h, pull - field), mask)
 
 
-@runtime_checkable
-class SiteDistribution(Protocol):
-    """Protocol of distributions of a vector spin in a field h (B, N, d) with cavity variance V (B, N, d, d).
-
-    Every ``solvers.Site`` satisfies it.
-    """
-
-    def log_partition(self, field: Tensor, variance: Tensor, /) -> Tensor:
-        """Return ``log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S)``, (B, N)."""
-        ...
-
-    def mean(self, field: Tensor, variance: Tensor, /) -> Tensor:
-        """Return ``d log Z / dh``, (B, N, d)."""
-        ...
-
-    def covariance(self, field: Tensor, variance: Tensor, /) -> Tensor:
-        """Return ``d2 log Z / dh2``, (B, N, d, d)."""
-        ...
-
-
 class SiteLagrangian(Lagrangian, nn.Module):
-    """Lagrangian ``log Z(h, 0)`` of a :class:`SiteDistribution`, for the naive mean field.
+    """Lagrangian ``log Z(h, 0)`` of a :class:`solvers.Site`, for the naive mean field."""
 
-    A site that is an ``nn.Module`` is registered with its parameters.
-    """
-
-    def __init__(self, site: SiteDistribution) -> None:
+    def __init__(self, site: Site) -> None:
         nn.Module.__init__(self)
-        self.site: SiteDistribution = check_site("site", site, "be a Lagrangian or ")
+        self.site = require_instance("site", site, Site, "a Lagrangian or a solvers.Site")
 
     def token_value(self, z: Tensor) -> Tensor:
         return self.site.log_partition(z, no_variance(z))
@@ -322,14 +288,6 @@ class SiteLagrangian(Lagrangian, nn.Module):
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
         return (self.site.covariance(z, no_variance(z)) @ v.unsqueeze(-1)).squeeze(-1)
-
-
-def check_site(name: str, site: Any, expected: str = "") -> Any:
-    """Check that ``site`` is a :class:`SiteDistribution`; ``expected`` lists alternatives."""
-    if isinstance(site, type) or not isinstance(site, SiteDistribution):
-        wanted = f"{expected}have log_partition, mean and covariance"
-        raise TypeError(f"{name} must {wanted}, got {site!r}")
-    return site
 
 
 def check_symmetric(couplings: Any) -> Couplings:
@@ -344,33 +302,19 @@ class ConditionalMixture(NamedTuple):
     r"""Conditional distributions ``p(z_i | rest) = rho(z_i) sum_j exp(z_i.h_ij) / sum_j Z(h_ij)``.
 
     They are mixtures over neighbours j, with components ``rho(z) exp(z.h_ij) / Z(h_ij)`` and weights
-    ``w_ij = softmax_j log Z(h_ij)`` that do not depend on ``z_i``. Densities are with respect to rho.
+    ``w_ij = softmax_j log Z(h_ij)`` that do not depend on ``z_i``.
 
     Attributes:
-        site: rho, with ``log_partition``, ``mean`` and, for :meth:`sample`, ``sample``.
+        site: rho.
         fields: ``h_ij`` (B, N, N, D).
-        log_weights: ``log w_ij`` (B, N, N), minus infinity for excluded pairs.
+        weights: ``w_ij`` (B, N, N), 0 for excluded pairs.
         log_total: ``lse_j log Z(h_ij)`` (B, N).
     """
 
-    site: Any
+    site: Site
     fields: Tensor
-    log_weights: Tensor
+    weights: Tensor
     log_total: Tensor
-
-    @classmethod
-    def of(cls, site: Any, fields: Tensor, speaks: Tensor) -> ConditionalMixture:
-        """Make the mixture from fields and allowed pairs (B or 1, N, N) bool, at least one per site."""
-        flat = fields.flatten(1, 2)
-        values = site.log_partition(flat, no_variance(flat)).view(fields.shape[:-1])
-        values = values.masked_fill(~speaks, -torch.inf)
-        total = values.logsumexp(-1)
-        return cls(site, fields, values - total.unsqueeze(-1), total)
-
-    @property
-    def weights(self) -> Tensor:
-        """Return the weights ``w_ij`` (B, N, N), whose rows sum to 1."""
-        return self.log_weights.exp()
 
     def means(self) -> Tensor:
         """Return the mean ``mu(h_ij)`` of each component, (B, N, N, D)."""
@@ -379,37 +323,28 @@ class ConditionalMixture(NamedTuple):
 
     def mean(self) -> Tensor:
         """Return the conditional mean ``sum_j w_ij mu(h_ij)`` of every token, (B, N, D)."""
-        return (self.weights.unsqueeze(-2) @ self.means()).squeeze(-2)
-
-    def log_prob(self, z: Tensor) -> Tensor:
-        """Return ``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the tokens of this mixture.
-
-        A masked token has the distribution rho here; ``BareAttention.log_prob`` returns 0 there.
-        """
-        expected = (*self.fields.shape[:2], self.fields.shape[3])
-        if tuple(z.shape) != expected:
-            raise ValueError(f"z must have the shape {expected}, got {tuple(z.shape)}")
-        scores = (self.fields @ z.unsqueeze(-1)).squeeze(-1)
-        closed = torch.isneginf(self.log_weights.detach())
-        return scores.masked_fill(closed, -torch.inf).logsumexp(-1) - self.log_total
+        return _mix(self.weights, self.means())
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw every token independently given the others, (B, N, D): first j, then its component.
 
         NotImplementedError if the site does not define ``sample``.
         """
-        if not hasattr(self.site, "sample"):
-            raise NotImplementedError(f"{type(self.site).__name__} does not define sample")
         with torch.no_grad():
             chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
             fields = self.fields.flatten(0, 1).take_along_dim(chosen.unsqueeze(-1), 1)
             return self.site.sample(fields.view(*self.fields.shape[:2], -1), generator)
 
 
+def _mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Return ``sum_j w_ij y_ij``, (B, N, d)."""
+    return (weights.unsqueeze(-2) @ values).squeeze(-2)
+
+
 RULES = ("exact", "source", "hebb")
 
 
-class BareAttention(ClosedForm):
+class BareAttention(Energy):
     r"""Attention energy whose only parameters are couplings ``J`` between positions::
 
         e_i(z) = -1/lam lse_{j != i}(lam z_i^T J_ij z_j),   E(z) = sum_i e_i
@@ -458,7 +393,7 @@ class BareAttention(ClosedForm):
         *,
         lam: float = 1.0,
         features: Tensor | None = None,
-        site: SiteDistribution | None = None,
+        site: Site | None = None,
         symmetric_sites: bool = False,
         scale: float = 1.0,
     ) -> None:
@@ -470,41 +405,31 @@ class BareAttention(ClosedForm):
         if features is not None:
             features = check_tensor("features", features, "d D", d=dim).detach().clone()
         self.register_buffer("features", features)
-        self.site: Any = None if site is None else check_site("site", site)
+        self.site = require_instance("site", site, Site, "a solvers.Site", optional=True)
         self.width = dim if features is None else features.shape[1]
 
-    def evaluate(self, z: Tensor, x: Any, mask: Mask, need_value: bool) -> Evaluation:
-        pairs = self._pairs(z, mask)
-        alpha = pairs.scores.softmax(-1)
-        pushed = torch.einsum("nij,ijab,nia->njb", alpha, pairs.couplings, pairs.query)
-        gradient = -self._lift(_mix(alpha, pairs.keys) + pushed)
-        value = sum_samples(self._energies(pairs, mask)) if need_value else None
-        return value, hide(gradient.to(z.dtype), mask)
+    def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
+        return sum_samples(self.token_energies(z, mask=mask))
 
     def token_energies(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``e_i`` (B, N), 0 at masked tokens, in float32 or wider."""
-        return self._energies(self._pairs(z, mask), mask)
-
-    def attention(self, z: Tensor, *, mask: Mask = None) -> Tensor:
-        """Return ``alpha_ij`` (B, N, N), in float32 or wider; 0 for masked or isolated tokens."""
-        pairs = self._pairs(z, mask)
-        own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
-        return pairs.scores.softmax(-1).masked_fill(own, 0.0)
+        _, _, scores = self._pairs(z, mask)
+        return hide(scores.logsumexp(-1) / -self.lam, mask)
 
     def pull(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``-de_i/dz_i = sum_j alpha_ij J_ij z_j`` (B, N, D); 0 without neighbours."""
-        pairs = self._pairs(z, mask)
-        mixed = self._lift(_mix(pairs.scores.softmax(-1), pairs.keys))
-        return hide(mixed.to(z.dtype), mask)
+        _, keys, scores = self._pairs(z, mask)
+        return hide(self._lift(_mix(scores.softmax(-1), keys)).to(z.dtype), mask)
 
     def conditionals(self, z: Tensor, *, mask: Mask = None) -> ConditionalMixture:
         """Return the distributions ``p(z_i | rest)`` of all tokens. ValueError without a ``site``."""
-        return self._mixture(self._pairs(z, mask))
+        _, keys, scores = self._pairs(z, mask)
+        return self._mixture(keys, scores)
 
     def log_prob(self, z: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``log p(z_i | rest)`` (B, N) with respect to rho, 0 at masked tokens; needs a ``site``."""
-        pairs = self._pairs(z, mask)
-        return hide(pairs.scores.logsumexp(-1) - self._mixture(pairs).log_total, mask)
+        _, keys, scores = self._pairs(z, mask)
+        return hide(scores.logsumexp(-1) - self._mixture(keys, scores).log_total, mask)
 
     @torch.no_grad()
     def local_gradient(self, z: Tensor, rule: str = "exact", *, mask: Mask = None) -> Tensor:
@@ -524,19 +449,18 @@ class BareAttention(ClosedForm):
         check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
         if len(z) == 0:
             raise ValueError("z must contain at least one sample to average over, got none")
-        pairs = self._pairs(z, mask)
+        query, keys, scores = self._pairs(z, mask)
+        alpha = scores.softmax(-1)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
         if rule == "hebb":
-            speaks = (pairs.speaks & ~own).to(pairs.query.dtype)
+            speaks = (~torch.isneginf(scores) & ~own).to(query.dtype)
             alpha = speaks / speaks.sum(-1, keepdim=True).clamp_min(1.0)
-        else:
-            alpha = pairs.scores.softmax(-1)
-        signal = alpha.unsqueeze(-1) * pairs.query.unsqueeze(2)
+        signal = alpha.unsqueeze(-1) * query.unsqueeze(2)
         if rule == "exact":
-            mixture = self._mixture(pairs)
+            mixture = self._mixture(keys, scores)
             signal = signal - self._embed(mixture.weights.unsqueeze(-1) * mixture.means())
             signal = self.lam * signal
-        gradient = torch.einsum("nija,njb->ijab", signal, pairs.query) / -len(z)
+        gradient = torch.einsum("nija,njb->ijab", signal, query) / -len(z)
         return gradient.masked_fill(own[..., None, None], 0.0).to(z.dtype)
 
     def assign_gradient(self, gradient: Tensor) -> None:
@@ -552,7 +476,12 @@ class BareAttention(ClosedForm):
             expansion: Any = self.couplings.parametrizations["weight"][0]  # type: ignore[index]
             free.grad = expansion.right_inverse(gradient)
 
-    def _pairs(self, z: Tensor, mask: Mask) -> _Pairs:
+    def _pairs(self, z: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens ``F z`` (B, N, d), ``J_ij F z_j`` (B, N, N, d) and scores, float32 or wider.
+
+        Scores of excluded pairs are minus infinity. A token without neighbours attends to itself, with
+        ``J_ii = 0``.
+        """
         name = type(self).__name__
         check_tokens(z, mask, name, dim=self.width, tokens=True)
         weight = self.couplings.weight
@@ -562,19 +491,22 @@ class BareAttention(ClosedForm):
                 f"{name}: z must have {len(weight)} sites (N), got shape {tuple(z.shape)}"
             )
         wide = accumulation_dtype(z.dtype)
-        weight, query = weight.to(wide), self._embed(hide(z, mask).to(wide))
-        keys = torch.einsum("ijab,njb->nija", weight, query)
-        speaks = _speaks(z.shape[1], z.device, mask)
+        query = self._embed(hide(z, mask).to(wide))
+        keys = torch.einsum("ijab,njb->nija", weight.to(wide), query)
+        own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device).unsqueeze(0)
+        speaks = ~own if mask is None else ~own & mask.unsqueeze(1) & mask.unsqueeze(2)
+        speaks = speaks | (own & ~speaks.any(-1, keepdim=True))
         scores = self.lam * (keys @ query.unsqueeze(-1)).squeeze(-1)
-        return _Pairs(weight, query, keys, speaks, scores.masked_fill(~speaks, -torch.inf))
+        return query, keys, scores.masked_fill(~speaks, -torch.inf)
 
-    def _energies(self, pairs: _Pairs, mask: Mask) -> Tensor:
-        return hide(pairs.scores.logsumexp(-1) / -self.lam, mask)
-
-    def _mixture(self, pairs: _Pairs) -> ConditionalMixture:
+    def _mixture(self, keys: Tensor, scores: Tensor) -> ConditionalMixture:
         if self.site is None:
-            raise ValueError("site must be a site distribution for conditional laws, got None")
-        return ConditionalMixture.of(self.site, self.lam * self._lift(pairs.keys), pairs.speaks)
+            raise ValueError("site must be a solvers.Site for conditional distributions, got None")
+        fields = self.lam * self._lift(keys)
+        flat = fields.flatten(1, 2)
+        values = self.site.log_partition(flat, no_variance(flat)).view(scores.shape)
+        values = values.masked_fill(torch.isneginf(scores), -torch.inf)
+        return ConditionalMixture(self.site, fields, values.softmax(-1), values.logsumexp(-1))
 
     def _embed(self, z: Tensor) -> Tensor:
         """Return ``F z``, (..., D) -> (..., d)."""
@@ -586,27 +518,3 @@ class BareAttention(ClosedForm):
 
     def extra_repr(self) -> str:
         return f"width={self.width}, lam={self.lam}"
-
-
-class _Pairs(NamedTuple):
-    """Intermediate tensors of a state, in float32 or wider.
-
-    A token without neighbours attends to itself, with ``J_ii = 0``.
-    """
-
-    couplings: Tensor  # J (N, N, d, d)
-    query: Tensor  # z or F z, (B, N, d)
-    keys: Tensor  # J_ij z_j, (B, N, N, d), keys and values
-    speaks: Tensor  # (B or 1, N, N) bool
-    scores: Tensor  # lam z_i.J_ij z_j, minus infinity for excluded pairs
-
-
-def _speaks(sites: int, device: torch.device, mask: Mask) -> Tensor:
-    own = torch.eye(sites, dtype=torch.bool, device=device).unsqueeze(0)
-    pairs = ~own if mask is None else ~own & mask.unsqueeze(1) & mask.unsqueeze(2)
-    return pairs | (own & ~pairs.any(-1, keepdim=True))
-
-
-def _mix(alpha: Tensor, keys: Tensor) -> Tensor:
-    """Return ``sum_j alpha_ij y_ij``, (B, N, d)."""
-    return (alpha.unsqueeze(-2) @ keys).squeeze(-2)

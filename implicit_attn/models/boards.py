@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
 from implicit_attn.deq import DEQ
-from implicit_attn.energies.spins import binary_size, zero_sum
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models.images import grid_positions, token_width
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
@@ -102,7 +102,7 @@ def _strong_pairs(couplings: Tensor) -> tuple[Tensor, float]:
     The number is the gap relative to the strength above it: 1 if the other couplings are zero, 0 if all are
     equal. Both directions are averaged.
     """
-    strengths = torch.linalg.matrix_norm(zero_sum(couplings / binary_size(couplings)))
+    strengths = torch.linalg.matrix_norm(zero_sum(couplings.double()))  # squares do not overflow
     strengths = (strengths + strengths.T) / 2
     rows, columns = torch.triu_indices(len(strengths), len(strengths), 1)
     values = strengths[rows, columns].sort(descending=True).values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies import Hopfield
 from implicit_attn.energies.tokens import accumulation_dtype, check_tensor
-from solvers.core.checks import require_count, require_flag, require_nonnegative, require_positive
+from solvers.core.checks import require_count, require_nonnegative, require_positive
 
 __all__ = ["BinaryMemory", "Fit", "fit_patterns"]
 
@@ -98,8 +98,6 @@ class BinaryMemory(nn.Module):
             ``"pseudo-likelihood"``, J from 200 ascent steps on ``sum_i log p(s_i | others)``;
             an integer n >= 2, ``F(y) = max(y, 0)^n``, with a capacity of order N^(n - 1);
             ``"exp"``, ``F(y) = exp(y - N)``, with a capacity of order 2^(N / 2).
-        rectified: False for ``F(y) = y^n``, for an integer rule only. An even n then also stores the
-            negatives.
 
     Attributes:
         patterns: (P, N).
@@ -122,15 +120,10 @@ class BinaryMemory(nn.Module):
     patterns: Tensor
     couplings: Tensor | None
 
-    def __init__(
-        self, patterns: Tensor, rule: str | int = "hebb", *, rectified: bool = True
-    ) -> None:
+    def __init__(self, patterns: Tensor, rule: str | int = "hebb") -> None:
         super().__init__()
-        check_spins("patterns", patterns, "(P, N)")
+        check_spins("patterns", patterns, "P N")
         self.rule = check_rule(rule)
-        self.rectified = require_flag("rectified", rectified)
-        if not rectified and not isinstance(rule, int):
-            raise ValueError(f"rectified=False needs an integer rule, got {rule!r}")
         self.register_buffer("patterns", patterns.detach().clone())
         learn = PAIR_RULES.get(rule) if isinstance(rule, str) else None
         self.register_buffer("couplings", None if learn is None else learn(self._wide()))
@@ -182,31 +175,21 @@ class BinaryMemory(nn.Module):
     def is_fixed_point(self, s: Tensor) -> Tensor:
         """Return whether no spin would change, (B,) bool, for spins (B, N)."""
         self._check(s)
-        s = s.to(accumulation_dtype(s.dtype))
-        y, stays = s @ self._wide().mT, torch.ones(len(s), dtype=torch.bool, device=s.device)
-        for i, sign in enumerate(self._signs(s, y)):
-            stays &= sign == s[:, i]
-        return stays
+        wide = s.to(accumulation_dtype(s.dtype))
+        return (self._sweep(wide) == wide).all(-1)
 
     def _wide(self) -> Tensor:
         """Return the patterns in the dtype of computations."""
         return self.patterns.to(accumulation_dtype(self.patterns.dtype))
 
     def _sweep(self, s: Tensor) -> Tensor:
+        """Return the states (B, N) after one update of every spin in turn."""
         s, patterns = s.clone(), self._wide()
-        y = s @ patterns.mT
-        for i, sign in enumerate(self._signs(s, y)):
-            y += torch.outer(sign - s[:, i], patterns[:, i])
-            s[:, i] = sign
-        return s
-
-    def _signs(self, s: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """Yield the new sign (B,) of each spin, given s (B, N) and overlaps y (B, P), which may change."""
-        patterns, eps = self._wide(), NOISE * torch.finfo(y.dtype).eps
-        couplings = None if self.couplings is None else self.couplings.to(y.dtype)
+        y, eps = s @ patterns.mT, NOISE * torch.finfo(s.dtype).eps  # overlaps (B, P)
+        couplings = None if self.couplings is None else self.couplings.to(s.dtype)
         largest = None if couplings is None else couplings.abs().sum(-1).amax()
         for i, column in enumerate(patterns.mT):
-            old = s[:, i]
+            old = s[:, i].clone()
             if couplings is not None and largest is not None:
                 field, size = s @ couplings[i], largest
             else:
@@ -218,21 +201,19 @@ class BinaryMemory(nn.Module):
                     weight = above - below
                 field, size = weight @ column, weight.abs().sum(-1)
             # If the field is zero up to rounding, the spin does not change.
-            yield torch.where(field.abs() <= eps * size, old, field.sign())
+            s[:, i] = torch.where(field.abs() <= eps * size, old, field.sign())
+            y += torch.outer(s[:, i] - old, column)
+        return s
 
     def _power(self, y: Tensor) -> Tensor:
-        y = y.clamp_min(0) if self.rectified else y
-        found, exponent = y, int(self.rule)
-        for bit in bin(exponent)[3:]:  # by squares: pow is ten times as slow for exponents above 3
+        """Return ``max(y, 0)^n`` by squares: pow is ten times as slow for exponents above 3."""
+        found = y = y.clamp_min(0)
+        for bit in bin(int(self.rule))[3:]:
             found = found * found * y if bit == "1" else found * found
         return found
 
     def _check(self, s: Tensor) -> None:
-        check_spins("s", s, "(B, N)", empty=True)
-        if s.shape[1] != self.sites:
-            raise ValueError(f"s must have {self.sites} spins, got shape {tuple(s.shape)}")
-        if s.dtype != self.patterns.dtype:
-            raise TypeError(f"s must have dtype {self.patterns.dtype}, got {s.dtype}")
+        check_spins("s", s, "B N", dtype=self.patterns.dtype, N=self.sites)
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}, rule={self.rule!r}"
@@ -247,14 +228,9 @@ def check_rule(rule: object) -> str | int:
     raise ValueError(f"rule must be one of {(*PAIR_RULES, 'exp')} or an integer >= 2, got {rule!r}")
 
 
-def check_spins(name: str, spins: object, shape: str, *, empty: bool = False) -> None:
-    """Check for a floating-point matrix of +1 and -1, with at least one row unless ``empty``."""
-    if not isinstance(spins, Tensor) or not spins.is_floating_point():
-        kind = getattr(spins, "dtype", type(spins).__name__)
-        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {kind}")
-    if spins.dim() != 2 or spins.shape[1] == 0 or (len(spins) == 0 and not empty):
-        raise ValueError(f"{name} must have the shape {shape}, got {tuple(spins.shape)}")
-    if not bool((spins.abs() == 1).all()):
+def check_spins(name: str, spins: Any, shape: str, **wanted: Any) -> None:
+    """Check for a matrix of +1 and -1; ``wanted`` are options of ``check_tensor``."""
+    if not bool((check_tensor(name, spins, shape, **wanted).abs() == 1).all()):
         raise ValueError(f"{name} must contain only +1 and -1")
 
 

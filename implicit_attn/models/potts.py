@@ -23,7 +23,6 @@ from solvers.core.checks import (
     require_instance,
     require_integers,
     require_nonnegative,
-    require_number,
     require_positive,
 )
 
@@ -78,8 +77,6 @@ class ConditionalModel(nn.Module, ABC):
     def check_states(self, s: Tensor) -> Tensor:
         """Return ``s`` if it is valid for :meth:`logits`, else raise ValueError."""
         n, d = self.sites, self.colours
-        if isinstance(s, Tensor) and s.shape[:1] == (0,):
-            raise ValueError("s must contain at least one sample, got none")
         if isinstance(s, Tensor) and s.is_floating_point():
             return check_tensor("s", s, "B N d", finite=False, N=n, d=d)
         return require_integers("s", s, (n,), high=d - 1)
@@ -278,12 +275,7 @@ class PseudoLikelihoodFit:
     status: str
     losses: tuple[float, ...]
     steps: int
-    gradient: float
-
-    @property
-    def converged(self) -> bool:
-        """Whether the tolerance was met."""
-        return self.status == "converged"
+    gradient: float = math.nan
 
 
 @torch.enable_grad()
@@ -320,7 +312,7 @@ def fit_pseudolikelihood(
             for 1e-5.
         augment: ``augment(batch, generator) -> batch``, applied to each batch of Adam.
         seed: seed of Adam's batches and of ``augment``.
-        watch: function ``watch(step, loss)``, called after each step of Adam or evaluation of L-BFGS.
+        watch: function ``watch(step, loss)``, called after each step of Adam.
 
     Raises:
         TypeError, ValueError: if an argument is invalid or belongs to the other solver, no parameter of
@@ -334,45 +326,38 @@ def fit_pseudolikelihood(
         raise ValueError("model must have a parameter that requires a gradient, got none")
     model.check_states(data)
     require_nonnegative("l2", l2)
-    require_callable("watch", watch, optional=True)
     require_count("seed", seed, low=0)
-    told = watch or (lambda step, loss: None)
-    of_adam = {"rate": rate, "schedule": schedule, "batch": batch, "augment": augment}
+    of_adam = {
+        "rate": rate,
+        "schedule": schedule,
+        "batch": batch,
+        "augment": augment,
+        "watch": watch,
+    }
     lbfgs = require_choice("solver", solver, SOLVERS) == "lbfgs"
     for name, value in (of_adam if lbfgs else {"tolerance": tolerance}).items():
         if value is not None:
             other = "adam" if lbfgs else "lbfgs"
             raise ValueError(f"{name}={value!r} needs solver={other!r}, got solver={solver!r}")
     limit = require_count("steps", (40 if lbfgs else 500) if steps is None else steps)
+    kept = copy.deepcopy(model.state_dict())
     if lbfgs:
         small = require_positive("tolerance", 1e-5 if tolerance is None else tolerance)
-        return _run_lbfgs(model, parameters, model.one_hot(data), l2, limit, small, told)
-    require_callable("augment", augment, optional=True)
-    size = min(require_count("batch", 2000 if batch is None else batch), len(data))
-    require_choice("schedule", "one-cycle" if schedule is None else schedule, SCHEDULES)
-    # Adam initially divides the rate by 1 - beta_1 = 0.1, which may overflow for larger rates.
-    most, rate = torch.finfo(model.field.dtype).max / 100, 0.05 if rate is None else rate
-    largest = float(require_number("rate", rate, low=0.0, high=most, closed=False))
-    optimizer = torch.optim.Adam(parameters, lr=largest)
-    scheduler = None
-    if schedule != "constant":
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, largest, total_steps=limit)
-    losses, kept = list[float](), copy.deepcopy(model.state_dict())
-    batches = _batches(model, data, size, augment, seed)
-    for step in range(1, limit + 1):
-        optimizer.zero_grad()
-        loss = _objective(model, next(batches), l2)
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        told(step, losses[-1])
-    ends = [bool(each.isfinite().all()) for each in parameters]
-    if not all([*ends, *map(math.isfinite, losses)]):
+        fit = _run_lbfgs(model, parameters, model.one_hot(data), l2, limit, small)
+    else:
+        require_callable("augment", augment, optional=True)
+        require_callable("watch", watch, optional=True)
+        size = min(require_count("batch", 2000 if batch is None else batch), len(data))
+        chosen = require_choice(
+            "schedule", "one-cycle" if schedule is None else schedule, SCHEDULES
+        )
+        largest = require_positive("rate", 0.05 if rate is None else rate)
+        optimizer = torch.optim.Adam(parameters, largest)
+        batches = _batches(model, data, size, augment, seed)
+        fit = _run_adam(model, optimizer, batches, l2, limit, chosen, watch)
+    if fit.status == "nonfinite":
         model.load_state_dict(kept)
-        return PseudoLikelihoodFit("nonfinite", tuple(losses), limit, math.nan)
-    return PseudoLikelihoodFit("max_steps", tuple(losses), limit, math.nan)
+    return fit
 
 
 def _objective(model: ConditionalModel, states: Tensor, l2: float) -> Tensor:
@@ -393,11 +378,35 @@ def _batches(
         yield model.one_hot(batch if augment is None else augment(batch, generator))
 
 
+def _run_adam(
+    model: ConditionalModel, optimizer: torch.optim.Optimizer, batches: Iterator[Tensor], l2: float,
+    limit: int, schedule: str, watch: Watch | None,
+) -> PseudoLikelihoodFit:  # fmt: skip
+    scheduler = None
+    if schedule == "one-cycle":
+        largest = optimizer.param_groups[0]["lr"]
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, largest, total_steps=limit)
+    losses: list[float] = []
+    for step in range(1, limit + 1):
+        optimizer.zero_grad()
+        loss = _objective(model, next(batches), l2)
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if watch is not None:
+            watch(step, losses[-1])
+    finite = all(bool(each.isfinite().all()) for each in model.parameters())
+    status = "max_steps" if finite and all(map(math.isfinite, losses)) else "nonfinite"
+    return PseudoLikelihoodFit(status, tuple(losses), limit)
+
+
 def _run_lbfgs(
     model: ConditionalModel, parameters: list[nn.Parameter], states: Tensor, l2: float, limit: int,
-    tolerance: float, watch: Watch,
+    tolerance: float,
 ) -> PseudoLikelihoodFit:  # fmt: skip
-    losses, kept = list[float](), copy.deepcopy(model.state_dict())
+    losses: list[float] = []
 
     def measure(x: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the objective and its gradient at the parameters x."""
@@ -406,13 +415,8 @@ def _run_lbfgs(
             parameter.data.copy_(part.view_as(parameter))
         loss = _objective(model, states, l2)
         slopes = torch.autograd.grad(loss, parameters, materialize_grads=True)
-        return float(loss.detach()), parameters_to_vector(slopes).double().cpu().numpy()
-
-    def note(x: np.ndarray) -> tuple[float, np.ndarray]:
-        loss, slope = measure(x)
-        losses.append(loss)
-        watch(len(losses), loss)
-        return loss, slope
+        losses.append(float(loss.detach()))
+        return losses[-1], parameters_to_vector(slopes).double().cpu().numpy()
 
     start = parameters_to_vector(parameters).detach().double().cpu().numpy()
     first = float(np.abs(measure(start)[1]).max())
@@ -422,13 +426,13 @@ def _run_lbfgs(
     }  # fmt: skip
     from scipy.optimize import minimize  # not needed by those who load weights
 
-    found: Any = minimize(note, start, jac=True, method="L-BFGS-B", options=options)
+    found: Any = minimize(measure, start, jac=True, method="L-BFGS-B", options=options)
     end = float(np.abs(measure(found.x)[1]).max())
-    if not math.isfinite(end) or not math.isfinite(first):
-        model.load_state_dict(kept)
-        return PseudoLikelihoodFit("nonfinite", tuple(losses), found.nit, math.nan)
     relative = end / first if first > 0 else 0.0
-    status = (
-        "converged" if relative <= tolerance else "max_steps" if found.nit >= limit else "stalled"
-    )
+    if not math.isfinite(relative):
+        status = "nonfinite"
+    elif relative <= tolerance:
+        status = "converged"
+    else:
+        status = "max_steps" if found.nit >= limit else "stalled"
     return PseudoLikelihoodFit(status, tuple(losses), found.nit, relative)

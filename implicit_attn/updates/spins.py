@@ -54,33 +54,24 @@ class NormedMLP(nn.Module):
     """Network ``W2 gelu(W1 norm(z) + b1) + b2`` of each token, which replaces the Onsager term.
 
     ``norm`` is LayerNorm over the features without gain and bias (W1 and b1 include them). Its epsilon is
-    of order 1: with a tiny one the map has a kink where all components are equal, and solvers converge
-    slowly across it.
+    1: with a tiny one the map has a kink where all components are equal, and solvers converge slowly
+    across it.
 
     Args:
         dim: features d.
         hidden: number of hidden units; None for four times the inputs.
-        epsilon: epsilon of the norm, finite and > 0.
         bound: bound on the spectral norms of W1 and W2, or None; it limits the Lipschitz constant of the
-            map to ``1.13 bound^2 / sqrt(epsilon)``.
+            map to ``1.13 bound^2``.
 
     Shapes: (B, N, d) -> (B, N, d).
     """
 
-    def __init__(
-        self,
-        dim: int,
-        hidden: int | None = None,
-        *,
-        epsilon: float = 1.0,
-        bound: float | None = None,
-    ) -> None:
+    def __init__(self, dim: int, hidden: int | None = None, *, bound: float | None = None) -> None:
         super().__init__()
         hidden = 4 * require_count("dim", dim) if hidden is None else hidden
-        require_count("hidden", hidden)
-        epsilon = require_positive("epsilon", epsilon)
-        self.norm = nn.LayerNorm(dim, eps=epsilon, elementwise_affine=False)
-        self.first, self.second = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.norm = nn.LayerNorm(dim, eps=1.0, elementwise_affine=False)
+        self.first = nn.Linear(dim, require_count("hidden", hidden))
+        self.second = nn.Linear(hidden, dim)
         if bound is not None:
             for linear in (self.first, self.second):
                 parametrise(linear, "weight", SpectralBound(bound))
@@ -100,19 +91,18 @@ class CorrectedUpdate(Update):
             (B, N, d) that acts on each token separately, such as ``NormedMLP(dim, hidden, bound=0.6)``.
     """
 
-    correction: nn.Module | None
+    def __init__(self, dim: int, correction: nn.Module | str | None) -> None:
+        super().__init__()
+        if isinstance(correction, str) and correction == "network":
+            correction = NormedMLP(dim)
+        self.correction: nn.Module | None = require_instance(
+            "correction", correction, nn.Module, '"network", a module', optional=True
+        )
 
     def corrected(self, field: Tensor, z: Tensor, mask: Mask) -> Tensor:
         """Return ``field - correction(z)``, or z at masked tokens; all (B, N, d)."""
         if self.correction is not None:
-            visible = hide(z, mask)
-            term = self.correction(visible)
-            if not isinstance(term, Tensor) or term.shape != z.shape:
-                got = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
-                raise ValueError(
-                    f"correction must return a tensor of shape {tuple(z.shape)}, got {got}"
-                )
-            field = field - term
+            field = field - self.correction(hide(z, mask))
         return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
 
 
@@ -147,10 +137,10 @@ class MeanFieldAttention(CorrectedUpdate):
         scale: float = 1.0,
         bound: float | None = None,
     ) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"scale": scale, "bound": bound}
-        self.couplings = Couplings(sites, dim, symmetric_sites=symmetric_sites, **options)
-        self.correction = _read_correction(correction, dim)
+        super().__init__(dim, correction)
+        self.couplings = Couplings(
+            sites, dim, symmetric_sites=symmetric_sites, scale=scale, bound=bound
+        )
         self.symmetric = symmetric_sites and self.correction is None
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Mask = None) -> Tensor:
@@ -162,20 +152,15 @@ class MeanFieldAttention(CorrectedUpdate):
 class AdaptiveTAPAttention(Update):
     r"""Adaptive TAP equations of N coupled sites, with the layer's input x as external field.
 
-    With learned couplings J, and the mean and covariance of the site's distribution in a field h with a
-    cavity variance V::
-
-        h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
-        Lambda_i = V_i + C_i^-1,   [(Lambda - J)^-1]_ii = C_i
+    :func:`solvers.adaptive_tap` has the equations; the couplings J are learned.
 
     The state and the layer's output are a :class:`solvers.SpinState`, the pair (m, V)::
 
         layer = DEQ(AdaptiveTAPAttention(17, 10), solver=solvers.AdaptiveTAP())
         layer(x).mean  # (B, N, d)
 
-    Unlike in ``MeanFieldAttention``, the couplings and the input determine the Onsager term ``V_i m_i``. The
-    solver keeps ``Lambda - J`` of every sample positive definite; a sample without such a solution ends as
-    ``Status.INDEFINITE``.
+    Unlike in ``MeanFieldAttention``, the couplings and the input determine the Onsager term. A sample
+    without a consistent solution ends as ``Status.INDEFINITE``.
 
     The free energy ``-log Z`` of each sample can be an output or a loss::
 
@@ -220,22 +205,11 @@ class AdaptiveTAPAttention(Update):
                 "z must be a SpinState (mean, cavity_variance), such as AdaptiveTAPAttention.initial(x) "
                 f"returns, got {type(z).__name__}"
             )
-        mean, variance = z
-        field = self._field(mean, x, mask)
-        if variance.shape != (*mean.shape, mean.shape[-1]):
-            raise ValueError(
-                f"cavity_variance must have the shape {(*mean.shape, mean.shape[-1])} for a mean of shape "
-                f"{tuple(mean.shape)}, got {tuple(variance.shape)}"
-            )
+        field = self._field(z[0], x, mask)
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
     def log_partition(self, z: SpinState, x: Tensor | None = None, *, mask: Mask = None) -> Tensor:
-        """Return ``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
-
-        Its gradients with respect to input, couplings and the site's parameters need no adjoint solve and
-        are correct even if z was computed without gradients; ``d log Z / dx`` is ``z.mean``. It is NaN,
-        without gradients, in samples whose ``chi`` is not positive definite, which are no fixed points.
-        """
+        """Return ``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`."""
         field = self._field(z[0], x, mask)
         return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
@@ -243,14 +217,6 @@ class AdaptiveTAPAttention(Update):
         self.couplings.check(mean, mask)
         name = type(self).__name__
         return torch.zeros_like(mean) if x is None else check_input(x, mean, name)
-
-
-def _read_correction(correction: Any, dim: int) -> nn.Module | None:
-    if isinstance(correction, str) and correction == "network":
-        return NormedMLP(dim)
-    return require_instance(
-        "correction", correction, nn.Module, '"network", a module', optional=True
-    )
 
 
 class SoftmaxCouplingAttention(CorrectedUpdate):
@@ -272,8 +238,6 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         heads: number of heads, a divisor of d.
         correction: see ``CorrectedUpdate``.
         strength: strength > 0 of the couplings.
-        self_coupling: whether a token attends to itself; False excludes ``J_ii`` from the softmax.
-        bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
 
     Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are not keys and keep
     their state. A token without any key has the field ``x_i``.
@@ -289,22 +253,18 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         *,
         correction: nn.Module | str | None = "network",
         strength: float = 0.5,
-        self_coupling: bool = True,
-        bound: float | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dim, correction)
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, None)
         self.strength = require_positive("strength", strength)
-        self.self_coupling = require_flag("self_coupling", self_coupling)
-        self.query, self.key = Projection(dim, dim, bound), Projection(dim, dim, bound)
-        self.correction = _read_correction(correction, dim)
+        self.query, self.key = Projection(dim, dim), Projection(dim, dim)
 
     def couplings(self, x: Tensor, *, mask: Mask = None) -> Tensor:
         """Return ``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
         weight = self.query.weight
         x = visible_input(x, weight, mask, type(self).__name__, tokens=True)
         query, key = F.linear(x, weight) * self.width**-0.5, F.linear(x, self.key.weight)
-        pairs = token_pairs(mask, False, x.shape[1], x.device, self.self_coupling)
+        pairs = token_pairs(mask, False, x.shape[1], x.device)
         return (self.strength * softmax_couplings(query, key, self.heads, pairs)).to(query.dtype)
 
     def prepare(self, x: Any, *, mask: Mask = None) -> AttentionContext:
@@ -326,10 +286,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         return self.corrected(field, z, mask)
 
     def extra_repr(self) -> str:
-        return (
-            f"dim={self.dim}, heads={self.heads}, strength={self.strength:.4g}, "
-            f"self_coupling={self.self_coupling}"
-        )
+        return f"dim={self.dim}, heads={self.heads}, strength={self.strength:.4g}"
 
 
 def softmax_couplings(query: Tensor, key: Tensor, heads: int, pairs: Tensor | None) -> Tensor:
@@ -367,7 +324,7 @@ class KineticAttention(Update):
         closure: "gaussian", "naive", "tap" or "plefka", see ``solvers.kinetic_step``. The last two are
             expansions for weak couplings; "plefka" with beta 2 is worse than "naive", and "tap" costs
             p^3 for each token.
-        scale: factor > 0 of the scores; None for 1, as in the source.
+        scale: factor > 0 of the scores, 1 in the source.
         self_coupling: whether a token couples to itself; False excludes ``J_ii`` from the softmax.
         causal: whether a token couples only to itself and previous tokens.
 
@@ -385,7 +342,7 @@ class KineticAttention(Update):
         heads: int = 1,
         beta: float = 1.0,
         closure: str = "gaussian",
-        scale: float | None = None,
+        scale: float = 1.0,
         self_coupling: bool = True,
         causal: bool = False,
     ) -> None:
@@ -397,7 +354,7 @@ class KineticAttention(Update):
             )
         self.beta = require_positive("beta", beta)
         self.closure = require_choice("closure", closure, CLOSURES)
-        self.scale = 1.0 if scale is None else require_positive("scale", scale)
+        self.scale = require_positive("scale", scale)
         self.self_coupling = require_flag("self_coupling", self_coupling)
         self.causal = require_flag("causal", causal)
         self.radius = math.sqrt(self.width / 2)
@@ -451,18 +408,18 @@ class KineticAttention(Update):
         check_state(z, context, type(self).__name__, self.dim, True)
         if not z.numel():  # no samples, or no tokens
             return z
+        # Heads are samples of their own.
         given: Any = split_heads(z, self.heads), context.query, context.parts
+        mean, field, couplings = (t.flatten(0, 1) for t in given)
         mask = context.mask
         apart = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
-        options: dict[str, Any] = {"site": self.site, "closure": self.closure, "mask": apart}
-        mean = kinetic_map(*(t.flatten(0, 1) for t in given), **options)
-        return merge_heads(mean.unflatten(0, (z.shape[0], self.heads)))
+        found = kinetic_map(
+            mean, field, couplings, site=self.site, closure=self.closure, mask=apart
+        )
+        return merge_heads(found.unflatten(0, (z.shape[0], self.heads)))
 
     def extra_repr(self) -> str:
-        return (
-            f"dim={self.dim}, heads={self.heads}, beta={self.beta:.4g}, closure={self.closure!r}, "
-            f"scale={self.scale:.4g}, self_coupling={self.self_coupling}, causal={self.causal}"
-        )
+        return f"dim={self.dim}, heads={self.heads}, beta={self.beta:.4g}, closure={self.closure!r}"
 
 
 KINDS = ("free", "input")
@@ -490,8 +447,6 @@ class SaddleAttention(nn.Module):
         dim: features d.
         couplings: "free" or "input".
         beta: inverse temperature > 0.
-        per_site: whether each spin has its own multiplier; False for the spherical model.
-        normalise: whether to normalise x; False for ``h = beta x`` and ``n = x / sqrt d``.
         on_failure: "warn", "raise" or "ignore" samples that did not converge.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d). ``mask`` (B, N) bool: masked tokens do not influence others, their
@@ -504,8 +459,6 @@ class SaddleAttention(nn.Module):
     ``beta sqrt d`` times the field of that code, m is ``sqrt d`` times its magnetisation.
     """
 
-    pairs: Tensor
-
     def __init__(
         self,
         sites: int,
@@ -513,22 +466,16 @@ class SaddleAttention(nn.Module):
         couplings: str = "free",
         *,
         beta: float = 1.0,
-        per_site: bool = True,
-        normalise: bool = True,
         on_failure: str = "warn",
     ) -> None:
         super().__init__()
         self.sites, self.dim = require_count("sites", sites), require_count("dim", dim)
         self.kind = require_choice("couplings", couplings, KINDS)
         self.beta = require_positive("beta", beta)
-        self.per_site = require_flag("per_site", per_site)
-        self.normalise = require_flag("normalise", normalise)
         self.on_failure = require_choice("on_failure", on_failure, ("warn", "raise", "ignore"))
         self.last: SaddleSolution | None = None
         if self.kind == "free":
-            pairs = sites * (sites - 1) // 2
-            self.free = nn.Parameter(torch.randn(pairs) / math.sqrt(sites * dim))
-            self.register_buffer("pairs", torch.triu_indices(sites, sites, 1), persistent=False)
+            self.free = Couplings(sites, 1, scale=dim**-0.5)
         else:
             self.query = nn.Linear(dim, dim, bias=False)
             self.key = nn.Linear(dim, dim, bias=False)
@@ -544,15 +491,10 @@ class SaddleAttention(nn.Module):
             raise ValueError(
                 f"SaddleAttention: x must have {self.sites} sites (N), got shape {tuple(x.shape)}"
             )
-        fields = F.layer_norm(x, (self.dim,)) if self.normalise else x
-        k = self.couplings(fields, mask)
-        solution = spherical_saddle(
-            k.to(fields.dtype),
-            self.beta * fields,
-            per_site=self.per_site,
-            mask=mask,
-            on_failure=self.on_failure,
-        )
+        fields = F.layer_norm(x, (self.dim,))
+        k = self.couplings(fields, mask).to(fields.dtype)
+        options: dict[str, Any] = {"mask": mask, "on_failure": self.on_failure}
+        solution = spherical_saddle(k, self.beta * fields, **options)
         tensors: dict[str, Any] = {name: t.detach() for name, t in vars(solution).items()}
         self.last = replace(solution, **tensors)
         return solution
@@ -560,11 +502,7 @@ class SaddleAttention(nn.Module):
     def couplings(self, fields: Tensor, mask: Mask = None) -> Tensor:
         """Return ``K`` (N, N), or (B, N, N) from the normalised input (B, N, d)."""
         if self.kind == "free":
-            rows, columns = self.pairs.unbind(0)
-            upper = self.free.new_zeros(self.sites, self.sites).index_put(
-                (rows, columns), self.free
-            )
-            return 2 * self.beta * (upper + upper.mT)
+            return 2 * self.beta * self.free.weight[..., 0, 0]
         sites = fields.shape[1]
         count: Any = sites
         if mask is not None:
@@ -575,10 +513,7 @@ class SaddleAttention(nn.Module):
         return self.beta * (scores + scores.mT) / (count * self.dim) ** 0.5 * outside
 
     def extra_repr(self) -> str:
-        return (
-            f"sites={self.sites}, dim={self.dim}, couplings={self.kind!r}, beta={self.beta}, "
-            f"per_site={self.per_site}"
-        )
+        return f"sites={self.sites}, dim={self.dim}, couplings={self.kind!r}, beta={self.beta}"
 
 
 class BareAttentionStep(Update):
@@ -638,12 +573,11 @@ class BareAttentionStep(Update):
         assert self.radius is not None
         wide = accumulation_dtype(z.dtype)
         parts = moved.to(wide).unflatten(-1, (self.circles, -1))
-        largest = parts.detach().abs().amax(-1, keepdim=True)  # squares may overflow otherwise
-        lives = largest != 0  # NaN is preserved
-        parts = torch.where(lives, parts / torch.where(lives, largest, 1.0), 1.0)
-        scale = self.radius / self.circles**0.5
-        unit = parts * (scale * parts.square().sum(-1, keepdim=True).rsqrt())
         kept = z.to(wide).unflatten(-1, (self.circles, -1))
+        length = parts.norm(dim=-1, keepdim=True)
+        lives = length != 0  # NaN is preserved
+        scale = self.radius / self.circles**0.5
+        unit = parts * (scale / torch.where(lives, length, 1.0))
         return torch.where(lives, unit, kept).flatten(-2).to(z.dtype)
 
     def extra_repr(self) -> str:

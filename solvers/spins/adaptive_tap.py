@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.adjoints.kinds import Adjoint, Implicit
+from solvers.adjoints.kinds import Adjoint
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -63,12 +63,11 @@ from solvers.spins.inputs import (
     zero_masked,
 )
 from solvers.spins.response import (
-    differentiable_response,
     is_definite,
     linear_response,
     log_det,
     newton_step,
-    times_blocks,
+    next_variance,
 )
 from solvers.spins.sites import PottsSite, Site, read_site
 
@@ -83,12 +82,39 @@ class SpinState(NamedTuple):
     cavity_variance: Tensor
 
 
-def cavity_field(
-    mean: Tensor, variance: Tensor | None, field: Tensor, matrix: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Return ``h_i = x_i + sum_j J_ij m_j - V_i m_i`` over unmasked j, (B, N, d); None means V = 0."""
-    total = field + (zero_masked(mean, mask).flatten(1) @ matrix).view_as(mean)
-    return total if variance is None else total - (variance @ mean.unsqueeze(-1)).squeeze(-1)
+class CoupledSites(NamedTuple):
+    """Sites in fields (B, N, d), coupled by J as a matrix (n, n), and a mask (B, N) or None.
+
+    The tensors have at least single precision.
+    """
+
+    matrix: Tensor
+    field: Tensor
+    site: Site
+    mask: Tensor | None
+
+    def cavity_field(self, mean: Tensor, variance: Tensor | None) -> Tensor:
+        """Return ``h_i = x_i + sum_j J_ij m_j - V_i m_i`` over unmasked j, (B, N, d); None means V = 0."""
+        pull = zero_masked(mean, self.mask).flatten(1) @ self.matrix
+        total = self.field + pull.view_as(mean)
+        return total if variance is None else total - (variance @ mean.unsqueeze(-1)).squeeze(-1)
+
+    def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and covariances of the sites in their cavity fields.
+
+        A masked site has zero covariance, so it does not respond.
+        """
+        found, covariance = self.site.moments(self.cavity_field(mean, variance), variance)
+        return found, zero_masked(covariance, self.mask)
+
+    def onsager_variance(self, covariance: Tensor) -> Tensor:
+        """Return ``sum_j J_ij C_j J_ji``, (B, N, d, d)."""
+        batch, sites, dim = covariance.shape[:3]
+        rows = self.matrix.view(sites, dim, sites, dim).transpose(1, 2)
+        pulled = rows @ covariance.unsqueeze(1)  # J_ij C_j, (B, N, N, d, d)
+        left = pulled.permute(0, 1, 3, 2, 4).reshape(batch, sites, dim, sites * dim)
+        right = self.matrix.view(sites, dim, sites * dim)  # J_ij again: J_ji is its transpose
+        return left @ right.mT
 
 
 def tap_step(
@@ -101,11 +127,9 @@ def tap_step(
 
         m <- m + chi C^-1 (mu - m),   V_i <- V_i + C_i^-1 - [chi]_ii^-1
 
-    The first is Newton's step for ``m = mu`` at fixed V; the second is ``Lambda_i - [chi]_ii^-1`` with
-    ``Lambda_i = V_i + C_i^-1``. The fixed points satisfy ``m = mu`` and ``[chi]_ii = C_i``.
-
-    Differentiation treats the matrix ``chi C^-1`` as constant. At a fixed point its derivative is
-    multiplied by ``mu - m = 0``, so implicit derivatives of any order are exact.
+    The first is Newton's step for ``m = mu`` at fixed V. The fixed points satisfy ``m = mu`` and
+    ``[chi]_ii = C_i``. Differentiation treats the matrix ``chi C^-1`` as constant. At a fixed point its
+    derivative is multiplied by ``mu - m = 0``, so implicit derivatives of any order are exact.
 
     Args:
         state: means (B, N, d) and symmetric cavity variances (B, N, d, d).
@@ -120,30 +144,22 @@ def tap_step(
     Source: Opper and Winther (2001), eqs. 22-24 and 36-40, https://doi.org/10.1103/PhysRevE.64.056131.
     """
     with without_autocast(state.mean.device.type):
-        x, j = as_wide(field), as_matrix(couplings)
-        m, v = as_wide(state.mean), as_wide(state.cavity_variance)
-        mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
-        # A site with zero covariance does not respond.
-        covariance, residual = zero_masked(covariance, mask), zero_masked(mu - m, mask)
-        if torch.is_grad_enabled():
-            q, variance = differentiable_response(covariance, v, j)
-            product = times_blocks(q.detach(), covariance.detach()).mT  # C Q, chi C^-1 = I + C Q
-            step = (product @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
-            mean = m + residual + step
-        else:
-            step, change = newton_step(residual, covariance, v, j)
-            mean, variance = m + step, v + change
+        model = CoupledSites(as_matrix(couplings), as_wide(field), site, mask)
+        mean, variance = _adaptive_step(as_wide(state[0]), as_wide(state[1]), model)
     return SpinState(mean.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
 
 
-def onsager_variance(covariance: Tensor, matrix: Tensor) -> Tensor:
-    """Return ``sum_j J_ij C_j J_ji``, (B, N, d, d), for J as a matrix (n, n)."""
-    batch, sites, dim = covariance.shape[:3]
-    rows = matrix.view(sites, dim, sites, dim).permute(0, 2, 1, 3).reshape(-1, sites, dim, dim)
-    pulled = rows @ covariance.unsqueeze(1)  # J_ij C_j, (B, N, N, d, d)
-    left = pulled.permute(0, 1, 3, 2, 4).reshape(batch, sites, dim, sites * dim)
-    right = matrix.view(sites, dim, sites * dim)  # J_ij again: J_ji is its transpose
-    return left @ right.mT
+def _adaptive_step(mean: Tensor, variance: Tensor, model: CoupledSites) -> SpinState:
+    own, covariance = model.moments(mean, variance)
+    residual = zero_masked(own - mean, model.mask)
+    if torch.is_grad_enabled():
+        later, matrix = next_variance(covariance, variance, model.matrix)
+        step = (matrix.mT @ residual.flatten(1).unsqueeze(-1)).view_as(
+            residual
+        )  # chi C^-1 (mu - m)
+        return SpinState(mean + step, later)
+    step, change = newton_step(residual, covariance, variance, model.matrix)
+    return SpinState(mean + step, variance + change)
 
 
 def starting_state(
@@ -156,27 +172,32 @@ def starting_state(
     ends immediately. Arguments are those of :func:`tap_step`.
     """
     with torch.no_grad(), without_autocast(field.device.type):
-        x, matrix = as_wide(field.detach()), as_matrix(couplings.detach())
-        mean, variance = torch.zeros_like(x), no_variance(x).clone()
-        unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        rows = torch.arange(len(x), device=x.device)
-        finite = torch.where(matrix.isfinite(), matrix, 0.0)  # LAPACK raises at a NaN
-        largest = torch.linalg.eigvalsh(finite)[-1].clamp_min(0.0)
-        for level in LEVELS:
-            tried = (level * largest * unit).expand(len(rows), *variance.shape[1:])
-            covariance = site.moments(x[rows], tried)[1]
-            covariance = covariance.expand(len(rows), *covariance.shape[1:])
-            covariance = zero_masked(covariance, None if mask is None else mask[rows])
-            # |C| |J| < 1 takes no factorisation; False where a covariance is NaN.
-            size = covariance.abs().sum(-1).flatten(1).amax(1)
-            definite = size * ((1 - level) * largest) < 1
-            if not bool(definite.all()):
-                definite = definite | is_definite(covariance, tried, matrix)
-            variance[rows[definite]] = tried[definite]
-            rows = rows[~definite]
-            if rows.numel() == 0:
-                break
+        model = CoupledSites(as_matrix(couplings), as_wide(field), site, mask)
+        mean, variance = _usual_start(model)
     return SpinState(mean.to(field.dtype), variance.to(field.dtype))
+
+
+def _usual_start(model: CoupledSites) -> SpinState:
+    x, matrix = model.field, model.matrix
+    mean, variance = torch.zeros_like(x), no_variance(x).clone()
+    unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    finite = torch.where(matrix.isfinite(), matrix, 0.0)  # LAPACK raises at a NaN
+    largest = torch.linalg.eigvalsh(finite)[-1].clamp_min(0.0)
+    ready = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for level in LEVELS:
+        tried = (level * largest * unit).expand_as(variance)
+        covariance = model.site.moments(x, tried)[1].expand_as(variance)
+        covariance = zero_masked(covariance, model.mask)
+        # |C| |J| < 1 takes no factorisation; False where a covariance is NaN.
+        size = covariance.abs().sum(-1).flatten(1).amax(1)
+        definite = size * ((1 - level) * largest) < 1
+        if not bool((ready | definite).all()):
+            definite = definite | is_definite(covariance, tried, matrix)
+        variance = torch.where((definite & ~ready)[:, None, None, None], tried, variance)
+        ready = ready | definite
+        if bool(ready.all()):
+            break
+    return SpinState(mean, variance)
 
 
 GROWTH = 3.0  # growth of the residual over its best beyond which a step is damped
@@ -245,15 +266,6 @@ class TAPState:
     best: Tensor
 
 
-class CoupledSites(NamedTuple):
-    """Checked couplings (N, N, d, d) of sites in their fields (B, N, d), and a mask (B, N) or None."""
-
-    couplings: Tensor
-    field: Tensor
-    site: Site
-    mask: Tensor | None
-
-
 def solve_theory(
     order: str, model: CoupledSites, start: SpinState | None, options: dict[str, Any]
 ) -> Solution:
@@ -261,50 +273,46 @@ def solve_theory(
 
     ``options`` are those of :func:`solvers.fixed_point`.
     """
-    couplings, field, site, mask = model
+    matrix, site = (
+        model.matrix,
+        model.site,
+    )  # a solve finds the tensors that its function closes over
 
     def naive_step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
-        with without_autocast(mean.device.type):
-            m, x, j = as_wide(mean), as_wide(field), as_matrix(couplings)
-            return site.mean(cavity_field(m, None, x, j, mask), no_variance(m)).to(mean.dtype)
+        h = CoupledSites(matrix, field, site, mask).cavity_field(mean, None)
+        return site.mean(h, no_variance(mean))
 
     def second_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
-        with without_autocast(field.device.type):
-            x, j = as_wide(field), as_matrix(couplings)
-            m, v = as_wide(state.mean), as_wide(state.cavity_variance)
-            mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
-            variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
-        return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
+        own = CoupledSites(matrix, field, site, mask)
+        mean, covariance = own.moments(*state)
+        return SpinState(mean, own.onsager_variance(covariance).expand_as(state.cavity_variance))
 
     def adaptive_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
-        return tap_step(state, field, couplings, site, mask)
+        # A solve substitutes the computed tensors that torch's operators read, here by a view.
+        return _adaptive_step(*state, CoupledSites(matrix.view_as(matrix), field, site, mask))
 
-    options = options | {"args": (field, mask), "mask": mask}
+    options = options | {"args": (model.field, model.mask), "mask": model.mask}
     if order == "adaptive":
-        return fixed_point(adaptive_step, _definite(start, model), **options)
+        return fixed_point(adaptive_step, _definite_start(start, model), **options)
     if start is None:
-        start = SpinState(torch.zeros_like(field), no_variance(field).clone())
+        start = SpinState(torch.zeros_like(model.field), no_variance(model.field).clone())
     if order == "second":
         return fixed_point(second_step, start, **options)
     solution = fixed_point(naive_step, start.mean, **options)
-    solution.value = SpinState(solution.value, no_variance(field))
+    solution.value = SpinState(solution.value, no_variance(model.field))
     return solution
 
 
-def _definite(start: SpinState | None, model: CoupledSites) -> SpinState:
+@torch.no_grad()
+def _definite_start(start: SpinState | None, model: CoupledSites) -> SpinState:
     """Return ``start``, replaced by the default in samples where its ``chi`` is not positive definite."""
-    couplings, field, site, mask = model
     if start is None:
-        return starting_state(field, couplings, site, mask)
-    with torch.no_grad(), without_autocast(field.device.type):
-        mean, variance = (as_wide(t) for t in start)
-        matrix = as_matrix(couplings)
-        h = cavity_field(mean, variance, as_wide(field), matrix, mask)
-        covariance = zero_masked(site.covariance(h, variance), mask)
-        definite = is_definite(covariance, variance, matrix)
+        return _usual_start(model)
+    covariance = model.moments(*start)[1]
+    definite = is_definite(covariance, start.cavity_variance, model.matrix)
     if bool(definite.all()):
         return start
-    usual, chosen = starting_state(field, couplings, site, mask), definite[:, None, None]
+    usual, chosen = _usual_start(model), definite[:, None, None]
     return SpinState(
         torch.where(chosen, start.mean, usual.mean),
         torch.where(chosen[..., None], start.cavity_variance, usual.cavity_variance),
@@ -321,84 +329,71 @@ State = tuple[Tensor, Tensor, Tensor]  # means, cavity variances, covariances
 
 
 def tap_log_partition(
-    state: SpinState,
-    field: Tensor,
-    couplings: Tensor,
-    site: Site,
-    mask: Tensor | None = None,
-    *,
-    order: str = "adaptive",
+    state: SpinState, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the differentiable ``log Z`` of coupled sites at the solution of a mean-field theory.
+    """Return the differentiable ``log Z`` of coupled sites at a solution of adaptive TAP.
 
     Gradients need no adjoint solve: ``d log Z / dx = m``. They reach field, couplings and the parameters
     of the site even if ``state`` was computed without gradients; second derivatives go through ``state``.
-    Each pair counts once, so the gradient of the block ``[i, j]`` is ``(m_i m_j^T + ...) / 2``.
+    Each pair counts once, so the gradient of the block ``[i, j]`` is ``(m_i m_j^T + chi_ij) / 2``.
 
     Args:
-        state: solution of the theory, means (B, N, d) and cavity variances (B, N, d, d).
+        state: means (B, N, d) and cavity variances (B, N, d, d) at the solution.
         field: ``x`` (B, N, d).
         couplings: ``J`` (N, N, d, d), see :func:`solvers.adaptive_tap`.
         site: site distribution.
         mask: (B, N) bool, False for masked sites, which are excluded.
-        order: theory, "naive", "second" or "adaptive".
 
     Returns:
-        (B,), at least float32; 0 without couplings and fields. With order "adaptive" it is NaN, without
-        gradients, in samples whose ``chi`` is not positive definite; at a solution it always is.
+        (B,), at least float32; 0 without couplings and fields. It is NaN, without gradients, in samples
+        whose ``chi`` is not positive definite; at a solution it always is.
 
     Raises:
         TypeError, ValueError: if an argument is invalid.
 
     Source: :mod:`solvers.spins.adaptive_tap`.
     """
-    require_choice("order", order, ORDERS)
     require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
     check_inputs(couplings, field, mask)
     with without_autocast(field.device.type):
-        mean, variance = (as_wide(t) for t in state)
         matrix = as_matrix(with_symmetries(couplings))
-        h = cavity_field(mean, variance, as_wide(field), matrix, mask)
-        covariance = zero_masked(site.covariance(h, variance), mask)
+        model = CoupledSites(matrix, as_wide(field), site, mask)
+        mean, variance = (as_wide(t) for t in state)
+        covariance = model.moments(mean, variance)[1]
         results = (zero_masked(mean, mask), zero_masked(variance, mask), covariance)
-        value, exists = free_energy(order, results, as_wide(field), matrix, site, mask)
+        value, exists = free_energy("adaptive", results, model)
         return torch.where(exists, value, torch.nan)
 
 
-def free_energy(
-    order: str, state: State, field: Tensor, matrix: Tensor, site: Site, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def free_energy(order: str, state: State, model: CoupledSites) -> tuple[Tensor, Tensor]:
     """Return ``log Z`` (B,) and whether it exists (B,) bool; otherwise it lacks the determinant.
 
-    ``state`` is zero at masked sites; ``matrix`` is (n, n).
+    ``state`` is zero at masked sites.
     """
-    definite = torch.ones(len(field), dtype=torch.bool, device=field.device)
+    definite = torch.ones(len(model.field), dtype=torch.bool, device=model.field.device)
     if order == "adaptive":
         with torch.no_grad():
-            definite = is_definite(state[2], state[1], matrix)
+            definite = is_definite(state[2], state[1], model.matrix)
 
     def value(args: tuple[Tensor, Tensor], state: State) -> Tensor:
         mean, variance, covariance = state
         field, matrix = args
-        flat = mean.flatten(1)
-        if order == "naive":
-            variance = no_variance(mean)
-        h = cavity_field(mean, variance, field, matrix, None)
-        own = zero_masked(site.log_partition(h, variance), mask).sum(1)
-        found = own - (flat * (flat @ matrix)).sum(1) / 2
+        whole = model._replace(field=field, matrix=matrix)
+        h = whole.cavity_field(mean, variance)
+        own = zero_masked(model.site.log_partition(h, variance), model.mask)
+        pairs = (mean.flatten(1) @ matrix).view_as(mean) - (variance @ mean.unsqueeze(-1)).squeeze(
+            -1
+        )
+        found = own.sum(1) - (mean * pairs).flatten(1).sum(1) / 2
         if order == "naive":
             return found
-        found = found + (mean * (variance @ mean.unsqueeze(-1)).squeeze(-1)).flatten(1).sum(1) / 2
         if order == "second":
-            onsager = onsager_variance(covariance, matrix)
+            onsager = whole.onsager_variance(covariance)
             return found + (covariance * (onsager / 4 - variance / 2)).flatten(1).sum(1)
         covariance = torch.where(definite[:, None, None, None], covariance, 0.0)
         return found - log_det(covariance, variance, matrix) / 2
 
-    return stationary_value(value, (field, matrix), state), definite
-
-
-_DEFAULT_ADJOINT = Implicit()
+    return stationary_value(value, (model.field, model.matrix), state), definite
 
 
 class SpinMarginals(NamedTuple):
@@ -429,7 +424,7 @@ def adaptive_tap(
     damping: float | None = None,
     tolerance: Tolerance | float | None = None,
     max_steps: int = 200,
-    adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
+    adjoint: Adjoint | type[Adjoint] | str | None = "implicit",
     mask: Tensor | None = None,
     given: tuple[Tensor, Tensor] | None = None,
     start: SpinState | SpinMarginals | None = None,
@@ -441,8 +436,8 @@ def adaptive_tap(
 ) -> Solution:
     r"""Compute means, covariances and free energies of coupled sites by mean-field theories.
 
-    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` solve for the means m
-    and cavity variances V of each sample::
+    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` solve for means m and
+    cavity variances V::
 
         h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
 
@@ -493,12 +488,10 @@ def adaptive_tap(
     Returns:
         A :class:`Solution` whose ``value`` is a :class:`SpinMarginals` without NaN. A sample that did
         not converge has the means of its sites at the cavity fields of the best iterate, and an
-        unreliable ``log Z``.
-        ``Status.INDEFINITE`` means that ``chi`` did not remain positive definite, because
-        the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are too
-        strong. The result is the last iterate with a positive definite ``chi``. If there is none, it is
-        the starting point with an infinite residual, the covariances of uncoupled sites as ``response``
-        and ``log Z`` without its determinant.
+        unreliable ``log Z``. ``Status.INDEFINITE`` means that ``chi`` did not remain positive definite,
+        because the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are
+        too strong. The result is then the last iterate with a positive definite ``chi``, or the starting
+        point with an infinite residual and no response.
 
     Raises:
         TypeError, ValueError: if an argument is invalid.
@@ -523,71 +516,66 @@ def adaptive_tap(
         "on_failure": "ignore",
     }
     tracked = adjoint is not None and torch.is_grad_enabled()
-    with torch.set_grad_enabled(tracked):
-        couplings, state = with_symmetries(couplings), _read_start(start, field)
-        held: tuple[Tensor, Tensor, Tensor] | None = None
+    with torch.set_grad_enabled(tracked), without_autocast(field.device.type):
+        x, matrix = as_wide(field), as_matrix(with_symmetries(couplings))
+        state = _read_start(start, x)
+        values = clamped = None
+        energy = x.new_zeros(len(x))
         if given is not None:
-            values, clamped = read_given(given, field)
+            values, clamped = read_given(given, x)
             clamped = clamped if mask is None else clamped & mask
             values = zero_masked(values, clamped)
             # Clamped sites act as fields on the free ones.
-            with without_autocast(field.device.type):
-                wide = as_wide(values)
-                pull = (wide.flatten(1) @ as_matrix(couplings)).view_as(wide)
-                energy = (wide * (as_wide(field) + pull / 2)).flatten(1).sum(1)
-            held = values, clamped, energy
-            field = field + pull.to(field.dtype)
+            pull = (values.flatten(1) @ matrix).view_as(values)
+            energy = (values * (x + pull / 2)).flatten(1).sum(1)
+            x = x + pull
             mask = ~clamped if mask is None else ~clamped & mask
         earlier: list[Solution] = []
         for beta in betas[:-1]:
-            model = CoupledSites(beta * couplings, beta * field, site, mask)
+            model = CoupledSites(beta * matrix, beta * x, site, mask)
             with torch.no_grad():
                 earlier.append(solve_theory(order, model, state, options))
             state = earlier[-1].value
-        beta = betas[-1]
-        model = CoupledSites(beta * couplings, beta * field, site, mask)
+        model = CoupledSites(betas[-1] * matrix, betas[-1] * x, site, mask)
         solution = solve_theory(order, model, state, options)
         solution.steps = solution.steps + sum(each.steps for each in earlier)
         solution.evaluations = solution.evaluations + sum(each.evaluations for each in earlier)
-        _complete(solution, model, order, response, log_partition)
-        if held is not None:
-            values, clamped, energy = held
-            found = solution.value
-            mean = torch.where(clamped.unsqueeze(-1), values, found.mean)
-            log_z = found.log_partition + beta * energy if log_partition else None
-            solution.value = found._replace(mean=mean, log_partition=log_z)
+        marginals = _marginals(solution, model, order, response, log_partition)
+        if values is not None and clamped is not None:
+            mean = torch.where(clamped.unsqueeze(-1), values, marginals.mean)
+            marginals = marginals._replace(mean=mean)
+            if marginals.log_partition is not None:
+                log_z = marginals.log_partition + betas[-1] * energy
+                marginals = marginals._replace(log_partition=log_z)
+        narrow = (None if t is None else t.to(field.dtype) for t in marginals[:4])
+        solution.value = SpinMarginals(*narrow, marginals.log_partition)  # type: ignore[arg-type]
     apply_policy(solution, on_failure, ORDERS[order])
     return solution
 
 
-def _complete(
+def _marginals(
     solution: Solution, model: CoupledSites, order: str, response: bool, log_partition: bool
-) -> None:
-    """Replace the solved state by :class:`SpinMarginals`."""
-    couplings, field, site, mask = model
-    with without_autocast(field.device.type):
-        mean, variance = (as_wide(t) for t in solution.value)
-        matrix, x, dtype = as_matrix(couplings), as_wide(field), field.dtype
-        own, covariance = site.moments(cavity_field(mean, variance, x, matrix, mask), variance)
-        # An extrapolated iterate may lie outside the domain, unlike a site's own mean. A sample
-        # without an iterate (infinite residual) keeps its start. The gradient is that of the iterate.
-        kept = solution.converged | solution.residual.isinf()
-        change = torch.where(kept[:, None, None] | ~own.isfinite(), 0.0, own - mean)
-        mean = mean + change.detach()
-        if isinstance(site, PottsSite):  # damped steps approach a distribution from outside
-            total = mean.sum(-1, keepdim=True)
-            mean = mean / torch.where(total > 0, total, 1.0)
-        mean, covariance, variance = (zero_masked(t, mask) for t in (mean, covariance, variance))
-        whole = log_z = None
-        if response:
-            whole, exists = linear_response(covariance, variance, matrix)
-            solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
-            whole = whole.to(dtype)
-        if log_partition:
-            log_z, exists = free_energy(order, (mean, variance, covariance), x, matrix, site, mask)
-            solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
-    mean, covariance, variance = (t.to(dtype) for t in (mean, covariance, variance))
-    solution.value = SpinMarginals(mean, covariance, variance, whole, log_z)
+) -> SpinMarginals:
+    """Return the results at the solved state; mark samples for which they do not exist."""
+    mean, variance = solution.value
+    own, covariance = model.moments(mean, variance)
+    # An extrapolated iterate may lie outside the domain, unlike a site's own mean. A sample
+    # without an iterate (infinite residual) keeps its start. The gradient is that of the iterate.
+    kept = solution.converged | solution.residual.isinf()
+    change = torch.where(kept[:, None, None] | ~own.isfinite(), 0.0, own - mean)
+    mean = mean + change.detach()
+    if isinstance(model.site, PottsSite):  # damped steps approach a distribution from outside
+        total = mean.sum(-1, keepdim=True)
+        mean = mean / torch.where(total > 0, total, 1.0)
+    mean, variance = zero_masked(mean, model.mask), zero_masked(variance, model.mask)
+    whole = log_z = None
+    if response:
+        whole, exists = linear_response(covariance, variance, model.matrix)
+        solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
+    if log_partition:
+        log_z, exists = free_energy(order, (mean, variance, covariance), model)
+        solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
+    return SpinMarginals(mean, covariance, variance, whole, log_z)
 
 
 def _read_start(start: Any, field: Tensor) -> SpinState | None:

@@ -1,14 +1,9 @@
 r"""Belief propagation on coupled Potts sites, which is exact on trees, and decimation.
 
-The graph represents each pair of sites as two directed edges. With the fields ``x_i``, the message
-``nu_{j -> i}(a)``, the logarithm of a weight of state a of site i, is::
-
-    c_{j -> i}(b) = x_j(b) + sum_{k != i} nu_{k -> j}(b)                       cavity field
-    u_{j -> i}(a) = log sum_b exp(J_ij(a, b) + c_{j -> i}(b))
-    nu_{j -> i}   <- u_{j -> i} - its mean over a
-
-The mean is over the remaining states. Subtracting it changes no probability and keeps messages in a
-linear space, which is closed under extrapolation. With ``h_i = x_i + sum_k nu_{k -> i}``::
+The graph represents each pair of sites as two directed edges, and a message ``nu_{j -> i}(a)`` is the
+logarithm of a weight of state a of site i (:func:`belief_propagation` has the formulas). The mean of a
+message over the remaining states is subtracted. This changes no probability and keeps messages in a linear
+space, which is closed under extrapolation. With ``h_i = x_i + sum_k nu_{k -> i}``::
 
     p_i(a) ~ exp(h_i(a)),     p_ij(a, b) ~ exp(c_{i -> j}(a) + J_ij(a, b) + c_{j -> i}(b))
 
@@ -34,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.adjoints.kinds import Adjoint, Implicit, read_adjoint
+from solvers.adjoints.kinds import Adjoint, read_adjoint
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -64,70 +59,49 @@ from solvers.spins.inputs import (
 
 @dataclass(frozen=True)
 class Graph:
-    """The 2E directed edges of E pairs, sorted by the site that they point to.
+    """The 2E directed edges of E pairs: number ``2e + k`` carries a message into the site ``edges[e, k]``.
 
-    Each edge carries a message ``source -> target``, which weighs the states of the target.
+    A message weighs the states of its target.
 
     Attributes:
         sites: N.
         source, target: (2E,) sites.
-        reverse: (2E,) index of the edge in the other direction.
-        forward: (2E,) bool, True if ``target`` is the first site of the pair; these edges contain each
-            pair once.
-        place: (2E,) index of the edge's message in the packed layout, see :meth:`packed`.
-        degree: the degree of all sites if it is the same, else None.
+        order: (2E,) edges sorted by target, or None unless all sites have the same degree.
     """
 
     sites: int
     source: Tensor
     target: Tensor
-    reverse: Tensor
-    forward: Tensor
-    place: Tensor
-    degree: int | None
+    order: Tensor | None
 
     @classmethod
     def of(cls, edges: Tensor, sites: int) -> Graph:
         """Make the graph of the pairs ``edges`` (E, 2)."""
-        number = len(edges)
-        target, source = edges.mT.reshape(-1), edges.flip(1).mT.reshape(-1)
-        own = torch.arange(number, device=edges.device)
-        place = torch.cat([2 * own, 2 * own + 1])
-        order = torch.argsort(target * sites + source)
-        moved = torch.argsort(order)  # where an edge has gone
-        reverse = moved.roll(number)[order]  # the two halves are each other's reverse
+        target, source = edges.flatten(), edges.flip(1).flatten()
         degrees = torch.bincount(target, minlength=sites)
-        alike = number > 0 and bool((degrees == degrees[0]).all())
-        degree = int(degrees[0]) if alike else None
-        ordered = (source[order], target[order], reverse, order < number, place[order])
-        return cls(sites, *ordered, degree)
-
-    def blocks(self, couplings: Tensor) -> Tensor:
-        """Return ``J`` (2E, d, d) of every edge, rows for the target, from couplings (E, d, d)."""
-        found = couplings[self.place // 2]
-        return torch.where(self.forward[:, None, None], found, found.mT)
+        alike = len(edges) > 0 and bool((degrees == degrees[0]).all())
+        return cls(sites, source, target, torch.argsort(target) if alike else None)
 
     def gather(self, messages: Tensor) -> Tensor:
         """Sum the messages (B, 2E, d) into every site, (B, N, d)."""
         batch, _, states = messages.shape
-        if self.degree is not None:
-            return messages.reshape(batch, self.sites, self.degree, states).sum(2)
+        if self.order is not None:
+            sorted_ = messages.index_select(1, self.order)
+            return sorted_.view(batch, self.sites, -1, states).sum(2)
         sums = messages.new_zeros(batch, self.sites, states)
         return sums.index_add(1, self.target, messages)
 
+    def reversed(self, messages: Tensor) -> Tensor:
+        """Return the messages (B, 2E, d) of the edges in the other direction."""
+        return self.packed(messages).flip(2).flatten(1, 2)
+
     def cavities(self, total: Tensor, messages: Tensor) -> Tensor:
         """Return ``total`` (B, N, d) at the source of every edge minus the message from its target."""
-        return total.index_select(1, self.source) - messages.index_select(1, self.reverse)
+        return total.index_select(1, self.source) - self.reversed(messages)
 
     def packed(self, messages: Tensor) -> Tensor:
         """Return messages (B, E, 2, d), where ``[e, k]`` is the message into the site ``edges[e, k]``."""
-        batch, edges, states = messages.shape
-        whole = torch.zeros_like(messages).index_copy(1, self.place, messages)
-        return whole.view(batch, edges // 2, 2, states)
-
-    def unpacked(self, messages: Tensor) -> Tensor:
-        """Invert :meth:`packed`."""
-        return messages.flatten(1, 2).index_select(1, self.place)
+        return messages.unflatten(1, (len(self.source) // 2, 2))
 
 
 @torch.no_grad()
@@ -163,37 +137,29 @@ def find_support(
 
 
 class Evidence(NamedTuple):
-    """Arguments of the message map; None if a restriction does not occur.
+    """What B samples know before any message; None if a restriction does not occur.
+
+    Samples that are not consistent have no restriction; their results are discarded.
 
     Attributes:
         field: (B, N, d), finite, including the influence of clamped sites.
-        live: (B, 2E) bool, edges between two sites that are neither clamped nor masked.
+        energy: (B,) contribution of the clamped sites to log Z.
+        consistent: (B,) bool.
+        free: (B, N) bool, sites that are neither clamped nor masked.
+        live: (B, 2E) bool, edges between two free sites.
         states, messages, cavities: bool, see :func:`find_support`.
         bound: (B,) largest difference of two logarithms in a message under hard constraints.
     """
 
     field: Tensor
+    energy: Tensor
+    consistent: Tensor
+    free: Tensor | None = None
     live: Tensor | None = None
     states: Tensor | None = None
     messages: Tensor | None = None
     cavities: Tensor | None = None
     bound: Tensor | None = None
-
-
-class Sample(NamedTuple):
-    """Evidence of a model and its consistency.
-
-    Attributes:
-        evidence: arguments of the message map; samples that are not consistent have no restriction.
-        free: (B, N) bool, sites that are neither clamped nor masked; None for all.
-        energy: (B,) contribution of the clamped sites to log Z.
-        consistent: (B,) bool.
-    """
-
-    evidence: Evidence
-    free: Tensor | None
-    energy: Tensor
-    consistent: Tensor
 
 
 def where_left(values: Tensor, left: Tensor | None) -> Tensor:
@@ -209,7 +175,7 @@ def gather_evidence(
     mask: Tensor | None,
     clamped: tuple[Tensor, Tensor] | None,
     bound: float | None,
-) -> Sample:
+) -> Evidence:
     """Return the evidence of B samples.
 
     ``blocks`` (2E, d, d) are finite where ``allowed`` is False, ``field`` (B, N, d) is -inf at forbidden
@@ -233,25 +199,19 @@ def gather_evidence(
     if free is not None:
         field = zero_masked(field, free)
         live = free.index_select(1, graph.source) & free.index_select(1, graph.target)
-    evidence = Evidence(field, live)
     if not hard:
-        return Sample(evidence, free, energy, consistent)
+        return Evidence(field, energy, consistent, free, live)
     if allowed is None:
         allowed = torch.ones_like(blocks, dtype=torch.bool)
     if free is not None:
         domain = domain | ~free.unsqueeze(2)
     support = find_support(graph, allowed, domain, live)
     consistent = consistent & support[0].any(2).all(1)
-    # Inconsistent samples are solved without constraints and their results discarded.
     states, messages, cavities = (left | ~consistent[:, None, None] for left in support)
-    live = (
-        consistent[:, None].expand(-1, len(graph.source))
-        if live is None
-        else live & consistent[:, None]
-    )
+    every = consistent[:, None].expand(-1, len(graph.source))
+    live = every if live is None else live & every
     bounds = _bound(field, domain, blocks, allowed, bound)
-    evidence = Evidence(field, live, states, messages, cavities, bounds)
-    return Sample(evidence, free, energy, consistent)
+    return Evidence(field, energy, consistent, free, live, states, messages, cavities, bounds)
 
 
 def _pull(
@@ -333,24 +293,20 @@ class Messages:
         """Return ``c`` (B, 2E, d) of the source of every edge."""
         return self.graph.cavities(evidence.field + self.graph.gather(messages), messages)
 
-    def raw(self, cavities: Tensor, evidence: Evidence) -> tuple[Tensor, Tensor]:
-        """Return ``u`` (B, 2E, d) as two terms, the second (B, 2E, 1) or like the first.
-
-        The entries are low where no state remains. A second term that is equal for all states does not
-        change the messages.
-        """
+    def raw(self, cavities: Tensor, evidence: Evidence) -> Tensor:
+        """Return ``u`` (B, 2E, d), with low entries where no state remains."""
         left = where_left(cavities, evidence.cavities)
         # The maximum is subtracted and added again, so its derivative cancels.
         top = left.detach().amax(2, keepdim=True)
         tiny = torch.finfo(left.dtype).tiny
         if self.weights is not None:
             sums = torch.bmm((left - top).exp().transpose(0, 1), self.weights).transpose(0, 1)
-            return sums.clamp_min(tiny).log(), top + self.shift
+            return sums.clamp_min(tiny).log() + top + self.shift
         terms = where_left(self.blocks + left.unsqueeze(2), self.allowed)
         top = terms.detach().amax(3)
         low = ~top.isfinite()  # no state of the source is compatible with this one
         sums = (terms - top.masked_fill(low, 0.0).unsqueeze(3)).exp().sum(3)
-        return sums.clamp_min(tiny).log(), top.masked_fill(low, LOWEST)
+        return sums.clamp_min(tiny).log() + top.masked_fill(low, LOWEST)
 
     def normalised(self, raw: Tensor, evidence: Evidence) -> Tensor:
         """Return ``nu`` (B, 2E, d) from ``u``: 0 at edges that are not live and without a state."""
@@ -367,20 +323,10 @@ class Messages:
 
     def __call__(self, messages: Tensor, evidence: Evidence) -> Tensor:
         """Make one parallel step, (B, 2E, d) -> (B, 2E, d)."""
-        raw, top = self.raw(self.cavity_fields(messages, evidence), evidence)
-        return self.normalised(raw if self.weights is not None else raw + top, evidence)
+        return self.normalised(self.raw(self.cavity_fields(messages, evidence), evidence), evidence)
 
 
 SUM = 1e-3  # tolerance of the sum of a clamped site's probabilities
-
-
-def _check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
-    """Check the model, which may contain -inf; on a GPU this waits for the device once per solve."""
-    _, sites, states = check_field(field)
-    _check_edges(edges, sites, field.device)
-    check_like_field("couplings", couplings, field, (len(edges), states, states))
-    check_mask(mask, field)
-    check_values(couplings, field, forbidding=True)
 
 
 def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
@@ -395,19 +341,16 @@ def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
         raise ValueError(f"edges must have the shape (E, 2), got {tuple(edges.shape)}")
     first, second = edges.amin(1), edges.amax(1)
     if bool(((first < 0) | (second >= sites)).any()):
+        got = f"{int(first.min())} .. {int(second.max())}"
+        raise ValueError(f"edges must be sites in 0 .. {sites - 1}, got {got}")
+    if bool((first == second).any()) or len((first * sites + second).unique()) < len(edges):
         raise ValueError(
-            f"edges must be sites in 0 .. {sites - 1}, got {int(first.min())} .. {int(second.max())}"
+            "edges must contain pairs of different sites, each pair once and in one direction"
         )
-    if bool((first == second).any()):
-        raise ValueError("edges must join two different sites, got a self-loop")
-    if len((first * sites + second).unique()) < len(edges):
-        raise ValueError("edges must contain each pair once, in one direction, got a duplicate")
 
 
-def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return ``given`` of :func:`solvers.belief_propagation` without masked sites."""
-    if given is None:
-        return None
     values, where = read_given(given, field)
     seen = values.detach()[where]
     if bool((seen < 0).any()) or bool(((seen.sum(-1) - 1).abs() > SUM).any()):
@@ -434,41 +377,35 @@ class Beliefs(NamedTuple):
 
 
 def marginals(
-    step: Messages, messages: Tensor, sample: Sample, clamped: tuple[Tensor, Tensor] | None
+    step: Messages, messages: Tensor, evidence: Evidence, clamped: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Return marginals (B, N, d): values at clamped sites, zero at masked sites and without consistency."""
-    evidence = sample.evidence
     field = evidence.field + step.graph.gather(messages)
-    own = zero_masked(torch.softmax(where_left(field, evidence.states), 2), sample.free)
+    own = zero_masked(torch.softmax(where_left(field, evidence.states), 2), evidence.free)
     if clamped is not None:
         own = torch.where(clamped[1].unsqueeze(2), clamped[0], own)
-    return torch.where(sample.consistent[:, None, None], own, 0.0)
+    return torch.where(evidence.consistent[:, None, None], own, 0.0)
 
 
-def bethe_log_partition(
-    step: Messages, args: tuple[Evidence, Tensor | None], messages: Tensor
-) -> Tensor:
-    """Return ``log Z`` (B,) of the free sites; ``args`` are the evidence and which sites are free."""
-    graph, (evidence, free) = step.graph, args
+def bethe_log_partition(step: Messages, evidence: Evidence, messages: Tensor) -> Tensor:
+    """Return ``log Z`` (B,), ``-inf`` without consistency."""
+    graph = step.graph
     own = evidence.field + graph.gather(messages)
     sites = torch.logsumexp(where_left(own, evidence.states), 2)  # (B, N)
     cavities = step.cavity_fields(messages, evidence)
-    raw, top = step.raw(cavities, evidence)
-    raw = where_left(raw + top, evidence.messages)
-    back = where_left(cavities, evidence.cavities).index_select(1, graph.reverse)
-    pairs = (raw + back)[:, graph.forward]  # (B, E, d)
+    raw = where_left(step.raw(cavities, evidence), evidence.messages)
+    back = graph.reversed(where_left(cavities, evidence.cavities))
+    pairs = (raw + back)[:, ::2]  # (B, E, d)
     if evidence.live is None:
         degrees = torch.bincount(graph.target, minlength=graph.sites).to(own.dtype)
         values = torch.logsumexp(pairs, 2)
     else:  # dead edges may have no state with a weight, whose gradient would be NaN
-        here = evidence.live[:, graph.forward]
+        here = evidence.live[:, ::2]
         degrees = graph.gather(evidence.live.unsqueeze(2).to(own.dtype)).squeeze(2)
         values = torch.logsumexp(torch.where(here.unsqueeze(2), pairs, 0.0), 2)
         values = torch.where(here, values, 0.0)
-    return zero_masked((1 - degrees) * sites, free).sum(1) + values.sum(1)
-
-
-_DEFAULT_ADJOINT = Implicit()
+    log_z = zero_masked((1 - degrees) * sites, evidence.free).sum(1) + values.sum(1)
+    return torch.where(evidence.consistent, log_z + evidence.energy, -math.inf)
 
 
 @eager
@@ -483,7 +420,7 @@ def belief_propagation(
     tolerance: Tolerance | float | None = None,
     max_steps: int = 500,
     bound: float | None = None,
-    adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
+    adjoint: Adjoint | type[Adjoint] | str | None = "implicit",
     start: Beliefs | None = None,
     log_partition: bool = False,
     record: bool = False,
@@ -556,7 +493,11 @@ def belief_propagation(
     https://doi.org/10.1109/TIT.2005.850085, for the free energy.
     """
     require_flag("log_partition", log_partition)
-    _check_model(couplings, field, edges, mask)
+    _, sites, states = check_field(field)
+    _check_edges(edges, sites, field.device)
+    check_like_field("couplings", couplings, field, (len(edges), states, states))
+    check_mask(mask, field)
+    check_values(couplings, field, forbidding=True)
     check_on_failure(on_failure)
     require_number("damping", damping, low=0.0, high=1.0, closed=False)
     if bound is not None:
@@ -574,47 +515,39 @@ def belief_propagation(
     tracked = adjoint is not None and torch.is_grad_enabled()
     with torch.set_grad_enabled(tracked), without_autocast(field.device.type):
         x = as_wide(field)
-        graph = Graph.of(edges, x.shape[1])
-        blocks = graph.blocks(as_wide(couplings))
+        graph = Graph.of(edges, sites)
+        wide = as_wide(couplings)
+        blocks = torch.stack([wide, wide.mT], 1).flatten(0, 1)  # (2E, d, d), rows for the target
         allowed: Tensor | None = blocks.detach() > -math.inf
         if bool(allowed.all()):
             allowed = None
         else:
             blocks = torch.where(allowed, blocks, 0.0)
-        clamped = read_clamped(given, x, mask)
-        sample = gather_evidence(graph, blocks, allowed, x, mask, clamped, bound)
-        evidence, widest = sample.evidence, sample.evidence.bound
-        step = Messages.of(graph, blocks, allowed, 0.0 if widest is None else float(widest.max()))
+        clamped = None if given is None else read_clamped(given, x, mask)
+        evidence = gather_evidence(graph, blocks, allowed, x, mask, clamped, bound)
+        widest = 0.0 if evidence.bound is None else float(evidence.bound.max())
+        step = Messages.of(graph, blocks, allowed, widest)
+        first = x.new_zeros(len(x), len(graph.source), states)
+        if start is not None:
+            require_instance("start", start, Beliefs, "a solvers.Beliefs")
+            shape = (len(x), len(edges), 2, states)
+            first = read_start("start.messages", start.messages, shape, x).flatten(1, 2)
         # Messages are normalised again, because the constraints of the earlier result may differ.
-        first = where_left(_read_start(start, graph, x), evidence.messages)
-        first = step.normalised(first, evidence)
-        solve = fixed_point if len(graph.source) else _nothing_to_solve
+        first = step.normalised(where_left(first, evidence.messages), evidence)
+        solve = fixed_point if len(edges) else _nothing_to_solve
         solution = solve(step, first, (evidence,), **options)
         messages = solution.value
-        mean = marginals(step, messages, sample, clamped)
+        mean = marginals(step, messages, evidence, clamped).to(field.dtype)
         log_z = None
         if log_partition:
-            function = partial(bethe_log_partition, step)
-            log_z = stationary_value(function, (evidence, sample.free), messages) + sample.energy
-            log_z = torch.where(sample.consistent, log_z, -math.inf)
-        packed = graph.packed(messages).to(field.dtype)
-        solution.value = Beliefs(mean.to(field.dtype), packed, log_z)
-    impossible = ~sample.consistent
+            log_z = stationary_value(partial(bethe_log_partition, step), evidence, messages)
+        solution.value = Beliefs(mean, graph.packed(messages).to(field.dtype), log_z)
+    impossible = ~evidence.consistent
     solution.status = torch.where(impossible, int(Status.CONTRADICTORY), solution.status)
     solution.residual = torch.where(impossible, math.inf, solution.residual)
     solution.residual_norm = torch.where(impossible, math.inf, solution.residual_norm)
     apply_policy(solution, on_failure, "belief propagation")
     return solution
-
-
-def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
-    """Return messages (B, 2E, d) of an earlier result, or zeros."""
-    batch, _, states = field.shape
-    if start is None:
-        return field.new_zeros(batch, len(graph.source), states)
-    require_instance("start", start, Beliefs, "a solvers.Beliefs")
-    shape = (batch, len(graph.source) // 2, 2, states)
-    return graph.unpacked(read_start("start.messages", start.messages, shape, field))
 
 
 def _nothing_to_solve(step: Messages, start: Tensor, args: Any, **options: Any) -> Solution:
@@ -695,7 +628,10 @@ def decimate(
     require_callable("accept", accept, optional=True)
     if certain is not None:
         require_number("certain", certain, low=0.0, high=1.0)
-    values, clamped = _read(given)
+    values = given[0] if isinstance(given, tuple) and given else None
+    if not isinstance(values, Tensor) or values.dim() != 3:
+        raise TypeError(f"given must be tensors (B, N, d) and (B, N), got {type(given)}")
+    values, clamped = read_clamped(given, values, None)
     batch, sites, _ = values.shape
     counts = torch.zeros(batch, dtype=torch.long, device=values.device)
     found = Decimation(
@@ -716,7 +652,7 @@ def decimate(
         # At a contradiction the previous marginals, with the sites fixed since, are kept.
         found.mean[rows] = torch.where(contradictory[:, None, None], found.mean[rows], mean)
         whole = clamped.all(1)
-        accepted = whole if accept is None else _accepts(accept, rows, mean.argmax(2))
+        accepted = whole if accept is None else accept(rows, mean.argmax(2))
         broken = contradictory | ~mean.flatten(1).isfinite().all(1)
         accepted = accepted & ~broken
         ended = broken | whole | accepted
@@ -732,15 +668,6 @@ def decimate(
     return found
 
 
-def _accepts(accept: Callable[[Tensor, Tensor], Tensor], rows: Tensor, states: Tensor) -> Tensor:
-    found = accept(rows, states)
-    right = isinstance(found, Tensor) and found.dtype == torch.bool
-    if not right or found.shape != rows.shape:
-        shown = (found.dtype, tuple(found.shape)) if isinstance(found, Tensor) else type(found)
-        raise TypeError(f"accept must return a bool tensor of shape ({len(rows)},), got {shown}")
-    return found
-
-
 def _fix(
     mean: Tensor, values: Tensor, clamped: Tensor, certain: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -753,15 +680,3 @@ def _fix(
     chosen = chosen & ~clamped
     states = F.one_hot(state, mean.shape[2]).to(values)
     return torch.where(chosen.unsqueeze(2), states, values), clamped | chosen
-
-
-def _read(given: Any) -> tuple[Tensor, Tensor]:
-    """Return values (B, N, d), zero at free sites, and clamped sites (B, N) bool."""
-    require_instance("given", given, tuple, "a pair (values, clamped) of tensors")
-    values = given[0] if given else None
-    if not isinstance(values, Tensor) or values.dim() != 3:
-        shown = tuple(values.shape) if isinstance(values, Tensor) else type(values)
-        raise ValueError(f"given must contain values of shape (B, N, d) first, got {shown}")
-    clamped = read_clamped(given, values, None)
-    assert clamped is not None
-    return clamped

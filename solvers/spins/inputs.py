@@ -108,35 +108,30 @@ def check_mask(mask: Any, field: Tensor) -> None:
 def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> None:
     """Check for finite symmetric couplings (N, N, d, d), (N, N) or (B, N, N) without self-couplings, or,
     if ``forbidding``, couplings of listed pairs (E, d, d), which may be -inf."""
-    allowed = "finite or -inf" if forbidding else "finite"
-    for name, value in (("field", field.detach()), ("couplings", couplings.detach())):
+    couplings = couplings.detach()
+    for name, value in (("field", field.detach()), ("couplings", couplings)):
         wrong = ~value.isfinite() & ~((value == -math.inf) & forbidding)
         if bool(wrong.any()):
             rows = torch.nonzero(wrong.flatten(1).any(1)).flatten().tolist()
             where = f" in samples {rows[:10]}" if name == "field" else ""
+            allowed = "finite or -inf" if forbidding else "finite"
             raise ValueError(f"{name} must be {allowed}, got NaN or infinity{where}")
-    if not forbidding:
-        _check_symmetric(couplings.detach())
-
-
-def _check_symmetric(couplings: Tensor) -> None:
+    if forbidding:
+        return
     blocks = couplings.dim() == 4
     own = couplings.diagonal(dim1=0, dim2=1) if blocks else couplings.diagonal(dim1=-2, dim2=-1)
     if bool((own != 0).any()):
-        first = torch.nonzero(own)[0].tolist()
+        site = int(torch.nonzero(own)[0, -1])
         raise ValueError(
-            f"couplings must have {'zero diagonal blocks' if blocks else 'a zero diagonal'} (no site "
-            f"couples to itself), got {float(own[tuple(first)])} in couplings[{first[-1]}, {first[-1]}]"
+            f"couplings must be zero in couplings[{site}, {site}]: no site couples to itself"
         )
     other = couplings.permute(1, 0, 3, 2) if blocks else couplings.mT
     apart = (couplings - other).abs()
     if bool((apart > 32 * torch.finfo(couplings.dtype).eps * couplings.abs().max()).any()):
-        place = torch.nonzero(apart == apart.max())[0].tolist()
-        i, j = place[:2] if blocks else place[-2:]
         formula = "(J + J.permute(1, 0, 3, 2)) / 2" if blocks else "(J + J.mT) / 2"
         raise ValueError(
-            f"couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of {float(apart.max())} "
-            f"between couplings[{i}, {j}] and the transpose of couplings[{j}, {i}]; use {formula}"
+            f"couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of {float(apart.max())}; "
+            f"use {formula}"
         )
 
 
@@ -172,18 +167,17 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     ``given`` is a pair of values (N, d) or (B, N, d) and bools (N,) or (B, N); ``field`` is (B, N, d).
     Gradients flow to the values.
     """
-    pair = given if isinstance(given, tuple) else ()
-    if len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
+    if not (isinstance(given, tuple) and len(given) == 2):
         raise TypeError(f"given must be a pair (values, clamped) of tensors, got {type(given)}")
-    values, clamped = pair
-    if not values.is_floating_point() or clamped.dtype != torch.bool:
-        what = f"{values.dtype} and {clamped.dtype}"
-        raise TypeError(f"given must contain floating-point values and a bool tensor, got {what}")
-    if values.device != field.device or clamped.device != field.device:
-        what = f"{values.device} and {clamped.device}"
-        raise TypeError(f"given must be on {field.device}, got {what}")
-    shape, what = field.shape, f"{tuple(values.shape)} and {tuple(clamped.shape)}"
+    values, clamped = given
+    _check_floating("given[0]", values)
+    require_instance("given[1]", clamped, Tensor, "a bool tensor")
+    if clamped.dtype != torch.bool or {values.device, clamped.device} != {field.device}:
+        what = f"{clamped.dtype} on {values.device} and {clamped.device}"
+        raise TypeError(f"given must contain values and bools on {field.device}, got {what}")
+    shape = field.shape
     if values.shape not in (shape, shape[1:]) or clamped.shape not in (shape[:2], shape[1:2]):
+        what = f"{tuple(values.shape)} and {tuple(clamped.shape)}"
         raise ValueError(
             f"given must contain values {tuple(shape)} and bools {tuple(shape[:2])}, got {what}"
         )

@@ -133,13 +133,6 @@ INVERSION_STEPS = 6  # Newton steps for the field of a mean, starting from the f
 INSIDE = 8  # smallest distance of a mean from the sphere, in units of rounding
 
 
-class Response(NamedTuple):
-    """``a`` and ``q``, (B, N, 1) both."""
-
-    slope: Tensor
-    root: Tensor
-
-
 class LargeSphereLaw(Law):
     """A sphere in many dimensions, in closed form."""
 
@@ -155,12 +148,12 @@ class LargeSphereLaw(Law):
         rho = self.squared_radius
         return 2 * rho / (self.dim + (self.dim**2 + 4 * rho * squared_field).sqrt())
 
-    def response(self, mean: Tensor) -> Response:
-        """Return the response at the field with this mean, which is moved inside the sphere."""
+    def response(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``a`` and ``q`` (B, N, 1) at the field with this mean, which is moved inside the sphere."""
         slope = self.scatter(mean) / self.dim
         least = INSIDE * torch.finfo(mean.dtype).eps * self.squared_radius / self.dim
         slope = slope.clamp_min(least)
-        return Response(slope, 2 * self.squared_radius / slope - self.dim)
+        return slope, 2 * self.squared_radius / slope - self.dim
 
     def covariance(self, mean: Tensor) -> Tensor:
         slope, root = self.response(mean)
@@ -202,41 +195,30 @@ class SphereLaw(LargeSphereLaw):
         probe = torch.cat([size, size.new_zeros(*size.shape[:-1], self.dim - 1)], dim=-1)
         return self.mean(probe)[..., :1] / size
 
-    def response(self, mean: Tensor) -> Response:
-        """Invert by Newton's method along the mean; ``q`` gives C the trace ``R^2 - |m|^2``."""
-        size = mean.square().sum(-1, keepdim=True)
-        rho = self.squared_radius
+    def covariance(self, mean: Tensor) -> Tensor:
+        return self.site.covariance(self.field_of(mean), no_variance(mean))
+
+    def field_of(self, mean: Tensor) -> Tensor:
+        """Return the field (B, N, d) of a mean, by Newton's method for ``|h| / |m|``."""
+        size, rho = mean.square().sum(-1, keepdim=True), self.squared_radius
         with torch.no_grad():
             # |h| / |m| is exact at m = 0 and near the sphere, where R^2 - |m|^2 is (d - 1) R / |h|.
-            inside = super().response(mean).slope * self.dim
-            ratio = (self.dim - size.clamp_max(rho) / rho) / inside
+            ratio = (1 - size.clamp_max(rho) / (rho * self.dim)) / self.response(mean)[0]
             for _ in range(INVERSION_STEPS):
                 ratio = self._closer(ratio, size)
         if torch.is_grad_enabled():  # a step at the solution carries its derivative
             ratio = self._closer(ratio, size)
-        slope = 1 / ratio
-        return Response(slope, self._root(slope, size))
+        return ratio * mean
 
     def _closer(self, ratio: Tensor, size: Tensor) -> Tensor:
-        slope = self.slope(ratio.square() * size)
+        slope, rest = self.slope(ratio.square() * size), self.dim - 1
         reached = slope * ratio  # |m(h)| / |m|
-        step = (1 - reached) / self._stretch(slope, reached.square() * size)
+        # The variance along m, which is the slope of |m| in |h|, is what the others leave of R^2 - |m|^2.
+        # Rounding may make it negative, so it is at least its limit for strong fields.
+        along = self.squared_radius - reached.square() * size - rest * slope
+        along = torch.maximum(along, slope.square() * (rest / (2 * self.squared_radius)))
         # A mean within rounding of the sphere hardly determines its field, so steps are limited.
-        return torch.clamp(ratio + step, ratio / 2, 2 * ratio)
-
-    def _stretch(self, slope: Tensor, size: Tensor) -> Tensor:
-        """Return the slope of ``|m|`` in ``|h|``, the variance along m. The other variances are ``a``, and
-        all sum to ``R^2 - |m|^2``. Rounding may make this difference negative, so it is bounded below by
-        its limit for strong fields, ``a^2 (d - 1) / (2 R^2)``."""
-        along = self.squared_radius - size - (self.dim - 1) * slope
-        return torch.maximum(along, slope.square() * ((self.dim - 1) / (2 * self.squared_radius)))
-
-    def _root(self, slope: Tensor, size: Tensor) -> Tensor:
-        """Return ``q``, for which ``a - 2 |m|^2 / q`` is the variance along m, or its limit at m = 0."""
-        excess = slope - self._stretch(slope, size)
-        limit = (self.dim + 2) * torch.ones_like(size)
-        small = size <= torch.finfo(size.dtype).eps ** 0.5 * self.squared_radius
-        return torch.where(small, limit, 2 * size / torch.where(small, 1.0, excess))
+        return torch.clamp(ratio + (1 - reached) / along, ratio / 2, 2 * ratio)
 
 
 def drive(couplings: Tensor, values: Tensor) -> Tensor:
@@ -286,6 +268,12 @@ def kinetic_map(
     """
     check_network(mean, field, couplings, mask)
     check_closure(site, closure)
+    return _map(mean, field, couplings, site, closure, mask)
+
+
+def _map(
+    mean: Tensor, field: Tensor, couplings: Tensor, site: Site, closure: str, mask: Tensor | None
+) -> Tensor:
     with without_autocast(mean.device.type):
         wide = as_wide(mean)
         rule = closed(wide, as_wide(field), as_wide(couplings), site, closure, mask)
@@ -350,7 +338,7 @@ def _plefka(
 
     def reacted(now: Tensor) -> Tensor:
         product = isotropic * now - (squares * (now @ mean.mT)) @ pulled  # B m
-        distance = theta - now / law.response(now).slope
+        distance = theta - now / law.response(now)[0]
         return law.mean(theta + law.reaction(distance, now, spread, product))
 
     return reacted
@@ -492,8 +480,7 @@ def steady_state(
     apart = couplings.dim() == 3
 
     def rule(mean: Tensor, field: Tensor, own: Tensor | None, mask: Tensor | None) -> Tensor:
-        j = couplings if own is None else own
-        return kinetic_map(mean, field, j, site=site, closure=closure, mask=mask)
+        return _map(mean, field, couplings if own is None else own, site, closure, mask)
 
     return fixed_point(
         rule, start, (field, couplings if apart else None, mask), mask=mask, **options

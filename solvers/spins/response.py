@@ -121,140 +121,118 @@ def times_blocks(matrix: Tensor, diagonal: Tensor) -> Tensor:
     return columns.transpose(1, 2).reshape_as(matrix)
 
 
-def differentiable_response(
-    covariance: Tensor, variance: Tensor, couplings: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return ``(Q, V + Y)`` with derivatives of any order; ``chi`` must be positive definite.
+def _shifted(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
+    """Return ``I + W C``, (B, n, n)."""
+    product = times_blocks(interactions(variance, couplings), covariance)
+    return product + torch.eye(len(couplings), dtype=product.dtype, device=product.device)
 
-    The derivative of the cavity variances needs no factorisation. With
-    ``R_ij = (I + Q_ii C_i)^-1 Q_ij`` for ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
+
+def full_response(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
+    """Return ``F = (I + W C)^-1``, (B, n, n), with derivatives of any order."""
+    return torch.linalg.inv(_shifted(covariance, variance, couplings))
+
+
+def next_variance(covariance: Tensor, variance: Tensor, couplings: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``V + Y`` with derivatives of any order, and detached F; ``chi`` must be positive definite.
+
+    First derivatives need no factorisation. With ``T_i = (I + Q_ii C_i)^-1``, ``R_ij = T_i Q_ij`` for
+    ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
 
         d(V + Y)_i = sum_j R_ij dC_j R_ij^T - sum_{j != i} B_ij dV_j B_ij^T + [B dJ B^T]_ii
     """
-    amputated = _Amputated.apply(covariance, variance, couplings)
-    probe = _CouplingProbe.apply(couplings, (amputated, covariance))
-    return amputated, _CavityVariance.apply(amputated, covariance, variance, probe)
-
-
-class _Amputated(torch.autograd.Function):
-    """(C, V, J) -> Q, with ``dQ = -F dW F^T + Q dC Q``."""
-
-    @staticmethod
-    def forward(ctx: Any, covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        _, rows, factor, _ = _factors(covariance, variance, couplings)
-        half = torch.linalg.solve_triangular(factor, rows, upper=False)
-        amputated = half.mT @ half - interactions(variance, couplings)
-        ctx.save_for_backward(covariance, amputated)
-        return amputated
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        if cotangent is None:
-            return None, None, None
-        covariance, amputated = ctx.saved_tensors
-        sites = covariance.shape[1]
-        forward = times_blocks(amputated, covariance)
-        inner = cotangent + forward.mT @ cotangent
-        interaction = -(inner + inner @ forward)
-        own = blocks(amputated @ cotangent @ amputated, sites)
-        return own, blocks(interaction, sites), -without_blocks(interaction.sum(0), sites)
+    with torch.no_grad():
+        forward = full_response(covariance, variance, couplings)
+    probe = _CouplingProbe.apply(couplings, (covariance, variance), forward)
+    return _CavityVariance.apply(covariance, variance, couplings, probe, forward), forward
 
 
 class _CouplingProbe(torch.autograd.Function):
-    """Zeros (B, N, d, d) through which the gradient of the cavity variances reaches the couplings.
+    """Zeros (B, N, d, d) through which the gradient of ``V + Y`` reaches the couplings.
 
     This node depends only on J, so an adjoint iteration, which needs no gradient of J, skips its
-    cost. (Q, C) are passed in a tuple, which autograd does not track, for the backward formula.
+    cost. (C, V) are passed in a tuple, which autograd does not track, for the backward formula.
     """
 
     @staticmethod
-    def forward(ctx: Any, couplings: Tensor, response: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.response = response
-        return torch.zeros_like(response[1], requires_grad=False)
+    def forward(
+        ctx: Any, couplings: Tensor, sites: tuple[Tensor, Tensor], forward: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(couplings, forward)
+        ctx.sites = sites
+        return torch.zeros_like(sites[0], requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        if cotangent is None:
-            return None, None
-        amputated, covariance = ctx.response
-        if not torch.is_grad_enabled():
-            amputated, covariance = amputated.detach(), covariance.detach()
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        couplings, forward = ctx.saved_tensors
+        covariance, variance = ctx.sites
         batch, sites, dim = covariance.shape[:3]
-        unit = torch.eye(sites * dim, dtype=amputated.dtype, device=amputated.device)
-        forward = unit + times_blocks(amputated, covariance)
-        weighted = cotangent @ forward.view(batch, sites, dim, sites * dim)
+        if torch.is_grad_enabled():
+            forward = full_response(covariance, variance, couplings)
+        weighted = cotangents[0] @ forward.view(batch, sites, dim, sites * dim)
         flat = forward.reshape(-1, sites * dim)
-        return without_blocks(flat.mT @ weighted.reshape_as(flat), sites), None
+        return without_blocks(flat.mT @ weighted.reshape_as(flat), sites), None, None
 
 
 class _CavityVariance(torch.autograd.Function):
-    """(Q, C, V, probe) -> V + Y; the formula includes the gradient through Q, so Q receives none."""
+    """(C, V, J, probe) -> V + Y; J receives its gradient from the probe."""
 
     @staticmethod
     def forward(
-        ctx: Any, amputated: Tensor, covariance: Tensor, variance: Tensor, probe: Tensor
+        ctx: Any,
+        covariance: Tensor,
+        variance: Tensor,
+        couplings: Tensor,
+        probe: Tensor,
+        forward: Tensor,
     ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        site_factor, _ = factorise(covariance)
-        correction, _ = _correction(blocks(amputated, covariance.shape[1]), site_factor)
-        ctx.save_for_backward(amputated, covariance, correction)
-        ctx.others = None
-        return variance + correction
+        ctx.save_for_backward(covariance, variance, couplings)
+        others, inverse, own = _parts(forward, covariance, variance, couplings)
+        ctx.parts = others, inverse
+        return variance + inverse @ own
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        if cotangent is None:
-            return None, None, None, None
-        amputated, covariance, correction = ctx.saved_tensors
-        batch, sites, dim = covariance.shape[:3]
-        own = blocks(amputated, sites)
-        inverse = _inverse(own @ covariance, correction @ covariance)
-        cotangent = inverse.mT @ cotangent @ inverse
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        covariance, variance, couplings = ctx.saved_tensors
+        others, inverse = ctx.parts
         if torch.is_grad_enabled():
-            others = without_blocks(amputated, sites)
-        else:  # the case of every adjoint iteration
-            if ctx.others is None:
-                ctx.others = without_blocks(amputated, sites)
-            others = ctx.others
+            forward = full_response(covariance, variance, couplings)
+            others, inverse, _ = _parts(forward, covariance, variance, couplings)
+        batch, sites, dim = covariance.shape[:3]
+        cotangent = inverse.mT @ cotangents[0] @ inverse
         rows = others.view(batch, sites, dim, sites * dim)  # columns too: Q is symmetric
         columns = (cotangent @ rows).view(batch, sites * dim, sites, dim).transpose(1, 2)
         of_covariance = rows @ columns
         of_variance = -(covariance @ of_covariance @ covariance)
-        return None, of_covariance, of_variance, cotangent
+        return of_covariance, of_variance, None, cotangent, None
 
 
-def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
-    """Return ``(I + X)^-1`` for a known ``Y' = I - (I + X)^-1``; each Newton step adds one derivative."""
-    unit = torch.eye(shift.shape[-1], dtype=shift.dtype, device=shift.device)
-    guess = unit - inverse_shift.detach()
-    for _ in range(2 if torch.is_grad_enabled() else 0):
-        guess = guess @ (2 * unit - (unit + shift) @ guess)
-    return guess
+def _parts(
+    forward: Tensor, covariance: Tensor, variance: Tensor, couplings: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q (B, n, n) without its diagonal blocks, ``T_i`` and the blocks ``Q_ii``."""
+    sites = covariance.shape[1]
+    whole = -forward @ interactions(variance, couplings)
+    own = blocks(whole, sites)
+    shifted = own @ covariance
+    unit = torch.eye(shifted.shape[-1], dtype=shifted.dtype, device=shifted.device)
+    return without_blocks(whole, sites), torch.linalg.inv(unit + shifted), own
 
 
 def linear_response(
     covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``chi = C + C Q C`` (B, N, d, N, d), or ``C`` if it is not positive definite, (B,) bool."""
-    sites = covariance.shape[1]
+    """Return ``chi = C F`` (B, N, d, N, d), or ``C`` if it is not positive definite, (B,) bool."""
+    batch, sites, dim = covariance.shape[:3]
     with torch.no_grad():
         definite = is_definite(covariance, variance, couplings)
+    chosen = definite[:, None, None, None]
     unit = torch.eye(sites, dtype=covariance.dtype, device=covariance.device)
     alone = covariance.unsqueeze(3) * unit[:, None, :, None]
-    covariance = torch.where(definite[:, None, None, None], covariance, 0.0)  # without response
-    amputated, _ = differentiable_response(covariance, variance, couplings)
-    right = times_blocks(amputated, covariance).view(*covariance.shape[:3], -1)
-    return alone + (covariance @ right).view_as(alone), definite
+    forward = full_response(torch.where(chosen, covariance, 0.0), variance, couplings)
+    whole = covariance @ forward.view(batch, sites, dim, sites * dim)
+    return torch.where(chosen.unsqueeze(4), whole.view_as(alone), alone), definite
 
 
 def log_det(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-    """Return ``log det(I + C W)`` (B,) with derivatives of any order; ``chi`` must be positive definite."""
-    interaction = interactions(variance, couplings)
-    product = covariance @ interaction.view(*covariance.shape[:3], -1)
-    unit = torch.eye(len(couplings), dtype=couplings.dtype, device=couplings.device)
-    return torch.logdet(unit + product.view_as(interaction))
+    """Return ``log det(I + W C)`` (B,) with derivatives of any order; ``chi`` must be positive definite."""
+    return torch.logdet(_shifted(covariance, variance, couplings))

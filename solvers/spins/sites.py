@@ -22,11 +22,11 @@ from solvers.core.checks import (
 from solvers.core.modes import ordinary, recording, without_autocast
 from solvers.spins.inputs import as_wide
 from solvers.spins.spheres import (
-    CircleMean,
     LogBessel,
     LogPartition,
     Moments,
     circle_covariance,
+    circle_mean,
     eigen,
     saddle_point,
 )
@@ -205,7 +205,7 @@ class PottsSite(Site):
         """Draw state a with probability ``softmax(h)_a``, one-hot."""
         with without_autocast(field.device.type):
             states = draw_states(as_wide(field).movedim(-1, 0), generator)
-        return F.one_hot(states, field.shape[-1]).to(field.dtype)
+        return torch.zeros_like(field).scatter_(-1, states.unsqueeze(-1), 1.0)
 
     def takes(self, states: Tensor) -> Tensor:
         """Return where the states are one-hot."""
@@ -306,18 +306,14 @@ class GaussianSite(Site):
 
 def _check_covariance(covariance: object) -> None:
     if not isinstance(covariance, Tensor) or not covariance.is_floating_point():
-        what = covariance.dtype if isinstance(covariance, Tensor) else type(covariance)
-        raise TypeError(f"covariance must be a floating-point tensor ([N,] d, d), got {what}")
+        raise TypeError(f"covariance must be a floating-point tensor, got {type(covariance)}")
     if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
-        raise ValueError(
-            f"covariance must have the shape (d, d) or (N, d, d), got {tuple(covariance.shape)}"
-        )
+        raise ValueError(f"covariance must be ([N,] d, d), got {tuple(covariance.shape)}")
     matrix = as_wide(covariance.detach())
     allowed = 32 * torch.finfo(covariance.dtype).eps * matrix.abs().max()
-    if not bool((matrix - matrix.mT).abs().max() <= allowed):
-        raise ValueError("covariance must be symmetric and finite")
-    if bool(torch.linalg.cholesky_ex(matrix)[1].any()):
-        raise ValueError("covariance must be positive definite, got a matrix that is not")
+    symmetric = bool((matrix - matrix.mT).abs().max() <= allowed)
+    if not symmetric or bool(torch.linalg.cholesky_ex(matrix)[1].any()):
+        raise ValueError("covariance must be finite, symmetric and positive definite")
 
 
 def draw_directions(field: Tensor, generator: Generator | None) -> Tensor:
@@ -524,7 +520,7 @@ class TorusSite(Site):
         return LogBessel.apply(self._parts(field, variance)).sum(-1)
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        return CircleMean.apply(self._parts(field, variance)).flatten(-2)
+        return circle_mean(self._parts(field, variance)).flatten(-2)
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
         blocks = circle_covariance(self._parts(field, variance))  # (..., c, 2, 2)

@@ -43,14 +43,11 @@ def test_few_patterns_come_back_from_damaged_copies(rule: str | int) -> None:
     assert torch.equal(memory.retrieve(flipped(patterns, 6)), patterns)
 
 
-@pytest.mark.parametrize(
-    ("rule", "rectified"),
-    [(rule, True) for rule in RULES] + [(rule, False) for rule in RULES if isinstance(rule, int)],
-)
-def test_no_sweep_raises_the_energy(rule: str | int, rectified: bool) -> None:
+@each_rule
+def test_no_sweep_raises_the_energy(rule: str | int) -> None:
     """Above capacity, where starts end anywhere; every end is a fixed point."""
     count = 16 if rule == "pseudo-inverse" else 40  # below the 24 at which J vanishes
-    memory = BinaryMemory(spins(count, 24), rule, rectified=rectified)
+    memory = BinaryMemory(spins(count, 24), rule)
     s = spins(30, 24, seed=5)
     changed = False
     for _ in range(40):
@@ -156,7 +153,6 @@ def test_no_step_lowers_the_likelihood_and_the_end_is_a_maximum(seed: int) -> No
 SPINS, DATA = spins(3, 8), torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: BinaryMemory(SPINS, 1), "rule"),
-    (lambda: BinaryMemory(SPINS, "exp", rectified=False), "rule"),
     (lambda: BinaryMemory(SPINS.long()), "patterns"),
     (lambda: BinaryMemory(SPINS[0]), "patterns"),
     (lambda: BinaryMemory(0.5 * SPINS), "patterns"),

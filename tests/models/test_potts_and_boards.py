@@ -32,27 +32,11 @@ from implicit_attn.weights import load_pretrained
 SITES, COLOURS = 4, 3
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def model_of(
-    seed: int = 0, *, sites: int = SITES, scale: float = 1.0, field: float = 1.0
-) -> PottsModel:
-    model = PottsModel(sites, COLOURS).double()
-    drawn = random_couplings(sites, COLOURS, scale, generator(seed))
-    with torch.no_grad():
-        model.couplings.weight = drawn
-        model.field.copy_(field * torch.randn(sites, COLOURS, generator=generator(seed + 1)))
-    return model
-
-
-def colours(samples: int = 5, sites: int = SITES, seed: int = 2) -> Tensor:
-    return torch.randint(COLOURS, (samples, sites), generator=generator(seed))
-
-
 def test_logits_are_the_conditionals_of_the_joint_distribution() -> None:
-    model = model_of()
+    model, generator = PottsModel(SITES, COLOURS).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model.couplings.weight = random_couplings(SITES, COLOURS, 1.0, generator)
+        model.field.copy_(torch.randn(SITES, COLOURS, generator=generator))
     states = all_colours(SITES, COLOURS)
     weight = (-model.energy(states)).exp().view((COLOURS,) * SITES)
     conditional = torch.softmax(model.logits(states), -1)

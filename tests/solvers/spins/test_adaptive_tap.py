@@ -114,36 +114,27 @@ def assert_consistent(solution: Solution, blocks: Tensor, x: Tensor, site: Site)
 
 
 @PROPER
-def test_each_sample_gets_what_it_gets_alone(name: str) -> None:
+def test_a_sample_gets_what_its_unmasked_sites_get_alone(name: str) -> None:
     (site, dim), random = SITES[name], generator(6)
-    blocks, x = couplings(5, dim, 0.5 / dim**0.5, random), fields(6, 5, dim, random)
+    blocks, x = couplings(5, dim, 0.4 / dim**0.5, random), fields(4, 5, dim, random)
     x[0] *= 8  # the variances differ from sample to sample
-    together = adaptive_tap(blocks, x, site=site, response=True, log_partition=True)
-    for i in range(6):
-        alone = adaptive_tap(blocks, x[i : i + 1], site=site, response=True, log_partition=True)
-        for whole, single in zip(together.value, alone.value, strict=True):
-            torch.testing.assert_close(whole[i], single[0], rtol=1e-8, atol=1e-9)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[3, [1, 4]] = False
+    options: dict[str, Any] = {"site": site, "response": True, "log_partition": True}
+    together = adaptive_tap(blocks, x, mask=mask, **options)
+    value = together.value
+    for i in range(4):
+        kept = torch.nonzero(mask[i]).flatten()
+        alone = adaptive_tap(blocks[kept][:, kept], x[i : i + 1, kept], **options)
+        for whole, single in zip(value[:3], alone.value[:3], strict=True):
+            torch.testing.assert_close(whole[i, kept], single[0], rtol=1e-8, atol=1e-9)
+            assert not whole[i, ~mask[i]].any()
+        inside = value.response[i][kept][:, :, kept]
+        torch.testing.assert_close(inside, alone.value.response[0], rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(value.log_partition[i], alone.value.log_partition[0])
         assert together.evaluations[i] == alone.evaluations[0]
     if not isinstance(site, GaussianSite) and dim > 1:
-        variance = together.value.cavity_variance
-        assert (variance[0] - variance[1]).abs().max() > 1e-3
-
-
-@PROPER
-def test_masked_sites_are_not_there(name: str) -> None:
-    (site, dim), random = SITES[name], generator(7)
-    blocks, x = couplings(5, dim, 0.4 / dim**0.5, random), fields(2, 5, dim, random)
-    mask = torch.tensor([[True, False, True, True, False], [True] * 5])
-    value = adaptive_tap(blocks, x, site=site, mask=mask, response=True).value
-    kept = torch.nonzero(mask[0]).flatten()
-    part = adaptive_tap(blocks[kept][:, kept], x[:1, kept], site=site, response=True).value
-    for got, wanted in zip(value[:3], part[:3], strict=True):
-        torch.testing.assert_close(got[0, kept], wanted[0], rtol=1e-8, atol=1e-9)
-        assert not got[0, ~mask[0]].any()
-    inside = value.response[0][kept][:, :, kept]
-    torch.testing.assert_close(inside, part.response[0], rtol=1e-8, atol=1e-9)
-    full = adaptive_tap(blocks, x[1:], site=site).value
-    torch.testing.assert_close(value.mean[1], full.mean[0], rtol=1e-8, atol=1e-9)
+        assert (value.cavity_variance[0] - value.cavity_variance[1]).abs().max() > 1e-3
 
 
 # --- statuses ------------------------------------------------------------------------------------------
@@ -199,19 +190,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"couplings": with_one(1.0, 0, 2, 0, 1)}, ValueError, "couplings"),
     ({"couplings": with_one(0.5, 1, 1)}, ValueError, "couplings"),
     ({"couplings": GOOD / 0}, ValueError, "couplings"),
-    ({"couplings": GOOD[:2]}, ValueError, "couplings"),
     ({"couplings": GOOD.float()}, TypeError, "couplings"),
-    ({"field": X[0]}, ValueError, "field"),
     ({"field": X / 0}, ValueError, "field"),
     ({"site": 3}, TypeError, "site"),
     ({"mask": torch.ones(2, 3)}, TypeError, "mask"),
-    ({"mask": torch.ones(2, 2, dtype=torch.bool)}, ValueError,
-        "mask"),
     ({"damping": 0.0}, ValueError, "damping"),
-    ({"damping": "auto"}, TypeError, "damping"),
     ({"order": "third"}, ValueError, "order"),
     ({"inverse_temperature": 0}, ValueError, "inverse_temperature"),
-    ({"inverse_temperature": ()}, ValueError, "inverse_temperature"),
     ({"inverse_temperature": torch.tensor([0.1, 1.0])}, TypeError, "inverse_temperature|tolist"),
     ({"start": torch.zeros(2, 3, 2)}, TypeError, "start"),
     ({"response": 1}, TypeError, "response"),
@@ -228,13 +213,12 @@ BAD_SADDLES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_errors_name_the_argument(
     change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    call: Any = adaptive_tap
-    arguments = {"couplings": GOOD, "field": X, "site": PottsSite()} | change
-    if arguments["couplings"].dim() == 2:
-        call = spherical_saddle
-        del arguments["site"]
+    arguments: Any = {"couplings": GOOD, "field": X, "site": PottsSite()} | change
     with pytest.raises(error, match=words):
-        call(**arguments)
+        if arguments["couplings"].dim() == 2:
+            spherical_saddle(arguments["couplings"], arguments["field"])
+        else:
+            adaptive_tap(**arguments)
 
 
 # how far the means of a sample lie outside, (B,)
@@ -362,20 +346,22 @@ def test_second_order_is_plefkas_expansion() -> None:
 def test_clamped_sites_act_as_fields(name: str, order: str) -> None:
     site, dim = SITES[name]
     blocks, x = model(dim)
-    values = torch.full((2, 4, dim), torch.nan, dtype=F64)
-    values[:, 1] = torch.eye(max(dim, 2), dtype=F64)[0, :dim]
-    clamped = torch.tensor([[False, True, False, False]] * 2)
+    values, one = (
+        torch.full((2, 4, dim), torch.nan, dtype=F64),
+        torch.eye(max(dim, 2), dtype=F64)[0],
+    )
+    held, kept = [1, 3], torch.tensor([0, 2])
+    values[:, held] = one[:dim]
+    clamped = torch.tensor([[False, True, False, True]] * 2)
     options: dict[str, Any] = {"site": site, "order": order, "log_partition": True}
     got = adaptive_tap(blocks, x, given=(values, clamped), response=True, **options, **SHARP).value
-    kept = torch.tensor([0, 2, 3])
-    pull = torch.einsum("iab,sb->sia", blocks[kept, 1], values[:, 1])
+    pull = torch.einsum("ijab,sjb->sia", blocks[kept][:, held], values[:, held])
     rest = adaptive_tap(blocks[kept][:, kept], x[:, kept] + pull, **options, **SHARP).value
     torch.testing.assert_close(got.mean[:, kept], rest.mean, rtol=0, atol=1e-9)
-    torch.testing.assert_close(got.mean[:, 1], values[:, 1])
-    assert not got.covariance[:, 1].any() and not got.response[:, 1].any()
-    energy = (x[:, 1] * values[:, 1]).sum(1)
-    wanted = rest.log_partition + energy
-    torch.testing.assert_close(got.log_partition, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(got.mean[:, held], values[:, held])
+    assert not got.covariance[:, held].any() and not got.response[:, held].any()
+    energy = (x * values)[:, held].sum((1, 2)) + one[:dim] @ blocks[1, 3] @ one[:dim]
+    torch.testing.assert_close(got.log_partition, rest.log_partition + energy, rtol=0, atol=1e-9)
 
 
 # --- O(d) spins at their saddle point ----------------------------------------------------------------

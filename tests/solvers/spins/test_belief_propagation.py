@@ -33,18 +33,21 @@ def close(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-10) -> 
 
 
 @pytest.mark.parametrize("edges", [TREE, TWO_TREES], ids=["tree", "two trees"])
-@pytest.mark.parametrize("options", [{}, {"damping": 1.0}], ids=["damped", "plain"])
-def test_exact_on_trees(edges: tuple[tuple[int, int], ...], options: dict[str, Any]) -> None:
-    dim, random = 3, generator(3)
-    listed, blocks = pair_list(edges, dim, 1.5, random)
-    field = fields(3, 5, dim, random)
+def test_exact_on_trees(edges: tuple[tuple[int, int], ...]) -> None:
+    random = generator(3)
+    listed, blocks = pair_list(edges, 3, 1.5, random)
+    field = fields(3, 5, 3, random)
     exact = enumerated(dense(listed, blocks, 5), field)
-    solution = belief_propagation(blocks, field, edges=listed, **options, **ALL)
-    assert bool(solution.converged.all())
-    close(solution.value.mean, exact.mean)
-    close(solution.value.log_partition, exact.log_partition)
-    if "damping" in options:  # as many steps as the longest path, and one that finds nothing new
-        assert int(solution.evaluations.max()) <= 4
+    for damping in (0.5, 1.0):
+        found = belief_propagation(blocks, field, edges=listed, damping=damping, **ALL)
+        assert bool(found.converged.all())
+        close(found.value.mean, exact.mean)
+        close(found.value.log_partition, exact.log_partition)
+    # Without damping as many steps as the longest path, and one that finds nothing new.
+    assert int(found.evaluations.max()) <= 4
+    again = belief_propagation(blocks, field, edges=listed, start=found.value, damping=1.0, **ALL)
+    assert bool((again.evaluations < found.evaluations).all())
+    close(again.value.mean, exact.mean)
 
 
 def test_clamped_and_masked_sites() -> None:
@@ -211,24 +214,16 @@ FIELD = fields(2, 5, 2, generator(1))
 NONE = torch.zeros(2, 5, dtype=torch.bool)
 
 
-def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    found = tensor.clone()
-    found.view(-1)[0] = value
-    return found
-
-
 @pytest.mark.parametrize(("options", "kind", "message"), [
     ({"couplings": BLOCKS[:3]}, ValueError, "couplings"),
-    ({"couplings": changed(BLOCKS, torch.inf)}, ValueError, "couplings"),
-    ({"field": changed(FIELD, torch.nan)}, ValueError, "field"),
+    ({"couplings": BLOCKS + torch.inf}, ValueError, "couplings"),
+    ({"field": FIELD * torch.nan}, ValueError, "field"),
     ({"edges": PAIRS.float()}, TypeError, "edges"),
     ({"edges": None}, TypeError, "pairs"),
     ({"edges": PAIRS + 1}, ValueError, "edges"),
-    ({"edges": PAIRS * 0}, ValueError, "edges"),
     ({"edges": PAIRS[[0, 1, 2, 2]].flip(1)}, ValueError, "edges"),
     ({"given": (2 * FIELD, ~NONE)}, ValueError, "given"),
     ({"damping": 0.0}, ValueError, "damping"),
-    ({"bound": -1.0}, ValueError, "bound"),
     ({"start": 3}, TypeError, "start"),
     ({"start": Beliefs(FIELD, torch.zeros(2, 5, 5, 2))}, ValueError,
         "messages"),
@@ -294,24 +289,15 @@ def test_every_step_of_decimation_on_a_tree_conditions_exactly() -> None:
     assert torch.equal(found.mean.argmax(2), found.states)
 
 
-def test_a_colouring_is_found_where_marginals_say_nothing() -> None:
+def test_a_colouring_is_found_unless_the_given_sites_contradict_each_other() -> None:
     """Without a field all colours are alike; accepted as soon as the colouring is one."""
-    found = decimate(
-        colouring_decimation(torch.zeros(2, 6, 3, dtype=F64)),
-        no_one_given(2, 6, 3),
-        accept=colours_differ,
-    )
-    assert bool(found.accepted.all()) and bool((found.fixed < 6).all())
-    assert bool(colours_differ(torch.arange(2), found.states).all())
-    assert bool((found.evaluations > 0).all())
-
-
-def test_a_contradiction_ends_an_attempt_and_keeps_what_was_known() -> None:
     field = torch.zeros(2, 6, 3, dtype=F64)
     values, clamped = no_one_given(2, 6, 3)
     values[0, :2, 0], clamped[0, :2] = 1.0, True  # neighbours of one colour
     found = decimate(colouring_decimation(field), (values, clamped), accept=colours_differ)
     assert found.accepted.tolist() == [False, True]
+    assert found.fixed[1] < 6 and bool((found.evaluations > 0).all())
+    assert bool(colours_differ(torch.arange(2), found.states)[1])
     assert found.status[0] == Status.CONTRADICTORY and found.fixed[0] == 0
     assert found.states[0, :2].tolist() == [0, 0]
 
@@ -324,7 +310,7 @@ def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Sol
     ({"solve": 3}, TypeError, "solve"),
     ({"certain": 1.5}, ValueError, "certain"),
     ({"given": None}, TypeError, "given"),
-    ({"given": (3, 4)}, ValueError, "given"),
+    ({"given": (3, 4)}, TypeError, "given"),
 ])  # fmt: skip
 def test_wrong_arguments_decimation(
     options: dict[str, Any], kind: type[Exception], message: str

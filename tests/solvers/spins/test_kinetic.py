@@ -90,7 +90,7 @@ def test_the_equation_of_a_step(site: Site, dim: int, closure: str) -> None:
         extra = law.scatter(mean) - covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
         expected = law.averaged(theta, trace + j.square() @ extra)
     elif closure == "plefka" and site is LARGE:
-        distance = theta - after / law.response(after).slope  # pyright: ignore
+        distance = theta - after / law.response(after)[0]  # pyright: ignore
         h = theta + law.reaction(distance, after, trace, pull)  # pyright: ignore
         expected = site.mean(h, none)
     else:
@@ -179,16 +179,14 @@ def test_gradients_of_a_step(site: Site, dim: int, closure: str) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"mean": torch.zeros(2, 4)}, ValueError, "mean"),
     ({"couplings": torch.zeros(3, 3)}, ValueError, "couplings"),
     ({"site": "ising"}, TypeError, "site"),
     ({"site": PottsSite()}, ValueError, "closure"),
     ({"site": SPHERE, "closure": "plefka"}, ValueError, "closure"),
     ({"max_steps": -5}, ValueError, "max_steps"),
     ({"site": IsingSite()}, ValueError, "IsingSite"),
-    *(({"closure": "tap", name: torch.full(shape, math.nan)}, ValueError,
-        f"{name} must be finite") for name, shape in (("mean", (2, 4, 3)), ("field", (2, 4, 3)),
-        ("couplings", (4, 4)))),
+    ({"closure": "tap", "mean": torch.full((2, 4, 3), math.nan)}, ValueError, "mean"),
+    ({"closure": "tap", "couplings": torch.full((4, 4), math.nan)}, ValueError, "couplings"),
 ]  # fmt: skip
 
 
@@ -215,12 +213,12 @@ CASES = [
 def test_a_steady_state_is_a_fixed_point_of_the_step(site: Site, dim: int, closure: str) -> None:
     """And the trajectory from elsewhere ends there."""
     field, j = network(dim, True)
-    found = steady_state(field, j, site=site, closure=closure, **TIGHT)
+    options: dict[str, Any] = {"site": site, "closure": closure}
+    found = steady_state(field, j, **options, **TIGHT)
     assert bool(found.converged.all())
-    after = kinetic_step(found.value, field, j, site=site, closure=closure)
+    after = kinetic_step(found.value, field, j, **options)
     torch.testing.assert_close(after, found.value, rtol=1e-8, atol=1e-8)
-    start = torch.full_like(field, 1 / dim)
-    last = kinetic_trajectory(start, field, j, steps=20, site=site, closure=closure)[-1]
+    last = kinetic_trajectory(torch.full_like(field, 1 / dim), field, j, steps=20, **options)[-1]
     torch.testing.assert_close(last, found.value, rtol=1e-5, atol=1e-5)
 
 
@@ -259,10 +257,8 @@ def test_the_first_step_of_the_dynamics(site: Site, dim: int) -> None:
 
 WRONG_DYNAMICS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spins": torch.ones(3, 1)}, ValueError, "spins"),
-    ({"field": torch.ones(5, 3, 1)}, ValueError, "field"),
     ({"couplings": torch.zeros(5, 3, 3)}, ValueError, "couplings"),
-    *(({name: torch.full(shape, math.nan)}, ValueError, f"{name} must be finite") for name,
-        shape in (("spins", (5, 3, 1)), ("field", (3, 1)), ("couplings", (3, 3)))),
+    ({"field": torch.full((3, 1), math.nan)}, ValueError, "field"),
 ]  # fmt: skip
 
 
@@ -293,10 +289,9 @@ def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
     field = torch.zeros(1, 50, dim, dtype=dtype)
     field[0, :, 0] = strength / radius
     mean = law.mean(field)
-    slope = mean[0, :, 0] / field[0, :, 0]
-    found = law.response(mean).slope[0, :, 0]  # pyright: ignore[reportAttributeAccessIssue]
+    found = law.field_of(mean)  # pyright: ignore[reportAttributeAccessIssue]
     allowed = (40 * strength * torch.finfo(dtype).eps).clamp_min(1e-12 if dtype == F64 else 1e-5)
-    assert bool(((found / slope - 1).abs() <= allowed).all())
+    assert bool(((found / field - 1)[0, :, 0].abs() <= allowed).all())
     covariance = law.covariance(mean)
     variances = covariance.diagonal(dim1=-2, dim2=-1)
     assert bool((variances > 0).all())

@@ -206,9 +206,8 @@ def test_errors_name_what_is_wrong(
 CIRCLES = 3
 
 
-def circle_fields(scale: float, *lead: int, dtype: torch.dtype = F64) -> Tensor:
-    drawn = torch.randn(*(lead or (2, 3)), 2 * CIRCLES, generator=generator(3), dtype=F64)
-    return (scale * drawn).to(dtype)
+def circle_fields(scale: float, *lead: int) -> Tensor:
+    return scale * torch.randn(*lead, 2 * CIRCLES, generator=generator(3), dtype=F64)
 
 
 def nothing(field: Tensor) -> Tensor:
@@ -217,7 +216,7 @@ def nothing(field: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scale", [0.0, 50.0])
 def test_a_torus_is_circles_of_their_own(scale: float) -> None:
-    field, site, circle = circle_fields(scale), TorusSite(), SphericalSite(1.0)
+    field, site, circle = circle_fields(scale, 2, 3), TorusSite(), SphericalSite(1.0)
     parts = field.unflatten(-1, (-1, 2)).flatten(1, 2)
     value = circle.log_partition(parts, nothing(parts)).view(2, 3, CIRCLES).sum(-1)
     mean, blocks = circle.moments(parts, nothing(parts))
@@ -242,7 +241,6 @@ def test_derivatives_of_any_order_by_the_field(scale: float) -> None:
 
     assert torch.autograd.gradcheck(value, (field,))
     assert torch.autograd.gradgradcheck(value, (field,), fast_mode=True)
-    assert torch.autograd.gradcheck(moments, (field,))
     assert torch.autograd.gradgradcheck(moments, (field,), fast_mode=True)
     (slope,) = torch.autograd.grad(value(field).sum(), field)
     torch.testing.assert_close(slope, site.mean(field, nothing(field)), rtol=1e-13, atol=1e-15)
@@ -250,10 +248,6 @@ def test_derivatives_of_any_order_by_the_field(scale: float) -> None:
 
 CHAINS = 4_000
 ERRORS = 4.5  # standard errors of a mean that are allowed
-
-
-class OtherPotts(PottsSite):
-    """Potts sites that are sampled by matrix products."""
 
 
 def assert_moments(samples: Tensor, mean: Tensor, covariance: Tensor) -> None:
@@ -294,20 +288,13 @@ def sample(blocks: Tensor, field: Tensor, site: Site, seed: int = 0, **options: 
     return gibbs(blocks, field, site=site, generator=generator(seed), **options)
 
 
-@pytest.mark.parametrize("site", [PottsSite(), OtherPotts()], ids=["looked up", "multiplied"])
-def test_potts_sites_against_enumeration(site: Site) -> None:
+def test_potts_sites_against_enumeration() -> None:
+    """Free, and with clamped sites, which keep their values and act on the others."""
     blocks = couplings(4, 3, 0.8, generator(0))
     blocks[0, 3] = blocks[3, 0] = 0.0  # not all pairs are coupled
-    field = fields(1, 4, 3, generator(1))[0]
-    exact = enumerate_moments(potts_states(4, 3), blocks, field)
-    assert_moments(sample(blocks, field, site).flatten(1), *exact)
-
-
-@pytest.mark.parametrize("site", [PottsSite(), OtherPotts()], ids=["looked up", "multiplied"])
-def test_clamped_sites_keep_their_values_and_act_on_the_others(site: Site) -> None:
-    blocks = couplings(4, 3, 0.8, generator(0))
-    field = fields(1, 4, 3, generator(1))[0]
-    states = potts_states(4, 3)
+    field, states = fields(1, 4, 3, generator(1))[0], potts_states(4, 3)
+    exact = enumerate_moments(states, blocks, field)
+    assert_moments(sample(blocks, field, PottsSite()).flatten(1), *exact)
     values = torch.full((CHAINS, 4, 3), torch.nan, dtype=F64)
     clamped = torch.zeros(CHAINS, 4, dtype=torch.bool)
     half = CHAINS // 2  # other sites at other values in the second half of the chains
@@ -315,7 +302,7 @@ def test_clamped_sites_keep_their_values_and_act_on_the_others(site: Site) -> No
     for part, place, colour in clues:
         values[part, place] = torch.eye(3, dtype=F64)[colour]
         clamped[part, place] = True
-    spins = sample(blocks, field, site, given=(values, clamped))
+    spins = sample(blocks, field, PottsSite(), given=(values, clamped))
     for part, place, colour in clues:
         allowed = states[states[:, 3 * place + colour] == 1]
         assert_moments(spins[part].flatten(1), *enumerate_moments(allowed, blocks, field))
@@ -337,14 +324,14 @@ def test_states_must_be_values_of_the_site(
     blocks, field = torch.zeros(2, 2, dim, dim, dtype=dtype), torch.zeros(2, dim, dtype=dtype)
     good, bad = (torch.tensor(value, dtype=dtype).expand(2, dim) for value in (right, wrong))
     clamped = torch.tensor([True, False])
-    drawn = gibbs(blocks, field, site=site, sweeps=1, start=good[None], given=(good, clamped))
+    run = partial(gibbs, blocks, field, site=site, sweeps=1)
+    drawn = run(start=good[None], given=(good, clamped))
     assert torch.equal(drawn[0, 0], good[0]) and site.takes(drawn).all()
-    gibbs(blocks, field, site=site, sweeps=1, start=drawn)
     with pytest.raises(ValueError, match="start"):
-        gibbs(blocks, field, site=site, sweeps=1, start=bad[None])
+        run(start=bad[None])
     with pytest.raises(ValueError, match="given"):
-        gibbs(blocks, field, site=site, sweeps=1, given=(bad, clamped))
-    gibbs(blocks, field, site=site, sweeps=1, given=(bad, ~clamped & clamped))  # no one is clamped
+        run(given=(bad, clamped))
+    run(given=(bad, ~clamped & clamped))  # no one is clamped
 
 
 J, X = torch.zeros(3, 3, 2, 2), torch.zeros(3, 2)
@@ -356,11 +343,9 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"field": X.expand(4, 3, 2)}, ValueError, "field"),
     ({"start": X.expand(2, 3, 2)}, ValueError, "start"),
     ({"start": X.expand(2, 3, 2) + math.nan}, ValueError, "start"),
-    ({"start": (torch.rand(500, 2),)}, TypeError, "start"),
     ({"given": VALUES}, TypeError, "given"),
     ({"given": (VALUES, CLAMPED)}, ValueError, "given"),
     ({"given": (VALUES, CLAMPED.float())}, TypeError, "given"),
-    ({"given": (VALUES[:2], CLAMPED)}, ValueError, "given"),
     ({"given": (VALUES, CLAMPED[:2])}, ValueError, "given"),
     ({"given": (VALUES * math.nan, CLAMPED)}, ValueError, "given"),
 ]
@@ -370,10 +355,9 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_gibbs_names_what_is_wrong(
     change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    options: dict[str, Any] = {"couplings": J, "field": X, "site": PottsSite()}
-    call: Callable[..., Tensor] = gibbs
+    options: Any = {"couplings": J, "field": X, "site": PottsSite(), "sweeps": 1, "chains": 2}
     with pytest.raises(error, match=words):
-        call(**({"sweeps": 1, "chains": 2} | options | change))
+        gibbs(**(options | change))
 
 
 def test_gaussian_sites_against_the_inverse() -> None:
