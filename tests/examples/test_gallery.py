@@ -202,7 +202,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         more_is_known_of_half_than_of_a_quarter,
     ),
     "attractors": (
-        "--images 16 --steps 3 --moves 6 --random-moves 100 --models 1 --ends 4",
+        "--images 16 --steps 3 --moves 6 --random-moves 100 --models 1",
         fixed_points_are_at_rest,
     ),
     "bare_attention": ("--images 200 --steps 60", bare_attention_beats_the_mean),
