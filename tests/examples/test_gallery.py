@@ -258,7 +258,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "easy_to_hard": ("--size 4 --steps 1 --tests 4 --seeds 1", rivals_have_equal_parameters),
     "kinetic_vectors": (  # lengths of means stay below the radius
         "--spins 12 --dim 6 --steps 3 --chains 16",
-        lambda t: all(0 < length < 1 for length in column(t["histories"], "length")),
+        lambda t: all(0 < length < 1 for length in column(t["lengths"], "length")),
     ),
     "spherical_saddle": ("--sites 4 --dim 6 --frames 9", the_root_is_the_minimum),
     "tap_vs_exact": ("--models 2 --ising 4 --potts 3 --strengths 0.25", theories_agree),
