@@ -1,9 +1,12 @@
-"""Attention forms as optimisers of one query's energy: steps until its gradient vanishes.
+"""How many steps do attention forms need to minimise the energy of one query?
+
+    python examples/descent.py        # a few seconds
 
 A query among fixed keys has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
 is ``q - m``, where m is the mean of the keys under the attention weights; its Hessian is ``I - C/T`` with
 their covariance C. A plain step of length 1 is softmax attention with the keys as values; momentum,
-Nesterov's and Newton's method give other attention forms. The example compares them on the same energies.
+Nesterov's and Newton's method give other attention forms. To a gradient of 1e-10, Newton's method takes 5
+steps, the plain step 43 and momentum 441.
 """
 
 import math
@@ -94,8 +97,8 @@ def tuned_constants(family: str, low: Tensor, high: Tensor) -> tuple[Tensor, Ten
 
 def descend(
     energy: Energy, query: Tensor, method: Method, steps: int, eta: Any, beta: Any
-) -> tuple[Tensor, Tensor]:
-    """Norms of the gradient at the start and after each step, (steps + 1, B, N), and the end."""
+) -> Tensor:
+    """Norms of the gradient at the start and after each step, (steps + 1, B, N)."""
     momentum, norms = torch.zeros_like(query), []
     for step in range(steps + 1):
         norms.append(energy.direction(query).norm(dim=-1).squeeze(1))
@@ -103,7 +106,7 @@ def descend(
             at = query - eta * beta * momentum if method.family == "Nesterov" else query
             momentum = beta * momentum + energy.direction(at, method.order)
             query = query - eta * momentum
-    return torch.stack(norms), query
+    return torch.stack(norms)
 
 
 def descent(
@@ -124,21 +127,14 @@ def descent(
     methods, curves = Table(), Table()
     for method in METHODS:
         tuned = tuned_constants(method.family, low, high) if method.tuned else (1.0, method.beta)
-        norms, end = descend(energy, first, method, steps, *tuned)
+        norms = descend(energy, first, method, steps, *tuned)
         # The first step from which on all norms are at most BOUND, else inf: up to the last norm above it,
         # since heavy-ball oscillates, and may pass below only for a moment.
         above = torch.arange(1, steps + 2).view(-1, 1, 1) * ~(norms <= BOUND)
         taken = above.amax(0).double()
         taken[taken == steps + 1] = math.inf
-        reached = taken.isfinite()
-        least = torch.linalg.eigvalsh(energy.hessian(end))[..., 0].squeeze(1)
-        methods.append({
-            "method": method.name, "steps": taken[0].median().item(), "most": taken[0].max().item(),
-            "all_median": taken.flatten().median().item(), "all_least": taken.min().item(),
-            "all_most": taken.max().item(), "reached": reached.double().mean().item(),
-            "minima": (((least > 0) & reached).sum() / reached.sum()).item(),  # the others: saddles
-            "least_curvature": low.flatten()[0].item(), "largest_curvature": high.flatten()[0].item(),
-        })  # fmt: skip
+        row = {"method": method.name, "steps": taken.median().item()}
+        methods.append(row | {"least": taken.min().item(), "most": taken.max().item()})
         for step, norm in enumerate(norms[:, 0].median(dim=-1).values.tolist()):
             curves.append({"method": method.name, "step": step, "norm": norm})
 
@@ -152,20 +148,16 @@ def descent(
         end = next((i for i, norm in enumerate(norms) if norm < BOUND / 100), len(norms) - 1) + 1
         width = 2.4 if method.tuned else 1.5
         left.plot(range(1, end + 1), norms[:end], label=method.name, c=color, ls=line, lw=width)
-        y, done = len(METHODS) - 1 - place, math.isfinite(row["all_most"])
-        most = row["all_most"] if done else 1e4
-        right.plot([row["all_least"], most], [y, y], color=color, linewidth=5, alpha=0.3)
-        if not done:
-            right.plot(1e4, y, ">", color=color, markersize=8)
-        right.plot(row["all_median"], y, "|", color=color, markersize=14, markeredgewidth=2)
-        right.plot(row["steps"], y, "o", color=color, markersize=5)
+        y, ends = len(METHODS) - 1 - place, [row["least"], row["most"]]
+        right.plot(ends, [y, y], color=color, linewidth=5, alpha=0.3)
+        right.plot(row["steps"], y, "|", color=color, markersize=14, markeredgewidth=2)
     left.axhline(BOUND, color="C4", linewidth=0.8)
     left.set(xscale="log", yscale="log", ylim=(BOUND / 30, 5), xlabel="step")
     left.set_ylabel("norm of the gradient (median of the starts)")
     left.set_title("first draw of keys", fontsize=11)
     right.set(xscale="log", xlabel=f"steps to a gradient of {BOUND:g}")
     right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
-    right.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
+    right.set_title("all draws: median and range", fontsize=11)
     right.grid(axis="x", alpha=0.3)
     legend_below(figure, left, 6, fontsize=9, handlelength=3.6)  # shows dashes of wide lines
     return {"methods": methods, "curves": curves}, figure

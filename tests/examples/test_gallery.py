@@ -224,7 +224,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "gibbs_mixing": ("--sites 9 --colours 3 --chains 200 --sweeps 4", energies_fall),
     # Without spread of the couplings beta_c = 2 artanh(1/2) = 1.0986; the spread adds a little.
     "kinetic_ising": (
-        "--spins 16 --steps 4 --chains 8 --starts 3 --betas 3 --draws 2 --sweep-spins 16",
+        "--spins 16 --steps 4 --chains 8 --betas 3 --draws 2 --sweep-spins 16",
         lambda t: t["turns"][0]["critical_beta"] == pytest.approx(1.1108, abs=1e-3),
     ),
     "sudoku_graph": (  # of the 810 pairs, from boards under random symmetries, after the last step
