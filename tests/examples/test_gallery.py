@@ -100,9 +100,9 @@ def memories_take_noise_off(tables: Tables) -> None:
     assert errors["memory of clean images"] < 0.9
 
 
-def penalty_is_that_of_the_first_head_alone(tables: Tables) -> None:
-    assert column(tables["fits"], "l2") == [1e-4, 0, 0]
-    with_penalty, without, _ = column(tables["fits"], "held_out")
+def a_penalty_costs_likelihood(tables: Tables) -> None:
+    assert column(tables["fits"], "l2") == [1e-4, 0]
+    with_penalty, without = column(tables["fits"], "held_out")
     assert without < with_penalty < math.log(9)
 
 
@@ -131,7 +131,6 @@ def fixed_points_are_at_rest(tables: Tables) -> None:
 
 def theories_agree(tables: Tables) -> None:
     for (row,) in tables.values():
-        assert row["tap_log_partition"] < row["naive_log_partition"]
         assert row["tap_mean"] < row["naive_mean"] < 0.1
         assert row["tap_consistent"] == row["truth_consistent"] == 1
 
@@ -233,7 +232,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "sudoku_potts": (
         "--clues 50 --boards 3 --steps 20 --train 20 --anneal 60 --source generated",
-        penalty_is_that_of_the_first_head_alone,
+        a_penalty_costs_likelihood,
     ),
     "sudoku_belief": (
         "--clues 50 --boards 3 --fit-steps 10 --train 20 --source generated",
@@ -330,8 +329,7 @@ def test_local_gradients_are_those_of_autograd(load: Load) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("how", ["annealed", "decimated"])
-def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Load) -> None:
+def test_couplings_of_any_scale_solve_boards_with_many_clues(load: Load) -> None:
     """Clues stand, those that contradict each other too; a board without any ends."""
     sudoku, chooser = load("sudoku_potts"), random.Random(0)
     boards = torch.tensor([solve_sudoku([0] * 81, 1, chooser)[0] for _ in range(24)])
@@ -342,7 +340,7 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Loa
     puzzles = torch.cat([boards[:6].masked_fill(hidden, 0), torch.zeros(2, 81, dtype=torch.long)])
     puzzles[6, :2] = 5
     for couplings in (sudoku.rules(), sudoku.scaled(learned)):
-        found = getattr(sudoku, how)(couplings, puzzles)
+        found = sudoku.annealed(couplings, puzzles)
         assert solved(found[:6]).all() and ((found == puzzles) | (puzzles == 0)).all()
     with pytest.raises(ValueError, match="repel"):
         sudoku.scaled(-learned)
@@ -508,7 +506,7 @@ def test_graphs_and_conditionals(load: Load, kind: str, edges: int) -> None:
     torch.testing.assert_close(logits[:, 7], expected)
 
 
-def test_precision_and_area(load: Load) -> None:
+def test_the_precision_of_pairs(load: Load) -> None:
     """Scores 6 to 1 of the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3), the first and the third true."""
     couplings = load("couplings")
     scores, edges = torch.zeros(4, 4), torch.zeros(4, 4).bool()
@@ -516,8 +514,6 @@ def test_precision_and_area(load: Load) -> None:
     scores[rows, columns] = torch.arange(6.0).flip(0) + 1
     edges[rows, columns] = torch.tensor([1, 0, 1, 0, 0, 0]).bool()
     assert couplings.contact_precision(scores, edges) == pytest.approx(0.5)
-    false_share, true_share = couplings.roc_curve(scores, edges)
-    assert float(torch.trapezoid(true_share, false_share)) == pytest.approx(7 / 8)
 
 
 def test_the_categorical_jacobian_of_known_couplings(load: Load) -> None:
