@@ -169,7 +169,7 @@ def draw_shares(axes: Any, table: Table) -> None:
     axes.set_xticks(sorted({int(row["clues"]) for row in table}))
     axes.set(xlabel="clues of the puzzle", ylabel="boards solved (%)", ylim=(-3, 103))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=9, ncols=2, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
 if __name__ == "__main__":
