@@ -1,7 +1,11 @@
-"""Fixed points of attention over stored patterns: one pattern, the mean of a cluster, or the mean of all.
+"""Does attention over stored patterns settle on one pattern, on the mean of a cluster, or on the mean of all?
+
+    python examples/fixed_point_kinds.py        # half a minute
 
 The iteration ``z <- X^T softmax(beta X z)`` starts from each pattern. The effective number of patterns is the
-exponential of the entropy of the softmax at the fixed point: 1, the size of a cluster, or M.
+exponential of the entropy of the softmax at the fixed point: 1, the size of a cluster, or the number of all
+patterns. As the temperature falls, random patterns go from all to one suddenly, and clustered patterns settle
+on a cluster in between.
 """
 
 import itertools

@@ -1,7 +1,10 @@
-"""Attention as descent: queries on their energy landscape in two dimensions.
+"""What does attention do to its queries? They move down the landscape of their energy.
+
+    python examples/landscapes.py        # a few seconds
 
 The steps ``q <- q - eta dE/dq`` descend ``E(q) = |q|^2 / 2 - log(sum_j exp(beta q.k_j)) / beta``; eta = 1 is
-softmax attention. With maps, q = W_q x, k = W_k c, v = W_v c for random 2 x 2 matrices. Source: Bal (2021),
+softmax attention. With maps, q = W_q x, k = W_k c, v = W_v c for random 2 x 2 matrices. No step raises an
+energy; at a low temperature every key has a valley of its own. Source: Bal (2021),
 https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/
 """
 

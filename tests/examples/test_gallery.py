@@ -557,8 +557,6 @@ def test_the_guesses_of_hidden_pixels(load: Load) -> None:
     shown = train[3:5].clone()
     shown[:, 0, 0, 0] = torch.nan
     assert torch.equal(fill("nearest training image", train, shown), train[3:5])
-    near = fill("nearest visible pixel", train, shown)[:, 0, 0, 0]
-    torch.testing.assert_close(near, (shown[:, 0, 0, 1] + shown[:, 0, 1, 0]) / 2)
     flat: Tensor = train.flatten(1).double()
     mean, c = flat.mean(0), torch.cov(flat.T)
     c = c + 0.01 * c.diagonal().mean() * torch.eye(4).double()
@@ -584,7 +582,7 @@ def test_wrap_your_energy(load: Load, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(done == 100 and after < before for _, _, done, before, after in rows)
 
 
-# The examples ported from torchdeq: the same losses by both libraries, and every engine runs.
+# The models ported from torchdeq.
 
 
 SMALL = {"dim": 16, "heads": 2, "length": 12, "batch": 4}
@@ -593,19 +591,18 @@ SMALL = {"dim": 16, "heads": 2, "length": 12, "batch": 4}
 @pytest.mark.parametrize(
     ("name", "sizes"), [("language", SMALL), ("digits", {"channels": 4, "batch": 8})]
 )
-def test_losses_agree_by_every_engine(name: str, sizes: dict[str, int], load: Load) -> None:
+def test_losses_agree_with_those_of_torchdeq(name: str, sizes: dict[str, int], load: Load) -> None:
     """Twelve steps of training: within 1 % of torchdeq's at each of them, and they fall."""
     example = load("ported_from_torchdeq")
     options = example.Options(steps=12, rate=5e-3)
-    expected, *others = (
-        example.train(name, engine, options, **sizes) for engine in ("torchdeq", "bridge", "ours")
+    expected, found = (
+        example.train(name, engine, options, **sizes) for engine in ("torchdeq", "ours")
     )
     assert sum(expected["losses"][6:]) < sum(expected["losses"][:6])
-    for found in others:
-        assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
-        assert max(found["residuals"]) <= 1e-3
-        assert sum(found["forward"]) <= sum(expected["forward"])
-        assert sum(found["backward"]) <= sum(expected["backward"])
+    assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
+    assert max(found["residuals"]) <= 1e-3
+    assert sum(found["forward"]) <= sum(expected["forward"])
+    assert sum(found["backward"]) <= sum(expected["backward"])
 
 
 # The notebooks run from top to bottom, and their pages show the code that they have now.
