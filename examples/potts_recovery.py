@@ -40,7 +40,6 @@ TRANSFORMERS = {  # layers, recycles, their label
 METHODS = ("linear", "softmax", "potts", *TRANSFORMERS)
 RECYCLES = (1, 2, 3, 4, 6, 8)
 ADAM: dict[str, Any] = {"weight_decay": 0.0, "optimizer": "adam"}
-COLORS = ("C0", "C1", "C2", "C3", "#7b4fa3", "#8c6d46", "C4")
 
 
 class MaskedTransformer(nn.Module):
@@ -198,49 +197,34 @@ def potts_recovery(
     tables = {"methods": [{"data": data, **each.row} for each in found], "few": fewer}
     tables["recycles"] = recycles
 
-    figure = plt.figure(figsize=(12, 8))
+    figure, (*top, axes) = plt.subplots(1, 4, figsize=(16, 4.2), width_ratios=(1, 1, 1, 1.2))
     title = f"Couplings of a Potts model from {samples} samples"
     figure.suptitle(f"{title}: {sites} sites, {colours} colours, {data}")
-    above, below = figure.subfigures(2, 1, squeeze=False).flat
-    top, (left, right) = above.subplots(1, 3), below.subplots(1, 2)
     pictures = {"true couplings": potts.contact_scores(truth.couplings)}
     order = sorted(found, key=lambda each: each.row["coupling_error"])
     for each in (order[0], order[-1]):
         label = f"{each.label}\nerror {each.row['coupling_error']:.2f}"
         pictures[label] = potts.contact_scores(each.couplings)
     highest = float(pictures["true couplings"].max())
-    for axes, (label, norms) in zip(top, pictures.items(), strict=False):
-        axes.imshow(norms.numpy(), vmin=0, vmax=highest)
-        axes.set_title(label, fontsize=10)
-        axes.set(xlabel="site j", ylabel="site i")
-    above.colorbar(top[0].images[0], ax=list(top), label="strength of a pair: norm of its block")
-    looks: dict[str, Any] = {
-        label: {"color": COLORS[n % len(COLORS)], "linestyle": ("-", "--", ":", "-.")[n % 4]}
-        for n, label in enumerate(dict.fromkeys(row["method"] for row in tables["methods"] + fewer))
-    }
-    for method in dict.fromkeys(row["method"] for row in fewer):
-        color = looks[method]["color"]
-        counts, errors, shares = columns(
-            fewer, "samples", "coupling_error", "precision", method=method
-        )
-        left.plot(counts, errors, color=color, marker="o", label=f"{method}: error")
-        left.plot(counts, shares, color=color, marker="s", linestyle=":", label="precision")
-    left.set(xscale="log", xlabel="training samples", ylim=(0, None))
-    left.set_xticks(numbers, [str(number) for number in numbers])
-    left.minorticks_off()
-    left.set_title("error of the couplings, precision of the pairs", fontsize=10)
-    for each in found:
-        counts, excess = columns(recycles, "recycles", "excess", method=each.label)
-        look = looks[each.label] | {"label": each.label}
-        if counts:
-            right.plot(counts, [max(value, 1e-4) for value in excess], marker="o", **look)
-        else:
-            right.axhline(max(each.row["excess"], 1e-4), **look)
-    right.set(xlabel="recycles T of the layer", yscale="log")
-    right.set_ylabel("loss above that of the truth\n(nats a site)")
-    right.set_title("loss of masked sites", fontsize=10)
-    for axes in (left, right) if fewer else (right,):
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    for panel, (label, norms) in zip(top, pictures.items(), strict=False):
+        panel.imshow(norms.numpy(), vmin=0, vmax=highest)
+        panel.set_title(label, fontsize=10)
+        panel.set(xlabel="site j", ylabel="site i")
+    figure.colorbar(top[0].images[0], ax=top, shrink=0.8, label="strength of a pair")
+    for color, method in zip(
+        ("C0", "C1"), dict.fromkeys(row["method"] for row in fewer), strict=False
+    ):
+        for key, style in (("coupling_error", "o-"), ("precision", "s:")):
+            line = columns(fewer, "samples", key, method=method)
+            label = f"{method}: {key.replace('coupling_', '')}"
+            axes.plot(*line, style, color=color, label=label)
+    axes.set(xscale="log", xlabel="training samples", ylim=(0, None))
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.minorticks_off()
+    axes.set_title("error of the couplings, precision of the pairs", fontsize=10)
+    axes.set_visible(bool(fewer))
+    if fewer:
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return {name: table for name, table in tables.items() if table}, figure
 
 

@@ -4,9 +4,9 @@
 
 Clues are clamped, and the probabilities of the other cells follow the mean field of the couplings while the
 temperature decreases. Learned couplings solve as many boards as those of the rules if the fit has a penalty,
-and fewer without one. All solve fewer than two rules of logic. Puzzles come from the list with 17 clues (Gordon
-Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku, with random additional clues; without the list they are
-generated.
+and fewer without one. All solve fewer than two rules of logic. Puzzles come from the list with 17 clues
+(Gordon Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku, with random additional clues; without the list they
+are generated.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,7 @@ import importlib.util
 import math
 import random
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from cases.spin_models import all_colours, samples_of
 from cases.spin_models import couplings as random_couplings
 from implicit_attn.data import solve_sudoku
-from implicit_attn.data.sudoku import solved, unique_puzzles
+from implicit_attn.data.sudoku import solved
 from implicit_attn.models import PottsModel
 from implicit_attn.models.images import join_patches
 
@@ -33,18 +32,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 Load = Callable[[str], ModuleType]
 Tables = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """A file of ``examples`` as a module, imported as if it were run there."""
-    threads, known = torch.get_num_threads(), set(sys.modules)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module
-    torch.set_num_threads(threads)
-    for name in set(sys.modules) - known:
-        if str(EXAMPLES) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 def column(table: list[dict[str, Any]], key: str, by: str | None = None, **where: Any) -> Any:
@@ -96,8 +83,7 @@ def from_all_to_one(tables: Tables) -> None:
 
 def memories_take_noise_off(tables: Tables) -> None:
     errors = column(tables["digits"], "error", by="method")
-    assert errors["noisy"] == pytest.approx(1, rel=0.03)
-    assert errors["memory of clean images"] < 0.9
+    assert errors["memory of clean images"] < 0.9 < errors["noisy"] < 1.03
 
 
 def a_penalty_costs_likelihood(tables: Tables) -> None:
@@ -239,7 +225,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         decimation_on_the_rules_solves_easy_boards,
     ),
     "sudoku_solver": (
-        "--givens 34 30 --boards 3",
+        "--givens 34 30 --boards 3 --animation {folder}.gif",
         lambda t: column(t["solved"], "solved", givens=34)[-1] == 1,
     ),
     "descent": ("--draws 2 --steps 60", steps_come_in_the_order_of_the_rates),
@@ -346,16 +332,6 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(load: Load) -> None
         sudoku.scaled(-learned)
 
 
-@pytest.mark.slow
-def test_a_board_filling_in_as_an_animation(load: Load, tmp_path: Path) -> None:
-    (puzzle,), (solution,) = unique_puzzles(1, 0)
-    example: Any = load("sudoku_solver")
-    frames = [example.Frame(k, solution, torch.ones(81)) for k in range(1, 5)]
-    example.animate(tmp_path / "a.gif", puzzle, solution, frames)
-    with importlib.import_module("PIL.Image").open(tmp_path / "a.gif") as animation:
-        assert animation.format == "GIF" and animation.n_frames > 1
-
-
 def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     def experiment(count: int = 2) -> Any:
         """An experiment."""
@@ -383,19 +359,11 @@ def test_parities_and_runs_by_hand(size: int, marks: tuple[int, int], load: Load
         assert int(rings.difficulty[ring]) == max(map(len, runs))
 
 
-@pytest.fixture
-def rings(load: Load) -> ModuleType:
-    torch.manual_seed(0)
-    return load("easy_to_hard")
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("depth", [1, 3])
-def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, rings: ModuleType) -> None:
-    x = drawn(3, 12, 2)
+def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, load: Load) -> None:
+    rings: Any = load("easy_to_hard")
+    torch.manual_seed(0)
+    x = torch.randn(3, 12, 2, dtype=torch.float64)
     other = x.clone()
     other[:, 0] += 1
     distance = torch.minimum(torch.arange(12), 12 - torch.arange(12))
