@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Result, Table, columns, legend_below, run
+from runner import Result, Table, run
 from torch import Tensor
 
 from implicit_attn.kernels import covariance_product
@@ -110,7 +110,7 @@ def descend(
 
 
 def descent(
-    draws: int = 20,  # number of sets of keys and starts (the first is plotted)
+    draws: int = 20,  # number of sets of keys and starts
     steps: int = 600,  # maximum number of steps
     seed: int = 0,  # random seed of keys and starts
 ) -> Result:
@@ -124,7 +124,7 @@ def descent(
     found = torch.linalg.eigvalsh(energy.hessian(minima))
     # Where mean shift is still on its way the least one may lie below zero, which has no root.
     low, high = found.amin((-2, -1), True).clamp_min(1e-6), found.amax((-2, -1), True)
-    methods, curves = Table(), Table()
+    methods: Table = []
     for method in METHODS:
         tuned = tuned_constants(method.family, low, high) if method.tuned else (1.0, method.beta)
         norms = descend(energy, first, method, steps, *tuned)
@@ -135,32 +135,22 @@ def descent(
         taken[taken == steps + 1] = math.inf
         row = {"method": method.name, "steps": taken.median().item()}
         methods.append(row | {"least": taken.min().item(), "most": taken.max().item()})
-        for step, norm in enumerate(norms[:, 0].median(dim=-1).values.tolist()):
-            curves.append({"method": method.name, "step": step, "norm": norm})
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 5.6), dpi=90, width_ratios=[1.35, 1])
-    figure.suptitle("Attention forms as optimisers of one query's free energy")
-    for place, (method, row) in enumerate(zip(METHODS, methods, strict=True)):
-        color = FAMILIES[method.family]
-        alike = [each for each in METHODS if each.family == method.family and not each.tuned]
-        line = "-." if method.tuned else ("-", "--", ":", "-.")[alike.index(method)]
-        norms = [max(norm, 1e-16) for norm in columns(curves, "norm", method=method.name)[0]][1:]
-        end = next((i for i, norm in enumerate(norms) if norm < BOUND / 100), len(norms) - 1) + 1
-        width = 2.4 if method.tuned else 1.5
-        left.plot(range(1, end + 1), norms[:end], label=method.name, c=color, ls=line, lw=width)
-        y, ends = len(METHODS) - 1 - place, [row["least"], row["most"]]
-        right.plot(ends, [y, y], color=color, linewidth=5, alpha=0.3)
-        right.plot(row["steps"], y, "|", color=color, markersize=14, markeredgewidth=2)
-    left.axhline(BOUND, color="C4", linewidth=0.8)
-    left.set(xscale="log", yscale="log", ylim=(BOUND / 30, 5), xlabel="step")
-    left.set_ylabel("norm of the gradient (median of the starts)")
-    left.set_title("first draw of keys", fontsize=11)
-    right.set(xscale="log", xlabel=f"steps to a gradient of {BOUND:g}")
-    right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
-    right.set_title("all draws: median and range", fontsize=11)
-    right.grid(axis="x", alpha=0.3)
-    legend_below(figure, left, 6, fontsize=9, handlelength=3.6)  # shows dashes of wide lines
-    return {"methods": methods, "curves": curves}, figure
+    figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    axes.set_title("Attention forms as optimisers of one query's energy")
+    for method, row in zip(METHODS, methods, strict=True):
+        color, ends = FAMILIES[method.family], [row["least"], row["most"]]
+        axes.plot(ends, 2 * [method.name], color=color, linewidth=6, alpha=0.3)
+        axes.plot(row["steps"], method.name, "|", color=color, markersize=14, markeredgewidth=2)
+        axes.annotate(
+            f"{row['steps']:.0f}", (ends[1], method.name), (6, -3), textcoords="offset points"
+        )
+    axes.invert_yaxis()
+    axes.set(
+        xscale="log", xlim=(2, 800), xlabel=f"steps to a gradient of {BOUND:g}: median and range"
+    )
+    axes.grid(axis="x", alpha=0.3)
+    return {"methods": methods}, figure
 
 
 if __name__ == "__main__":

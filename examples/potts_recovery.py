@@ -210,6 +210,7 @@ def potts_recovery(
         panel.imshow(norms.numpy(), vmin=0, vmax=highest)
         panel.set_title(label, fontsize=10)
         panel.set(xlabel="site j", ylabel="site i")
+        panel.locator_params(integer=True)
     figure.colorbar(top[0].images[0], ax=top, shrink=0.8, label="strength of a pair")
     for color, method in zip(
         ("C0", "C1"), dict.fromkeys(row["method"] for row in fewer), strict=False
@@ -224,7 +225,7 @@ def potts_recovery(
     axes.set_title("error of the couplings, precision of the pairs", fontsize=10)
     axes.set_visible(bool(fewer))
     if fewer:
-        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return {name: table for name, table in tables.items() if table}, figure
 
 

@@ -76,7 +76,7 @@ def norms_vanish_in_high_dimension(tables: Tables) -> None:
 def from_all_to_one(tables: Tables) -> None:
     """The fixed point is the average of all at a high temperature, a single pattern at a low one."""
     for name in ("random", "clusters"):
-        hot, cold = tables[f"{name}-summary"]
+        hot, cold = tables[name]
         assert hot["least"] == pytest.approx(6, rel=0.01)
         assert cold["largest"] == pytest.approx(1, rel=0.01)
 
