@@ -348,7 +348,7 @@ def draw(summary: Table, need: Table, sizes: tuple[int, int]) -> Figure:
         look = {"color": color, "markersize": 4, "alpha": 0.5, "label": f"{number} positions"}
         instance.plot(*points, "o", **look)
     ends = [1, max(row["difficulty"] for row in need)]
-    instance.plot(ends, ends, color="black", linewidth=1, label="one iteration a position")
+    instance.plot(ends, ends, color="black", linewidth=1, label="one iteration per position")
     instance.axvspan(1, sizes[1], color="C4", alpha=0.15, linewidth=0)
     instance.set(xlabel="longest run between marks (grey: in training)")
     instance.set(ylabel="iterations until solved for good", title="what a ring needs")
