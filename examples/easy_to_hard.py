@@ -225,27 +225,22 @@ class LayeredRing(nn.Module):
         return self.readout(self.norm(z))
 
 
-def train(model: nn.Module, sizes: tuple[int, int], recipe: Any) -> None:
-    """``recipe.epochs`` steps, each on rings of one size."""
-    generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer = recipe.build_optimizer(model)
-    for step in range(recipe.epochs):
-        optimizer.param_groups[0]["lr"] = recipe.rate_at(step / recipe.epochs)
-        batch = draw_some_size(recipe.batch, sizes, generator)
-        iterations = recipe.draw_iterations(generator)
-        options: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
-        loss = F.cross_entropy(model(batch.inputs, **options).mT, batch.targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.eval()
-
-
 def draw_some_size(number: int, sizes: tuple[int, int], generator: torch.Generator) -> Rings:
     least, most = sizes
     positions = int(torch.randint(least, most + 1, (), generator=generator))
     return draw_rings(number, positions, generator)
+
+
+def train(model: nn.Module, sizes: tuple[int, int], recipe: Recipe) -> None:
+    """Each step has rings of one size, drawn between the ``sizes``."""
+
+    def loss(generator: torch.Generator) -> Tensor:
+        batch = draw_some_size(recipe.batch or 1, sizes, generator)
+        iterations = recipe.draw_iterations(generator)
+        options: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
+        return F.cross_entropy(model(batch.inputs, **options).mT, batch.targets)
+
+    recipe.descend(model, loss)
 
 
 def solved(logits: Tensor, rings: Rings) -> Tensor:

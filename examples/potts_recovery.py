@@ -120,24 +120,22 @@ def recover(
     return Found(label, couplings, model, row, test)
 
 
-def train_masked(model: MaskedTransformer, train: Tensor, recipe: Any) -> None:
-    """``recipe.epochs`` steps; batches are drawn with repetition, and one token d a sequence hides its site.
+def train_masked(model: MaskedTransformer, train: Tensor, recipe: Recipe) -> None:
+    """Batches are drawn with repetition, and one token d a sequence hides its site.
 
     The expected loss is the negative log pseudo-likelihood per site.
     """
-    adam, generator = recipe.build_optimizer(model), torch.Generator().manual_seed(recipe.seed)
-    for step in range(recipe.epochs):
-        adam.param_groups[0]["lr"] = recipe.rate_at(step / recipe.epochs)
+
+    def loss(generator: torch.Generator) -> Tensor:
         drawn = recipe.draw_iterations(generator)
-        answers = train[torch.randint(len(train), (recipe.batch,), generator=generator)]
+        chosen = torch.randint(len(train), (recipe.batch or 1,), generator=generator)
+        answers = train[chosen]
         place = torch.rand(answers.shape, generator=generator).topk(1, dim=1).indices
         tokens = answers.scatter(1, place, model.readout.out_features)
         outputs, hidden = model(tokens, iterations=drawn), tokens != answers
-        loss = F.cross_entropy(outputs[hidden], answers[hidden])
-        adam.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
+        return F.cross_entropy(outputs[hidden], answers[hidden])
+
+    recipe.descend(model, loss)
 
 
 @torch.no_grad()
