@@ -1,6 +1,10 @@
-"""Capacity of binary memories for random patterns: overlap and exact retrievals against the load.
+"""How many random patterns can a binary memory store and retrieve without an error?
 
-P patterns of N independent spins are stored. Asynchronous sweeps retrieve them from corrupted copies.
+    python examples/capacity.py        # half a minute
+
+P patterns of N independent spins are stored, and asynchronous sweeps retrieve them from copies in which 10
+% of the spins are flipped. Half of the patterns come back without an error up to P / N = 0.167 with Hebb's
+rule, 0.51 with the pseudo-inverse and 29.7 with the power 4.
 """
 
 import itertools
@@ -65,12 +69,12 @@ def capacity(
     probes: int = 40,  # maximum number of patterns retrieved from each set
     seed: int = 0,  # random seed of the first set
 ) -> Result:
-    figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex="row", sharey=True)
-    title = f"Capacity of binary memories; {FLIPS:.0%} of the spins flipped"
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    title = f"Patterns retrieved by binary memories; {FLIPS:.0%} of the spins flipped"
     figure.suptitle(f"{title}, mean and range of {seeds} seeds")
     tables: dict[str, Table] = {"pairs": [], "dense": []}
     halves: Table = []
-    for name, row, rules, size, values in (
+    for name, axes, rules, size, values in (
         ("pairs", panels[0], PAIR_RULES, sites, loads),
         ("dense", panels[1], DENSE_RULES, dense_sites, dense_loads),
     ):
@@ -80,32 +84,24 @@ def capacity(
                 count = max(1, round(load * size))
                 sets = range(seed, seed + seeds)
                 found = torch.stack([retrieved(rule, size, count, probes, s) for s in sets])
-                each: dict[str, Any] = {"rule": rule, "sites": size, "load": load}
-                each["patterns"] = count
+                row: dict[str, Any] = {"rule": rule, "sites": size, "load": load, "patterns": count}
                 for key, column in zip(("overlap", "exact"), found.mT, strict=True):
                     low, high = column.min().item(), column.max().item()
-                    each |= {key: column.mean().item(), f"{key}_low": low, f"{key}_high": high}
-                rows.append(each)
+                    row |= {key: column.mean().item(), f"{key}_low": low, f"{key}_high": high}
+                rows.append(row)
             tables[name] += rows
             halves.append({"rule": rule, "sites": size, "half load": half_load(rows)})
-            for axes, key in zip(row, ("overlap", "exact"), strict=True):
-                draw_rule(axes, rows, key, f"C{color}")
-        row[0].set(title=f"N = {size} spins: mean overlap with the pattern", ylabel="overlap")
-        row[1].set(title=f"N = {size} spins: share of exact retrievals (dotted: half)")
-        row[1].set_ylabel("share")
-        row[1].axhline(0.5, color="black", linewidth=0.6, linestyle=":")
-        row[0].legend(fontsize=8, loc="lower left")
-        for each in tables[name]:  # why the overlap of the pseudo-inverse rises again
-            if each["rule"] == "pseudo-inverse" and each["patterns"] == size:
-                text, place = "P = N:\nJ = 0, no\nspin moves", (each["load"], each["overlap"])
-                note = row[0].annotate(text, place, (-5, 8), textcoords="offset points")
-                note.set(fontsize=7, ha="right")
-        for axes in row:
-            axes.set(xlabel="load P / N", ylim=(-0.03, 1.05), xscale="log")
+            draw_rule(axes, rows, f"C{color}")
+        axes.set(title=f"N = {size} spins", xlabel="load P / N", xscale="log", ylim=(-0.03, 1.05))
+        axes.axhline(0.5, color="black", linewidth=0.6, linestyle=":")
+        axes.legend(
+            fontsize=9, ncols=2, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15)
+        )
+    panels[0].set_ylabel("share of exact retrievals (dotted: half)")
     return tables | {"half": halves}, figure
 
 
-def draw_rule(axes, rows: Table, key: str, color: str) -> None:
+def draw_rule(axes, rows: Table, color: str) -> None:
     """Mean and range of the seeds against the load, with the load of theory."""
     rule, most = rows[0]["rule"], rows[-1]["load"]
     name = f"power {rule}" if isinstance(rule, int) else rule
@@ -118,7 +114,7 @@ def draw_rule(axes, rows: Table, key: str, color: str) -> None:
     if not math.isnan(theory):
         name += f" (theory: {theory:.{3 if theory <= most else 2}g})"
     look: Any = {"color": color, "marker": "o", "ms": 3.5, "label": name}
-    draw_band(axes, rows, "load", key, "_low", "_high", **look)
+    draw_band(axes, rows, "load", "exact", "_low", "_high", **look)
 
 
 if __name__ == "__main__":

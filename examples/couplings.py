@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-from sklearn import metrics
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -96,14 +95,6 @@ def contact_precision(scores: Tensor, edges: Tensor) -> float:
     true = edges[rows, columns]
     strongest = scores[rows, columns].topk(int(true.sum())).indices
     return float(true[strongest].double().mean())
-
-
-def roc_curve(scores: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of the false and of the true pairs with a score of at least t, from (0, 0) to (1, 1)."""
-    rows, columns = torch.triu_indices(len(scores), len(scores), 1)
-    pair = edges[rows, columns], scores.detach()[rows, columns]
-    false_share, true_share, _ = metrics.roc_curve(*pair, drop_intermediate=False)
-    return torch.from_numpy(false_share), torch.from_numpy(true_share)
 
 
 @torch.no_grad()

@@ -1,9 +1,12 @@
-"""Attention forms as optimisers of one query's energy: steps until its gradient vanishes.
+"""How many steps do attention forms need to minimise the energy of one query?
+
+    python examples/descent.py        # a few seconds
 
 A query among fixed keys has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
 is ``q - m``, where m is the mean of the keys under the attention weights; its Hessian is ``I - C/T`` with
 their covariance C. A plain step of length 1 is softmax attention with the keys as values; momentum,
-Nesterov's and Newton's method give other attention forms. The example compares them on the same energies.
+Nesterov's and Newton's method give other attention forms. To a gradient of 1e-10, Newton's method takes 5
+steps, the plain step 43 and momentum 441.
 """
 
 import math
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Result, Table, columns, legend_below, run
+from runner import Result, Table, run
 from torch import Tensor
 
 from implicit_attn.kernels import covariance_product
@@ -94,8 +97,8 @@ def tuned_constants(family: str, low: Tensor, high: Tensor) -> tuple[Tensor, Ten
 
 def descend(
     energy: Energy, query: Tensor, method: Method, steps: int, eta: Any, beta: Any
-) -> tuple[Tensor, Tensor]:
-    """Norms of the gradient at the start and after each step, (steps + 1, B, N), and the end."""
+) -> Tensor:
+    """Norms of the gradient at the start and after each step, (steps + 1, B, N)."""
     momentum, norms = torch.zeros_like(query), []
     for step in range(steps + 1):
         norms.append(energy.direction(query).norm(dim=-1).squeeze(1))
@@ -103,11 +106,11 @@ def descend(
             at = query - eta * beta * momentum if method.family == "Nesterov" else query
             momentum = beta * momentum + energy.direction(at, method.order)
             query = query - eta * momentum
-    return torch.stack(norms), query
+    return torch.stack(norms)
 
 
 def descent(
-    draws: int = 20,  # number of sets of keys and starts (the first is plotted)
+    draws: int = 20,  # number of sets of keys and starts
     steps: int = 600,  # maximum number of steps
     seed: int = 0,  # random seed of keys and starts
 ) -> Result:
@@ -121,54 +124,33 @@ def descent(
     found = torch.linalg.eigvalsh(energy.hessian(minima))
     # Where mean shift is still on its way the least one may lie below zero, which has no root.
     low, high = found.amin((-2, -1), True).clamp_min(1e-6), found.amax((-2, -1), True)
-    methods, curves = Table(), Table()
+    methods: Table = []
     for method in METHODS:
         tuned = tuned_constants(method.family, low, high) if method.tuned else (1.0, method.beta)
-        norms, end = descend(energy, first, method, steps, *tuned)
+        norms = descend(energy, first, method, steps, *tuned)
         # The first step from which on all norms are at most BOUND, else inf: up to the last norm above it,
         # since heavy-ball oscillates, and may pass below only for a moment.
         above = torch.arange(1, steps + 2).view(-1, 1, 1) * ~(norms <= BOUND)
         taken = above.amax(0).double()
         taken[taken == steps + 1] = math.inf
-        reached = taken.isfinite()
-        least = torch.linalg.eigvalsh(energy.hessian(end))[..., 0].squeeze(1)
-        methods.append({
-            "method": method.name, "steps": taken[0].median().item(), "most": taken[0].max().item(),
-            "all_median": taken.flatten().median().item(), "all_least": taken.min().item(),
-            "all_most": taken.max().item(), "reached": reached.double().mean().item(),
-            "minima": (((least > 0) & reached).sum() / reached.sum()).item(),  # the others: saddles
-            "least_curvature": low.flatten()[0].item(), "largest_curvature": high.flatten()[0].item(),
-        })  # fmt: skip
-        for step, norm in enumerate(norms[:, 0].median(dim=-1).values.tolist()):
-            curves.append({"method": method.name, "step": step, "norm": norm})
+        row = {"method": method.name, "steps": taken.median().item()}
+        methods.append(row | {"least": taken.min().item(), "most": taken.max().item()})
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 5.6), dpi=90, width_ratios=[1.35, 1])
-    figure.suptitle("Attention forms as optimisers of one query's free energy")
-    for place, (method, row) in enumerate(zip(METHODS, methods, strict=True)):
-        color = FAMILIES[method.family]
-        alike = [each for each in METHODS if each.family == method.family and not each.tuned]
-        line = "-." if method.tuned else ("-", "--", ":", "-.")[alike.index(method)]
-        norms = [max(norm, 1e-16) for norm in columns(curves, "norm", method=method.name)[0]][1:]
-        end = next((i for i, norm in enumerate(norms) if norm < BOUND / 100), len(norms) - 1) + 1
-        width = 2.4 if method.tuned else 1.5
-        left.plot(range(1, end + 1), norms[:end], label=method.name, c=color, ls=line, lw=width)
-        y, done = len(METHODS) - 1 - place, math.isfinite(row["all_most"])
-        most = row["all_most"] if done else 1e4
-        right.plot([row["all_least"], most], [y, y], color=color, linewidth=5, alpha=0.3)
-        if not done:
-            right.plot(1e4, y, ">", color=color, markersize=8)
-        right.plot(row["all_median"], y, "|", color=color, markersize=14, markeredgewidth=2)
-        right.plot(row["steps"], y, "o", color=color, markersize=5)
-    left.axhline(BOUND, color="C4", linewidth=0.8)
-    left.set(xscale="log", yscale="log", ylim=(BOUND / 30, 5), xlabel="step")
-    left.set_ylabel("norm of the gradient (median of the starts)")
-    left.set_title("first draw of keys", fontsize=11)
-    right.set(xscale="log", xlabel=f"steps to a gradient of {BOUND:g}")
-    right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
-    right.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
-    right.grid(axis="x", alpha=0.3)
-    legend_below(figure, left, 6, fontsize=9, handlelength=3.6)  # shows dashes of wide lines
-    return {"methods": methods, "curves": curves}, figure
+    figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    axes.set_title("Attention forms as optimisers of one query's energy")
+    for method, row in zip(METHODS, methods, strict=True):
+        color, ends = FAMILIES[method.family], [row["least"], row["most"]]
+        axes.plot(ends, 2 * [method.name], color=color, linewidth=6, alpha=0.3)
+        axes.plot(row["steps"], method.name, "|", color=color, markersize=14, markeredgewidth=2)
+        axes.annotate(
+            f"{row['steps']:.0f}", (ends[1], method.name), (6, -3), textcoords="offset points"
+        )
+    axes.invert_yaxis()
+    axes.set(
+        xscale="log", xlim=(2, 800), xlabel=f"steps to a gradient of {BOUND:g}: median and range"
+    )
+    axes.grid(axis="x", alpha=0.3)
+    return {"methods": methods}, figure
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Easy to hard: parity along a ring, trained on small rings and solved on larger ones with more iterations.
+"""Does a model trained on small rings solve larger ones if it iterates until its answer no longer changes?
 
-The answer at a position is the parity of the bits since the last mark, which takes as many local steps as
-the run is long. A local block is trained with random numbers of iterations, so that its answer is a fixed
-point; it solves larger rings with more iterations. Baselines are transformers with equal parameters or
-equal evaluations, the same block with a fixed number of iterations or with one iteration, and the majority
-class. The example takes twenty minutes.
+    python examples/easy_to_hard.py        # three seeds, a quarter of an hour
+
+The answer at a position of a ring is the parity of the bits since the last mark, which takes as many local
+steps as the run is long. A local block is trained on rings of 6 to 16 positions with random numbers of
+iterations, so that its answer is a fixed point. Left: iterated until it converges, the block solves rings of
+256 positions, while transformers with equal parameters or equal evaluations solve no ring of 48 or more.
+Right: a ring needs about one iteration for each position of its longest run.
 """
 
 import itertools
@@ -23,12 +25,24 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn import DEQ, Update
 
-EQUILIBRIUM, ALWAYS, ONCE = "equilibrium", "same block, iterations not random", "one iteration"
+CONVERGED = "equilibrium, until it converges"
+AS_TRAINED = "equilibrium, iterations as in training"
 SAME_PARAMETERS, SAME_DEPTH = "transformer, equal parameters", "transformer, equal evaluations"
-MAJORITY, ANDERSON = "majority class", f"{EQUILIBRIUM}, Anderson"
-FOLLOWED = (1.0, 2.0, 4.0)  # factors of size of which solved shares are followed over iterations
-FURTHER = (1.5, 3.0, 8.0, 16.0)
-LONG, MOST = 4, 64  # times the iterations of training: a long run, and the limit of a solve
+STYLES = {
+    CONVERGED: ("C0", "-"), AS_TRAINED: ("C0", ":"),
+    SAME_DEPTH: ("C3", "-"), SAME_PARAMETERS: ("C1", "-"),
+}  # fmt: skip
+FACTORS = (
+    1,
+    1.5,
+    2,
+    3,
+    4,
+    8,
+    16,
+)  # sizes of the test rings, as multiples of the largest in training
+FOLLOWED = {1: "C2", 2: "C0", 4: "C3"}  # those of which the needed iterations are drawn
+MOST = 64  # limit of a solve, as a multiple of the iterations of training
 DIM, HEADS, LAYERS = 32, 4, 4  # LAYERS: of the transformer of equal parameters
 FORBIDDEN = -1e4  # a score whose exponential is zero; infinity would be refused as a layer's input
 TEST_SEED = 1_000_000_007  # apart from those of training
@@ -182,10 +196,12 @@ class EquilibriumRing(nn.Module):
         last = (iterations or self.iterations) - 1
         return self.decode(next(itertools.islice(self.states(inputs), last, None)))
 
-    def solve(self, inputs: Tensor, solver: solvers.Solver, most: int) -> solvers.Solution:
-        """Solve until each ring is at a residual of 1e-3."""
-        options: Any = {"max_steps": most, "adjoint": None, "on_failure": "ignore"}
-        return self.layer.solve(self.encode(inputs), solver=solver, tolerance=1e-3, **options)
+    def solve(self, inputs: Tensor, most: int) -> solvers.Solution:
+        """Iterate until each ring is at a residual of 1e-3."""
+        return self.layer.solve(
+            self.encode(inputs), solver=solvers.Forward(), tolerance=1e-3, max_steps=most,
+            adjoint=None, on_failure="ignore",
+        )  # fmt: skip
 
 
 class LayeredRing(nn.Module):
@@ -209,87 +225,49 @@ class LayeredRing(nn.Module):
         return self.readout(self.norm(z))
 
 
-def train(model: nn.Module, sizes: tuple[int, int], recipe: Any) -> None:
-    """``recipe.epochs`` steps, each on rings of one size."""
-    generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer = recipe.build_optimizer(model)
-    for step in range(recipe.epochs):
-        optimizer.param_groups[0]["lr"] = recipe.rate_at(step / recipe.epochs)
-        batch = draw_some_size(recipe.batch, sizes, generator)
-        iterations = recipe.draw_iterations(generator)
-        options: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
-        loss = F.cross_entropy(model(batch.inputs, **options).mT, batch.targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.eval()
-
-
 def draw_some_size(number: int, sizes: tuple[int, int], generator: torch.Generator) -> Rings:
     least, most = sizes
     positions = int(torch.randint(least, most + 1, (), generator=generator))
     return draw_rings(number, positions, generator)
 
 
-def shares(logits: Tensor, rings: Rings) -> dict[str, float]:
-    """Return the shares of solved rings and of right positions."""
-    right = logits.argmax(2) == rings.targets
-    return {"solved": mean(right.all(1)), "accuracy": mean(right)}
+def train(model: nn.Module, sizes: tuple[int, int], recipe: Recipe) -> None:
+    """Each step has rings of one size, drawn between the ``sizes``."""
+
+    def loss(generator: torch.Generator) -> Tensor:
+        batch = draw_some_size(recipe.batch or 1, sizes, generator)
+        iterations = recipe.draw_iterations(generator)
+        options: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
+        return F.cross_entropy(model(batch.inputs, **options).mT, batch.targets)
+
+    recipe.descend(model, loss)
 
 
-def mean(numbers: Tensor) -> float:
-    return numbers.double().mean().item()
+def solved(logits: Tensor, rings: Rings) -> Tensor:
+    """(B,) bool: which rings are answered right at every position."""
+    return (logits.argmax(2) == rings.targets).all(1)
 
 
-def answer(model: Any, rings: Rings, way: int | tuple[solvers.Solver, int]) -> dict[str, Any]:
-    """Return the measures of a model after ``way`` iterations, or by a solver with at most so many."""
-    if isinstance(way, tuple):
-        end = model.solve(rings.inputs, *way)
-        found = shares(model.decode(end.value), rings) | {"evaluations": mean(end.evaluations)}
-        wrong = (model.decode(end.value).argmax(2) != rings.targets).any(1)
-        return found | {"converged": mean(end.converged), "wrong": mean(end.converged & wrong)}
-    options = {} if isinstance(model, LayeredRing) else {"iterations": way}
-    found = shares(model(rings.inputs, **options), rings)
-    return found | {"evaluations": float(way), "converged": None, "wrong": None}
+def answer(model: Any, label: str, rings: Rings) -> tuple[Tensor, float]:
+    """Return which rings are solved, and the mean number of evaluations."""
+    if label == CONVERGED:
+        end = model.solve(rings.inputs, MOST * model.iterations)
+        return solved(model.decode(end.value), rings), end.evaluations.double().mean().item()
+    depth = model.iterations if label == AS_TRAINED else len(model.blocks)
+    return solved(model(rings.inputs), rings), float(depth)
 
 
-def follow(model: EquilibriumRing, rings: Rings, known: dict[str, Any]) -> tuple[Table, Table]:
-    """Return solved shares against iterations, and the iterations that rings of each difficulty need."""
-    budgets = multiples(model.iterations)
-    ends = [model.decode(z) for z in itertools.islice(model.states(rings.inputs), budgets[-1])]
-    curves = [{**known, "iterations": n, **shares(ends[n - 1], rings)} for n in budgets]
-    # Iterations after which each ring is solved for good, 0 where it is not.
-    solved = torch.stack([(end.argmax(2) == rings.targets).all(1) for end in ends])
-    ever_after = solved.flip(0).long().cumprod(0).flip(0)
-    first = torch.where(ever_after[-1] > 0, ever_after.argmax(0) + 1, 0)
-    needed = Table()
-    for difficulty in rings.difficulty.unique().tolist():
-        reached = first[(rings.difficulty == difficulty) & (first > 0)]
-        row = known | {"difficulty": difficulty, "solved rings": len(reached)}
-        needed.append(row | {"iterations": mean(reached) if len(reached) else float("nan")})
-    return curves, needed
-
-
-def multiples(trained: int) -> list[int]:
-    """Return a quarter to 16 times the iterations of training, each twice the one before."""
-    return sorted({max(1, round(trained * 2.0**power)) for power in range(-2, 5)})
-
-
-def over_seeds(table: Table, same: list[str], measures: list[str]) -> Table:
-    """Merge rows that agree in ``same``: mean, least and most of each measure that is not None."""
-    groups: dict[Any, Table] = {}
-    for row in table:
-        groups.setdefault(tuple(row[name] for name in same), []).append(row)
-    merged: Table = []
-    for key, rows in groups.items():
-        new: dict[str, Any] = {**dict(zip(same, key, strict=True)), "seeds": len(rows)}
-        for name in measures:
-            values = [row[name] for row in rows if row[name] is not None] or [float("nan")]
-            new |= {name: sum(values) / len(values), f"{name}_least": min(values)}
-            new[f"{name}_most"] = max(values)
-        merged.append(new)
-    return merged
+def needed(model: EquilibriumRing, rings: Rings, seed: int) -> Table:
+    """Return the mean number of iterations after which rings of each difficulty are solved for good."""
+    states = itertools.islice(model.states(rings.inputs), 16 * model.iterations)
+    right = torch.stack([solved(model.decode(z), rings) for z in states])
+    ever_after = right.flip(0).long().cumprod(0).flip(0)
+    first = torch.where(ever_after[-1] > 0, ever_after.argmax(0) + 1.0, torch.nan)
+    known = {"size": rings.targets.shape[1], "seed": seed}
+    return [
+        known | {"difficulty": each, "iterations": first[rings.difficulty == each].nanmean().item()}
+        for each in rings.difficulty.unique().tolist()
+    ]
 
 
 def easy_to_hard(
@@ -297,121 +275,79 @@ def easy_to_hard(
     steps: int = 200,  # training batches of the equilibrium block
     tests: int = 100,  # number of test rings of each size
     seeds: int = 3,  # number of trainings of each model
-    seed: int = 0,  # random seed of the first training
-    factors: tuple[float, ...] = FURTHER,  # additional test sizes, as multiples of size
 ) -> Result:
     sizes, trained, depth = (max(2, size // 2 - 2), size), 2 * size, 3 * size // 2
-    long, twice = LONG * trained, 2 * steps
-    ring, layers = partial(EquilibriumRing, DIM, HEADS), partial(LayeredRing, heads=HEADS)
-    # model, steps, learning rate, iterations in training; the ways in which it answers
-    contenders: dict[str, tuple[Any, int, float, Any, dict[str, Any]]] = {
-        EQUILIBRIUM: (partial(ring, iterations=trained), steps, 3e-3, (size, trained), {
-            f"{EQUILIBRIUM}, {trained} iterations as in training": trained,
-            f"{EQUILIBRIUM}, {long} iterations": long,
-            f"{EQUILIBRIUM}, stops by itself": (solvers.Forward(), MOST * trained),
-            ANDERSON: (solvers.Anderson(), LONG * long),
-        }),
-        SAME_DEPTH: (partial(layers, DIM, layers=depth, local=True), twice, 2e-3, None, {SAME_DEPTH: depth}),
-        SAME_PARAMETERS: (partial(layers, DIM // 2, layers=LAYERS), twice * depth // LAYERS, 3e-3, None,
-                          {SAME_PARAMETERS: LAYERS}),
-        ALWAYS: (partial(ring, iterations=depth), steps, 3e-3, depth,
-                 {f"{ALWAYS}, {number} iterations": number for number in (depth, long)}
-                 | {f"{ALWAYS}, stops by itself": (solvers.Forward(), MOST * trained)}),
-        ONCE: (partial(ring, iterations=1), twice, 3e-3, 1, {ONCE: 1}),
-    }  # fmt: skip
+    layers = partial(LayeredRing, heads=HEADS)
+    # The model, its training steps, learning rate and iterations in training, and how it answers.
+    contenders: list[tuple[Any, int, float, Any, tuple[str, ...]]] = [
+        (partial(EquilibriumRing, DIM, HEADS, trained), steps, 3e-3, (size, trained),
+         (CONVERGED, AS_TRAINED)),
+        (partial(layers, DIM, layers=depth, local=True), 2 * steps, 2e-3, None, (SAME_DEPTH,)),
+        (partial(layers, DIM // 2, layers=LAYERS), 2 * steps * depth // LAYERS, 3e-3, None,
+         (SAME_PARAMETERS,)),
+    ]  # fmt: skip
     rings = {
         factor: draw_rings(tests, number, torch.Generator().manual_seed(TEST_SEED + number))
-        for factor in sorted({*FOLLOWED, *factors})
+        for factor in FACTORS
         for number in [round(size * factor)]
     }
-    measured, curves, needed = Table(), Table(), Table()
-    for now in range(seed, seed + seeds):
-        for name, (build, batches, rate, times, ways) in contenders.items():
-            print(f"seed {now}: {name}", flush=True)
-            torch.manual_seed(now)
+    measured, need = Table(), Table()
+    for seed in range(seeds):
+        for build, batches, rate, iterations, labels in contenders:
+            print(f"seed {seed}: {labels[0]}", flush=True)
+            torch.manual_seed(seed)
             model = build()
-            recipe = Recipe(epochs=batches, batch=64, rate=rate, seed=now, random_iterations=times)
+            recipe = Recipe(
+                epochs=batches, batch=64, rate=rate, seed=seed, random_iterations=iterations
+            )
             train(model, sizes, recipe.fill({"warmup": 0.1}))
             parameters = sum(each.numel() for each in model.parameters())
             with torch.no_grad():
-                for (label, way), (factor, test) in itertools.product(ways.items(), rings.items()):
-                    if label != ANDERSON or factor in FOLLOWED:  # it is slow on the largest rings
-                        row = {"model": label, "seed": now, "size": test.targets.shape[1]}
-                        row |= {"parameters": parameters, **answer(model, test, way)}
-                        measured.append(row)
-                for factor in FOLLOWED if name == EQUILIBRIUM else ():
-                    known = {"size": rings[factor].targets.shape[1], "seed": now}
-                    found = follow(model, rings[factor], known)
-                    curves, needed = curves + found[0], needed + found[1]
-    drawn = draw_some_size(1000, sizes, torch.Generator().manual_seed(0)).targets
-    common = F.one_hot(drawn.flatten().mode().values, 2)[None, None]
-    for test in rings.values():
-        row = {"model": MAJORITY, "seed": 0, "size": test.targets.shape[1], "parameters": 0}
-        row |= {**shares(common, test), "evaluations": 0.0, "converged": None, "wrong": None}
-        measured.append(row)
-    shown = ["solved", "accuracy", "evaluations", "wrong"]
-    tested = [test.targets.shape[1] for test in rings.values()]
-    summary: dict[str, dict[str, Any]] = {}  # a row for each model, means over seeds
-    for row in over_seeds(measured, ["model", "parameters", "size"], shown):
-        blank = dict.fromkeys(f"{measure}_{n}" for n in tested for measure in shown)
-        known = {"model": row["model"], "parameters": row["parameters"]}
-        line = summary.setdefault(row["model"], known | blank)
-        line |= {f"{measure}_{row['size']}": row[measure] for measure in shown}
-    note = f"; {seeds} seeds, mean and range" if seeds > 1 else ""
-    title = f"Easy to hard: parity along a ring, trained on small rings{note}"
-    tables = {"sizes": measured, "curves": curves, "needed": needed}
-    return {"summary": [*summary.values()], **tables}, draw(title, tables, sizes)
+                for label, test in itertools.product(labels, rings.values()):
+                    right, evaluations = answer(model, label, test)
+                    row = {"model": label, "parameters": parameters, "size": test.targets.shape[1]}
+                    row |= {"seed": seed, "solved": right.double().mean().item()}
+                    measured.append(row | {"evaluations": evaluations})
+                for factor in FOLLOWED if isinstance(model, EquilibriumRing) else ():
+                    need += needed(model, rings[factor], seed)
+    summary = Table()
+    for label, test in itertools.product(STYLES, rings.values()):
+        known = {"model": label, "size": test.targets.shape[1]}
+        shares, evaluations, parameters = columns(
+            measured, "solved", "evaluations", "parameters", **known
+        )
+        row = known | {"parameters": parameters[0], "solved": sum(shares) / seeds}
+        row |= {"solved_least": min(shares), "solved_most": max(shares)}
+        summary.append(row | {"evaluations": sum(evaluations) / seeds})
+    return {"summary": summary, "seeds": measured, "needed": need}, draw(summary, need, sizes)
 
 
-def draw_seeds(axes: Any, rows: Table, against: str, **look: Any) -> None:
-    """Draw the solved share, mean over seeds and range."""
-    merged = sorted(over_seeds(rows, [against], ["solved"]), key=lambda row: row[against])
-    draw_band(axes, merged, against, "solved", "_least", "_most", 0.18, marker="o", **look)
-
-
-def draw(title: str, tables: dict[str, Table], sizes: tuple[int, int]) -> Figure:
-    figure, (larger, iterations, need) = plt.subplots(1, 3, figsize=(15, 4.7), dpi=80)
-    figure.suptitle(title)
-    size, trained = sizes[1], 2 * sizes[1]
-    labels = {
-        f"{EQUILIBRIUM}, stops by itself": ("#8c6bb1", "-"),
-        f"{EQUILIBRIUM}, {LONG * trained} iterations": ("C0", "-"),
-        f"{EQUILIBRIUM}, {trained} iterations as in training": ("C0", ":"),
-        f"{ALWAYS}, {LONG * trained} iterations": ("C2", "--"),
-        SAME_DEPTH: ("C3", "-"), SAME_PARAMETERS: ("C1", "-"), ONCE: ("C4", "--"), MAJORITY: ("black", ":"),
-    }  # fmt: skip
-    for label, (color, style) in labels.items():
-        rows = [row for row in tables["sizes"] if row["model"] == label]
-        draw_seeds(larger, rows, "size", color=color, label=label, linestyle=style)
-    tested = sorted({row["size"] for row in tables["sizes"]})
+def draw(summary: Table, need: Table, sizes: tuple[int, int]) -> Figure:
+    figure, (larger, instance) = plt.subplots(1, 2, figsize=(12, 4.7), dpi=80)
+    figure.suptitle("Parity along a ring, trained on small rings")
+    for label, (color, style) in STYLES.items():
+        rows = [row for row in summary if row["model"] == label]
+        look: dict[str, Any] = {"color": color, "linestyle": style, "label": label, "marker": "o"}
+        draw_band(larger, rows, "size", "solved", "_least", "_most", **look)
+    (tested,) = columns(summary, "size", model=CONVERGED)
     larger.set_xscale("log", base=2)
     larger.set_xticks(tested, [str(number) for number in tested])
-    larger.set(xlabel="positions of the ring (grey: in training)", ylabel="rings solved")
-    larger.set(title="larger rings than in training", ylim=(-0.03, 2.1))
-    larger.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # the legend stands above
-    larger.legend(fontsize=8, loc="upper right")
-    followed = sorted({row["size"] for row in tables["needed"]})
-    for number, color in zip(followed, ("C2", "C0", "C3"), strict=False):
-        rows = [row for row in tables["curves"] if row["size"] == number]
-        label = f"{number} positions ({number / size:g}x)"
-        draw_seeds(iterations, rows, "iterations", color=color, label=label)
-        points = columns(tables["needed"], "difficulty", "iterations", size=number)
-        need.plot(*points, "o", color=color, markersize=4, alpha=0.5, label=f"{number} positions")
-    factors = {budget: budget / trained for budget in multiples(trained)}
-    names = [f"{b}\n{f:.3g}x" if f >= 1 else f"{b}\n1/{1 / f:.3g}x" for b, f in factors.items()]
-    iterations.set_xscale("log", base=2)
-    iterations.set_xticks(list(factors), names)
-    iterations.axvline(trained, color="black", linestyle=":", linewidth=1)
-    iterations.set(xlabel="iterations; multiples of training's most", ylim=(-0.03, 1.03))
-    iterations.set(title="equilibrium: more iterations, larger rings", ylabel="rings solved")
-    iterations.legend(fontsize=9, loc="lower right")
-    ends = [1, max(row["difficulty"] for row in tables["needed"])]
-    need.plot(ends, ends, color="black", linewidth=1, label="one position an iteration")
-    need.set(xlabel="difficulty: longest run between marks (grey: in training)")
-    need.set(ylabel="iterations until solved for good", title="what an instance needs, forward")
-    need.legend(fontsize=9, loc="upper left")
+    larger.minorticks_off()
     larger.axvspan(*sizes, color="C4", alpha=0.15, linewidth=0)
-    need.axvspan(1, size, color="C4", alpha=0.15, linewidth=0)
+    larger.set(xlabel="positions of the ring (grey: in training)", ylim=(-0.03, 1.03))
+    larger.set(ylabel="share of rings solved", title="mean and range of the seeds")
+    larger.legend(fontsize=9, loc="center right", bbox_to_anchor=(1, 0.72))
+    for factor, color in FOLLOWED.items():
+        number = round(sizes[1] * factor)
+        points = columns(need, "difficulty", "iterations", size=number)
+        look = {"color": color, "markersize": 4, "alpha": 0.5, "label": f"{number} positions"}
+        instance.plot(*points, "o", **look)
+    ends = [1, max(row["difficulty"] for row in need)]
+    instance.plot(ends, ends, color="black", linewidth=1, label="one iteration per position")
+    instance.axvspan(1, sizes[1], color="C4", alpha=0.15, linewidth=0)
+    instance.set(xlabel="longest run between marks (grey: in training)")
+    instance.set(ylabel="iterations until solved for good", title="what a ring needs")
+    instance.legend(fontsize=9, loc="upper left")
     return figure
 
 

@@ -1,7 +1,11 @@
-"""Fixed points of attention over stored patterns: one pattern, the mean of a cluster, or the mean of all.
+"""Does attention over stored patterns settle on one pattern, on the mean of a cluster, or on the mean of all?
+
+    python examples/fixed_point_kinds.py        # half a minute
 
 The iteration ``z <- X^T softmax(beta X z)`` starts from each pattern. The effective number of patterns is the
-exponential of the entropy of the softmax at the fixed point: 1, the size of a cluster, or M.
+exponential of the entropy of the softmax at the fixed point: 1, the size of a cluster, or the number of all
+patterns. As the temperature falls, random patterns go from all to one suddenly, and clustered patterns settle
+on a cluster in between.
 """
 
 import itertools
@@ -33,8 +37,8 @@ def clustered_patterns(
     return centers.repeat_interleave(members, dim=0) + spread * around
 
 
-def settle(patterns: Tensor, beta: float) -> Table:
-    """A row for each pattern: the effective number where it ends."""
+def settle(patterns: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the effective number where each pattern ends, and whether it converged: (M,) each."""
     memory = Hopfield(patterns, beta=beta)
     # Plain iteration alone keeps to the basin that a start lies in.
     solution = solvers.fixed_point(
@@ -42,24 +46,17 @@ def settle(patterns: Tensor, beta: float) -> Table:
         tolerance=solvers.Tolerance(rtol=1e-10, atol=1e-10), adjoint=None, on_failure="ignore",
     )  # fmt: skip
     share = (beta * solution.value @ patterns.mT).softmax(1)
-    effective = torch.special.entr(share).sum(1).exp().tolist()
-    ends = zip(effective, solution.converged.tolist(), solution.steps.tolist(), strict=True)
-    return [
-        {"beta": beta, "start": start, "effective": number, "converged": done, "steps": steps}
-        for start, (number, done, steps) in enumerate(ends)
-    ]
+    return torch.special.entr(share).sum(1).exp(), solution.converged
 
 
-def summary(rows: Table, sizes: tuple[int, ...]) -> dict[str, float]:
+def summary(numbers: Tensor, converged: Tensor, sizes: tuple[int, ...]) -> dict[str, float]:
     """Of one beta: least, median, largest, and the share of the starts within 5 % of each size."""
-    numbers = torch.tensor([row["effective"] for row in rows], dtype=torch.float64)
     low, middle, high = numbers.min(), numbers.quantile(0.5), numbers.max()
-    found = {"beta": rows[0]["beta"], "least": low.item(), "median": middle.item()}
-    found["largest"] = high.item()
+    found = {"least": low.item(), "median": middle.item(), "largest": high.item()}
     for size in sizes:
         near = (numbers / size).log().abs() <= math.log(1.05)
         found[f"share at {size}"] = near.double().mean().item()
-    return found | {"converged": sum(row["converged"] for row in rows) / len(rows)}
+    return found | {"converged": converged.double().mean().item()}
 
 
 def fixed_point_kinds(
@@ -84,21 +81,22 @@ def fixed_point_kinds(
         generator = torch.Generator().manual_seed(seed)
         patterns = clustered_patterns(groups, each, dim, apart, generator)
         found = [settle(patterns, beta) for beta in ordered]
-        tables[name] = list(itertools.chain(*found))
-        tables[f"{name}-summary"] = [summary(rows, sizes) for rows in found]
-        mesh = draw(axes, found, ordered, sizes)
+        tables[name] = [
+            {"beta": beta, **summary(*ends, sizes)}
+            for beta, ends in zip(ordered, found, strict=True)
+        ]
+        mesh = draw(axes, [numbers.float() for numbers, _ in found], ordered, sizes)
         axes.set_title(heading, fontsize=10)
     panels[0].set_ylabel("effective number of patterns at the fixed point")
     figure.colorbar(mesh, ax=list(panels), label="share of the starts, %")
     return tables, figure
 
 
-def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
+def draw(axes, numbers: list[Tensor], betas: list[float], sizes: tuple[int, ...]):
     """A histogram of the effective numbers for each beta, with the sizes marked."""
     # Equal bins on a logarithmic scale: 1, 20 and 200, the sizes of the picture, are in their middle.
     most, half = max(*sizes, 2), 0.5 / BINS
     edges = most ** torch.linspace(-half, 1 + half, BINS + 2)
-    numbers = [torch.tensor([row["effective"] for row in rows]) for rows in found]
     counts = [100 * torch.histogram(each, edges).hist / len(each) for each in numbers]
     image = torch.stack(counts, dim=1)
     middles = [(before * after) ** 0.5 for before, after in itertools.pairwise(betas)]

@@ -1,7 +1,12 @@
-"""Free energies and means of naive mean field, second-order TAP and adaptive TAP against enumeration.
+"""How large are the errors of three mean-field theories of spins, compared with enumeration?
 
-The random Ising and Potts models are small enough to enumerate every configuration. The error of a theory
-that does not converge on a model counts as infinite, so all quantiles are over the same models.
+    python examples/free_energy.py        # half a minute
+
+The random Ising and Potts models are small enough to enumerate every configuration. Adaptive TAP has the
+smallest errors of log Z; at weak couplings those of naive mean field are 17 to 150 times as large as those of
+the second order (TAP), which breaks down at strong couplings. The error of a theory that does not converge on
+a model counts as infinite, so all quantiles are over the same models.
+
 Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
 """
 

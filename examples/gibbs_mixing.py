@@ -1,7 +1,10 @@
-"""Mixing of Gibbs sampling on Potts models on graphs.
+"""How many sweeps of Gibbs sampling does a Potts model on a graph need?
+
+    python examples/gibbs_mixing.py        # half a minute
 
 All chains start from independent uniform colours. The energy per site, ``-1/2 sum_ij S_i^T J_ij S_j / N``,
-decreases until they have mixed, that is, until it stays within 3 standard errors of that of the longest run.
+decreases until they have mixed, that is, until it stays within 3 standard errors of that of the longest run:
+one sweep on a ring, about 16 on a tree, and 64 to 128 on a random graph.
 """
 
 import matplotlib.pyplot as plt

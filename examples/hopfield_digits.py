@@ -1,12 +1,13 @@
-"""A Hopfield memory as a density of handwritten digits.
+"""Does one attention step over stored digits remove noise from other digits?
+
+    python examples/hopfield_digits.py        # half a minute
 
 At temperature 1 / beta the energy of the continuous memory is a mixture of Gaussians around its patterns, and
 one step of attention is the posterior mean of the pattern given a noisy state. On 8x8 digits of norm 1 two
 memories denoise held-out images: one stores the clean training images, the other is fitted by maximum
-likelihood to noisy images only.
+likelihood to noisy images only. From noise 0.08 on, the memory of clean images has the lowest error.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,6 @@ STYLES = {
     "noisy": ("C4", ":"), "mean image": ("C4", "--"), "nearest neighbour": ("C1", "-"),
     "best linear": ("C2", "-"), CLEAN: ("C0", "-"), FITTED: ("C3", "-"),
 }  # fmt: skip
-Method = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
 
 
 def unit_images(images: Tensor) -> Tensor:
@@ -42,21 +42,21 @@ def fit(noisy: Tensor, beta: float, counts: tuple[int, ...], generator: Generato
     return max(memories, key=lambda memory: memory.log_prob(noisy[kept:]).mean().item())
 
 
-def methods(train: Tensor, noise: float, memory: Hopfield, fitted: Hopfield) -> dict[str, Method]:
-    """Each a denoiser, and a log density of noisy images where it has one."""
+def methods(
+    train: Tensor, noise: float, memory: Hopfield, fitted: Hopfield
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Each maps noisy images (B, pixels) to restored ones."""
     mean = train.mean(0)
     covariance = (train - mean).mT @ (train - mean) / len(train)
     noisy_covariance = covariance + noise**2 * torch.eye(len(mean), dtype=mean.dtype)
     gain = torch.linalg.solve(noisy_covariance, covariance)
-    gaussian = torch.distributions.MultivariateNormal(mean, noisy_covariance)
-    single = Hopfield(mean.unsqueeze(0), beta=memory.beta)
     return {
-        "noisy": (lambda z: z, None),
-        "mean image": (lambda z: mean.expand_as(z), single.log_prob),
-        "nearest neighbour": (lambda z: train[torch.cdist(z, train).argmin(1)], None),
-        "best linear": (lambda z: mean + (z - mean) @ gain, gaussian.log_prob),
-        CLEAN: (lambda z: z - memory.grad(z), memory.log_prob),
-        FITTED: (lambda z: z - fitted.grad(z), fitted.log_prob),
+        "noisy": lambda z: z,
+        "mean image": lambda z: mean.expand_as(z),
+        "nearest neighbour": lambda z: train[torch.cdist(z, train).argmin(1)],
+        "best linear": lambda z: mean + (z - mean) @ gain,
+        CLEAN: lambda z: z - memory.grad(z),
+        FITTED: lambda z: z - fitted.grad(z),
     }
 
 
@@ -78,45 +78,34 @@ def hopfield_digits(
         fitted = fit(noisy_train, noise**-2, counts, generator)
         stored = {CLEAN: len(train), FITTED: len(fitted.patterns)}
         made = {}
-        for name, (restore, log_prob) in methods(train, noise, memory, fitted).items():
+        for name, restore in methods(train, noise, memory, fitted).items():
             made[name] = restore(noisy)
             error = (made[name] - test).square().mean().sqrt().item() / noise
-            nats = math.nan if log_prob is None else log_prob(noisy).mean().item()
             row = {"noise": noise, "method": name, "patterns": stored.get(name, 0)}
-            table.append(row | {"error": error, "log_likelihood": nats})
+            table.append(row | {"error": error})
         if noise == shown:
             picks = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:12]
-            samples = fitted.sample(12, generator)
             rows = {"clean": test[picks]} | {name: each[picks] for name, each in made.items()}
-            rows |= {"patterns": fitted.patterns[:12], "samples": samples}
-            rows["after one step"] = samples - fitted.grad(samples)
 
     side = data.test_images.shape[-1]
-    figure = plt.figure(figsize=(13, 7.5))
-    title = "Hopfield memories of digits: denoising by one attention step, samples, likelihood"
-    figure.suptitle(title)
+    figure = plt.figure(figsize=(13, 5))
+    figure.suptitle("Memories of digits: denoising by one attention step")
     left, right = figure.subfigures(1, 2, width_ratios=[3, 2], squeeze=False).flat
     for axes, (name, images) in zip(left.subplots(len(rows), 1), rows.items(), strict=True):
         tiles = images.reshape(len(images), -1, side).permute(1, 0, 2).flatten(1)
         axes.imshow(tiles.numpy(), cmap="gray_r", vmin=0, vmax=0.4)
         axes.set(xticks=[], yticks=[])
         axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
-    text = f"held-out digits, noise {shown:g}; last three rows: the fitted memory"
-    left.suptitle(text, fontsize=10)
-    above, below = right.subplots(2, 1, sharex=True)
-    linear = columns(table, "log_likelihood", method="best linear")[0]
+    left.suptitle(f"held-out digits, noise {shown:g}", fontsize=10)
+    axes = right.subplots()
     for name, (color, line) in STYLES.items():
-        errors, nats = columns(table, "error", "log_likelihood", method=name)
-        gains = [each - base for each, base in zip(nats, linear, strict=True)]
-        style: Any = {"color": color, "linestyle": line, "marker": "o", "ms": 3.5}
-        above.plot(ordered, errors, label=name, **style)
-        below.plot(ordered, gains, **style)
-    above.set(ylabel="rms error of a pixel / noise", ylim=(0, 1.6), xscale="log")
-    above.legend(fontsize=8)
-    below.set_xticks(ordered, [f"{noise:g}" for noise in ordered])
-    below.minorticks_off()
-    below.set(xlabel="noise, standard deviation of a pixel (images of norm 1)", ylim=(-12, 4))
-    below.set_ylabel("log-likelihood above best linear,\nnats an image")
+        (errors,) = columns(table, "error", method=name)
+        axes.plot(ordered, errors, label=name, color=color, linestyle=line, marker="o", ms=3.5)
+    axes.set(ylabel="root mean square error of a pixel / noise", ylim=(0, 1.6), xscale="log")
+    axes.set_xticks(ordered, [f"{noise:g}" for noise in ordered])
+    axes.minorticks_off()
+    axes.set(xlabel="noise, standard deviation of a pixel (images of norm 1)")
+    axes.legend(fontsize=8)
     return {"digits": table}, figure
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from training import Task
+from training import Pair, Sums, Task
 
 from implicit_attn.data import ImageData, some_samples
 from implicit_attn.models.images import hidden_patches, hide_patches, split_patches
@@ -51,9 +51,7 @@ class Classification(Task):
         self.tests = data.test_images[chosen], data.test_labels[chosen]
         self.name = data.name if augment else ""
 
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         if self.name == "mnist":
             inputs = affine(inputs, generator)
         elif self.name not in ("", "digits"):  # 8 x 8 pixels are too few for shifts
@@ -63,9 +61,7 @@ class Classification(Task):
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         return F.cross_entropy(outputs, targets, reduction="sum"), len(inputs)
 
-    def measures(
-        self, outputs: Tensor, inputs: Tensor, targets: Tensor
-    ) -> dict[str, tuple[float, int]]:
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Sums:
         return {"test_accuracy": (float((outputs.argmax(1) == targets).sum()), len(inputs))}
 
 
@@ -90,9 +86,7 @@ class MaskedImages(Task):
         hidden = order.argsort(1) < counts.unsqueeze(1)
         return hide_patches(images, hidden.to(images.device), self.patch)
 
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         size, device = (len(inputs),), generator.device
         counts = torch.randint(1, self.most + 1, size, generator=generator, device=device)
         return self.hide(inputs, counts, generator), inputs
@@ -107,12 +101,8 @@ class MaskedImages(Task):
         number = hidden_patches(inputs, self.patch).sum()
         return self.errors(outputs, inputs, targets).sum(), number
 
-    def measures(
-        self, outputs: Tensor, inputs: Tensor, targets: Tensor
-    ) -> dict[str, tuple[float, int]]:
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Sums:
         errors = self.errors(outputs, inputs, targets).double().sum(1) / self.most
         psnr = -10 * errors.clamp_min(1e-10).log10()
-        return {
-            name: (float(x.sum()), len(x))
-            for name, x in (("test_loss", errors), ("test_psnr", psnr))
-        }
+        found = {"test_loss": errors, "test_psnr": psnr}
+        return {name: (float(each.sum()), len(each)) for name, each in found.items()}

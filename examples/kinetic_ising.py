@@ -1,6 +1,10 @@
-"""Kinetic Ising spins around their critical temperature: mean-field closures compared with simulation.
+"""How well do mean-field closures follow Ising spins in time, around the critical temperature?
+
+    python examples/kinetic_ising.py        # half a minute
 
 Couplings J_ij ~ N(1/N, 0.01/N) are random and asymmetric, fields x_i ~ U(-1/2, 1/2), and all spins start up.
+Left: at the critical temperature, TAP and the Gaussian closure are nearer to the simulation than naive mean
+field. Right: the mean at the end rises where a formula predicts it.
 """
 
 import math
@@ -49,7 +53,6 @@ def kinetic_ising(
     spins: int = 512,  # number of spins N
     steps: int = 128,  # number of time steps
     chains: int = 1500,  # number of simulated chains at each of three temperatures
-    starts: int = 24,  # number of starts at each of three temperatures
     betas: int = 20,  # number of inverse temperatures between 0.25 and 2 beta_c in the sweep
     draws: int = 12,  # number of random models at each temperature of the sweep
     sweep_spins: int = 256,  # number of spins of the models in the sweep
@@ -57,13 +60,9 @@ def kinetic_ising(
 ) -> Result:
     generator, critical = torch.Generator().manual_seed(seed), critical_beta()
     field, couplings = draw_model(spins, generator)
-    up, shown, errors, fans = torch.ones_like(field), {}, [], {}
-    levels = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
-    for factor in (0.5, 1, 2):  # beta, in units of the critical one: closures beside simulation
+    up, shown, errors = torch.ones_like(field), {}, Table()
+    for factor in (0.5, 1, 2):  # beta, in units of the critical one
         x, J = factor * critical * field, factor * critical * couplings
-        fields = x.expand(starts, -1, -1)
-        fan = kinetic_trajectory(levels, fields, J, steps=steps, site=SITE, closure="gaussian")
-        fans[factor] = fan.mean((2, 3))
         means = {
             name: kinetic_trajectory(up, x, J, steps=steps, site=SITE, closure=name)[:, 0, :, 0]
             for name in CLOSURES
@@ -102,18 +101,8 @@ def kinetic_ising(
         row = {"closure": name, "turns_at": steepest["beta"] / critical}
         turns.append(row | {"critical_beta": critical})
 
-    figure, panels = plt.subplots(2, 2, figsize=(11, 8.2))
-    figure.suptitle("Kinetic Ising spins with random asymmetric couplings")
-    (every, mean, fan, transition), last = panels.flat, shown["gaussian"]
-    style: dict[str, Any] = {"vmin": -1, "vmax": 1, "cmap": "coolwarm", "aspect": "auto"}
-    image = every.imshow(last[:, last[-1].argsort()].T.numpy(), origin="lower", **style)
-    figure.colorbar(image, ax=every, label="mean of a spin")
-    every.set(title="mean of every spin at the critical β")
-    every.set(xlabel="time step", ylabel="spin, sorted")
-    over = every.twinx()
-    over.plot(last.mean(1), color="black", linewidth=1.8, label="mean over all spins, -1 to 1")
-    over.set(ylim=(-1, 1), yticks=[])
-    over.legend(loc="lower right", fontsize=9)
+    figure, (mean, transition) = plt.subplots(1, 2, figsize=(11, 4.3))
+    figure.suptitle("Ising spins in time with random asymmetric couplings")
     for name, label in (CLOSURES | {"simulated": "simulation"}).items():
         mean.plot(shown[name].mean(1), label=label, **STYLES.get(name, {"color": "black"}))
     mean.set(title="mean over all spins at the critical β", xlabel="time step", ylabel="mean")
@@ -123,12 +112,6 @@ def kinetic_ising(
     look: dict[str, Any] = {"transform": mean.transAxes, "fontsize": 9, "ha": "right", "va": "top"}
     mean.text(0.97, 0.62, "\n".join(notes), **look)
     mean.legend(fontsize=9, loc="upper right")
-    for (factor, means), color in zip(fans.items(), ("C4", "C1", "C0"), strict=True):
-        lines = fan.plot(means, color=color, linewidth=0.7, alpha=0.8)
-        lines[0].set_label(f"β = {factor:g} $β_c$")
-    fan.set(title="many starts, Gaussian closure", xlabel="time step", ylabel="mean over all spins")
-    for line in fan.legend(fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.12)).get_lines():
-        line.set_linewidth(2)
     for name in ("naive", "gaussian"):
         rows = [row | {"t": row["beta"] / critical} for row in sweep if row["closure"] == name]
         draw_band(transition, rows, "t", "mean", label=CLOSURES[name], **STYLES[name])

@@ -1,11 +1,13 @@
-"""Masked patches of images, predicted by trained models and by simple baselines.
+"""How well do trained models fill in masked patches, with fewer and with more iterations than in training?
 
     python examples/train_images.py --task masked --model transformer    # a minute or two each
     python examples/train_images.py --task masked --model hyperset
     python examples/masked_images.py --runs runs/masked-digits-*
 
-Runs must use the same data and masked patches; runs of one model may differ in the seed. The figure shows the
-error of masked pixels with 1/4 to 4 times the iterations of training, and images of the first run.
+Left: images that the model of the first run fills in. Right: the error of masked pixels with 1/4 to 4 times
+the iterations of training. That of a model which is trained to a fixed point stays low; that of an ordinary
+repeated layer rises again. Runs must use the same data and masked patches; runs of one model may differ in
+the seed.
 """
 
 from collections.abc import Callable
@@ -27,19 +29,6 @@ SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures
 HIDDEN = (0.62, 0.74, 0.90)  # a colour that no grey image holds
 GAUSSIAN = "Gaussian, linear"
 KEPT = ("data", "masked", "limit", "test")  # settings that tell what is measured
-
-
-def fill_nearest_visible(train: Tensor, images: Tensor) -> Tensor:
-    """A hidden pixel is the mean of the visible pixels that are nearest to it in the image."""
-    places = torch.cartesian_prod(*map(torch.arange, images.shape[2:])).double()
-    distances = torch.cdist(places, places)
-    filled = images.flatten(2).clone()
-    for pixels in filled:  # (C, S^2) of an image; a pixel is hidden in all channels
-        hidden = pixels.isnan().any(0)
-        apart = distances[hidden][:, ~hidden]
-        nearest = (apart <= apart.amin(1, keepdim=True) + 1e-9).to(pixels.dtype)
-        pixels[:, hidden] = pixels[:, ~hidden] @ (nearest / nearest.sum(1, keepdim=True)).T
-    return filled.view_as(images)
 
 
 def fill_nearest_image(train: Tensor, images: Tensor) -> Tensor:
@@ -71,9 +60,6 @@ def fill_gaussian(train: Tensor, images: Tensor, ridge: float = 0.01) -> Tensor:
 
 # Training images (M, C, S, S) and images (B, C, S, S) with NaN in hidden patches -> images.
 FILLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean of the visible pixels": lambda train, images: images.nanmean((2, 3), keepdim=True),
-    "mean training image": lambda train, images: train.mean(0),
-    "nearest visible pixel": fill_nearest_visible,
     "nearest training image": fill_nearest_image,
     GAUSSIAN: fill_gaussian,
 }
@@ -152,9 +138,8 @@ def masked_images(
         axes.plot(MULTIPLES, [sum(each) / len(each) for each in every], "o-", label=name)
         axes.fill_between(MULTIPLES, [*map(min, every)], [*map(max, every)], alpha=0.2)
         top = max(top, *(max(each) for each in every[1:]))
-    for row, style in zip(fillings, (":", "-.", "--", (0, (1, 3)), (0, (5, 1))), strict=True):
-        if row["test_loss"] < 1.6 * top:  # in reach
-            axes.axhline(row["test_loss"], color="C4", linestyle=style, label=row["filling"])
+    for row, style in zip(fillings, (":", "--"), strict=True):
+        axes.axhline(row["test_loss"], color="C4", linestyle=style, label=row["filling"])
     axes.set_xscale("log", base=2)
     axes.set_xticks(MULTIPLES, [f"{each:g}" for each in MULTIPLES])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""One energy, many tasks: an energy trained for denoising also inpaints, upsamples and deblurs images.
+"""Can an energy that is trained for denoising also inpaint, upsample and deblur images?
 
     python examples/one_energy_many_tasks.py                  # 8 x 8 digits, three seeds: ten minutes
     python examples/one_energy_many_tasks.py --data mnist     # 28 x 28, hours on one core
@@ -9,7 +9,8 @@ the data term is replaced by that of another task. On the digits R is a mixture 
 metric, trained on noise only. On MNIST R is |z - N(z)|^2 / 2 of a network N, trained first to remove noise in
 one gradient step, then through the layer on noise and missing pixels. Baselines are the best linear estimate
 of each task (from the mean and covariance of the training images, the operator and the noise), a network
-trained on noise, and a network trained for each task.
+trained on noise, and a network trained for each task. On the digits the energy is better than the linear
+estimate in five of six tasks.
 """
 
 import itertools

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import solvers
 from implicit_attn.models import BACKBONES
@@ -90,15 +91,27 @@ class Recipe:
             groups.append({"params": rest, "weight_decay": 0.0})
         options: Any = {"lr": self.rate, "betas": self.betas, "weight_decay": self.weight_decay}
         options["fused"] = fused or None  # None lets PyTorch choose
-        return (torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW)(
-            groups, **options
-        )
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return kind(groups, **options)
 
     def draw_iterations(self, generator: torch.Generator) -> int | None:
         if not isinstance(self.random_iterations, tuple):  # none, or always as many
             return self.random_iterations
         least, most = self.random_iterations
         return int(torch.randint(least, most + 1, (), generator=generator))
+
+    def descend(self, model: nn.Module, loss: Callable[[torch.Generator], Tensor]) -> None:
+        """Train a model by ``epochs`` steps; ``loss`` draws a batch and returns its loss."""
+        optimizer, generator = self.build_optimizer(model), torch.Generator().manual_seed(self.seed)
+        for step in range(self.epochs or 0):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate_at(step / (self.epochs or 1))
+            value = loss(generator)
+            optimizer.zero_grad()
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip or math.inf)
+            optimizer.step()
+        model.eval()
 
 
 @dataclass(kw_only=True)

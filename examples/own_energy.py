@@ -1,11 +1,12 @@
-"""An energy of your own as a layer, compared with no layer, an encoder layer and EquilibriumBlock.
+"""Is an energy of your own a useful layer, compared with no layer, an encoder layer and EquilibriumBlock?
 
-    python examples/own_energy.py [--seeds 2 3 4 5] [--epochs 15]
+    python examples/own_energy.py        # four minutes
 
 A network cuts the 8 x 8 digits of scikit-learn into 16 patches, adds the output of one layer to their
 tokens, and classifies the mean of the tokens. Every row is trained at each learning rate on four fifths of
 the training images. The rate with the best accuracy on the last fifth, averaged over seeds, is kept, and the
-networks are trained again on all training images. The test images are used once, at the end.
+networks are trained again on all training images. The test images are used once, at the end: the energy is as
+accurate as the encoder layer.
 """
 
 import time

@@ -1,9 +1,12 @@
-"""Classify images with one transformer block, applied once or at its fixed point, and with stacked layers.
+"""How well does one transformer block classify images, applied once or at its fixed point?
 
-    python examples/repeated_block.py [--data digits] [--epochs 5] [--seeds 2]
+    python examples/repeated_block.py                    # CIFAR-10, ten minutes of one core
+    python examples/repeated_block.py --data digits
 
-The block is DEQTransformer, with a random number of iterations from 4 to 12 for each training batch.
-Images are normalised per channel, without augmentation; the readout is a class token.
+The block is DEQTransformer, with a random number of iterations from 4 to 12 for each training batch. At its
+fixed point it is more accurate than a block used once, and nearly as accurate as three stacked layers with
+2.6 times as many weights. Images are normalised per channel, without augmentation; the readout is a class
+token.
 """
 
 import time
@@ -17,11 +20,10 @@ from torch.nn import functional as F
 
 from implicit_attn import DEQTransformer
 from implicit_attn.data import load
-from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 
 DIM, HEADS, HIDDEN = 64, 4, 128
-RATES = {"one block, once": 1e-2, "one block, repeated": 6e-3, "three blocks": 3e-3}
-ENERGY, ENERGY_RATE = "an energy, repeated", 3e-3
+ONCE, REPEATED, THREE = "one block, once", "one block, repeated", "three blocks"
+RATES = {ONCE: 1e-2, REPEATED: 6e-3, THREE: 3e-3}
 DRAWN = (4, 12)  # iterations in training; 8 in evaluation
 MARKS = (1, 2, 4, 8, 16, 32)
 
@@ -44,38 +46,12 @@ class Classifier(nn.Module):
         return self.head(self.norm(self.blocks(tokens, **iterations)[:, 0]))
 
 
-class RepeatedEnergy(nn.Module):
-    """``z <- -grad E(LN(z + x))``, (B, N, d): attention and memories with learned factors, weights tied.
-
-    LN is the gradient of the Lagrangian ``sqrt(d) |z - mean(z)|``, so a fixed point is a stationary point of
-    an energy: Hoover et al., "Energy Transformer" (2023), https://arxiv.org/abs/2302.07253.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = SoftmaxAttention(DIM, HEADS, norm=None)
-        self.memories = ReLUFeedForward(DIM, 2 * HIDDEN, bias=True, norm=None)
-        self.norm = nn.LayerNorm(DIM, elementwise_affine=False)
-        self.factors = nn.Parameter(torch.tensor([0.1, 0.1]))
-
-    def forward(self, x: Tensor, iterations: int | None = None) -> Tensor:
-        drawn = int(torch.randint(DRAWN[0], DRAWN[1] + 1, ())) if self.training else sum(DRAWN) // 2
-        z = torch.zeros_like(x)
-        for _ in range(iterations or drawn):
-            n = self.norm(z + x)
-            z = -self.factors[0] * self.attention.grad(n) - self.factors[1] * self.memories.grad(n)
-        return z
-
-
 def blocks_of(name: str) -> nn.Module:
-    if name == ENERGY:
-        return RepeatedEnergy()
-    if name == "three blocks":
+    if name == THREE:
         options: Any = {"activation": "gelu", "batch_first": True, "norm_first": True}
         layer = nn.TransformerEncoderLayer
         return nn.Sequential(*(layer(DIM, HEADS, HIDDEN, 0.0, **options) for _ in range(3)))
-    drawn = name == "one block, repeated"
-    return DEQTransformer(DIM, HEADS, HIDDEN, iterations=DRAWN if drawn else 1)
+    return DEQTransformer(DIM, HEADS, HIDDEN, iterations=DRAWN if name == REPEATED else 1)
 
 
 def train(
@@ -114,7 +90,6 @@ def repeated_block(
     patch: int = 4,  # side of a patch in pixels
     epochs: int = 5,  # number of training epochs
     seeds: int = 2,  # number of trainings of each model
-    energy: bool = False,  # also train the repeated gradient of an energy
 ) -> Result:
     loaded = load(data)
     chosen = torch.Generator().manual_seed(0)
@@ -125,7 +100,7 @@ def repeated_block(
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     images, tests = (images - mean) / std, (tests - mean) / std
     accuracies, by_iterations = Table(), Table()
-    for name, rate in (RATES | ({ENERGY: ENERGY_RATE} if energy else {})).items():
+    for name, rate in RATES.items():
         for seed in range(seeds):
             torch.manual_seed(seed)
             model = Classifier(images, patch, loaded.classes, blocks_of(name))
@@ -135,18 +110,14 @@ def repeated_block(
             row["accuracy"] = accuracy(model, tests, answers)
             row["parameters"] = sum(each.numel() for each in model.parameters())
             accuracies.append(row | {"seconds": seconds})
-            for mark in MARKS if name in ("one block, repeated", ENERGY) else ():
+            for mark in MARKS if name == REPEATED else ():
                 found = accuracy(model, tests, answers, iterations=mark)
-                by_iterations.append(
-                    {"model": name, "seed": seed, "iterations": mark, "accuracy": found}
-                )
+                by_iterations.append({"seed": seed, "iterations": mark, "accuracy": found})
     figure, axes = plt.subplots(figsize=(6.2, 4.2))
     for seed in range(seeds):
-        for name, color in (("one block, repeated", "C0"), (ENERGY, "C2")):
-            (curve,) = columns(by_iterations, "accuracy", model=name, seed=seed)
-            if curve:
-                axes.plot(MARKS, curve, "o-", color=color, label=None if seed else name)
-        for name, color in (("one block, once", "C1"), ("three blocks", "C4")):
+        (curve,) = columns(by_iterations, "accuracy", seed=seed)
+        axes.plot(MARKS, curve, "o-", color="C0", label=None if seed else REPEATED)
+        for name, color in ((ONCE, "C1"), (THREE, "C4")):
             ((height,),) = columns(accuracies, "accuracy", model=name, seed=seed)
             axes.axhline(height, color=color, linestyle="--", label=None if seed else name)
     axes.axvspan(*DRAWN, color="C4", alpha=0.15, linewidth=0, label="drawn in training")

@@ -1,7 +1,13 @@
-"""Figures of spins of fixed length: Bessel ratios, lengths of means, a coupling graph, planar spins."""
+"""What is the mean of a spin of fixed length in a field? It is a ratio of Bessel functions.
+
+    python examples/spin_pictures.py        # a few seconds
+
+Left: the ratio and its limit for large orders, which is off by 72 % at order 1 and by 0.12 % at order 512.
+Middle: the mean saturates at the length of the spin, like a normalisation layer. Right: random directed
+couplings between sites.
+"""
 
 import math
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -9,8 +15,6 @@ import torch
 from matplotlib.collections import LineCollection
 from runner import Result, Table, columns, rows_of, run
 from torch import Tensor
-
-import solvers
 
 ORDERS = [2**power for power in range(10)]
 BETAS = {0.1: "C4", 0.5: "C0", 1.0: "C2", 2.0: "C1", 10.0: "C3"}
@@ -34,20 +38,6 @@ def large_order_ratio(order: float, x: Tensor) -> Tensor:
     """The limit of that ratio for large orders."""
     u = x / order
     return u / (1 + (1 + u.square()).sqrt())
-
-
-def planar_spins(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Couplings (N, N) ~ N(0, 4 / N), fields (N, 2) ~ N(0, I / 4), and naive mean-field means (N, 2)."""
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randn(count, count, generator=generator, dtype=torch.float64).triu(1)
-    couplings = 2 / math.sqrt(count) * (raw + raw.T)
-    fields = 0.5 * torch.randn(count, 2, generator=generator, dtype=torch.float64)
-    blocks = couplings[..., None, None] * torch.eye(2, dtype=torch.float64)
-    solution = solvers.adaptive_tap(
-        blocks, fields[None], site=solvers.SphericalSite(1.0), order="naive", damping=0.5,
-        tolerance=1e-10, max_steps=500, adjoint=None,
-    )  # fmt: skip
-    return couplings, fields, solution.value.mean[0]
 
 
 def strongest(couplings: Tensor, share: float) -> Table:
@@ -82,9 +72,8 @@ def spin_pictures(
     generator = torch.Generator().manual_seed(seed)
     directed = torch.randn(sites, sites, generator=generator, dtype=torch.float64) / sites**0.5
     edges = strongest(directed.fill_diagonal_(0.0), share)
-    couplings, fields, means = planar_spins(7, seed)
 
-    figure, ((left, right), (graph, arrows)) = plt.subplots(2, 2, figsize=(12, 10.5), dpi=90)
+    figure, (left, right, graph) = plt.subplots(1, 3, figsize=(16, 5), dpi=90)
     figure.suptitle("Spins of fixed length: their mean in a field, and their couplings")
     for at, color, label in (("sqrt(nu)", "C0", "√ν"), ("nu", "C1", "ν"), ("nu^2", "C2", "ν²")):
         limits, exact = columns(ratios, "limit", "ratio", at=at)
@@ -101,7 +90,7 @@ def spin_pictures(
     left.set(xlabel="order ν", ylabel="ratio", xlim=(0.45, 900), ylim=(0, 1.05))
     title = "Bessel ratio $I_{ν+1}(x) / I_ν(x)$ and its limit for large ν\n"
     left.set_title(title + "(numbers: relative error of the limit at x = ν)", fontsize=11)
-    left.legend(fontsize=8, ncols=3, loc="center right", bbox_to_anchor=(1, 0.66))
+    left.legend(fontsize=8, ncols=3, loc="center right", bbox_to_anchor=(1, 0.57))
     for beta, color in BETAS.items():
         places, limits, exact = columns(norms, "field", "norm", "exact", beta=beta)
         right.plot(places, limits, color=color, label=f"β = {beta:g}")
@@ -113,15 +102,14 @@ def spin_pictures(
     right.legend(fontsize=8, ncols=2, loc="center right", bbox_to_anchor=(1, 0.28))
     draw_directed_graph(graph, edges, sites)
     text = f"the strongest {share:.0%}; an edge bends to the left of its way"
-    graph.text(0, -1.22, text, ha="center")
-    draw_spins(arrows, fields, means, strongest(couplings.triu(), 0.5))
-    rows = rows_of({"spin": torch.arange(len(means)), "x": means[:, 0], "y": means[:, 1]})
-    return {"ratios": ratios, "norms": norms, "edges": edges, "spins": rows}, figure
+    graph.set_xlabel(text)
+    return {"ratios": ratios, "norms": norms, "edges": edges}, figure
 
 
 def draw_directed_graph(axes, table: Table, sites: int) -> None:
     """Sites on a circle; edges bend to the left of their way, so that both ways are seen."""
-    places, lines, colors, widths = circle(sites), [], [], []
+    angles = 2 * math.pi * np.arange(sites) / sites + math.pi / 2
+    places, lines, colors, widths = np.stack([np.cos(angles), np.sin(angles)], axis=1), [], [], []
     largest = max(abs(row["coupling"]) for row in table)
     time = np.linspace(0, 1, 15)[:, None]
     for row in table:
@@ -134,42 +122,13 @@ def draw_directed_graph(axes, table: Table, sites: int) -> None:
     # Without antialiasing the file has half the size.
     axes.add_collection(LineCollection(lines, colors=colors, linewidths=widths, antialiaseds=False))
     axes.plot(*places.T, "o", color="black", markersize=4)
-    title = f"Random directed couplings of {sites} sites, $J_{{ij}}$ from N(0, 1/N)"
-    frame(axes, title, 1.3, 1.5)
-
-
-def draw_spins(axes, fields: Tensor, means: Tensor, table: Table) -> None:
-    """Mean spins as arrows at their sites, with the strongest couplings between them."""
-    count, places = len(means), circle(len(means))
-    largest = max(abs(row["coupling"]) for row in table)
-    for row in table:
-        ends = places[[row["from"], row["to"]]]
-        color, width = "C3" if row["coupling"] > 0 else "C0", 4 * abs(row["coupling"]) / largest
-        axes.plot(*ends.T, color=color, linewidth=width, alpha=0.7, zorder=1)
-    axes.plot(*places.T, "o", color="white", markeredgecolor="black", markersize=12, zorder=2)
-    scaled = fields / fields.norm(dim=1).max()
-    for vectors, color, label in ((scaled, "C4", "field x"), (means, "black", "mean spin m")):
-        style = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.008, "zorder": 3}
-        axes.quiver(*places.T, *(0.36 * vectors).T, color=color, label=label, **style)
-    frame(axes, f"{count} planar spins at their mean-field solution", 1.5, 3)
-    text = f"lines: the {len(table)} strongest of {count * (count - 1) // 2} couplings"
-    axes.text(0, -1.42, text, ha="center")
-
-
-def circle(count: int) -> Any:
-    """Places (count, 2), the first at the top."""
-    angles = 2 * math.pi * np.arange(count) / count + math.pi / 2
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-
-def frame(axes, title: str, reach: float, width: float) -> None:
-    """A square without axes, with a legend of the colours of the signs."""
     for color, label in (("C3", "J > 0"), ("C0", "J < 0")):
-        axes.plot([], [], color=color, linewidth=width, label=label)
-    axes.set_title(title, fontsize=11)
-    limits = (-reach, reach)
-    axes.set(xticks=[], yticks=[], xlim=limits, ylim=limits, aspect="equal")
-    axes.legend(fontsize=8, loc="upper right")
+        axes.plot([], [], color=color, linewidth=1.5, label=label)
+    axes.set_title(
+        f"Random directed couplings of {sites} sites, $J_{{ij}}$ from N(0, 1/N)", fontsize=11
+    )
+    axes.set(xticks=[], yticks=[], xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
+    axes.legend(fontsize=8, loc="upper right", frameon=False)
     axes.spines[:].set_visible(False)
 
 

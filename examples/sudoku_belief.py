@@ -1,4 +1,6 @@
-"""Sudoku by belief propagation, with and without decimation, for the rules and for learned couplings.
+"""Does belief propagation solve Sudoku, with the rules and with couplings learned from solved boards?
+
+    python examples/sudoku_belief.py        # half a minute
 
 Messages along 810 pairs of cells give every cell's digit probabilities. Without decimation most boards remain
 unsolved. Decimation repeatedly fixes the most certain cell and updates the messages, until the board is
@@ -8,6 +10,7 @@ full or a rule is violated.
 from functools import partial
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
 from runner import Result, run
 from sudoku_graph import HEAD, couplings_of, fitted
@@ -105,8 +108,10 @@ def sudoku_belief(
         ways[f"{name}: belief propagation"] = partial(propagated, pairs)
         ways[f"{name}: with decimation"] = partial(decimated, pairs)
     table = compare(test, ways | {SINGLES: solve_by_singles})
-    title = f"Sudoku by belief propagation and decimation ({data.name})"
-    return {"table": table}, draw_shares(title, table, panels=2, size=(10, 5.2), legend=2)[0]
+    figure, axes = plt.subplots(figsize=(7, 5))
+    axes.set_title(f"Sudoku by belief propagation ({data.name})")
+    draw_shares(axes, table)
+    return {"table": table}, figure
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""Learn which cells of Sudoku constrain each other from solved boards only.
+"""Can a model learn from solved boards alone which cells of Sudoku constrain each other?
 
-Factored attention and a Potts model predict every cell of a board from the other 80. The precision of
-their 810 strongest pairs is plotted against the training steps (with random symmetries of the boards) and
-against the number of boards (without symmetries). The baseline counts how often two cells contain the
-same digit.
+    python examples/sudoku_graph.py        # half a minute
+
+Factored attention and a Potts model predict every cell of a board from the other 80. Their 810 strongest
+pairs of cells are compared with the 810 pairs that share a row, a column or a box. Left: with random
+symmetries of many boards, one softmax head finds all pairs in 7 steps of training. Middle: without
+symmetries it needs twenty boards, fewer than counting how often two cells contain the same digit. Right:
+its couplings of one cell.
 """
 
 import random
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from runner import Result, Table, columns, run
+from runner import Result, Table, columns, legend_below, run
 from torch import Tensor
 
 from implicit_attn.data import (
@@ -120,11 +123,8 @@ def sudoku_graph(
             row = {"model": recipe, "boards": number, "precision": precision_of(scores)}
             by_boards.append(row)
 
-    figure = plt.figure(figsize=(12.5, 7.2))
-    title = "The graph of Sudoku, learned from solved boards by pseudo-likelihood"
-    figure.suptitle(f"{title} ({name})")
-    top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=(1.15, 1)))
-    left, right = top.subplots(1, 2, width_ratios=(1, 1.5))
+    figure, (left, right, cell) = plt.subplots(1, 3, figsize=(14, 4.8), width_ratios=(1, 1.2, 0.9))
+    figure.suptitle(f"The graph of Sudoku, learned from solved boards ({name})")
     looks = zip(("C0", "C3", "C2", "C1", "C4"), "os^Dv", strict=True)
     looks = dict(zip((COUNTING, *RECIPES), looks, strict=True))
     for axes, table, key in ((left, by_steps, "steps"), (right, by_boards, "boards")):
@@ -132,26 +132,23 @@ def sudoku_graph(
             points = columns(table, key, "precision", model=recipe)
             if points[0]:
                 axes.plot(*points, label=recipe, c=color, marker=marker, ms=5)
-        axes.set(xscale="log", ylim=(0, 1.05), ylabel="precision of the 810 strongest pairs")
+        axes.set(xscale="log", ylim=(0, 1.05))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
-    left.set_xlabel("steps of Adam (128 boards each, random symmetries)")
+    left.set_xlabel("steps of training (128 boards each, random symmetries)")
+    left.set_ylabel("share of true pairs among the 810 strongest")
     right.set_xlabel("different boards, no symmetries")
-    right.axhline(0.25, color="black", lw=0.8, ls=":")
-    right.text(0.99, 0.265, "chance", ha="right", transform=right.get_yaxis_transform(), size=8)
-    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    panels = bottom.subplots(1, 2 * len(ends))
-    for (recipe, scores), one, pairs in zip(ends.items(), panels[::2], panels[1::2], strict=True):
-        one.imshow(scores[40].view(9, 9).numpy(), cmap="Blues", vmin=0)  # of the cell in the middle
-        one.plot(4, 4, marker="x", color="C3", markersize=8)
-        for line in (2.5, 5.5):
-            one.axhline(line, color="black", lw=0.8)
-            one.axvline(line, color="black", lw=0.8)
-        one.set(xticks=[], yticks=[])
-        one.set_title(f"{recipe}:\nthe pairs of the cell ×", fontsize=9)
-        pairs.imshow(scores.numpy(), cmap="Blues", vmin=0)
-        pairs.set(xticks=[0, 27, 54, 80], yticks=[0, 27, 54, 80])
-        pairs.set_title("strength of all pairs\n(cell against cell)", fontsize=9)
+    right.axhline(0.25, color="black", lw=0.8, ls=":", label="chance")
+    legend_below(figure, right, 3, fontsize=9)
+    cell.imshow(
+        ends[HEAD][40].view(9, 9).numpy(), cmap="Blues", vmin=0
+    )  # of the cell in the middle
+    cell.plot(4, 4, marker="x", color="C3", markersize=8)
+    for line in (2.5, 5.5):
+        cell.axhline(line, color="black", lw=0.8)
+        cell.axvline(line, color="black", lw=0.8)
+    cell.set(xticks=[], yticks=[])
+    cell.set_title("softmax head: couplings\nof the cell × to the others", fontsize=10)
     return {"steps": by_steps, "boards": by_boards}, figure
 
 

@@ -1,7 +1,11 @@
-"""Solve Sudoku with a learned update: the share of solved boards per iteration, and one board in detail.
+"""How many iterations does a learned update need to solve Sudoku, and what does it do on the way?
 
-The weights come with the package. Puzzles come from the list with 17 clues (Gordon Royle, CC BY 2.5) in
-$IMPLICIT_ATTN_DATA/sudoku, with additional clues; without the list they are generated.
+    python examples/sudoku_solver.py        # two to three minutes
+
+The weights come with the package. After the 16 iterations of its training the update solves no board with 17
+givens, after 128 iterations it solves 78 %; the picture also shows one board that fills in. Puzzles come from
+the list with 17 clues (Gordon Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku, with additional clues; without
+the list they are generated.
 """
 
 from pathlib import Path

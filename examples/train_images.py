@@ -14,6 +14,7 @@ block are --model encoder-layer, of about as many weights, and --model embedding
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,10 +102,8 @@ class Rival(nn.Module):
     def __init__(self, dim: int, heads: int, width: int, layers: int) -> None:
         super().__init__()
         self.dim, options = dim, dict[str, Any](batch_first=True, norm_first=True)
-        made = [
-            nn.TransformerEncoderLayer(dim, heads, width, DROPOUT, **options) for _ in range(layers)
-        ]
-        self.layers = nn.Sequential(*made)
+        make = partial(nn.TransformerEncoderLayer, dim, heads, width, DROPOUT, **options)
+        self.layers = nn.Sequential(*(make() for _ in range(layers)))
 
     def forward(self, x: Tensor, *, iterations: int | None = None) -> Tensor:
         return self.layers(x)
@@ -142,13 +141,8 @@ def build(options: Images, data: ImageData) -> tuple[nn.Module, dict[str, Any]]:
             chosen = CLASSIFY[options.preset].get(options.data, {})
             options.fill_for(name, (SMALL if small else PAPER) | chosen, solved)
             more = {}
-        kind = {
-            "kind": "image-classifier",
-            **shape,
-            "classes": data.classes,
-            "patch": options.patch,
-        }
-        kind |= {"stem": options.stem, "readout": options.readout, **more}
+        kind = {"kind": "image-classifier", **shape, "classes": data.classes}
+        kind |= {"patch": options.patch, "stem": options.stem, "readout": options.readout, **more}
         known: Any = "equilibrium" if name in ("block", *RIVALS) else name
         backbone, layer = options.specification(known, "conditioned-state")
         if name == "block":
@@ -179,9 +173,8 @@ def draw(path: Path, history: Table, measure: str, found: Table) -> None:
         axes[1].set(xlabel="epoch", ylabel=measure.replace("_", " "))
         numbers = [row["iterations"] for row in found]
         axes[2].plot(numbers, [row[measure] for row in found], "o-", color="C2")
-        axes[2].set(
-            xlabel="iterations (evaluations) at test time", ylabel=measure.replace("_", " ")
-        )
+        axes[2].set(xlabel="iterations (evaluations) at test time")
+        axes[2].set(ylabel=measure.replace("_", " "))
         figure.savefig(path)
         plt.close(figure)
 
@@ -189,9 +182,8 @@ def draw(path: Path, history: Table, measure: str, found: Table) -> None:
 def main(options: Images) -> list[dict[str, float]]:
     """Train, report, draw; the rows of the history."""
     data = load(options.data).first(options.limit)
-    test = options.test = options.test or (
-        2000 if options.task == "masked" else len(data.test_labels)
-    )
+    every = 2000 if options.task == "masked" else len(data.test_labels)
+    test = options.test = options.test or every
     model, settings = build(options, data)
     task: Any = Classification(data, test, options.augment)
     measure, name = "test_accuracy", f"{options.data}-{options.model}"
@@ -199,9 +191,8 @@ def main(options: Images) -> list[dict[str, float]]:
         task = MaskedImages(data, options.patch or 1, options.masked, test)
         measure, name = "test_psnr", f"masked-{name}"
     training = Training(options, model, task, settings, Path("runs") / name)
-    training.fabric.print(
-        f"{data.name}, {options.model}: {len(task.inputs)} + {len(task.tests[0])} images"
-    )
+    images = f"{len(task.inputs)} + {len(task.tests[0])} images"
+    training.fabric.print(f"{data.name}, {options.model}: {images}")
     if training.run():
         numbers = [max(1, round(times * (options.iterations or 1))) for times in (0.5, 1, 2, 4)]
         repeated = options.model not in ("spins", *RIVALS)

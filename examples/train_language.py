@@ -21,7 +21,7 @@ from options import Run, refuse
 from runner import STYLE
 from torch import Tensor
 from torch.nn import functional as F
-from training import Task, Training
+from training import Pair, Sums, Task, Training
 
 import solvers
 from implicit_attn.data import HELP, TextData, load_text, ngram_loss
@@ -105,9 +105,7 @@ class NextCharacter(Task):
         found = ids[starts[:, None] + torch.arange(self.length + 1, device=starts.device)]
         return found[:, :-1], found[:, 1:]
 
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         most = len(self.text) - self.length
         size, device = (len(inputs),), generator.device
         return self.read(self.text, torch.randint(most, size, generator=generator, device=device))
@@ -120,9 +118,7 @@ class NextCharacter(Task):
         logits = outputs.flatten(0, 1).float()
         return F.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
 
-    def measures(
-        self, outputs: Tensor, inputs: Tensor, targets: Tensor
-    ) -> dict[str, tuple[float, int]]:
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Sums:
         total, number = self.loss(outputs, inputs, targets)
         return {"validation_loss": (total.item(), number)}
 
@@ -174,9 +170,8 @@ def main(options: Language) -> list[dict[str, float]]:
         data = load_text(options.text)
     except (FileNotFoundError, ValueError) as error:
         raise refuse("text", options.text, error) from None
-    options.epochs = max(
-        1, round(options.steps / options.evaluate_every)
-    )  # each ends in a validation
+    # Each epoch ends in a validation.
+    options.epochs = max(1, round(options.steps / options.evaluate_every))
     model, settings = build(options, data.alphabet)
     samples = -(-options.steps // options.epochs) * (options.batch or 1)
     task = NextCharacter(data, options.length or 1, options.windows, samples)

@@ -30,15 +30,14 @@ from implicit_attn.models import save_model
 # Options that may differ when a training is resumed.
 FREE = ("out", "resume", "minutes", "devices", "accelerator", "strategy", "compile")
 LOOK = 50  # steps after which the host reads the loss
+Pair = tuple[Tensor, Tensor]  # inputs and targets
+Sums = dict[str, tuple[float, int]]  # of each measure its sum, and the number of its terms
 
 
 def seeded(seed: int, epoch: int, *batch: int, stream: int = 1) -> torch.Generator:
     """A generator for an epoch, or for a batch of it."""
-    key = (stream,) if batch else ()
-    numbers = np.random.SeedSequence([seed, epoch, *batch], spawn_key=key).generate_state(
-        1, np.uint64
-    )
-    return torch.Generator().manual_seed(int(numbers[0]))
+    sequence = np.random.SeedSequence([seed, epoch, *batch], spawn_key=(stream,) if batch else ())
+    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
 
 
 class Task:
@@ -46,21 +45,17 @@ class Task:
 
     inputs: Tensor  # (N, ...)
     targets: Tensor  # (N, ...)
-    tests: tuple[Tensor, Tensor]
+    tests: Pair
     size = 256  # test samples at once
 
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         return inputs, targets
 
     def loss(self, outputs: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         """The sum of the terms, and their number, an int or a tensor."""
         raise NotImplementedError
 
-    def measures(
-        self, outputs: Any, inputs: Tensor, targets: Tensor
-    ) -> dict[str, tuple[float, int]]:
+    def measures(self, outputs: Any, inputs: Tensor, targets: Tensor) -> Sums:
         """The sum and the number of each measure."""
         raise NotImplementedError
 
@@ -87,12 +82,8 @@ class Training:
     def __init__(
         self, options: Any, model: Any, task: Task, settings: dict[str, Any], folder: Path
     ) -> None:
-        self.options, self.model, self.task, self.folder = (
-            options,
-            model,
-            task,
-            options.out or folder,
-        )
+        self.options, self.model, self.task = options, model, task
+        self.folder = options.out or folder
         self.settings = json.loads(json.dumps(settings | {"seed": options.seed}))
         several = options.devices > 1 and options.strategy == "auto"
         self.fabric = lightning_fabric.Fabric(
@@ -152,9 +143,8 @@ class Training:
 
     def save(self) -> None:
         self.mean_loss()
-        kept = {
-            name: getattr(self, name) for name in ("step", "history", "sums", "settings", "recipe")
-        }
+        names = ("step", "history", "sums", "settings", "recipe")
+        kept = {name: getattr(self, name) for name in names}
         kept |= {"totals": self.totals.tolist(), "task": self.task.state()}
         self.fabric.save(self.path.with_suffix(".part"), self._parts() | kept)
         if self.fabric.global_rank == 0:
@@ -239,12 +229,11 @@ class Training:
             self._average(self.averaged)
         for layer in self.layers:
             if layer.last is not None:
-                self._count(
-                    solves=len(layer.last.status), converged=int(layer.last.converged.sum())
-                )
-                for spent, times in Counter(layer.last.evaluations.tolist()).items():
+                last = layer.last
+                self._count(solves=len(last.status), converged=int(last.converged.sum()))
+                for spent, times in Counter(last.evaluations.tolist()).items():
                     self._count(**{f"spent {spent}": times})
-                if (adjoint := layer.last.adjoint.solution) is not None:
+                if (adjoint := last.adjoint.solution) is not None:
                     right = int(adjoint.converged.sum())
                     self._count(adjoints=len(adjoint.status), adjoints_converged=right)
 
@@ -306,9 +295,8 @@ class Training:
         if "converged" in self.history[-1]:
             worst = 100 * min(row["converged"] for row in self.history)
             spent = max(row["evaluations"] for row in self.history)
-            show(
-                f"solves: in the worst epoch {worst:.2f} % converged, median evaluations {spent:g}"
-            )
+            text = f"{worst:.2f} % converged, median evaluations {spent:g}"
+            show(f"solves: in the worst epoch {text}")
         seconds = sum(row["seconds"] for row in self.history)
         show(f"{size:,} parameters, training {seconds:.0f} s; weights and history: {self.folder}")
         return rows

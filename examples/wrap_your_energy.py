@@ -1,4 +1,6 @@
-"""Train a layer from your own energy, a plain function: a denoiser learns filters for edges.
+"""Can a plain function be the energy of a layer that is trained? A denoiser learns filters for edges.
+
+    python examples/wrap_your_energy.py        # a minute
 
 The data are noisy piecewise constant signals. The layer returns the minimiser z of ``energy``, which is
 close to the noisy x and has small responses to learned filters. Implicit differentiation trains the filters,

@@ -8,8 +8,7 @@ import importlib.util
 import math
 import random
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from cases.spin_models import all_colours, samples_of
 from cases.spin_models import couplings as random_couplings
 from implicit_attn.data import solve_sudoku
-from implicit_attn.data.sudoku import solved, unique_puzzles
+from implicit_attn.data.sudoku import solved
 from implicit_attn.models import PottsModel
 from implicit_attn.models.images import join_patches
 
@@ -33,18 +32,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 Load = Callable[[str], ModuleType]
 Tables = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """A file of ``examples`` as a module, imported as if it were run there."""
-    threads, known = torch.get_num_threads(), set(sys.modules)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module
-    torch.set_num_threads(threads)
-    for name in set(sys.modules) - known:
-        if str(EXAMPLES) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 def column(table: list[dict[str, Any]], key: str, by: str | None = None, **where: Any) -> Any:
@@ -89,20 +76,19 @@ def norms_vanish_in_high_dimension(tables: Tables) -> None:
 def from_all_to_one(tables: Tables) -> None:
     """The fixed point is the average of all at a high temperature, a single pattern at a low one."""
     for name in ("random", "clusters"):
-        hot, cold = tables[f"{name}-summary"]
+        hot, cold = tables[name]
         assert hot["least"] == pytest.approx(6, rel=0.01)
         assert cold["largest"] == pytest.approx(1, rel=0.01)
 
 
 def memories_take_noise_off(tables: Tables) -> None:
     errors = column(tables["digits"], "error", by="method")
-    assert errors["noisy"] == pytest.approx(1, rel=0.03)
-    assert errors["memory of clean images"] < 0.9
+    assert errors["memory of clean images"] < 0.9 < errors["noisy"] < 1.03
 
 
-def penalty_is_that_of_the_first_head_alone(tables: Tables) -> None:
-    assert column(tables["fits"], "l2") == [1e-4, 0, 0]
-    with_penalty, without, _ = column(tables["fits"], "held_out")
+def a_penalty_costs_likelihood(tables: Tables) -> None:
+    assert column(tables["fits"], "l2") == [1e-4, 0]
+    with_penalty, without = column(tables["fits"], "held_out")
     assert without < with_penalty < math.log(9)
 
 
@@ -131,14 +117,13 @@ def fixed_points_are_at_rest(tables: Tables) -> None:
 
 def theories_agree(tables: Tables) -> None:
     for (row,) in tables.values():
-        assert row["tap_log_partition"] < row["naive_log_partition"]
         assert row["tap_mean"] < row["naive_mean"] < 0.1
         assert row["tap_consistent"] == row["truth_consistent"] == 1
 
 
 def states_become_alike(tables: Tables) -> None:
     """More than fixed weights do, and its energy is lower; both stay above the bound -T log 16."""
-    energy, spread = (column(tables["digits"], k, by="rule") for k in ("free_energy", "spread"))
+    energy, spread = (column(tables["ends"], k, by="rule") for k in ("free_energy", "spread"))
     assert -4 * math.log(16) < energy["local rule"] < energy["fixed weights"]
     assert spread["local rule"] < 0.5 * spread["fixed weights"]
 
@@ -157,9 +142,8 @@ def linear_heads_find_the_tree_and_softmax_heads_cannot(tables: Tables) -> None:
 
 def rivals_have_equal_parameters(tables: Tables) -> None:
     parameters = column(tables["summary"], "parameters", by="model")
-    ours = parameters["equilibrium, 32 iterations"]
+    ours = parameters["equilibrium, until it converges"]
     assert parameters["transformer, equal parameters"] == pytest.approx(ours, rel=0.05)
-    assert parameters["one iteration"] == ours
 
 
 def more_is_known_of_half_than_of_a_quarter(tables: Tables) -> None:
@@ -175,9 +159,9 @@ def more_is_known_of_half_than_of_a_quarter(tables: Tables) -> None:
 
 
 def one_block_has_as_many_parameters_repeated(tables: Tables) -> None:
-    once, repeated, three, energy = column(tables["accuracy"], "parameters")
-    assert once == repeated < three / 2 and energy < repeated
-    assert column(tables["iterations"], "iterations") == 2 * [1, 2, 4, 8, 16, 32]
+    once, repeated, three = column(tables["accuracy"], "parameters")
+    assert once == repeated < three / 2
+    assert column(tables["iterations"], "iterations") == [1, 2, 4, 8, 16, 32]
 
 
 def layers_have_similar_sizes_and_converge(tables: Tables) -> None:
@@ -195,7 +179,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "norm_map": ("--dimensions 3 --scales 3 --draws 20", norms_vanish_in_high_dimension),
     "repeated_block": (
-        "--data digits --patch 4 --train-images 128 --test-images 40 --epochs 1 --seeds 1 --energy",
+        "--data digits --patch 4 --train-images 128 --test-images 40 --epochs 1 --seeds 1",
         one_block_has_as_many_parameters_repeated,
     ),
     "one_energy_many_tasks": (
@@ -203,7 +187,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         more_is_known_of_half_than_of_a_quarter,
     ),
     "attractors": (
-        "--images 16 --steps 3 --moves 6 --random-moves 100 --models 1 --ends 4",
+        "--images 16 --steps 3 --moves 6 --random-moves 100 --models 1",
         fixed_points_are_at_rest,
     ),
     "bare_attention": ("--images 200 --steps 60", bare_attention_beats_the_mean),
@@ -225,7 +209,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "gibbs_mixing": ("--sites 9 --colours 3 --chains 200 --sweeps 4", energies_fall),
     # Without spread of the couplings beta_c = 2 artanh(1/2) = 1.0986; the spread adds a little.
     "kinetic_ising": (
-        "--spins 16 --steps 4 --chains 8 --starts 3 --betas 3 --draws 2 --sweep-spins 16",
+        "--spins 16 --steps 4 --chains 8 --betas 3 --draws 2 --sweep-spins 16",
         lambda t: t["turns"][0]["critical_beta"] == pytest.approx(1.1108, abs=1e-3),
     ),
     "sudoku_graph": (  # of the 810 pairs, from boards under random symmetries, after the last step
@@ -234,18 +218,18 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "sudoku_potts": (
         "--clues 50 --boards 3 --steps 20 --train 20 --anneal 60 --source generated",
-        penalty_is_that_of_the_first_head_alone,
+        a_penalty_costs_likelihood,
     ),
     "sudoku_belief": (
         "--clues 50 --boards 3 --fit-steps 10 --train 20 --source generated",
         decimation_on_the_rules_solves_easy_boards,
     ),
     "sudoku_solver": (
-        "--givens 34 30 --boards 3",
+        "--givens 34 30 --boards 3 --animation {folder}.gif",
         lambda t: column(t["solved"], "solved", givens=34)[-1] == 1,
     ),
     "descent": ("--draws 2 --steps 60", steps_come_in_the_order_of_the_rates),
-    "local_learning": ("--epochs 30 --passes 1 --steps 2", states_become_alike),
+    "local_learning": ("--epochs 30 --passes 1", states_become_alike),
     "boltzmann_learning": (
         "--sites 3 --colours 2 --samples 50 2000 --seeds 1 --steps 200",
         all_rules_come_near_the_exact_likelihood,
@@ -259,7 +243,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "easy_to_hard": ("--size 4 --steps 1 --tests 4 --seeds 1", rivals_have_equal_parameters),
     "kinetic_vectors": (  # lengths of means stay below the radius
         "--spins 12 --dim 6 --steps 3 --chains 16",
-        lambda t: all(0 < length < 1 for length in column(t["histories"], "length")),
+        lambda t: all(0 < length < 1 for length in column(t["lengths"], "length")),
     ),
     "spherical_saddle": ("--sites 4 --dim 6 --frames 9", the_root_is_the_minimum),
     "tap_vs_exact": ("--models 2 --ising 4 --potts 3 --strengths 0.25", theories_agree),
@@ -323,19 +307,17 @@ def test_an_experiment(name: str, load: Load, tmp_path: Path) -> None:
 
 
 def test_local_gradients_are_those_of_autograd(load: Load) -> None:
-    """By states and both weights, among held tokens, causal."""
-    energy = load("local_learning").Energy(causal=True)
+    """With respect to the states and the weights, among held tokens."""
+    local = load("local_learning")
     g = seeded()
-    z, h = torch.randn(2, 2, 5, 3, generator=g, dtype=torch.float64)
-    weights = torch.randn(2, 3, 3, generator=g, dtype=torch.float64)
-    inputs = [each.clone().requires_grad_() for each in (z, *weights)]
-    total = z.shape[0] * z.shape[1] * energy.value(inputs[0], h, *inputs[1:])
-    found = energy.by_state(z, h, *weights), *energy.by_weights(z, h, *weights)
-    torch.testing.assert_close(found, torch.autograd.grad(total, inputs))
+    z, h = (torch.randn(2, n, 3, generator=g, dtype=torch.float64) for n in (1, 5))
+    inputs = [each.requires_grad_() for each in (z, torch.randn(3, 3, generator=g).double())]
+    expected = torch.autograd.grad(len(z) * local.energy(inputs[0], h, inputs[1]), inputs)
+    found = local.energy_by_state(z, h, inputs[1]), local.energy_by_weights(z, h, inputs[1])
+    torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("how", ["annealed", "decimated"])
-def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Load) -> None:
+def test_couplings_of_any_scale_solve_boards_with_many_clues(load: Load) -> None:
     """Clues stand, those that contradict each other too; a board without any ends."""
     sudoku, chooser = load("sudoku_potts"), random.Random(0)
     boards = torch.tensor([solve_sudoku([0] * 81, 1, chooser)[0] for _ in range(24)])
@@ -346,20 +328,10 @@ def test_couplings_of_any_scale_solve_boards_with_many_clues(how: str, load: Loa
     puzzles = torch.cat([boards[:6].masked_fill(hidden, 0), torch.zeros(2, 81, dtype=torch.long)])
     puzzles[6, :2] = 5
     for couplings in (sudoku.rules(), sudoku.scaled(learned)):
-        found = getattr(sudoku, how)(couplings, puzzles)
+        found = sudoku.annealed(couplings, puzzles)
         assert solved(found[:6]).all() and ((found == puzzles) | (puzzles == 0)).all()
     with pytest.raises(ValueError, match="repel"):
         sudoku.scaled(-learned)
-
-
-@pytest.mark.slow
-def test_a_board_filling_in_as_an_animation(load: Load, tmp_path: Path) -> None:
-    (puzzle,), (solution,) = unique_puzzles(1, 0)
-    example: Any = load("sudoku_solver")
-    frames = [example.Frame(k, solution, torch.ones(81)) for k in range(1, 5)]
-    example.animate(tmp_path / "a.gif", puzzle, solution, frames)
-    with importlib.import_module("PIL.Image").open(tmp_path / "a.gif") as animation:
-        assert animation.format == "GIF" and animation.n_frames > 1
 
 
 def test_a_wrong_option_ends_the_run(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,19 +361,11 @@ def test_parities_and_runs_by_hand(size: int, marks: tuple[int, int], load: Load
         assert int(rings.difficulty[ring]) == max(map(len, runs))
 
 
-@pytest.fixture
-def rings(load: Load) -> ModuleType:
-    torch.manual_seed(0)
-    return load("easy_to_hard")
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("depth", [1, 3])
-def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, rings: ModuleType) -> None:
-    x = drawn(3, 12, 2)
+def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, load: Load) -> None:
+    rings: Any = load("easy_to_hard")
+    torch.manual_seed(0)
+    x = torch.randn(3, 12, 2, dtype=torch.float64)
     other = x.clone()
     other[:, 0] += 1
     distance = torch.minimum(torch.arange(12), 12 - torch.arange(12))
@@ -512,7 +476,7 @@ def test_graphs_and_conditionals(load: Load, kind: str, edges: int) -> None:
     torch.testing.assert_close(logits[:, 7], expected)
 
 
-def test_precision_and_area(load: Load) -> None:
+def test_the_precision_of_pairs(load: Load) -> None:
     """Scores 6 to 1 of the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3), the first and the third true."""
     couplings = load("couplings")
     scores, edges = torch.zeros(4, 4), torch.zeros(4, 4).bool()
@@ -520,8 +484,6 @@ def test_precision_and_area(load: Load) -> None:
     scores[rows, columns] = torch.arange(6.0).flip(0) + 1
     edges[rows, columns] = torch.tensor([1, 0, 1, 0, 0, 0]).bool()
     assert couplings.contact_precision(scores, edges) == pytest.approx(0.5)
-    false_share, true_share = couplings.roc_curve(scores, edges)
-    assert float(torch.trapezoid(true_share, false_share)) == pytest.approx(7 / 8)
 
 
 def test_the_categorical_jacobian_of_known_couplings(load: Load) -> None:
@@ -555,7 +517,7 @@ def test_two_runs(load: Load, tmp_path: Path) -> None:
     words = ["--runs", *runs, "--images", "2", "--out", str(tmp_path)]
     tables = load("runner").run(load("masked_images").masked_images, words)
     assert [row["seed"] for row in tables["errors"]] == [0] * 6 + [1] * 6
-    assert len(tables["fillings"]) == 5
+    assert len(tables["fillings"]) == 2
     assert (tmp_path / "masked-images" / "masked-images.png").stat().st_size > 10_000
 
 
@@ -565,8 +527,6 @@ def test_the_guesses_of_hidden_pixels(load: Load) -> None:
     shown = train[3:5].clone()
     shown[:, 0, 0, 0] = torch.nan
     assert torch.equal(fill("nearest training image", train, shown), train[3:5])
-    near = fill("nearest visible pixel", train, shown)[:, 0, 0, 0]
-    torch.testing.assert_close(near, (shown[:, 0, 0, 1] + shown[:, 0, 1, 0]) / 2)
     flat: Tensor = train.flatten(1).double()
     mean, c = flat.mean(0), torch.cov(flat.T)
     c = c + 0.01 * c.diagonal().mean() * torch.eye(4).double()
@@ -592,7 +552,7 @@ def test_wrap_your_energy(load: Load, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(done == 100 and after < before for _, _, done, before, after in rows)
 
 
-# The examples ported from torchdeq: the same losses by both libraries, and every engine runs.
+# The models ported from torchdeq.
 
 
 SMALL = {"dim": 16, "heads": 2, "length": 12, "batch": 4}
@@ -601,19 +561,18 @@ SMALL = {"dim": 16, "heads": 2, "length": 12, "batch": 4}
 @pytest.mark.parametrize(
     ("name", "sizes"), [("language", SMALL), ("digits", {"channels": 4, "batch": 8})]
 )
-def test_losses_agree_by_every_engine(name: str, sizes: dict[str, int], load: Load) -> None:
+def test_losses_agree_with_those_of_torchdeq(name: str, sizes: dict[str, int], load: Load) -> None:
     """Twelve steps of training: within 1 % of torchdeq's at each of them, and they fall."""
     example = load("ported_from_torchdeq")
     options = example.Options(steps=12, rate=5e-3)
-    expected, *others = (
-        example.train(name, engine, options, **sizes) for engine in ("torchdeq", "bridge", "ours")
+    expected, found = (
+        example.train(name, engine, options, **sizes) for engine in ("torchdeq", "ours")
     )
     assert sum(expected["losses"][6:]) < sum(expected["losses"][:6])
-    for found in others:
-        assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
-        assert max(found["residuals"]) <= 1e-3
-        assert sum(found["forward"]) <= sum(expected["forward"])
-        assert sum(found["backward"]) <= sum(expected["backward"])
+    assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
+    assert max(found["residuals"]) <= 1e-3
+    assert sum(found["forward"]) <= sum(expected["forward"])
+    assert sum(found["backward"]) <= sum(expected["backward"])
 
 
 # The notebooks run from top to bottom, and their pages show the code that they have now.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,16 +34,7 @@ IMAGES = ImageData(
 )
 
 
-@pytest.fixture(autouse=True)
-def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Examples are imported as if they were run in their folder."""
-    threads, known = torch.get_num_threads(), set(sys.modules)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield
-    torch.set_num_threads(threads)
-    for name in set(sys.modules) - known:
-        if str(EXAMPLES) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("load")
 
 
 def module(name: str) -> Any:
@@ -115,22 +107,14 @@ def test_an_equilibrium_learns_the_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    import os
-    import subprocess
-
     words = "--model block --limit 41 --batch 8 --epochs 1 --test 21 --dim 8 --heads 2 --accelerator cpu"
     root = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     lines = []
     for devices in (1, 2):
         out = tmp_path / str(devices)
-        command = [
-            sys.executable,
-            str(EXAMPLES / "train_images.py"),
-            *words.split(),
-            "--out",
-            str(out),
-        ]
-        subprocess.run([*command, "--devices", str(devices)], env=root, check=True, timeout=400)
+        options = [*words.split(), "--out", str(out), "--devices", str(devices)]
+        command = [sys.executable, str(EXAMPLES / "train_images.py"), *options]
+        subprocess.run(command, env=root, check=True, timeout=400)
         lines.append((out / "history.csv").read_text().splitlines()[1].split(","))
     assert float(lines[0][1]) == pytest.approx(float(lines[1][1]), rel=0.05)  # dropout differs
 
