@@ -66,6 +66,8 @@ class SolverInput:
     rejections: Tensor  # (B,) consecutive rejections of the row, this one included
     problem: Problem  # of the rows that are left
     left: Tensor  # (B,) evaluations that each row may still spend
+    # The solver's answer: (B,) evaluations that it has made itself (products with the Jacobian), if any.
+    products: Tensor | None = None
 
 
 class Solver(ABC):
@@ -84,10 +86,6 @@ class Solver(ABC):
     @abstractmethod
     def step(self, state: Any, inputs: SolverInput) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
-
-    def products(self, state: Any) -> Tensor | None:
-        """(B,) int64 evaluations made beside the loop's (products with the Jacobian), or None."""
-        return None
 
 
 class ExternalSolver(Solver):
@@ -155,8 +153,7 @@ class Loop:
         # With a rule to stop, samples go on up to max_steps.
         self.patience = PATIENCE if options.stop is None else options.max_steps + 1
         self.latest = first.z.detach()  # states of all samples of the caller, for the rule
-        # Rows may make different numbers of evaluations in a turn.
-        self.uneven = type(solver).products is not Solver.products
+        self.uneven = False  # rows may have made different numbers of evaluations
 
     def resume(self, solution: Solution, index: Tensor, failed: Tensor) -> None:
         """Solve the samples ``index`` (n,) of ``solution`` that have ``failed`` (n,) bool from their values.
@@ -318,9 +315,8 @@ class Loop:
         left = torch.where(running, self.options.max_steps - rows.evaluations, 0)
         inputs = SolverInput(self.current, self.trial, accepted, rejections, self.problem, left)
         candidate = self.solver.step(self.state, inputs)
-        products = self.solver.products(self.state)
-        if products is not None:
-            rows.products = torch.where(running, products, rows.products)
+        if inputs.products is not None:
+            rows.products, self.uneven = rows.products + inputs.products * running, True
         if accepted is not None and not self.solver.searches:
             shorter = self.backtracking.step(self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)

@@ -102,7 +102,7 @@ class Rows:
     steps: Tensor  # trials that were accepted
     evaluations: Tensor  # of f, products included
     before: Tensor  # evaluations that an earlier attempt made
-    products: Tensor  # evaluations made by the solver itself, see Solver.products
+    products: Tensor  # evaluations made by the solver itself
     limit: Tensor  # residual norm beyond which the sample diverges
     milestone: Tensor  # best relative residual at the last stall check
     energy_milestone: Tensor  # lowest energy there
