@@ -466,8 +466,7 @@ class Solving:
         weights = constant_weights(problem.modules, problem.weights)
         with weights, without_autocast(start.device.type):
             if isinstance(solver, ExternalSolver):
-                at, most = options.states_at, options.max_steps
-                solution = tried = solver.run(problem, start, options.tolerance, most, at)
+                solution = tried = solver.run(problem, start, options)
             else:
                 with goal.watching():
                     points = [problem.evaluate_first(start)]
