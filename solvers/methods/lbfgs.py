@@ -82,8 +82,7 @@ class LBFGS(Solver):
 
     def step(self, state: LBFGSState, inputs: SolverInput) -> Tensor:
         current, trial, accepted = inputs.current, inputs.trial, inputs.accepted
-        if not state.started:
-            state.started = True
+        if trial is state.point:  # the first evaluation
             return state.candidate()
         factor = None if accepted is None else interpolation(current, trial)
         stored = self._store_pair(state, trial, accepted, factor)
@@ -149,7 +148,6 @@ class LBFGSState:
     point: Evaluation
     direction: Tensor
     length: Tensor
-    started: bool = False  # the first trial has been proposed
 
     def candidate(self) -> Tensor:
         """The next trial (B, D)."""

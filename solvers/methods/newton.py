@@ -64,7 +64,7 @@ class Newton(Solver):
     def step(self, state: NewtonState, inputs: SolverInput) -> Tensor:
         trial = inputs.trial
         moved = torch.ones_like(trial.norm, dtype=torch.bool)
-        if state.started:
+        if trial is not state.base:  # as it is at the first step
             if inputs.accepted is not None:
                 moved = inputs.accepted
             if trial.energy is None:  # which the loop would judge by
@@ -73,7 +73,6 @@ class Newton(Solver):
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
             state.base = merge_rows(moved, trial, state.base)
-        state.started = True
         state.length = torch.where(moved, 1.0, 0.5 * state.length)
         if bool(moved.any()):
             direction = self._direction(state, moved, inputs)
@@ -145,4 +144,3 @@ class NewtonState:
     direction: Tensor  # (B, D) from base
     length: Tensor  # (B,) of the step along it
     forcing: Tensor  # (B,)
-    started: bool = False  # the first step has been proposed
