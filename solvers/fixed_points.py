@@ -164,16 +164,35 @@ def fixed_point(
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
     refuse_shapes(z0)
-    solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
-    adjoint = read_adjoint(adjoint)
-    args = (args,) if isinstance(args, Tensor) else args
-    automatic = solver is None and bounds is None
-    if solver is None:
-        solver = _default_solver(f, energy, bounds)
-    states_at = _check_options(
-        solver, max_steps, f, energy, record, compact, callback, on_failure, states_at, stop
-    )
+    require_callable("f", f)
+    require_callable("energy", energy, optional=True)
+    require_callable("callback", callback, optional=True)
+    require_callable("stop", stop, optional=True)
+    require_count("max_steps", max_steps)
+    require_flag("compact", compact)
+    require_flag("record", record)
     require_flag("verify", verify, optional=True)
+    check_on_failure(on_failure)
+    states_at = require_increasing("states_at", states_at, high=max_steps, what="max_steps")
+    tolerance, adjoint = read_tolerance("tolerance", tolerance), read_adjoint(adjoint)
+    args = (args,) if isinstance(args, Tensor) else args
+    monitored = isinstance(f, EnergyUpdate) or energy is not None
+    minimises = isinstance(f, EnergyUpdate) and energy is None
+    automatic = solver is None and bounds is None
+    solver = read_solver(solver)
+    if solver is None and bounds is not None:
+        solver = GradientDescent("auto") if monitored else Forward()
+    if solver is None:
+        solver = _LBFGS if minimises and getattr(f, "symmetric", False) else _ANDERSON
+    if solver.needs_energy and not minimises:
+        raise ValueError(
+            f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
+            "EnergyUpdate, for example solvers.Descent(energy)"
+        )
+    if isinstance(solver, ExternalSolver) and (energy or record or callback or stop):
+        raise ValueError(
+            f"{solver!r} runs its own loop, without energy, record, callback and stop: remove them"
+        )
     whole = f if require_flag("has_aux", has_aux) else None
     f = f if whole is None else without_aux(f)
     layout = Layout.of(z0, empty=True)
@@ -212,14 +231,6 @@ def fixed_point(
     what = what.replace("fixed-point", "root") if isinstance(f, _Root) else what
     apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
     return _with_aux(solution, whole, args, adjoint)
-
-
-def _default_solver(f: object, energy: object, bounds: object) -> Solver:
-    if bounds is not None:
-        monitored = isinstance(f, EnergyUpdate) or energy is not None
-        return GradientDescent("auto") if monitored else Forward()
-    descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-    return _LBFGS if descends else _ANDERSON
 
 
 class _Value(partial[Any]):
@@ -402,34 +413,6 @@ def _as_trees(solution: Solution, layout: Layout) -> None:
         solution.states = tuple(layout.tree(each.value.clone()) for each in solution.states)
 
 
-def _check_options(
-    solver: Solver, max_steps: int, f: object, energy: object, record: object, compact: object,
-    callback: object, on_failure: str, states_at: Any, stop: object,
-) -> tuple[int, ...]:  # fmt: skip
-    """Check the options and return ``states_at`` as a tuple."""
-    require_callable("f", f)
-    require_callable("energy", energy, optional=True)
-    require_count("max_steps", max_steps)
-    if solver.needs_energy and not (isinstance(f, EnergyUpdate) and energy is None):
-        raise ValueError(
-            f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
-            "EnergyUpdate, for example solvers.Descent(energy)"
-        )
-    require_flag("compact", compact)
-    require_flag("record", record)
-    require_callable("callback", callback, optional=True)
-    require_callable("stop", stop, optional=True)
-    check_on_failure(on_failure)
-    numbers = require_increasing("states_at", states_at, high=max_steps, what="max_steps")
-    given = {"energy": energy is not None, "record": record, "callback": callback, "stop": stop}
-    unknown = [name for name, value in given.items() if value]
-    if isinstance(solver, ExternalSolver) and unknown:
-        raise ValueError(
-            f"{solver!r} runs its own loop and does not support {unknown}: remove them"
-        )
-    return numbers
-
-
 def _check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
     """Check batch sizes, devices and finiteness of the inputs."""
     first = leaves_of(z0)[0]
@@ -466,8 +449,7 @@ class Solving:
         weights = constant_weights(problem.modules, problem.weights)
         with weights, without_autocast(start.device.type):
             if isinstance(solver, ExternalSolver):
-                at, most = options.states_at, options.max_steps
-                solution = tried = solver.run(problem, start, options.tolerance, most, at)
+                solution = tried = solver.run(problem, start, options)
             else:
                 with goal.watching():
                     points = [problem.evaluate_first(start)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_increasing, require_instance
-from solvers.core.loop import ExternalSolver, Solver
+from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, scaled_norm, small_dtype
 from solvers.core.solution import Solution, Status, Tolerance
@@ -61,10 +61,7 @@ class TorchDEQ(ExternalSolver):
                 f"name must be a solver known to torchdeq, got {self.name!r}"
             ) from error
 
-    def run(
-        self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int,
-        states_at: Sequence[int],
-    ) -> Solution:  # fmt: skip
+    def run(self, problem: Problem, start: Tensor, options: Options) -> Solution:
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
         infinite = torch.full_like(scaled_norm(start), torch.inf)
@@ -76,7 +73,7 @@ class TorchDEQ(ExternalSolver):
             """``(1 - tau) z + tau f(z)``, in the dtype of ``z``; f is measured in that of the state."""
             nonlocal best, status, evaluations, finite, count
             running = status == RUNNING
-            if count == max_steps or not bool(running.any()):
+            if count == options.max_steps or not bool(running.any()):
                 raise _Finished
             count += 1
             # A copy, since torchdeq's z is a part of a buffer that it writes again.
@@ -85,7 +82,7 @@ class TorchDEQ(ExternalSolver):
                 own = torch.where(problem.mask, own, start)
             point = problem.evaluate(own)
             finite = point.finite()  # an overflowed f(z) would make any residual look small
-            relative, converged = point.judged(running & finite, tolerance)
+            relative, converged = point.judged(running & finite, options.tolerance)
             better = (running & finite & (relative < best.relative)) | converged
             best = states[count] = best.updated(better, point, relative)
             evaluations = torch.where(running, count, evaluations)
@@ -94,7 +91,7 @@ class TorchDEQ(ExternalSolver):
 
         before = infinite
         # More steps than the budget: the monitored map, not torchdeq, decides when to stop.
-        given = {"max_iter": max_steps + 3, "tol": 0.0, "stop_mode": "rel", **self.options}
+        given = {"max_iter": options.max_steps + 3, "tol": 0.0, "stop_mode": "rel", **self.options}
         while True:
             try:
                 get_solver(self.name)(monitored, best.value.to(small_dtype(start.dtype)), **given)
@@ -110,7 +107,7 @@ class TorchDEQ(ExternalSolver):
         return Solution(
             best.value, status, best.relative, best.norm, steps=evaluations,
             evaluations=evaluations,
-            states=[replace(states.get(number, best)) for number in states_at] or None,
+            states=[replace(states.get(number, best)) for number in options.states_at] or None,
         )  # fmt: skip
 
 

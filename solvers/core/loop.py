@@ -13,7 +13,7 @@ convergence is decided: :meth:`Loop._decide_status`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -35,7 +35,14 @@ from solvers.core.rows import (
     shrinks,
     where_rows,
 )
-from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, Growth, acceptable, rounding
+from solvers.core.safeguard import (
+    MAX_REJECTIONS,
+    Growth,
+    acceptable,
+    count_rejections,
+    fallback_step,
+    rounding,
+)
 from solvers.core.solution import Solution, Status, Tolerance, Trace
 
 
@@ -66,6 +73,8 @@ class SolverInput:
     rejections: Tensor  # (B,) consecutive rejections of the row, this one included
     problem: Problem  # of the rows that are left
     left: Tensor  # (B,) evaluations that each row may still spend
+    # The solver's answer: (B,) evaluations that it has made itself (products with the Jacobian), if any.
+    products: Tensor | None = None
 
 
 class Solver(ABC):
@@ -85,24 +94,13 @@ class Solver(ABC):
     def step(self, state: Any, inputs: SolverInput) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
 
-    def products(self, state: Any) -> Tensor | None:
-        """(B,) int64 evaluations made beside the loop's (products with the Jacobian), or None."""
-        return None
-
 
 class ExternalSolver(Solver):
     """A solver with a loop of its own; it reports what it did as a :class:`solvers.Solution`."""
 
     @abstractmethod
-    def run(
-        self,
-        problem: Problem,
-        start: Tensor,
-        tolerance: Tolerance,
-        max_steps: int,
-        states_at: Sequence[int],
-    ) -> Solution:
-        """Solve from ``start`` (B, D); with ``states`` after these numbers of evaluations, if any."""
+    def run(self, problem: Problem, start: Tensor, options: Options) -> Solution:
+        """Solve from ``start`` (B, D), noting the states that are asked for and nothing else."""
 
     def init(self, point: Evaluation, problem: Problem) -> Any:
         raise TypeError(f"{type(self).__name__} has its own loop and cannot be stepped")
@@ -134,47 +132,37 @@ class Loop:
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
         self.state: Any = None  # the solver's, which may be None for good
         self.finished: list[Rows] = []  # of samples that have left the batch
-        self.backtracking = Backtracking.start(first.norm)
         self.recovering = False  # some row was rejected at the last turn
         # Where an energy may be unbounded below.
         self.growth = None if first.energy is None else Growth.start(first)
         energy = None if first.energy is None else torch.full_like(first.energy, torch.nan)
         infinite = torch.full_like(first.norm, torch.inf)
-        none = torch.zeros_like(first.norm, dtype=torch.int64)
-        self.rows = Rows(
-            index=torch.arange(len(none), device=none.device),
-            best=Best(first.z, infinite, infinite, energy),
-            status=none + RUNNING,
-            steps=none, evaluations=none, before=none, products=none,
-            limit=DIVERGENCE * torch.maximum(first.norm, first.reference),
-            milestone=infinite,
-            energy_milestone=infinite,
-        )  # fmt: skip
+        status = torch.full_like(first.norm, RUNNING, dtype=torch.int64)
+        self.rows = Rows.start(Best(first.z, infinite, infinite, energy), status)
+        self.rows.limit = DIVERGENCE * torch.maximum(first.norm, first.reference)
         self.trace: Trace | None = None
         self.states: dict[int, Best] = {}  # of all samples, after numbers of evaluations
         # With a rule to stop, samples go on up to max_steps.
         self.patience = PATIENCE if options.stop is None else options.max_steps + 1
         self.latest = first.z.detach()  # states of all samples of the caller, for the rule
-        # Rows may make different numbers of evaluations in a turn.
-        self.uneven = type(solver).products is not Solver.products
+        self.uneven = False  # rows may have made different numbers of evaluations
 
     def resume(self, solution: Solution, index: Tensor, failed: Tensor) -> None:
         """Solve the samples ``index`` (n,) of ``solution`` that have ``failed`` (n,) bool from their values.
 
         They go on counting their evaluations. An iterate at a higher energy is never a better one.
         """
-        none, spent = torch.zeros_like(solution.status), solution.evaluations
-        energy, infinite = solution.energy, torch.full_like(solution.residual, torch.inf)
-        whole = Rows(
-            index=torch.arange(len(none), device=none.device),
-            best=Best(solution.value, solution.residual, solution.residual_norm, energy),
-            status=solution.status, steps=solution.steps, evaluations=spent,
+        energy, spent = solution.energy, solution.evaluations
+        best = Best(solution.value, solution.residual, solution.residual_norm, energy)
+        whole = replace(
+            Rows.start(best, solution.status),
+            steps=solution.steps,
+            evaluations=spent,
             # In a batch that stays whole each sample has been in all evaluations.
             before=spent if self.problem.compact else spent.max().expand_as(spent),
-            products=none, limit=infinite, milestone=infinite, energy_milestone=infinite,
             ceiling=None if energy is None else energy + NOISE * rounding(energy),
-        )  # fmt: skip
-        others = torch.ones_like(none, dtype=torch.bool).index_fill(0, index, False)
+        )
+        others = torch.ones_like(spent, dtype=torch.bool).index_fill(0, index, False)
         self.finished = [select_rows(whole, torch.nonzero(others).flatten())]
         limit, self.rows = self.rows.limit, select_rows(whole, index)
         self.rows.status, self.rows.limit = self.rows.status.where(~failed, RUNNING), limit
@@ -294,7 +282,7 @@ class Loop:
 
         The very first point has nothing to fall back on.
         """
-        trial, rejections = self.trial, self.backtracking.rejections
+        trial, rejections = self.trial, self.rows.rejections
         rejected = ~accepted & (status == RUNNING)
         tried = MAX_REJECTIONS if count > 1 else 0
         hopeless = rejected & (rejections >= tried)
@@ -312,17 +300,16 @@ class Loop:
             self.state = self.solver.init(self.current, self.problem)
         rows, accepted = self.rows, self.accepted
         if accepted is not None or self.recovering:
-            self.backtracking.note(accepted)
+            count_rejections(rows, accepted)
         self.recovering = accepted is not None
-        running, rejections = rows.status == RUNNING, self.backtracking.rejections
+        running, problem = rows.status == RUNNING, self.problem
         left = torch.where(running, self.options.max_steps - rows.evaluations, 0)
-        inputs = SolverInput(self.current, self.trial, accepted, rejections, self.problem, left)
+        inputs = SolverInput(self.current, self.trial, accepted, rows.rejections, problem, left)
         candidate = self.solver.step(self.state, inputs)
-        products = self.solver.products(self.state)
-        if products is not None:
-            rows.products = torch.where(running, products, rows.products)
+        if inputs.products is not None:
+            rows.products, self.uneven = rows.products + inputs.products * running, True
         if accepted is not None and not self.solver.searches:
-            shorter = self.backtracking.step(self.current, self.trial)
+            shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
         if self.problem.traced:  # no sample leaves the batch: those that have ended stand still
             candidate = where_rows(running, candidate, self.current.z)
@@ -334,7 +321,7 @@ class Loop:
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
         self.problem = self.problem.rows(stay, ended.numel())
         taken = self.trial is self.current
-        names = ("rows", "backtracking", "growth", "trial", "current", "accepted", "state")
+        names = ("rows", "growth", "trial", "current", "accepted", "state")
         for name in names:
             setattr(self, name, select_rows(getattr(self, name), stay))
         self.current = self.trial if taken else self.current

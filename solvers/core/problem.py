@@ -117,7 +117,10 @@ class Descent(EnergyUpdate):
             ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
-            parts = gradients(value.sum(), points, create_graph=outer)
+            parts: Any = [None] * len(points)
+            if value.requires_grad:
+                total, options = value.sum(), {"create_graph": outer, "allow_unused": True}
+                parts = torch.autograd.grad(total, points, **options)
         if all(part is None for part in parts):
             raise ValueError(
                 "energy must be a differentiable function of z, got a result without a graph"

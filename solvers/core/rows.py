@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from solvers.core.cuda import on_cuda
 from solvers.core.solution import Status, Tolerance
@@ -102,12 +103,24 @@ class Rows:
     steps: Tensor  # trials that were accepted
     evaluations: Tensor  # of f, products included
     before: Tensor  # evaluations that an earlier attempt made
-    products: Tensor  # evaluations made by the solver itself, see Solver.products
+    products: Tensor  # evaluations made by the solver itself
+    rejections: Tensor  # consecutive trials that were rejected
+    scale: Tensor  # t of the fall-back step z + t (f(z) - z)
     limit: Tensor  # residual norm beyond which the sample diverges
     milestone: Tensor  # best relative residual at the last stall check
     energy_milestone: Tensor  # lowest energy there
     # Highest energy of a better iterate, in a second attempt; None: energies decide on acceptance.
     ceiling: Tensor | None = None
+
+    @classmethod
+    def start(cls, best: Best, status: Tensor) -> Rows:
+        """The rows of a whole batch before its first evaluation."""
+        index = torch.arange(len(status), device=status.device)
+        none, infinite = torch.zeros_like(status), torch.full_like(best.norm, torch.inf)
+        scale = torch.ones_like(best.norm)
+        return cls(
+            index, best, status, none, none, none, none, none, scale, infinite, infinite, infinite
+        )
 
     def at(self, count: int) -> Tensor:
         """(n,) evaluations of each row after so many turns of the loop."""
@@ -253,19 +266,44 @@ def combine(start: Tensor, weights: Tensor, basis: Tensor, sign: int = 1) -> Ten
     return torch.baddbmm(start.unsqueeze(1), weights, basis, alpha=sign).squeeze(1)
 
 
-def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:
-    """``buffer[:, slot] = value``; a new buffer where autograd records (unrolled solves)."""
-    buffer = buffer.clone() if torch.is_grad_enabled() else buffer
-    buffer[:, slot] = value
-    return buffer
+@dataclass
+class History:
+    """Vectors of the last steps and their inner products; the newest ones overwrite the oldest.
 
-
-def write_symmetric(gram: Tensor, slot: int, row: Tensor) -> Tensor:
-    """Write row (B, k) into row and column ``slot`` of gram (B, m, m).
-
-    Returns gram, or a changed copy where autograd records (unrolled solves).
+    The storage grows with the number of steps.
     """
-    filled = row.shape[1]
-    gram = gram.clone() if torch.is_grad_enabled() else gram
-    gram[:, slot, :filled] = gram[:, :filled, slot] = row
-    return gram
+
+    memory: int  # vectors that are kept
+    vectors: Tensor  # (B, k, D)
+    gram: Tensor  # (B, k, k) inner products, in float32 or wider
+    count: int = 0  # vectors written so far
+
+    @classmethod
+    def empty(cls, like: Tensor, memory: int, capacity: int) -> History:
+        """For vectors (B, D) like this one, with storage for ``capacity`` of them at first."""
+        (batch, size), capacity = like.shape, min(capacity, memory)
+        gram = like.new_zeros(batch, capacity, capacity, dtype=small_dtype(like.dtype))
+        return cls(memory, like.new_zeros(batch, capacity, size), gram)
+
+    @property
+    def filled(self) -> int:
+        """Slots in use."""
+        return min(self.count, self.memory)
+
+    def write(self, *new: Tensor) -> None:
+        """Write vectors (B, D) in the next slots, with their inner products."""
+        slot, capacity = self.count % self.memory, self.vectors.shape[1]
+        if slot >= capacity:
+            extra = min(capacity, self.memory - capacity)
+            self.vectors = pad(self.vectors, (0, 0, 0, extra))
+            self.gram = pad(self.gram, (0, extra, 0, extra))
+        elif torch.is_grad_enabled():  # an unrolled solve has recorded these
+            self.vectors, self.gram = self.vectors.clone(), self.gram.clone()
+        self.count += len(new)
+        own, filled = slice(slot, slot + len(new)), self.filled
+        for place, vector in enumerate(new):
+            self.vectors[:, slot + place] = vector
+        basis = self.vectors[:, :filled].to(self.gram.dtype)
+        rows = torch.bmm(basis[:, own], basis.mT)
+        self.gram[:, own, :filled] = rows
+        self.gram[:, :filled, own] = rows.mT

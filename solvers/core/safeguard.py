@@ -7,41 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.rows import Evaluation, small_dtype
+from solvers.core.rows import Evaluation, Rows, small_dtype
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 SHORTEST = 0.1  # least factor by which one interpolation shortens a step
 MAX_REJECTIONS = 40  # consecutive rejections after which a row gives up
 
 
-@dataclass
-class Backtracking:
-    """The fall-back step ``z + t (f(z) - z)`` of every row."""
+def count_rejections(rows: Rows, accepted: Tensor | None) -> None:
+    """Count the consecutive rejections of every row; None: every row was accepted."""
+    if accepted is None:
+        accepted = torch.ones_like(rows.rejections, dtype=torch.bool)
+    recovered = accepted & (rows.rejections > 0)
+    rows.scale = torch.where(recovered, (2 * rows.scale).clamp_max(1.0), rows.scale)
+    rows.rejections = torch.where(accepted, 0, rows.rejections + 1)
 
-    scale: Tensor  # (B,) t
-    rejections: Tensor  # (B,) consecutive ones
 
-    @classmethod
-    def start(cls, norm: Tensor) -> Backtracking:
-        return cls(torch.ones_like(norm), torch.zeros_like(norm, dtype=torch.int64))
+def fallback_step(rows: Rows, current: Evaluation, trial: Evaluation) -> Tensor:
+    """The point ``z + t (f(z) - z)`` of every row, after ``trial`` was counted as rejected.
 
-    def note(self, accepted: Tensor | None) -> None:
-        """Count consecutive rejections; None: every row was accepted."""
-        if accepted is None:
-            accepted = torch.ones_like(self.rejections, dtype=torch.bool)
-        recovered = accepted & (self.rejections > 0)
-        self.scale = torch.where(recovered, (2 * self.scale).clamp_max(1.0), self.scale)
-        self.rejections = torch.where(accepted, 0, self.rejections + 1)
-
-    def step(self, current: Evaluation, trial: Evaluation) -> Tensor:
-        """Fall-back steps from ``current``, after ``trial`` was noted as rejected.
-
-        After the first rejection t is 1, or the last t that was accepted; then it shrinks, by
-        interpolation of the energy or by half.
-        """
-        shorter = self.scale * interpolation(current, trial, cubic=False)
-        self.scale = torch.where(self.rejections > 1, shorter, self.scale)
-        return current.z + self.scale[:, None].to(current.z.dtype) * current.residual
+    After the first rejection t is 1, or the last t that was accepted; then it shrinks, by
+    interpolation of the energy or by half.
+    """
+    shorter = rows.scale * interpolation(current, trial, cubic=False)
+    rows.scale = torch.where(rows.rejections > 1, shorter, rows.scale)
+    return current.z + rows.scale[:, None].to(current.z.dtype) * current.residual
 
 
 def acceptable(

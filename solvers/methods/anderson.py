@@ -20,7 +20,6 @@ from solvers.core.rows import (
     inner_products,
     small_dtype,
     where_rows,
-    write_symmetric,
 )
 
 
@@ -86,7 +85,8 @@ class Anderson(Solver):
             state.remember((current.z - last.z).add(change, alpha=self.damping), change)
             row, slot = state.products(change), state.newest
             ridge, tiny = self.ridge(row.dtype)
-            state.gram = write_symmetric(state.gram, slot, row)
+            state.gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
+            state.gram[:, slot, : state.filled] = state.gram[:, : state.filled, slot] = row
             state.gram[:, slot, slot] = row[:, slot] * ridge + tiny
         if inputs.accepted is not None:
             state.forget(~inputs.accepted)

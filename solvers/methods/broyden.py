@@ -6,20 +6,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     Evaluation,
+    History,
     clear_rows,
     combine,
     inner_products,
-    small_dtype,
     where_rows,
-    write_slot,
-    write_symmetric,
 )
 
 FIRST_CAPACITY = 8  # vectors that the storage holds at first
@@ -56,18 +53,12 @@ class Broyden(Solver):
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
     def init(self, point: Evaluation, problem: Problem) -> BroydenState:
-        batch, size = point.z.shape
-        capacity = min(FIRST_CAPACITY, self.memory)
-        dtype = small_dtype(point.z.dtype)
-        return BroydenState(
-            units=point.z.new_zeros(batch, capacity, size),
-            lengths=torch.zeros(batch, capacity, dtype=dtype, device=point.z.device),
-            gram=torch.zeros(batch, capacity, capacity, dtype=dtype, device=point.z.device),
-        )
+        units = History.empty(point.z, self.memory, FIRST_CAPACITY)
+        return BroydenState(units, lengths=units.gram[:, :0, 0])
 
     def step(self, state: BroydenState, inputs: SolverInput) -> Tensor:
-        if state.count >= self.memory:
-            state.count = 0
+        if state.units.count >= self.memory:
+            state.units.count = 0
         current = inputs.current
         if state.replaced is not None:
             # The loop moved these rows by a fall-back step, which has no secant pair.
@@ -77,14 +68,17 @@ class Broyden(Solver):
             state.replaced = ~inputs.accepted
             state.restart(state.replaced)
         start = current.residual if self.damping == 1.0 else self.damping * current.residual
-        step = start if state.count == 0 else self._step(state, start)
-        self._append(state, step)
+        step = start if state.units.count == 0 else self._step(state, start)
+        length = torch.linalg.vector_norm(step, dim=1, dtype=state.lengths.dtype)
+        tiny = torch.finfo(length.dtype).tiny
+        state.lengths = torch.cat((state.lengths[:, : state.units.count], length[:, None]), 1)
+        state.units.write(step / length.clamp_min(tiny).to(step.dtype)[:, None])
         return current.z + step
 
     def _step(self, state: BroydenState, start: Tensor) -> Tensor:
         """Apply the product form to ``start`` = -B_0^-1 r."""
-        count = state.count
-        units, lengths = state.units[:, :count], state.lengths[:, :count]
+        count = state.units.count
+        units, lengths = state.units.vectors[:, :count], state.lengths[:, :count]
         along = inner_products(units, start)  # (B, k): s_j . p_0 / |s_j|
         last = along[:, -1]
         product = start
@@ -92,7 +86,7 @@ class Broyden(Solver):
             weights = self._weights(state, along[:, :-1], lengths)
             tail = units[:, 1:]
             product = combine(start, weights, tail)
-            last = last + (weights * state.gram[:, count - 1, 1:count]).sum(1)
+            last = last + (weights * state.units.gram[:, count - 1, 1:count]).sum(1)
         # 1 - s.p / |s|^2 for the newest step; zero lengths mark a restarted row.
         newest = lengths[:, -1]
         safe = torch.where(newest > 0, newest, 1.0)
@@ -110,42 +104,24 @@ class Broyden(Solver):
         before, after = lengths[:, :-1], lengths[:, 1:]
         alive = (before > 0) & (after > 0)
         inverse_ratio = torch.where(alive, before / torch.where(alive, after, 1.0), 1.0)
-        coupling = state.gram[:, :count, 1 : count + 1].tril(-1)
+        coupling = state.units.gram[:, :count, 1 : count + 1].tril(-1)
         system = torch.diag_embed(inverse_ratio) - coupling
         right = torch.where(alive, along, 0.0).unsqueeze(2)
         weights = torch.linalg.solve_triangular(system, right, upper=False).squeeze(2)
         return torch.where(alive, weights, 0.0)
 
-    def _append(self, state: BroydenState, step: Tensor) -> None:
-        capacity = state.units.shape[1]
-        if state.count == capacity:
-            extra = min(capacity, self.memory - capacity)
-            state.units = pad(state.units, (0, 0, 0, extra))
-            state.lengths = pad(state.lengths, (0, extra))
-            state.gram = pad(state.gram, (0, extra, 0, extra))
-        length = torch.linalg.vector_norm(step, dim=1, dtype=state.lengths.dtype)
-        unit = step / length.clamp_min(torch.finfo(length.dtype).tiny).to(step.dtype).unsqueeze(1)
-        slot = state.count
-        state.count += 1
-        state.units = write_slot(state.units, slot, unit)
-        state.lengths = write_slot(state.lengths, slot, length)
-        row = inner_products(state.units[:, : state.count], unit)
-        state.gram = write_symmetric(state.gram, slot, row)
-
 
 @dataclass
 class BroydenState:
-    """Previous steps as unit vectors with their lengths and Gram matrix."""
+    """Previous steps as unit vectors with their lengths."""
 
-    units: Tensor  # (B, k, D) steps as unit vectors
+    units: History
     lengths: Tensor  # (B, k) of the steps
-    gram: Tensor  # (B, k, k) of the unit vectors
     # (B,) bool, rows whose last candidate the loop replaced by a safer one.
     replaced: Tensor | None = None
-    count: int = 0
 
     def restart(self, rows: Tensor) -> None:
         """Discard the history of some rows (B,) bool."""
-        self.units = clear_rows(self.units, rows)
         self.lengths = clear_rows(self.lengths, rows)
-        self.gram = clear_rows(self.gram, rows)
+        self.units.vectors = clear_rows(self.units.vectors, rows)
+        self.units.gram = clear_rows(self.units.gram, rows)

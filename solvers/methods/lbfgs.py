@@ -7,18 +7,17 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from solvers.core.checks import require_count
 from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     Evaluation,
+    History,
     combine,
     inner_products,
     small_dtype,
     where_rows,
-    write_slot,
 )
 from solvers.core.safeguard import SHORTEST, interpolation, slope_of
 
@@ -66,20 +65,15 @@ class LBFGS(Solver):
             require_count("memory", self.memory)
 
     def init(self, point: Evaluation, problem: Problem) -> LBFGSState:
-        batch, size = point.z.shape
-        memory = self.memory or (MORE_PAIRS if size <= SMALL else PAIRS)
-        capacity = min(memory, FIRST_CAPACITY)
+        memory = self.memory or (MORE_PAIRS if point.z.shape[1] <= SMALL else PAIRS)
         dtype = small_dtype(point.z.dtype)
-        small = {"dtype": dtype, "device": point.z.device}
         gradient = _gradient(point)
         # The residual r = f(z) - z sets the first scale: r = -gamma g for a gradient step.
         squares = (gradient * gradient).sum(1, dtype=dtype)
         along = -(point.residual * gradient).sum(1, dtype=dtype)
         gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
         return LBFGSState(
-            memory=memory,
-            pairs=point.z.new_zeros(batch, 2 * capacity, size),
-            products=torch.zeros(batch, 2 * capacity, 2 * capacity, **small),
+            pairs=History.empty(point.z, 2 * memory, 2 * FIRST_CAPACITY),
             gamma=gamma,
             point=point,
             direction=point.residual,
@@ -88,8 +82,7 @@ class LBFGS(Solver):
 
     def step(self, state: LBFGSState, inputs: SolverInput) -> Tensor:
         current, trial, accepted = inputs.current, inputs.trial, inputs.accepted
-        if not state.started:
-            state.started = True
+        if trial is state.point:  # the first evaluation
             return state.candidate()
         factor = None if accepted is None else interpolation(current, trial)
         stored = self._store_pair(state, trial, accepted, factor)
@@ -120,7 +113,7 @@ class LBFGS(Solver):
         scale = torch.where(good, along, 1.0).rsqrt().to(s.dtype).unsqueeze(1)
         if not bool(good.all()):
             s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
-        state.write(s * scale, y * scale)
+        state.pairs.write(s * scale, y * scale)
         safe = torch.where(good, changes, 1.0)
         # After non-positive curvature along an accepted step, the next step is longer.
         longer = 2.0 if accepted is None else torch.where(accepted, 2.0, 1.0)
@@ -129,12 +122,11 @@ class LBFGS(Solver):
 
     def _direction(self, state: LBFGSState, gradient: Tensor) -> Tensor:
         """Return ``-H g``, or ``-gamma g`` in rows where rounding makes it no descent direction."""
-        filled = 2 * state.filled
-        gamma = state.gamma.unsqueeze(1)
-        pairs = state.pairs[:, :filled]
+        filled, gamma = state.pairs.filled, state.gamma.unsqueeze(1)
+        pairs = state.pairs.vectors[:, :filled]
         along = inner_products(pairs, gradient)
         upper = state.upper_triangle()
-        changes = state.products[:, 1:filled:2, 1:filled:2]
+        changes = state.pairs.gram[:, 1:filled:2, 1:filled:2]
         w = torch.linalg.solve_ex(upper, along[:, 0::2])[0]
         right = w + gamma * (torch.bmm(changes, w.unsqueeze(2)).squeeze(2) - along[:, 1::2])
         u = torch.linalg.solve_ex(upper.mT, right)[0]
@@ -151,49 +143,23 @@ class LBFGS(Solver):
 class LBFGSState:
     """The pairs, and the line search: the last trial was ``point.z + length direction``."""
 
-    memory: int  # pairs that are kept at most
-    pairs: Tensor  # (B, 2m, D) s, y, s, y, ..., a ring buffer that grows
-    products: Tensor  # (B, 2m, 2m) inner products of the pairs
+    pairs: History  # s, y, s, y, ...
     gamma: Tensor  # (B,) scale of the initial inverse Hessian
     point: Evaluation
     direction: Tensor
     length: Tensor
-    count: int = 0  # pairs made so far
-    started: bool = False  # the first trial has been proposed
-
-    @property
-    def filled(self) -> int:
-        """Slots in use."""
-        return min(self.count, self.memory)
 
     def candidate(self) -> Tensor:
         """The next trial (B, D)."""
         return self.point.z + self.length.to(self.point.z.dtype).unsqueeze(1) * self.direction
 
-    def write(self, s: Tensor, y: Tensor) -> None:
-        """Write a pair of every row over the oldest one and compute its products."""
-        slot = 2 * (self.count % self.memory)
-        if slot >= self.pairs.shape[1]:
-            extra = min(slot, 2 * self.memory - slot)
-            self.pairs = pad(self.pairs, (0, 0, 0, extra))
-            self.products = pad(self.products, (0, extra, 0, extra))
-        self.count += 1
-        self.pairs = write_slot(write_slot(self.pairs, slot, s), slot + 1, y)
-        products = self.products.clone() if torch.is_grad_enabled() else self.products
-        own, filled = slice(slot, slot + 2), 2 * self.filled
-        basis = self.pairs[:, :filled].to(products.dtype)
-        rows = torch.bmm(basis[:, own], basis.mT)
-        products[:, own, :filled] = rows
-        products[:, :filled, own] = rows.mT
-        self.products = products
-
     def upper_triangle(self) -> Tensor:
         """R (B, m, m): s_i.y_j where i is not younger than j, unit diagonal in empty slots."""
-        filled = self.filled
-        slots = torch.arange(filled, device=self.products.device)
-        age = (self.count - 1 - slots) % self.memory  # 0 for the newest
+        pairs, filled = self.pairs, self.pairs.filled
+        slots = torch.arange(filled // 2, device=pairs.gram.device)
+        age = (pairs.count // 2 - 1 - slots) % (pairs.memory // 2)  # 0 for the newest
         older = age[:, None] >= age[None, :]
-        upper = torch.where(older, self.products[:, 0 : 2 * filled : 2, 1 : 2 * filled : 2], 0.0)
+        upper = torch.where(older, pairs.gram[:, 0:filled:2, 1:filled:2], 0.0)
         empty = torch.diag_embed((upper.diagonal(dim1=1, dim2=2) == 0).to(upper.dtype))
         return upper + empty
 

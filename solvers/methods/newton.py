@@ -59,13 +59,12 @@ class Newton(Solver):
             direction=torch.zeros_like(point.z),
             length=torch.ones_like(point.norm),
             forcing=torch.full_like(point.norm, self.forcing),
-            products=torch.zeros_like(point.norm, dtype=torch.int64),
         )
 
     def step(self, state: NewtonState, inputs: SolverInput) -> Tensor:
         trial = inputs.trial
         moved = torch.ones_like(trial.norm, dtype=torch.bool)
-        if state.started:
+        if trial is not state.base:  # as it is at the first step
             if inputs.accepted is not None:
                 moved = inputs.accepted
             if trial.energy is None:  # which the loop would judge by
@@ -74,15 +73,11 @@ class Newton(Solver):
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
             state.base = merge_rows(moved, trial, state.base)
-        state.started = True
         state.length = torch.where(moved, 1.0, 0.5 * state.length)
         if bool(moved.any()):
             direction = self._direction(state, moved, inputs)
             state.direction = where_rows(moved, direction, state.direction)
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
-
-    def products(self, state: NewtonState) -> Tensor:
-        return state.products
 
     def _direction(self, state: NewtonState, rows: Tensor, inputs: SolverInput) -> Tensor:
         """Solve ``(I - J) s = r`` inexactly in ``rows``, within the remaining evaluations."""
@@ -105,10 +100,11 @@ class Newton(Solver):
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
             spent = (used + self.recordings) * wanted[index]
+            inputs.products = torch.zeros_like(left)
             if problem.compact:
-                state.products = state.products.index_add(0, index, spent)
+                inputs.products = inputs.products.index_add(0, index, spent)
             else:
-                state.products = state.products + spent.amax()
+                inputs.products += spent.amax()
         return step
 
     def _product(self, problem: Problem, point: Evaluation) -> JacobianProduct:
@@ -148,5 +144,3 @@ class NewtonState:
     direction: Tensor  # (B, D) from base
     length: Tensor  # (B,) of the step along it
     forcing: Tensor  # (B,)
-    products: Tensor  # (B,) with J, and for each direction the evaluation behind them
-    started: bool = False  # the first step has been proposed
