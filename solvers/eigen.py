@@ -21,7 +21,7 @@ from solvers.core.checks import (
     require_number,
 )
 from solvers.core.context import constant_weights, modules_of
-from solvers.core.layout import Layout, check_args, take
+from solvers.core.layout import Layout, check_args, check_like, take
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -88,11 +88,8 @@ class Linearization:
 
     def _vector(self, output: Any) -> Tensor:
         """Check that the ``output`` of ``f`` is like z; as a matrix (B, D)."""
-        leaves, spec = pytree.tree_flatten(self.layout.ordered(output))
-        came = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in leaves]
-        wanted = [(self.batch, *shape) for shape in self.layout.shapes]
-        if spec != self.layout.spec or came != wanted:
-            raise ValueError(f"f must return a state like z, shapes {wanted}, got {came}, {spec}")
+        output = self.layout.ordered(output)
+        check_like(output, self.z, "f(z)", "z", cast=True)
         return self.layout.vector(output)
 
     def dense(self) -> Tensor:
