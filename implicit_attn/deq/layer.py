@@ -290,19 +290,7 @@ class DEQ(nn.Module):
         those of :meth:`jacobian_penalty`, ``options`` and errors those of :func:`solvers.spectral_radius`.
         """
         f, args = self._equation(x, mask, z)
-        if mask is None:
-            return solvers.spectral_radius(f, z, args, **options)
-        layout = Layout.of(z)
-        vector, tree = layout.vector, layout.tree
-
-        def held(z: Any, x: Any, mask: Tensor, seeds: Tensor | None = None) -> Any:
-            """The map with masked tokens constant: their rows and columns of the Jacobian are zero."""
-            flat = vector(z)
-            keep = layout.mask_vector(mask, flat)
-            image = f(tree(torch.where(keep, flat, flat.detach())), x, mask, seeds)
-            return tree(torch.where(keep, vector(image), 0))
-
-        return solvers.spectral_radius(held, z, args, **options)
+        return solvers.spectral_radius(f, z, args, mask=mask, **options)
 
     def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the map and its inputs ``f(z, *args)`` of the latest solve."""
