@@ -97,10 +97,7 @@ class EncoderLayer(nn.Module):
         tokens, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        solution = self.deq.solve(x, mask, **self._options(tokens, x, mask, is_causal, options))
-        if self.last is not None and not in_transform():
-            solution.evaluations = self.last.evaluations  # those before the solve, too
-        return solution
+        return self.deq.solve(x, mask, **self._options(tokens, x, mask, is_causal, options))
 
     def _options(
         self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]

@@ -11,7 +11,6 @@ import numpy
 import torch
 from torch import Tensor
 from torch.func import vjp
-from torch.utils import _pytree as pytree
 
 from solvers.core.checks import (
     require_callable,
@@ -20,8 +19,8 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
-from solvers.core.context import constant_weights, modules_of
-from solvers.core.layout import Layout, check_args, take
+from solvers.core.context import constant_weights
+from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -29,7 +28,7 @@ from solvers.core.modes import (
     recording,
     twice_differentiable,
 )
-from solvers.core.problem import JacobianProduct, gradients, pullback
+from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
 from solvers.core.rows import small_dtype
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.core.telling import reduce_error
@@ -38,77 +37,77 @@ from solvers.core.validate import check_energy
 
 @dataclass
 class Linearization:
-    """``J`` at a state ``z`` of B samples with D unknowns; :func:`solvers.spectrum` has the arguments."""
+    """``J`` at B samples with D unknowns; :func:`solvers.spectrum` has the arguments."""
 
-    f: Callable[..., Any]
-    z: Any
-    args: tuple[Any, ...]
     kind: str
+    problem: Problem
+    z: Tensor  # (B, D)
 
-    def __post_init__(self) -> None:
-        require_callable("f", self.f)
-        require_choice("kind", self.kind, ("map", "energy", "product"))
-        self.layout, first = Layout.of(self.z, "z"), pytree.tree_leaves(self.z)[0]
-        self.size = sum(shape.numel() for shape in self.layout.shapes)
-        self.batch, self.device = len(first), first.device
-        check_args(self.args, self.batch, self.device, "z", "f")
-        self.eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
+    @classmethod
+    def at(
+        cls, f: Callable[..., Any], z: Any, args: tuple[Any, ...], kind: str, mask: Any = None
+    ) -> Linearization:
+        """Check the arguments."""
+        require_callable("f", f)
+        require_choice("kind", kind, ("map", "energy", "product"))
+        layout, first = Layout.of(z, "z"), leaves_of(z)[0]
+        check_args(args, len(first), first.device, "z", "f")
+        return cls(kind, Problem.of(f, None, z, args, mask, True, layout), layout.vector(z))
+
+    @property
+    def eps(self) -> float:
+        return max(torch.finfo(dtype).eps for dtype in self.problem.layout.dtypes)
 
     def sample(self, number: int) -> Linearization:
         """The linearisation of one sample."""
-        index = torch.tensor([number], device=self.device)
-        z, args = take((self.z, self.args), index, self.batch)
-        return replace(self, z=z, args=args)
+        index = torch.tensor([number], device=self.z.device)
+        return replace(self, z=self.z[index], problem=self.problem.rows(index, len(self.z)))
 
     def product(self, *, create_graph: bool = False) -> JacobianProduct:
         """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D); with a graph on request."""
-        layout, tree = self.layout, self.layout.tree
+        product, keep = self._product(create_graph), self.problem.mask
+        # Masked coordinates are constant, so that their rows and columns are zero.
+        return product if keep is None else lambda v: torch.where(keep, product(v * keep), 0)
+
+    def _product(self, create_graph: bool) -> JacobianProduct:
+        problem, f, tree = self.problem, self.problem.f, self.problem.layout.tree
         if self.kind == "product":
-            z = pytree.tree_map(Tensor.detach, self.z)
-            return lambda v: self._vector(self.f(z, tree(v), *self.args))
-        weights = constant_weights(modules_of(self.f), repeated=True)
+            z = tree(self.z.detach())
+            return replace(problem, f=lambda v, *args: f(z, v, *args)).image
+        weights = constant_weights(problem.modules, repeated=True)
         # Neither a compiled function nor fused attention can be differentiated twice.
         with recording(), weights, twice_differentiable():
-            point, args = layout.vector(ordinary(self.z)), ordinary(self.args)
+            problem, point = replace(problem, args=ordinary(problem.args)), ordinary(self.z)
             if in_transform():  # whose tensors know no nested autograd.grad
-                pull = vjp(lambda z: self._vector(self.f(tree(z), *args)), point)[1]
+                pull = vjp(problem.image, point)[1]
                 return lambda v: pull(v)[0]
             if not (create_graph and point.requires_grad):
                 point = point.detach().requires_grad_()
-            output = self.f(tree(point), *args)
             if self.kind == "energy":
-                check_energy(output, self.batch)
+                output = f(tree(point), *problem.args)
+                check_energy(output, len(point))
             else:
-                output = self._vector(output)
+                output = problem.image(point)
             if not output.requires_grad:
                 raise ValueError("f(z) must depend on z through autograd, got no gradient")
             if self.kind == "energy":
                 output = gradients(output.sum(), [point], create_graph=True)[0]
         return pullback(output, point, create_graph=create_graph)
 
-    def _vector(self, output: Any) -> Tensor:
-        """Check that the ``output`` of ``f`` is like z; as a matrix (B, D)."""
-        leaves, spec = pytree.tree_flatten(self.layout.ordered(output))
-        came = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in leaves]
-        wanted = [(self.batch, *shape) for shape in self.layout.shapes]
-        if spec != self.layout.spec or came != wanted:
-            raise ValueError(f"f must return a state like z, shapes {wanted}, got {came}, {spec}")
-        return self.layout.vector(output)
-
     def dense(self) -> Tensor:
         """``J`` (B, D, D), by D products with the whole batch."""
         product = self.product()
-        units = torch.eye(self.size, dtype=self.layout.dtype, device=self.device)
-        rows = [product(unit.repeat(self.batch, 1)).detach() for unit in units]
+        units = torch.eye(self.z.shape[1], dtype=self.z.dtype, device=self.z.device)
+        rows = [product(unit.repeat(len(self.z), 1)).detach() for unit in units]
         # A pullback of the i-th unit vector is the i-th row, a product with it the i-th column.
         return torch.stack(rows, dim=1 if self.kind == "map" else 2)
 
     def require_symmetric(self) -> None:
         """Raise ValueError unless ``u.Jv = v.Ju`` for two random vectors; two products."""
         product, generator = self.product(), torch.Generator().manual_seed(0)
-        u, v = torch.randn((2, self.batch, self.size), generator=generator, dtype=torch.float64)
-        of_u, of_v = (product(t.to(self.device, self.layout.dtype)).double().cpu() for t in (u, v))
-        scale = (of_u.norm(dim=1) + of_v.norm(dim=1)) * self.size**0.5
+        u, v = torch.randn((2, *self.z.shape), generator=generator, dtype=torch.float64)
+        of_u, of_v = (product(t.to(self.z)).double().cpu() for t in (u, v))
+        scale = (of_u.norm(dim=1) + of_v.norm(dim=1)) * self.z.shape[1] ** 0.5
         asymmetry = ((u * of_v).sum(1) - (v * of_u).sum(1)).abs() / scale
         bad = asymmetry > self.eps**0.5
         if bool(bad.any()):
@@ -158,7 +157,7 @@ class Spectrum:
 def spectrum(
     f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, what: str = "largest_magnitude",
     kind: str = "map", count: int = 1, method: str = "auto", tolerance: float | None = None,
-    max_products: int | None = None, on_failure: str = "raise",
+    max_products: int | None = None, on_failure: str = "raise", mask: Any = None,
 ) -> Spectrum:  # fmt: skip
     """Eigenvalues of ``J``, the linearisation of ``f`` at ``z``, sample by sample.
 
@@ -179,6 +178,7 @@ def spectrum(
         tolerance: relative accuracy of ARPACK; default 100 eps of z, but within [1e-6, 0.01].
         max_products: bound on the restarts of ARPACK, in products per sample; default 20 D + 1000.
         on_failure: about samples whose eigenvalues were not found: "raise", "warn" or "ignore".
+        mask: as for :func:`solvers.fixed_point`; masked tokens are held constant, with eigenvalues of zero.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit; if ``f`` does not depend on z through
@@ -196,32 +196,33 @@ def spectrum(
         require_count("max_products", max_products)
     check_on_failure(on_failure)
     require_count("count", count)
-    linear, symmetric = Linearization(f, z, args, kind), what == "extremes"
+    linear, symmetric = Linearization.at(f, z, args, kind, mask), what == "extremes"
+    batch, size = linear.z.shape
     if symmetric and kind != "energy":
         linear.require_symmetric()
-    dense = method == "dense" or (method == "auto" and linear.size <= DENSE_SIZE)
+    dense = method == "dense" or (method == "auto" and size <= DENSE_SIZE)
     smallest = (2 * count if symmetric else count) if dense else 2 * count + 3
-    if linear.size < smallest:
+    if size < smallest:
         raise ValueError(
             f"count={count} with method={'dense' if dense else 'arpack'!r} needs at least {smallest} "
-            f"unknowns per sample, got {linear.size}"
+            f"unknowns per sample, got {size}"
         )
     if dense:
         found = [_dense(linear, count, symmetric)]
     else:
         accuracy = min(max(100 * linear.eps, 1e-6), 0.01) if tolerance is None else tolerance
-        budget = 20 * linear.size + 1000 if max_products is None else max_products
-        rescue = method == "auto" and linear.size <= RESCUE_SIZE
-        each = map(linear.sample, range(linear.batch))
+        budget = 20 * size + 1000 if max_products is None else max_products
+        rescue = method == "auto" and size <= RESCUE_SIZE
+        each = map(linear.sample, range(batch))
         found = [_arpack(one, count, symmetric, accuracy, budget, rescue) for one in each]
     values, residual, converged, products = map(numpy.concatenate, zip(*found, strict=True))
     values[~converged], residual[~converged] = numpy.nan, numpy.nan
     arrays = (values if symmetric else values.astype(complex), residual, converged, products)
-    result = Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
+    result = Spectrum(*(torch.from_numpy(array).to(linear.z.device) for array in arrays))
     if not converged.all() and on_failure != "ignore":
         failed = numpy.flatnonzero(~converged).tolist()
         message = (
-            f"eigenvalues of {len(failed)} of {linear.batch} samples were not found, samples "
+            f"eigenvalues of {len(failed)} of {batch} samples were not found, samples "
             f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN in f"
         )
         warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
@@ -258,7 +259,7 @@ def jacobian(
 
     Takes D products for the whole batch. Pytrees are flattened. ``kind`` is that of :func:`spectrum`.
     """
-    return Linearization(f, z, args, kind).dense()
+    return Linearization.at(f, z, args, kind).dense()
 
 
 Arrays = tuple[Any, ...]  # NumPy: eigenvalues (B, k), then (B,): residual, converged, products
@@ -271,7 +272,7 @@ def _dense(linear: Linearization, count: int, symmetric: bool) -> Arrays:
     find = numpy.linalg.eigh if symmetric else numpy.linalg.eig
     pairs = find((matrix + matrix.swapaxes(1, 2)) / 2 if symmetric else matrix)
     values, residual = _wanted(*pairs, lambda vectors: matrix @ vectors, count, symmetric)
-    return values, residual, finite, numpy.full(len(matrix), linear.size)
+    return values, residual, finite, numpy.full(len(matrix), matrix.shape[1])
 
 
 def _arpack(
@@ -285,7 +286,7 @@ def _arpack(
             f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy, or "
             "use method='dense'"
         ) from error
-    product, size, calls = linear.product(), linear.size, 0
+    product, size, calls = linear.product(), linear.z.shape[1], 0
 
     def image(vector: Any) -> numpy.ndarray:
         nonlocal calls
@@ -293,7 +294,7 @@ def _arpack(
             return image(vector.real) + 1j * image(vector.imag)
         calls += 1
         sent = torch.from_numpy(numpy.ascontiguousarray(vector).reshape(1, size))
-        received = product(sent.to(linear.device, linear.layout.dtype))
+        received = product(sent.to(linear.z))
         if not bool(received.isfinite().all()):
             raise FloatingPointError("a product with the Jacobian is not finite")
         return received.detach().double().cpu().numpy()[0]
@@ -363,25 +364,23 @@ def jacobian_penalty(
     Source: Bai, Koltun, Kolter (2021), section 4, https://arxiv.org/abs/2106.14342; Hutchinson (1990),
     https://doi.org/10.1080/03610919008812866.
     """
-    linear = Linearization(f, z, args, "map")
     if samples is not None:
         require_count("samples", samples)
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
-    layout, shape = linear.layout, (linear.batch, linear.size)
     with recording():
-        keep = torch.ones((), dtype=torch.bool, device=linear.device)
-        keep = keep if mask is None else layout.mask_vector(ordinary(mask), layout.vector(z))
+        linear = Linearization.at(f, z, args, "map", ordinary(mask))
+        shape, device, dtype = linear.z.shape, linear.z.device, linear.z.dtype
         if samples is None:
-            vectors = torch.eye(linear.size, dtype=layout.dtype, device=linear.device)
-            vectors = vectors[:, None].expand(-1, *shape)
+            vectors = torch.eye(shape[1], dtype=dtype, device=device)[:, None].expand(-1, *shape)
         else:
             # On the generator's device, so that its numbers are the same for every device of z.
-            home = linear.device if generator is None else generator.device
+            home = device if generator is None else generator.device
             signs = 2 * torch.randint(0, 2, (samples, *shape), generator=generator, device=home) - 1
-            vectors = signs.to(linear.device, layout.dtype)
-        product = linear.product(create_graph=True)
-        images = (torch.where(keep, product(v * keep), 0) for v in vectors)
+            vectors = signs.to(device, dtype)
+        images = map(linear.product(create_graph=True), vectors)
         # A sum of squares overflows in float16.
-        total = sum(image.to(small_dtype(image.dtype)).square().sum(1) for image in images)
-        result = total / (keep.expand(shape).sum(1).clamp_min(1) * (samples or 1))
+        squares = [image.to(small_dtype(dtype)).square().sum(1) for image in images]
+        keep = linear.problem.mask
+        counted = shape[1] if keep is None else keep.sum(1).clamp_min(1)
+        result = torch.stack(squares).sum(0) / (counted * (samples or 1))
     return result if torch.is_grad_enabled() else result.detach()

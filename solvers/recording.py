@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from solvers.adjoints.kinds import Implicit
+from solvers.adjoints.reads import read_by
 from solvers.core.context import Weights, constant_weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
@@ -237,7 +238,9 @@ class RecordedSolve:
             image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
-        _check_leaves(self.image, [self.point, *self.inputs, *self.aliases.values()])
+        known = [self.point, *self.inputs, *self.aliases.values()]
+        if read_by(self.image, {id(tensor) for tensor in known})[0]:
+            raise UnrecordableError("reads a tensor with a graph that is no parameter or input")
 
     def _adjoint_turn(self) -> None:
         (product,) = self._pull([self.point], self.adjoint_turns.z)
@@ -319,19 +322,6 @@ class RecordedSolve:
             self.replay(name)
             if not int(turns.left):
                 return
-
-
-def _check_leaves(image: Tensor, known: list[Tensor]) -> None:
-    """Refuse a map that reads a tensor with a gradient which no recording could give it."""
-    places, seen, nodes = {id(t) for t in known}, set(), [image.grad_fn]
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) not in places:
-            raise UnrecordableError("reads a tensor with a graph that is no parameter or input")
-        nodes += [following for following, _ in node.next_functions]
 
 
 class _Recorded(torch.autograd.Function):

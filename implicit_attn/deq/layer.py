@@ -89,7 +89,7 @@ class DEQ(nn.Module):
         observer: function of (x, mask, solution) called after every solve, or None.
 
         evaluations_before: evaluations that a surrounding module spent on the initial state of the next
-            solve, a number or (B,). ``last`` includes them; the solve resets them to 0.
+            solve, a number or (B,). Its solution includes them; the solve resets them to 0.
 
     Example:
         >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
@@ -209,9 +209,9 @@ class DEQ(nn.Module):
         options |= {"mask": mask, "record": record, "callback": callback}
         solution = self._run(f, x, mask, seeds, z0, options)
         f.masks.require_called(self.update)
+        solution.evaluations = solution.evaluations + before
         if not in_transform():  # tensors of a transform must not be stored
-            spent = solution.evaluations + before
-            self.last = replace(solution, value=None, evaluations=spent)
+            self.last = replace(solution, value=None)
             if solution.aux is not None:
                 self.last.aux = pytree.tree_map(_detached, solution.aux)
             self._seeds = seeds
@@ -290,19 +290,7 @@ class DEQ(nn.Module):
         those of :meth:`jacobian_penalty`, ``options`` and errors those of :func:`solvers.spectral_radius`.
         """
         f, args = self._equation(x, mask, z)
-        if mask is None:
-            return solvers.spectral_radius(f, z, args, **options)
-        layout = Layout.of(z)
-        vector, tree = layout.vector, layout.tree
-
-        def held(z: Any, x: Any, mask: Tensor, seeds: Tensor | None = None) -> Any:
-            """The map with masked tokens constant: their rows and columns of the Jacobian are zero."""
-            flat = vector(z)
-            keep = layout.mask_vector(mask, flat)
-            image = f(tree(torch.where(keep, flat, flat.detach())), x, mask, seeds)
-            return tree(torch.where(keep, vector(image), 0))
-
-        return solvers.spectral_radius(held, z, args, **options)
+        return solvers.spectral_radius(f, z, args, mask=mask, **options)
 
     def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the map and its inputs ``f(z, *args)`` of the latest solve."""
@@ -531,8 +519,6 @@ def unroll(model: nn.Module, evaluations: int, *, damping: float = 1.0) -> nn.Mo
         >>> unroll(model, 8).eval()(torch.randn(2, 5, 64)).shape
         torch.Size([2, 5, 10])
     """
-    if _is_layer(model) and not any(_is_layer(part) for part in model.update.modules()):  # type: ignore[union-attr]
-        return model.unrolled(evaluations, damping=damping)  # type: ignore[operator]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(nn.ModuleList([model]), dict(shared))
     layers = [

@@ -92,9 +92,11 @@ def _expand_pairs(x: Any, batch: int) -> Any:
     def expanded(part: Any) -> Any:
         if not isinstance(part, AttentionInput):
             return part
-        given = {"pairs": part.pairs, "pair_bias": part.pair_bias}
-        shared = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.dim() == 2}
-        return part._replace(**{name: t.expand(batch, *t.shape) for name, t in shared.items()})
+        for name in ("pairs", "pair_bias"):
+            t = getattr(part, name)
+            if isinstance(t, Tensor) and t.dim() == 2:
+                part = part._replace(**{name: t.expand(batch, *t.shape)})
+        return part
 
     return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
 

@@ -21,7 +21,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.reads import Replacing, read_by
+from solvers.adjoints.reads import Replacing, nodes_of, read_by
 from solvers.core.context import constant_weights, sequence_number
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.loop import Options
@@ -179,9 +179,8 @@ def _coupled(image: JacobianProduct, unit: Tensor) -> bool:
     The samples are those whose numbers have an odd count of ones in binary, since these pick one of a pair
     for every distance between two samples.
     """
-    some = torch.tensor(
-        [bool(bin(number).count("1") % 2) for number in range(len(unit))], device=unit.device
-    )
+    odd = [number.bit_count() % 2 == 1 for number in range(len(unit))]
+    some = torch.tensor(odd, device=unit.device)
     others = image(where_rows(some, unit, torch.zeros_like(unit)))[~some]
     # A Jacobian that is not finite makes NaN of zeros, which is no influence.
     return bool(others.nan_to_num(0.0, 0.0, 0.0).any())
@@ -253,14 +252,7 @@ class Linearization:
 
     def twice(self) -> Linearization:
         """The same for second derivatives, which fused attention lacks: recorded again where f uses it."""
-        seen, stack, fused = set[Any](), [self.output.grad_fn], False
-        while stack and not fused:
-            node = stack.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                fused = "ScaledDotProduct" in node.name()
-                stack += [edge[0] for edge in node.next_functions]
-        if not fused:
+        if not any("ScaledDotProduct" in node.name() for node in nodes_of(self.output)):
             return self
         with twice_differentiable():
             # Numbers of nodes are those of a thread, and a backward pass may have its own.

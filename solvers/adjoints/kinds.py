@@ -111,7 +111,7 @@ class Implicit(Adjoint):
         assert goal is not None
         with torch.no_grad():
             solution = run(problem, start, verify=False)
-        gone = lost_in(solution)
+        gone = None if solution.all_converged() else lost(solution)
 
         def attach(part: Problem, z: Tensor) -> Tensor:
             record = Linearization.at(part, z)
@@ -182,7 +182,7 @@ class Iterated(Adjoint):
         start = start.detach()
         with torch.no_grad():
             solution = run(problem, start)
-        gone = lost_in(solution)
+        gone = None if solution.all_converged() else lost(solution)
         for each in (*(solution.states or ()), solution):
             each.value = keep_out(problem, each.value, start, gone, self.attach)
         return solution
@@ -282,11 +282,6 @@ def keep_out(
 def without_derivative(value: Tensor, left_out: Tensor) -> Tensor:
     """Return ``value`` (B, D), detached in the rows ``left_out`` (B,)."""
     return torch.where(left_out.unsqueeze(1), value.detach(), value)
-
-
-def lost_in(solution: Solution) -> Tensor | None:
-    """Return the mask of :func:`lost`; None if all samples converged."""
-    return None if solution.all_converged() else lost(solution)
 
 
 def lost(solution: Solution) -> Tensor:

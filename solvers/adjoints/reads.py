@@ -53,25 +53,30 @@ class Reads(Replacing):
         return result
 
 
+def nodes_of(output: Tensor, start: int = 0) -> list[Any]:
+    """Return the nodes of the graph of ``output``, without what follows nodes made before ``start``."""
+    nodes: dict[Any, None] = {}
+    stack = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            if node._sequence_nr() >= start:
+                for following, _ in node.next_functions:
+                    stack.append(following)
+    return list(nodes)
+
+
 def read_by(output: Tensor, inside: set[int], start: int = 0) -> tuple[list[Tensor], bool]:
     """Return the leaves of the graph of ``output``, and whether it goes on to nodes made before ``start``.
 
     Leaves whose ``id`` is in ``inside`` are left out.
     """
-    leaves: list[Tensor] = []
-    computed, seen, stack = False, set[Any](), [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    leaves, computed = [], False
+    for node in nodes_of(output, start):
         variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) not in inside:
-                leaves.append(variable)
-        elif node._sequence_nr() < start:
-            computed = True
-        else:
-            for following, _ in node.next_functions:
-                stack.append(following)
+        if variable is None:
+            computed |= node._sequence_nr() < start
+        elif id(variable) not in inside:
+            leaves.append(variable)
     return leaves, computed
