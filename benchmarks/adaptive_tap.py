@@ -236,7 +236,7 @@ def compare(sites: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
     site = solvers.SphericalSite(large_dimension=True)
     steepest = partial(solvers.spherical_saddle, scalar, field)
     tap = partial(solvers.adaptive_tap, full, field, site=site)
-    first, second = steepest().mean.detach(), tap().value.mean.detach()
+    first, second = steepest().value.mean.detach(), tap().value.mean.detach()
     seconds = interleaved({"saddle": steepest, "tap": tap}, rounds)
     row: dict[str, Any] = {"N": sites, "d": dim, "B": batch}
     row |= {"saddle point, ms": 1e3 * seconds["saddle"], "adaptive TAP, ms": 1e3 * seconds["tap"]}

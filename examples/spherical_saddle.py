@@ -35,9 +35,9 @@ def draw_model(sites: int, dim: int, generator: torch.Generator) -> Model:
     return Model(couplings, F.layer_norm(field, (dim,), eps=0.0) / math.sqrt(dim))
 
 
-def solve(model: Model, beta: float, per_site: bool) -> solvers.SaddleSolution:
+def solve(model: Model, beta: float, per_site: bool) -> solvers.SaddlePoint:
     field = beta * math.sqrt(model.field.shape[1]) * model.field[None]
-    return solvers.spherical_saddle(2 * beta * model.couplings, field, per_site=per_site)
+    return solvers.spherical_saddle(2 * beta * model.couplings, field, per_site=per_site).value
 
 
 def phi(model: Model, beta: float, t: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from solvers.spins.kinetic import kinetic_map as kinetic_map
 from solvers.spins.kinetic import kinetic_step as kinetic_step
 from solvers.spins.kinetic import kinetic_trajectory as kinetic_trajectory
 from solvers.spins.kinetic import steady_state as steady_state
-from solvers.spins.saddle import SaddleSolution as SaddleSolution
+from solvers.spins.saddle import SaddlePoint as SaddlePoint
 from solvers.spins.saddle import spherical_saddle as spherical_saddle
 from solvers.spins.sites import GaussianSite as GaussianSite
 from solvers.spins.sites import IsingSite as IsingSite

@@ -30,8 +30,8 @@ from implicit_attn.kernels.reference import softmax_over_pairs
 from implicit_attn.parametrised import parametrise
 from implicit_attn.updates.update import Update
 from solvers import (
-    SaddleSolution,
     Site,
+    Solution,
     SphericalSite,
     SpinState,
     kinetic_map,
@@ -440,7 +440,7 @@ class SaddleAttention(nn.Module):
 
         layer = SaddleAttention(17, 64, couplings="input")
         layer(x)  # (B, N, d)
-        layer.solve(x).log_partition  # (B,), the free energy as another output or as a loss
+        layer.solve(x).value.log_partition  # (B,), the free energy as another output or as a loss
 
     Args:
         sites: number of sites N of free couplings; ``couplings="input"`` accepts any N.
@@ -453,7 +453,7 @@ class SaddleAttention(nn.Module):
     output is zero, and N in the formula is the number of unmasked tokens, so padding has no effect.
 
     Attributes:
-        last: detached :class:`solvers.SaddleSolution` of the latest solve, or None.
+        last: detached :class:`solvers.Solution` of the latest solve, or None.
 
     Source: M. Bal, afem, https://github.com/mcbal/afem: K is ``2 beta J`` and h is
     ``beta sqrt d`` times the field of that code, m is ``sqrt d`` times its magnetisation.
@@ -473,7 +473,7 @@ class SaddleAttention(nn.Module):
         self.kind = require_choice("couplings", couplings, KINDS)
         self.beta = require_positive("beta", beta)
         self.on_failure = require_choice("on_failure", on_failure, ("warn", "raise", "ignore"))
-        self.last: SaddleSolution | None = None
+        self.last: Solution | None = None
         if self.kind == "free":
             self.free = Couplings(sites, 1, scale=dim**-0.5)
         else:
@@ -482,10 +482,10 @@ class SaddleAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         """Return the means (B, N, d)."""
-        return self.solve(x, mask).mean
+        return self.solve(x, mask).value.mean
 
-    def solve(self, x: Tensor, mask: Mask = None) -> SaddleSolution:
-        """Return means, response, log partition function and status of each sample."""
+    def solve(self, x: Tensor, mask: Mask = None) -> Solution:
+        """Return the solution, whose ``value`` is a :class:`solvers.SaddlePoint`."""
         check_tokens(x, mask, type(self).__name__, dim=self.dim, tokens=True)
         if self.kind == "free" and x.shape[1] != self.sites:
             raise ValueError(
@@ -495,8 +495,8 @@ class SaddleAttention(nn.Module):
         k = self.couplings(fields, mask).to(fields.dtype)
         options: dict[str, Any] = {"mask": mask, "on_failure": self.on_failure}
         solution = spherical_saddle(k, self.beta * fields, **options)
-        tensors: dict[str, Any] = {name: t.detach() for name, t in vars(solution).items()}
-        self.last = replace(solution, **tensors)
+        value = type(solution.value)(*(tensor.detach() for tensor in solution.value))
+        self.last = replace(solution, value=value)
         return solution
 
     def couplings(self, fields: Tensor, mask: Mask = None) -> Tensor:

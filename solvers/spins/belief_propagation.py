@@ -242,10 +242,9 @@ def _bound(
     return sites * math.log(states) + fields + pairs
 
 
-def _range(values: Tensor, left: Tensor, over: tuple[int, ...]) -> Tensor:
+def _range(values: Tensor, left: Tensor | None, over: tuple[int, ...]) -> Tensor:
     """Return the largest minus the smallest remaining value, 0 if none remains."""
-    high = torch.where(left, values, -math.inf).amax(over)
-    low = torch.where(left, values, math.inf).amin(over)
+    high, low = where_left(values, left).amax(over), -where_left(-values, left).amax(over)
     return (high - low).clamp_min(0.0)
 
 
@@ -277,12 +276,9 @@ class Messages:
     def of(cls, graph: Graph, blocks: Tensor, allowed: Tensor | None, bound: float) -> Messages:
         """Make the map; ``bound`` limits the logarithms of a message, 0 without hard constraints."""
         finite = blocks.detach()
-        high = where_left(finite, allowed).flatten(1).amax(1) if len(blocks) else blocks[:, 0, 0]
-        low = finite if allowed is None else torch.where(allowed, finite, torch.inf)
-        width = 0.0
-        if len(blocks):
-            spread = high - low.flatten(1).amin(1)
-            width = float(torch.where(spread.isfinite(), spread, 0.0).max()) + bound
+        spread = _range(finite, allowed, (1, 2))
+        width = bound + (float(spread.max()) if len(blocks) else 0.0)
+        high = where_left(finite, allowed).amax((1, 2))
         high = torch.where(high.isfinite(), high, 0.0)
         weights = None
         if width <= WIDEST[blocks.dtype]:

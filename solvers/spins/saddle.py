@@ -11,8 +11,7 @@ on ``Lambda - K > 0``. With ``X = (Lambda - K)^-1`` and the means ``m = X x`` it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,35 +33,21 @@ SHORT = 0.5  # share of the way to the border of the domain below which Newton's
 SHORTEST = 2.0**-40  # smallest share of Newton's step
 
 
-@dataclass(frozen=True)
-class SaddleSolution:
+class SaddlePoint(NamedTuple):
     """Result of :func:`spherical_saddle` for B models of N spins in d dimensions.
 
     Attributes:
         multiplier: (B, N) ``Lambda``, or (B, 1) if all sites share one; 1 at masked sites and in samples
-            without unmasked ones. It is rounded to the dtype of the field; in half precision it is too
-            inaccurate to recompute the other results.
+            without unmasked ones. In half precision it is too inaccurate to recompute the other results.
         mean: (B, N, d) ``<S_i> = X x``.
         response: (B, N, N) ``X = (Lambda - K)^-1``: ``<S_i.S_j> - <S_i>.<S_j> = d X_ij``.
         log_partition: (B,) ``log Z``, at least float32; 0 without couplings and fields.
-        status: (B,) int64, values of :class:`solvers.Status`.
-        residual: (B,) largest ``|<|S_i|^2> / d - 1|``, or that of the mean over the unmasked sites if they
-            share a multiplier.
-        evaluations: (B,) int64, number of factorisations of ``Lambda - K``.
     """
 
     multiplier: Tensor
     mean: Tensor
     response: Tensor
     log_partition: Tensor
-    status: Tensor
-    residual: Tensor
-    evaluations: Tensor
-
-    @property
-    def converged(self) -> Tensor:
-        """Whether each sample converged, (B,) bool."""
-        return self.status == Status.CONVERGED
 
 
 @eager
@@ -75,7 +60,7 @@ def spherical_saddle(
     tolerance: Tolerance | float | None = None,
     max_steps: int = 100,
     on_failure: str = "warn",
-) -> SaddleSolution:
+) -> Solution:
     r"""Compute means, correlations and free energies of O(d) spins with scalar couplings for large d.
 
     For ``P(S) ~ exp(1/2 sum_ij K_ij S_i.S_j + sum_i x_i.S_i)``, spins uniform on ``|S_i|^2 = d``, minimise
@@ -106,8 +91,10 @@ def spherical_saddle(
         on_failure: "warn", "raise" or "ignore" samples that did not converge.
 
     Returns:
-        A :class:`SaddleSolution`. A sample that did not converge has its best multipliers and the status
-        ``Status.MAX_STEPS``, or ``Status.STALLED`` if rounding prevents further steps.
+        A :class:`Solution` whose ``value`` is a :class:`SaddlePoint`. Its ``residual`` is the largest
+        ``|<|S_i|^2> / d - 1|``, or that of the mean over the unmasked sites if they share a multiplier,
+        its ``evaluations`` count factorisations. A sample that did not converge has its best multipliers
+        and the status ``Status.MAX_STEPS``, or ``Status.STALLED`` if rounding prevents further steps.
 
     Raises:
         TypeError, ValueError: if an argument is invalid.
@@ -115,8 +102,8 @@ def spherical_saddle(
 
     Example:
         >>> K = 0.1 * (torch.ones(4, 4) - torch.eye(4))  # (N, N)
-        >>> solution = spherical_saddle(K, torch.randn(2, 4, 16))
-        >>> solution.mean.shape, solution.log_partition.shape
+        >>> found = spherical_saddle(K, torch.randn(2, 4, 16)).value
+        >>> found.mean.shape, found.log_partition.shape
         (torch.Size([2, 4, 16]), torch.Size([2]))
 
     Source: H. E. Stanley (1968), "Spherical model as the limit of infinite spin dimensionality",
@@ -133,20 +120,19 @@ def spherical_saddle(
         k = with_symmetries(as_wide(couplings)).expand(len(x), -1, -1)
         if mask is not None:  # masked sites are uncoupled
             k = torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
-        search = _search(k.detach(), x.detach(), per_site, mask, rtol, max_steps)
-        found_at, status, residual, count = search
-        multiplier = _Multiplier.apply(k, x, found_at, per_site, mask)
-        found = _moments(multiplier, k, x, mask, field.dtype)
-    solution = SaddleSolution(multiplier.to(field.dtype), *found, status, residual, count)
-    report = Solution(solution, status, residual, residual, count, count)
-    apply_policy(report, on_failure, "saddle point of O(d) spins")
+        found = _search(k.detach(), x.detach(), per_site, mask, rtol, max_steps)
+        multiplier, status, residual, count = found
+        multiplier = _Multiplier.apply(k, x, multiplier, per_site, mask)
+        point = _moments(multiplier, k, x, mask)
+    narrow = (tensor.to(field.dtype) for tensor in point[:3])
+    value = SaddlePoint(*narrow, point.log_partition)  # type: ignore[arg-type]
+    solution = Solution(value, status, residual, residual, count, count)
+    apply_policy(solution, on_failure, "saddle point of O(d) spins")
     return solution
 
 
-def _moments(
-    multiplier: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the differentiable mean, response and log Z at the saddle point."""
+def _moments(multiplier: Tensor, k: Tensor, x: Tensor, mask: Tensor | None) -> SaddlePoint:
+    """Return the differentiable results at the saddle point."""
     _, sites, dim = x.shape
     whole = _of_sites(multiplier, sites, mask)
     factor, response = _inverse(whole, k)
@@ -154,9 +140,8 @@ def _moments(
     log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
     size = whole.sum(1) - log_det - sites
     log_z = (dim * size + (x * mean).flatten(1).sum(1)) / 2
-    if mask is not None:
-        response = zero_masked(zero_masked(response, mask).mT, mask)
-    return mean.to(dtype), response.to(dtype), log_z
+    response = zero_masked(zero_masked(response, mask).mT, mask)
+    return SaddlePoint(multiplier, mean, response, log_z)
 
 
 def _of_sites(multiplier: Tensor, sites: int, mask: Tensor | None) -> Tensor:

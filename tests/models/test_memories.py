@@ -21,7 +21,7 @@ from implicit_attn.models.memories import (
 # Binary memories: what the rules store, what retrieval does to the energy, what it refuses.
 
 
-RULES: list[str | int] = ["hebb", "pseudo-inverse", "pseudo-likelihood", 3, 4, "exp"]
+RULES: list[str | int] = ["hebb", "pseudo-inverse", "pseudo-likelihood", 2, 5, "exp"]
 each_rule = pytest.mark.parametrize("rule", RULES)
 
 

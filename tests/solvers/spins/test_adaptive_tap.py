@@ -393,13 +393,14 @@ def test_constraints_hold_and_phi_is_a_minimum(
     x = fields(3, 6, 5, generator(1), size)
     solution = spherical_saddle(k, x, per_site=per_site)
     assert solution.converged.all() and (solution.residual <= 1e-10).all()
-    lengths = solution.response.diagonal(dim1=1, dim2=2) + solution.mean.square().sum(2) / 5
+    point = solution.value
+    lengths = point.response.diagonal(dim1=1, dim2=2) + point.mean.square().sum(2) / 5
     lengths = lengths if per_site else lengths.mean(1, keepdim=True)
     torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=0, atol=1e-9)
-    matrix = torch.diag_embed(solution.multiplier.expand(3, 6)) - k
+    matrix = torch.diag_embed(point.multiplier.expand(3, 6)) - k
     assert (torch.linalg.eigvalsh(matrix) > 0).all()
-    torch.testing.assert_close(matrix @ solution.response, torch.eye(6, dtype=F64).expand(3, 6, 6))
-    torch.testing.assert_close(solution.response @ x, solution.mean)
+    torch.testing.assert_close(matrix @ point.response, torch.eye(6, dtype=F64).expand(3, 6, 6))
+    torch.testing.assert_close(point.response @ x, point.mean)
 
 
 def phi(multiplier: Tensor, k: Tensor, x: Tensor) -> Tensor:
@@ -414,7 +415,7 @@ def phi(multiplier: Tensor, k: Tensor, x: Tensor) -> Tensor:
 def test_derivatives_of_the_free_energy_are_the_moments(per_site: bool) -> None:
     k = scalar_couplings(5, 0.8).requires_grad_()
     x = fields(2, 5, 4, generator(1), 1.0).requires_grad_()
-    solution = spherical_saddle(k, x, per_site=per_site, tolerance=1e-13)
+    solution = spherical_saddle(k, x, per_site=per_site, tolerance=1e-13).value
     torch.testing.assert_close(solution.log_partition, phi(solution.multiplier, k, x))
     of_x, of_k = torch.autograd.grad(solution.log_partition.sum(), (x, k))
     torch.testing.assert_close(of_x, solution.mean, rtol=0, atol=1e-10)
@@ -430,8 +431,7 @@ def test_derivatives_of_the_saddle(batch: int | None, per_site: bool) -> None:
 
     def solve(raw: Tensor, x: Tensor) -> Tensor:
         found = spherical_saddle(freed(raw), x, per_site=per_site, mask=mask, tolerance=1e-13)
-        parts = (found.multiplier, found.mean, found.response, found.log_partition)
-        return torch.stack([part.square().sum() for part in parts]).sum()
+        return torch.stack([part.square().sum() for part in found.value]).sum()
 
     assert gradcheck(solve, (raw, x), fast_mode=True)
     assert gradgradcheck(solve, (raw, x), fast_mode=True)
@@ -443,11 +443,13 @@ def test_each_sample_gets_what_it_gets_alone_and_masked_sites_are_not_there(per_
     x = fields(3, 5, 4, generator(1), 1.0)
     x[1] *= 50.0
     mask = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 4 + [True]])
-    together = spherical_saddle(k, x, mask=mask, per_site=per_site)
-    assert together.converged.all()
+    solution = spherical_saddle(k, x, mask=mask, per_site=per_site)
+    assert solution.converged.all()
+    together = solution.value
     for row in range(3):
         kept = torch.nonzero(mask[row]).flatten()
-        alone = spherical_saddle(k[row][kept][:, kept], x[row : row + 1, kept], per_site=per_site)
+        own = k[row][kept][:, kept]
+        alone = spherical_saddle(own, x[row : row + 1, kept], per_site=per_site).value
         multiplier = together.multiplier[row, kept] if per_site else together.multiplier[row]
         torch.testing.assert_close(multiplier, alone.multiplier[0], rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(together.mean[row, kept], alone.mean[0], rtol=1e-8, atol=1e-9)
