@@ -161,7 +161,7 @@ def load_official(
             official function NAME of the gated kind is "gated-NAME", and "gated" for GELU.
         condition: of the step sizes, "state" or "input" (official ``input_cond``); None: "state" for
             images, else "input".
-        descent: one of ``Descent``'s kinds (official ``adaptive_mode``).
+        descent: one of ``DESCENTS`` (official ``adaptive_mode``).
         step: the step size where it is fixed; needed there, else None.
         lora_scale: official ``lora_alpha / lora_r``; needed with low-rank differences, else None.
 

@@ -491,11 +491,10 @@ class Select(_Wrapped):
         if not isinstance(x, (dict, tuple, list)):
             kind = type(x).__name__
             raise TypeError(f"x must be a dict or a tuple that contains {self.key!r}, got {kind}")
+        names: Any = getattr(x, "_fields", ())
         try:
-            fields = getattr(x, "_fields", None)
-            named = isinstance(self.key, str) and fields is not None
-            part = x[fields.index(self.key) if named else self.key]  # type: ignore[call-overload,union-attr]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            part = x[names.index(self.key) if self.key in names else self.key]
+        except (KeyError, IndexError, TypeError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
             raise ValueError(f"x must contain {self.key!r}, got {held}") from error
         return AttentionContext((self.energy.prepare(part, mask=mask),), mask=mask)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from implicit_attn.energies.energy import Energy, Evaluation, FunctionCall
+from implicit_attn.energies.energy import Energy, FunctionCall
 from implicit_attn.energies.tokens import (
     Mask,
     check_input,
@@ -61,18 +61,6 @@ class DataTerm(Energy):
         self.operator = require_callable("operator", operator, optional=True)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Tensor:
-        misfit, weight = self._misfit(z, x, mask)
-        return 0.5 * sum_samples(misfit.square() if weight is None else weight * misfit.square())
-
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Mask = None) -> Evaluation:
-        if self.operator is not None:
-            return super().value_and_grad(z, x, mask=mask)
-        misfit, weight = self._misfit(z, x, mask)
-        force = misfit if weight is None else weight * misfit
-        return 0.5 * sum_samples(misfit * force), force
-
-    def _misfit(self, z: Tensor, x: Any, mask: Mask) -> tuple[Tensor, Tensor | None]:
-        """Return ``A z - y`` and the weight, both (B, ...)."""
         check_tokens(z, mask, "DataTerm", features=0)
         if mask is not None and self.operator is not None:
             raise ValueError(
@@ -80,10 +68,10 @@ class DataTerm(Energy):
             )
         y, weight = (x.get("y"), x.get("weight")) if isinstance(x, Mapping) else (x, None)
         image = z if self.operator is None else self.operator(z)
-        y = check_input(y, image, "DataTerm, y")
+        squares = hide(image - check_input(y, image, "DataTerm, y"), mask).square()
         if weight is not None:
-            weight = check_input(weight, image, "DataTerm, weight")
-        return hide(image - y, mask), weight
+            squares = check_input(weight, image, "DataTerm, weight") * squares
+        return 0.5 * sum_samples(squares)
 
     def extra_repr(self) -> str:
         return "" if self.operator is None else f"operator={self.operator!r}"

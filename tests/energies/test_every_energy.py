@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -157,6 +158,7 @@ def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
 @pytest.mark.parametrize(("cls", "beta", "norm"), [
     (BiSoftmaxAttention, 500.0, None), (BiSoftmaxAttention, 500.0, RMSNorm(1.0)),
     (SoftmaxAttention, None, None), (SoftmaxAttention, 500.0, RMSNorm(1.0)),
+    (partial(SoftmaxAttention, energy="elastic"), 500.0, RMSNorm(1.0)),
 ])  # fmt: skip
 def test_large_scores_do_not_overflow(cls: Any, beta: float | None, norm: RMSNorm | None) -> None:
     torch.manual_seed(0)

@@ -96,18 +96,13 @@ def test_a_removed_norm_leaves_the_values_as_parameters(trained: bool) -> None:
     apply_norm(cell, "weight", only="inner")
     apply_norm(cell, "bound", target=0.5, only="outer")
     parametrizations.orthogonal(cell.skip[0])
-    for module, names in (
-        (cell, ["inner.weight", "outer.weight"]),
-        (
-            block,
-            [
-                "deq.update.energy.attention.state.weight",
-                "deq.update.energy.memory.projection.weight",
-            ],
-        ),
-    ):
+    bounded = [
+        f"deq.update.energy.{name}.weight" for name in ("attention.state", "memory.projection")
+    ]
+    for module, names in ((cell, ["inner.weight", "outer.weight"]), (block, bounded)):
         module.requires_grad_(trained)
-        before = [module.get_submodule(n.removesuffix(".weight")).weight.detach() for n in names]
+        layers: list[Any] = [module.get_submodule(n.removesuffix(".weight")) for n in names]
+        before = [layer.weight.detach() for layer in layers]
         assert remove_norm(module) == names
         for name, value in zip(names, before, strict=True):
             weight = dict(module.named_parameters())[name]

@@ -92,6 +92,8 @@ def test_the_jacobian_is_symmetric(mask: Tensor | None) -> None:
     assert relative_error(jacobian, jacobian.mT) < 1e-12
 
 
+# Forward mode itself still scripts its decompositions.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"cross": True}], ids=str)
 def test_a_query_of_the_transformer_without_keys_attends_to_nothing(options: Any) -> None:
     torch.manual_seed(0)
@@ -108,6 +110,11 @@ def test_a_query_of_the_transformer_without_keys_attends_to_nothing(options: Any
     h = n + step.output(attended.transpose(1, 2).flatten(2))
     expected = h + step.narrow(F.gelu(step.widen(step.feedforward_norm(h))))
     torch.testing.assert_close(step(z, given), expected, rtol=1e-12, atol=1e-12)
+    found: Any = torch.func.jvp(lambda z: step(z, given), (z,), (x,))
+    moved, slopes = found
+    torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
+    difference = (step(z + 1e-6 * x, given) - step(z - 1e-6 * x, given)) / 2e-6
+    torch.testing.assert_close(slopes, difference, rtol=1e-6, atol=1e-7)
 
 
 WIDE = 8
@@ -292,7 +299,7 @@ def test_without_momentum_it_is_the_plain_step_bit_by_bit() -> None:
     branches = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(5)]
     plain = run([step_of(branch, "plain") for branch in branches], draw(2, 4, 6))
     for method in ("gain", "momentum", "nesterov"):
-        options = {} if method == "gain" else {"beta": 0.0}
+        options: dict[str, Any] = {} if method == "gain" else {"beta": 0.0}
         found = run([step_of(branch, method, **options) for branch in branches], draw(2, 4, 6))
         assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 

@@ -41,7 +41,7 @@ _LARGEST_ROW_STRIDE = 1 << 23  # offsets inside a tile are of 32 bits
 
 
 class Tiles(NamedTuple):
-    """Rows a program owns, columns it takes at a time, warps, depth of the software pipeline."""
+    """Rows that a program owns, columns that it processes at a time, warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -49,11 +49,11 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# The interpreter checks the arithmetic, with rows and columns that differ and several of both.
+# In the interpreter, rows and columns differ, and small problems have several tiles of both.
 INTERPRETER = Tiles(128, 64, 4, 1)
-# (kernel, bytes of a number) -> largest padded width: tiles, for Hopper, on which they ran.
-# Chosen by what ptxas reports for sm_90: no or little spilling, two programs or more on a
-# multiprocessor where that can be had. Float32 products are split in registers: their tiles are small.
+# (kernel, bytes of a number) -> largest padded width: tiles for Hopper, on which the kernels ran.
+# According to ptxas for sm_90, few registers spill, and two programs fit on a multiprocessor where possible.
+# Float32 products are split in registers, so their tiles are small.
 HOPPER = {
     ("lse", 2): {128: Tiles(128, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
     ("lse", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
@@ -65,11 +65,11 @@ HOPPER = {
     ("free curvature", 2): {
         64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(128, 32, 8, 1),
     },
-    # Never 8 warps on 16 columns: Triton 3.6 reads beyond the shared memory there.
+    # With 8 warps on 16 columns Triton 3.6 reads beyond the shared memory.
     ("curvature", 4): {128: Tiles(64, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }  # fmt: skip
 _SAME = {"causal": "gradient", "mean": "curvature"}
-# For cards on which the kernels have only been compiled; they fit into 99 KiB on the chip.
+# Tiles for other cards, for which the kernels have only been compiled; they need at most 99 KiB on the chip.
 OTHERS = {
     2: {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
     4: {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
@@ -78,7 +78,7 @@ OTHERS = {
 
 @cache
 def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
-    """Return the tiles of a kernel that goes over columns.
+    """Return the tiles of a kernel that iterates over columns.
 
     Args:
         width: padded head width.
@@ -104,7 +104,7 @@ def capability_of(device: int) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """What the kernels of one call share; no tensor is empty."""
+    """Arguments that the kernels of one call share; no tensor is empty."""
 
     z: Tensor  # (B, H, N, p) as from ``_readable``
     v: Tensor | None
@@ -128,7 +128,7 @@ class Call:
         return _power_of_2(self.z.shape[3])
 
     def single_tile(self, kernel: Any, *tensors: Tensor | None) -> None:
-        """Launch a kernel that holds a whole head; ``tensors`` are those of its own."""
+        """Launch a kernel that holds a whole head, with further arguments ``tensors``."""
         batch, heads, tokens, width = self.z.shape
         # The rows of the two parts of the tile; the second may be none.
         first, second = _power_of_2(tokens), 0
@@ -145,9 +145,10 @@ class Call:
     def over_columns(
         self, kernel: Any, name: str, *tensors: Tensor | None, **options: bool
     ) -> None:
-        """Launch a kernel that owns blocks of rows and goes over columns, with the tiles of ``name``.
+        """Launch a kernel that owns blocks of rows and iterates over columns, with the tiles of ``name``.
 
-        All take their arguments in this order; ``tensors`` are those of their own, ``options`` constants.
+        All these kernels take arguments in this order; ``tensors`` and the constants ``options`` are further
+        arguments.
         """
         batch, heads, tokens, width = self.z.shape
         shape = tiles(name, self.padded_width, self.z.element_size(), self.capability)
@@ -155,7 +156,7 @@ class Call:
             shape = INTERPRETER
         blocks = -(-tokens // shape.rows)
         whole = tokens % shape.rows == 0 and tokens % shape.columns == 0
-        # No tile reaches beyond the last token, and none beyond the last feature.
+        # Whether no tile extends beyond the last token or the last feature.
         even = {"EVEN": self.extent is None and whole, "EVEN_WIDTH": self.padded_width == width}
         constants = {"ROWS": shape.rows, "COLUMNS": shape.columns, **even, **options}
         tensors, sizes = (self.keep, self.extent, *tensors), (heads, tokens, width, blocks)
@@ -173,8 +174,8 @@ class Call:
         stages: int,
     ) -> None:
         read = (self.z,) if self.v is None else (self.z, self.v)
-        # The unit tells the kernels what divides widths and strides: Triton sees by itself where all are
-        # multiples of 16, and loads 16 bytes at a time; with this it does so for 8 as well (4 for float32).
+        # The unit divides widths and strides. Triton itself detects multiples of 16 and then loads 16 bytes
+        # at a time; with the unit it also does so for multiples of 8 (of 4 for float32).
         strides = [each for x in read for each in x.stride()[:3]]
         unit = math.gcd(16, self.z.shape[3], *strides)
         unit = 1 if unit == 16 else unit
@@ -184,7 +185,7 @@ class Call:
         options |= {
             "UNIT": unit,
             "WIDTH": self.padded_width,
-            # Weights are scaled by this power of two: small ones of float16 would underflow.
+            # Weights are scaled by this power of two, because small ones would underflow in float16.
             "BOOST": 14 if self.z.dtype == torch.float16 else 0,
             "enable_fp_fusion": self.bounded,
             "num_warps": warps,
@@ -195,12 +196,12 @@ class Call:
 
 
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """``args`` are tensors, numbers and None; ``options`` constants, and what the compiler is told."""
+    """Launch a kernel with tensors, numbers and None; ``options`` are constants and compiler options."""
     kernel[(programs,)](*args, **options)
 
 
 def _power_of_2(number: int) -> int:
-    """Return the next power of two, at least the 16 that a tensor core takes."""
+    """Return the next power of two, at least 16, the smallest side of a tensor core's product."""
     return max(16, int(triton.next_power_of_2(number)))
 
 
@@ -208,7 +209,7 @@ def _power_of_2(number: int) -> int:
 
 
 def lacks(z: Tensor, mask: Tensor | None = None) -> str | None:
-    """Return why these kernels do not take ``z`` (B, H, N, p) and ``mask`` (B, N), or None if they do."""
+    """Return why the kernels do not support ``z`` (B, H, N, p) and ``mask`` (B, N), or None if they do."""
     if z.dtype not in DTYPES:
         return f"the Triton kernels support float32, bfloat16 and float16, got {z.dtype}"
     if not 1 <= z.shape[3] <= WIDEST_HEAD:
@@ -240,9 +241,9 @@ def bisoftmax_forward(
     limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32, contiguous."""
-    # A single token needs its peak: log exp S would have the rounding of 1.
+    # For a single token, log exp S without its peak would have the rounding error of 1.
     call = _call(z, None, beta, mask, causal, None if z.shape[2] == 1 else limit)
-    out = _contiguous_like(z)
+    out = torch.empty_like(z, memory_format=torch.contiguous_format)
     lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
     with _on_device_of(z):
         if fits_on_chip(call):
@@ -274,9 +275,10 @@ def bisoftmax_hvp(
 ) -> Tensor:
     """Return ``H V + beta (diag(a) P + P^T diag(a)) Z``, contiguous, for the cotangent ``a`` of the lse.
 
-    ``lse``, which other backends use, is found again in the pass for r.
+    ``lse``, which other backends use, is computed again in the pass for r.
     """
-    call, out, cotangent = _call(z, v, beta, mask, causal, limit), _contiguous_like(z), None
+    call, cotangent = _call(z, v, beta, mask, causal, limit), None
+    out = torch.empty_like(z, memory_format=torch.contiguous_format)
     if lse_cotangent is not None:
         cotangent = lse_cotangent.to(torch.float32).contiguous()
     with _on_device_of(z):
@@ -323,20 +325,16 @@ def _readable(x: Tensor) -> Tensor:
     return x if fits or x.shape[3] == 1 else x.contiguous()
 
 
-def _contiguous_like(z: Tensor) -> Tensor:
-    """Return unfilled memory. The strides of ``z`` are not kept: compilers are promised contiguous results,
-    and offsets within a tile are of 32 bits, which a wide row stride would overflow.
-    """
-    return torch.empty(z.shape, dtype=z.dtype, device=z.device)
-
-
 def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Kernels are launched on the current device, which need not be that of ``x``."""
+    """Return a context in which kernels are launched on the device of ``x``."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _zero_masked(call: Call) -> Call:
-    """With masked tokens zero and each sample's length: kernels then need the mask at the ends only."""
+    """Return the call with zeros at masked tokens and the length of each sample.
+
+    Kernels then need the mask at the ends only.
+    """
     if call.keep is None:
         return call
     mask = call.keep != 0

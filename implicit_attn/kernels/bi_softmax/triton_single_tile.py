@@ -1,8 +1,8 @@
-"""At most 128 tokens: one launch, one program per (sample, head), no score leaves the chip.
+"""Triton kernels of bi-softmax for at most 128 tokens: a program per (sample, head) keeps all scores on chip.
 
-The rows are cut in two parts, the first a power of two, so that 65 tokens cost 64 + 16 rows of
-arithmetic and not 128; the scores of the two parts with each other are computed once. The
-Hessian-vector product computes the log-sum-exps again: that is cheap, and a stored one is rounded.
+The rows are divided into two parts, the first a power of two, so 65 tokens cost 64 + 16 rows of arithmetic
+instead of 128. The scores between the two parts are computed once. The Hessian-vector product computes the
+log-sum-exps again, because that is cheap and a stored one is rounded.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
@@ -30,7 +30,7 @@ from implicit_attn.kernels.bi_softmax.triton_kernels import (
 
 @triton.jit
 def load_kept(head, kept, first, width, stride_n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The rows in ``kept``; zero for the others, which are not read."""
+    """Load the rows in ``kept``; the others are zero and not read."""
     rows = first + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     pointers = head + (rows[:, None] * stride_n + columns[None, :])
@@ -76,7 +76,7 @@ def log_sum_exp(score, cross, kept, AXIS: tl.constexpr, BOUNDED: tl.constexpr):
 
 @triton.jit
 def own_of(lse, BOOST: tl.constexpr, BOUNDED: tl.constexpr):
-    """What ``both_weights`` wants, from a log-sum-exp of base 2."""
+    """Return the argument of ``both_weights`` for a log-sum-exp in base 2."""
     return tl.exp2(BOOST - lse) if BOUNDED else lse
 
 
@@ -135,7 +135,7 @@ def small_gradient_kernel(
         lse_a = log_sum_exp(score_a, None, kept_a, 1, BOUNDED)
 
     if BOUNDED:
-        # log exp S of a token alone has the rounding of 1, not that of S
+        # For a single token, log exp S would have the rounding error of 1.
         counted = tl.sum(kept_a.to(tl.int32))
         if SECOND > 0:
             counted += tl.sum(kept_b.to(tl.int32))
@@ -169,7 +169,7 @@ def _part(
     z_head, v_head, keep, sample, first, tokens, width, scale, beta, z_stride_n, v_stride_n,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Which rows from ``first`` on are kept, their ``z`` and ``v``, scores and tangents inside."""
+    """Return which rows from ``first`` on are kept, their ``z``, ``v``, scores and tangents."""
     kept = kept_rows(keep, sample, first, tokens, tokens, ROWS)
     z = load_kept(z_head, kept, first, width, z_stride_n, ROWS, WIDTH)
     v = load_kept(v_head, kept, first, width, v_stride_n, ROWS, WIDTH)
@@ -203,9 +203,10 @@ def _curved(weight, tilted, z, v, curved):
 
 @triton.jit
 def _mean(total, mass, cotangent, kept, index, first, tokens, beta, ROWS: tl.constexpr):
-    """``r_i - beta a_i`` from sums over the boosted weights, and of them; no a of a masked token is read.
+    """Return ``r_i - beta a_i`` from the sums of the boosted weights with and without the tangents.
 
-    The weights sum to one up to the rounding of ``L``; of a large tangent that would be seen.
+    The weights sum to one only up to the rounding of ``L``, which would matter for large tangents. The
+    cotangent of a masked token is not read.
     """
     mean = total / tl.where(mass > 0.0, mass, 1.0)
     if cotangent is not None:
