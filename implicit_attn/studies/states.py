@@ -53,7 +53,10 @@ class Paths(NamedTuple):
             places = [k + 0.25 * number for k in range(len(starts))]
             bars = right.bar(places, [100 * row[key] for row in self.summary], 0.25, label=text)
             right.bar_label(bars, fmt="%.1f", fontsize=7)
-        right.set_xticks(range(len(starts)), [f"from {start}" for start in starts])
+        middle = 0.125 * (len(shown) - 1)
+        right.set_xticks(
+            [k + middle for k in range(len(starts))], [f"from {each}" for each in starts]
+        )
         right.set(ylabel="share of samples, %", ylim=(0, 118))
         right.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
         return figure

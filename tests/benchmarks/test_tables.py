@@ -106,7 +106,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 @pytest.mark.parametrize(
     ("show", "program", "number"),
     [(trainings.forms, Language, 41), (trainings.equilibrium, Language, 51),
-     (trainings.cifar10, Images, 5), (trainings.masked, Images, 12)],
+     (trainings.cifar10, Images, 4), (trainings.masked, Images, 12)],
 )  # fmt: skip
 def test_the_scripts_take_every_command_line(
     show: object, program: type, number: int, planned: list[Run]
