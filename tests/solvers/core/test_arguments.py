@@ -70,7 +70,8 @@ def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> N
     call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 150}
 
     def f(z: Any, x: Tensor) -> Any:
-        return build(*coupled(*parts(z), x))
+        first, second = parts(z)
+        return build(*coupled(first, second, x))
 
     z0 = build(start[:, :3], start[:, 3:].view(4, 2, 2))
     solution = fixed_point(f, z0, (x,), **call)
