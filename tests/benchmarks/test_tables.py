@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from benchmarks import boards, cost, learning, trainings
-from benchmarks.learning import ABLATIONS, ROWS, TokenModel, perform, recall, task_of
+from benchmarks.learning import ABLATIONS, ROWS, perform, task_of
 from benchmarks.trainings import Run
 from implicit_attn.data.sudoku import units
 from implicit_attn.models import build_model, save_model
@@ -141,25 +141,6 @@ def test_runs_are_made_once_and_failures_told(
     assert set(found) == {"parameters", "12", "seconds"}  # a stack has one number
 
 
-def a_run(row: str, seed: int = 0) -> Run:
-    return Run(row, seed, (), "tiny")
-
-
-CURVES = {
-    a_run("plain"): {1: 3.0, 2: 2.0},
-    a_run("plain", 1): {1: 3.1, 2: 2.1},
-    a_run("momentum"): {1: 2.9, 2: 1.9},
-    a_run("momentum", 1): {1: 3.2, 2: 2.0},
-}
-
-
-def test_differences_are_of_pairs_with_one_seed(tmp_path: Path) -> None:
-    apart = trainings.differences(CURVES, "tiny", "momentum", "plain")
-    assert apart == {0: pytest.approx({1: -0.1, 2: -0.1}), 1: pytest.approx({1: 0.1, 2: -0.1})}
-    trainings.draw(tmp_path / "forms.png", CURVES)
-    assert (tmp_path / "forms.png").read_bytes()[:4] == b"\x89PNG"
-
-
 # What layers learn.
 
 
@@ -183,17 +164,6 @@ def test_no_test_image_is_trained_on() -> None:
             {row.numpy().tobytes() for row in part[0]} for part in (task.train, task.test)
         )
         assert not seen & unseen
-
-
-def test_recall_is_answered_by_the_pairs() -> None:
-    pairs, values = recall(50).train
-    for sequence, value in zip(pairs, values, strict=True):
-        (place,) = (sequence[1:, 0] == sequence[0, 0]).nonzero().flatten().tolist()
-        assert sequence[1 + place, 1] == value
-    model = TokenModel(recall(10), lambda n, d, h: torch.nn.Identity(), 1, "query")
-    other = pairs.clone()
-    other[:, 1:] = pairs[:, 1:].flip(0)
-    assert torch.equal(model(pairs), model(other))  # nothing is mixed: only the first token is read
 
 
 def test_a_command_goes_on_where_it_stopped(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -131,13 +129,6 @@ def test_training_and_inference_at_once_are_bit_equal_to_each_alone() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
-# Two processes on gloo run this file as a program.
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
 
 def example() -> Any:
     sys.path.append(str(ROOT / "examples"))
@@ -164,7 +155,7 @@ def scaled_out(script: Any, engine: str | None, parts: int) -> list[dict[str, Te
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
         named = list(plain.named_parameters())
-        found = {f"gradient of {name}": _whole(_gradient(p)) for name, p in named}
+        found = {f"gradient of {name}": _whole(p.grad) for name, p in named}
         optimizer.step()
         optimizer.zero_grad()
         history.append({"loss": loss} | found | {name: _whole(p.detach()) for name, p in named})
@@ -187,39 +178,34 @@ def sharded_within() -> str:
     return ""
 
 
-def on_gloo(test: Callable[..., None]) -> Callable[..., None]:
-    available = dist.is_available() and dist.is_gloo_available()
-    return pytest.mark.slow(pytest.mark.skipif(not available, reason="torch has no gloo")(test))
-
-
-def run_workers(folder: Path) -> list[dict[str, Any]]:
-    paths = [str(ROOT), str(ROOT / "tests")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if "lo" in [name for _, name in socket.if_nameindex()]:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(WORLD), str(folder / "store"),
-             str(folder / f"rank{rank}.pt")],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()  # which closes its pipe
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+def run_process(rank: int, folder: Path) -> None:
+    """One of two processes on gloo; writes what it trained."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD,
+        timeout=timedelta(seconds=180),
+    )  # fmt: skip
+    script = example()
+    runs = {key: scaled_out(script, *key) for key in RUNS}
+    torch.save({"runs": runs, "refused": sharded_within()}, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of both processes, which are started once for all tests."""
-    return run_workers(tmp_path_factory.mktemp("processes"))
+    folder = tmp_path_factory.mktemp("processes")
+    with pytest.MonkeyPatch.context() as patch:
+        if "lo" in [name for _, name in socket.if_nameindex()]:
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        torch.multiprocessing.spawn(run_process, (folder,), WORLD)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+def on_gloo(test: Callable[..., None]) -> Callable[..., None]:
+    available = dist.is_available() and dist.is_gloo_available()
+    return pytest.mark.slow(pytest.mark.skipif(not available, reason="torch has no gloo")(test))
 
 
 @on_gloo
@@ -240,22 +226,3 @@ def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
     """Their processes would wait for each other at evaluations that not all of them make."""
     for result in results:
         assert "shard" in result["refused"]
-
-
-def main() -> None:
-    """Of each process: RANK WORLD STORE_FILE RESULT_FILE; writes what it trained."""
-    rank, world, store, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=180),
-    )  # fmt: skip
-    script = example()
-    runs = {key: scaled_out(script, *key) for key in RUNS}
-    torch.save({"runs": runs, "refused": sharded_within()}, result)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

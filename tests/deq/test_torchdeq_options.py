@@ -1,4 +1,4 @@
-"""The rows of docs/migrating/torchdeq.md: an option of torchdeq and ours do the same, or differ as said."""
+"""Options of torchdeq and ours do the same, or differ as docs/migrating/torchdeq.md says."""
 
 from __future__ import annotations
 
