@@ -336,7 +336,8 @@ def draw(summary: Table, need: Table, sizes: tuple[int, int]) -> Figure:
     larger.axvspan(*sizes, color="C4", alpha=0.15, linewidth=0)
     larger.set(xlabel="positions of the ring (grey: in training)", ylim=(-0.03, 1.03))
     larger.set(ylabel="share of rings solved", title="mean and range of the seeds")
-    larger.legend(fontsize=9, loc="center right", bbox_to_anchor=(1, 0.72))
+    look = {"ncols": 2, "frameon": False, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13)}
+    larger.legend(fontsize=9, **look)
     for factor, color in FOLLOWED.items():
         number = round(sizes[1] * factor)
         points = columns(need, "difficulty", "iterations", size=number)
