@@ -256,7 +256,8 @@ def load_sudoku(
         boards = torch.stack(unique_puzzles(sum(bases), seed))
         # Every base is used equally often; training and test share none.
         parts = [torch.arange(train) % bases[0], bases[0] + torch.arange(test) % bases[1]]
-        puzzles, solutions = SudokuSymmetries()(*boards[:, torch.cat(parts)], generator)
+        puzzles, solutions = boards[:, torch.cat(parts)]
+        puzzles, solutions = SudokuSymmetries()(puzzles, solutions, generator)
     else:
         name, most = "Sudoku, 17-clue list", 17
         boards = torch.stack(read_list(find(*LIST.parts) or LIST))

@@ -199,7 +199,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         if "lo" in [name for _, name in socket.if_nameindex()]:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        torch.multiprocessing.spawn(run_process, (folder,), WORLD)
+        start: Any = torch.multiprocessing
+        start.spawn(run_process, (folder,), WORLD)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
