@@ -26,7 +26,7 @@ from implicit_attn.updates.hyperset import ConditionedStepSizes
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
 STUDIES: dict[str, dict[str, Any]] = {
-    "convergence": {"max_steps": 12, "spectra": 1, "repeats": 1},
+    "convergence": {"max_steps": 12, "spectra": 1},
     "extrapolation": {"factor": 2},
     "paths": {"starts": 1},
     "geometry": {"iterations": 4},
@@ -121,7 +121,7 @@ def test_a_subject_looks_into_a_model() -> None:
 
 
 def test_convergence_of_a_bowl() -> None:
-    found = studies.convergence(bowl_layer(), rows(5), rtol=1e-6, max_steps=40, repeats=1)
+    found = studies.convergence(bowl_layer(), rows(5), rtol=1e-6, max_steps=40)
     names = [row["solver"] for row in found.costs]
     assert names == list(studies.solver_choices(bowl_layer()))
     assert {"forward", "plain forward", "L-BFGS", "Newton"} <= set(names)

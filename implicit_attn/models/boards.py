@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from implicit_attn.data.sudoku import CELLS, PLACES, SIDE
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.spins import zero_sum
-from implicit_attn.models.images import grid_positions, token_width
+from implicit_attn.models.images import grid_positions
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
 from solvers import Solution, SolveError, Tolerance
@@ -532,7 +532,7 @@ class SudokuModel(nn.Module):
         final_norm: str = "layer",
     ) -> None:
         super().__init__()
-        dim = token_width(backbone)
+        dim: Any = backbone.dim
         require_choice("start", start, STARTS)
         require_choice("final_norm", final_norm, FINAL_NORMS)
         self.digits = nn.Embedding(SIDE + 1, dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,17 +74,6 @@ class ConvolutionalStem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.embed(F.gelu(self.local(images) + self.position)).flatten(2).mT
-
-
-def token_width(backbone: object) -> int:
-    """Return the number of features d of a backbone's tokens, its attribute ``dim``."""
-    dim = getattr(backbone, "dim", None)
-    if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
-        raise TypeError(
-            "backbone must be a module (B, N, d) -> (B, N, d) with an integer attribute dim, "
-            f"got {type(backbone)}"
-        )
-    return dim
 
 
 def count_patches(image_size: int, patch: int) -> int:
@@ -204,7 +194,8 @@ class ImageClassifier(TokenClassifier):
         pixel_norm: bool = False,
     ) -> None:
         super().__init__(channels, image_size, require_choice("readout", readout, READOUTS))
-        dim, patches = token_width(backbone), count_patches(image_size, patch)
+        dim: Any = backbone.dim
+        patches = count_patches(image_size, patch)
         if require_flag("pixel_norm", pixel_norm) and stem != "patch":
             raise ValueError(f"pixel_norm must be False for the stem {stem!r}, got True")
         self.embed: nn.Module
@@ -278,7 +269,8 @@ class MaskedImageModel(nn.Module):
         positions: str = "learned",
     ) -> None:
         super().__init__()
-        dim, patches = token_width(backbone), count_patches(image_size, patch)
+        dim: Any = backbone.dim
+        patches = count_patches(image_size, patch)
         self.patch, self.positions = patch, require_choice("positions", positions, POSITIONS)
         self.image_shape = (require_count("channels", channels), image_size, image_size)
         self.embed = PatchEmbedding(channels, patch, dim)

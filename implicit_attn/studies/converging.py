@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -90,7 +89,6 @@ def convergence(
     rtol: float | None = None,
     max_steps: int = 100,
     spectra: int = 2,
-    repeats: int = 3,
 ) -> Convergence:
     """Run every solver on the same layer and inputs, and compute the Jacobian's eigenvalues at the end.
 
@@ -103,7 +101,6 @@ def convergence(
         rtol: tolerance of the costs; None: that of the layer.
         max_steps: evaluations per sample.
         spectra: samples whose Jacobian is studied.
-        repeats: timed solves, of which the median counts.
 
     Raises:
         TypeError: no layer is found, or ``x`` is missing.
@@ -131,14 +128,13 @@ def convergence(
         seen, costs = subject.given(subject.inputs), Table()
         options: Any = {"max_steps": max_steps, "on_failure": "ignore", "tolerance": tolerance}
         for name, (owner, solver) in progress(solver_choices(subject.layer).items(), "costs"):
-            solution, times = owner.solve(*seen, solver=solver, **options), list[float]()
-            for _ in range(repeats):
-                start = time.perf_counter()
-                owner.solve(*seen, solver=solver, **options)
-                times.append(time.perf_counter() - start)
+            owner.solve(*seen, solver=solver, **options)  # the first call also prepares
+            start = time.perf_counter()
+            solution = owner.solve(*seen, solver=solver, **options)
+            seconds = time.perf_counter() - start
             row = {"solver": name, "converged": solution.converged.double().mean().item()}
             row |= study.median_and_largest("evaluations", solution.evaluations)
-            costs.append({**row, "seconds": statistics.median(times)})
+            costs.append({**row, "seconds": seconds})
         few = pytree.tree_map_only(Tensor, lambda part: part[:spectra], given)
         mask = None if mask is None else mask[:spectra]
         options = {"tolerance": solvers.Tolerance(rtol=FLOOR), "max_steps": 500}

@@ -95,7 +95,7 @@ def paths(layer: Any, x: Any = None, targets: Tensor | None = None, *, starts: i
     size = target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)
     summary, distances = Table(), dict[str, Tensor]()
     for name, end in ends.items():
-        distance = distances[name] = (end.flatten(1) - target).norm(dim=1) / size
+        distance = distances[name] = ((end.flatten(1) - target).norm(dim=1) / size).cpu()
         row: dict[str, Any] = {"start": name, **study.median_and_largest("distance", distance)}
         row["same"] = (distance <= SAME).double().mean().item()
         if subject.recurrence is None:
@@ -189,8 +189,8 @@ def geometry(layer: Any, x: Any = None, *, iterations: int | None = None) -> Geo
             energies.setdefault(name, []).append(values)
         ranks.append(effective_rank(features))
         angles.append(average_angle(features))
-    joined = {name: torch.cat(parts, dim=1) for name, parts in energies.items()}
-    rank, angle = (torch.cat(parts, dim=1).mean(1) for parts in (ranks, angles))
+    joined = {name: torch.cat(parts, dim=1).cpu() for name, parts in energies.items()}
+    rank, angle = (torch.cat(parts, dim=1).mean(1).cpu() for parts in (ranks, angles))
     return Geometry(joined, rank, angle, subject.trained)
 
 

@@ -222,7 +222,7 @@ def open_subject(source: str | Path, samples: int | None = None) -> Subject:
     model: Any = load_pretrained(str(source)) if shipped else load_model(path)[0]
     if not isinstance(model, ImageClassifier | SpinClassifier):
         raise ValueError(f"{path} must hold an image classifier, got a {type(model).__name__}")
-    images = load(settings["data"])
+    images = load(str(settings.get("data")))
     backbone: Any = getattr(model, "backbone", None)
     trained = int(settings.get("evaluations") or getattr(backbone, "iterations", 1))
     steps = "iterations" if isinstance(backbone, RecurrentBackbone) else "evaluations (median)"
