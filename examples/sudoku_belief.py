@@ -27,7 +27,6 @@ BETA = 4.0  # inverse temperature of learned couplings
 ALONE, BETWEEN = 100, 15  # steps of belief propagation alone, and before each cell is fixed
 BOUND = 30.0  # of the logarithms of a message: certainty is a probability of 1e-13 from 1
 CERTAIN = 0.999  # cells that are fixed together
-FORBIDDEN = -0.5  # couplings below it are forbidden digits; those of the rules are -8/9 and 1/9
 
 
 class Pairs(NamedTuple):
@@ -96,13 +95,10 @@ def sudoku_belief(
     test = {number: each for number, each in data.test.items() if number != MIXED}
     model = fitted(HEAD, data.train, fit_steps, seed, 1e-4)
     learned = strongest_pairs(scaled(couplings_of(model)))
-    J = learned.couplings
-    forbidden = torch.where(J < FORBIDDEN, -torch.inf, torch.zeros_like(J))
-    hard, rules = learned._replace(couplings=forbidden), pairs_of_rules()
-    models = {"the rules": rules}
-    models[f"learned couplings, beta {BETA:g}"] = learned._replace(couplings=BETA * J)
-    if not all(torch.equal(one, other) for one, other in zip(hard, rules, strict=True)):
-        models["learned couplings made hard"] = hard  # else the same constraints
+    models = {"the rules": pairs_of_rules()}
+    models[f"learned couplings, beta {BETA:g}"] = learned._replace(
+        couplings=BETA * learned.couplings
+    )
     ways: dict[str, Solve] = {}
     for name, pairs in models.items():
         ways[f"{name}: belief propagation"] = partial(propagated, pairs)
