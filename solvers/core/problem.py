@@ -119,8 +119,9 @@ class Descent(EnergyUpdate):
             check_energy(value, leaves[0].shape[0])
             parts: Any = [None] * len(points)
             if value.requires_grad:
-                total, options = value.sum(), {"create_graph": outer, "allow_unused": True}
-                parts = torch.autograd.grad(total, points, **options)
+                parts = torch.autograd.grad(
+                    value.sum(), points, create_graph=outer, allow_unused=True
+                )
         if all(part is None for part in parts):
             raise ValueError(
                 "energy must be a differentiable function of z, got a result without a graph"
