@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,26 +22,18 @@ _IS_EXPORTING: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lamb
 
 
 def eager(function: Function) -> Function:
-    """``torch.compiler.disable`` that keeps the function's type and does not import the compiler.
+    """``torch.compiler.disable`` that keeps the function and does not import the compiler.
 
     A solver loop branches on values at every step, where a compiler would break its graph anyway.
     """
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
         return cast(Function, torch.compiler.disable(function))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        compiler = frames.set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            frames.set_eval_frame(compiler)
-
-    # A compiler neither follows a call of this function nor compiles it where it runs.
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(run.__code__, skip)
-    return cast(Function, functools.update_wrapper(run, function))
+    # A compiler neither follows a call of the function nor compiles what runs within.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def exporting() -> bool:
