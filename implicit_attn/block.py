@@ -126,7 +126,7 @@ class EncoderLayer(nn.Module):
         to their own states, or after ``most`` evaluations. Which tokens move is a part of the solver's state.
 
         Returns:
-            The states (B, N, s), and the evaluations of each token (B, N).
+            The states (B, N, s), and the evaluations of each token (B, N), which count for the next solve.
         """
         f = Map(self.deq)
         args, z = f.equation(x, mask)
@@ -155,6 +155,7 @@ class EncoderLayer(nn.Module):
             adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
             compact=False, on_failure="ignore", verify=False,
         )  # fmt: skip
+        self.deq.evaluations_before = evaluations.amax(1)
         return latest, evaluations  # the solver's value is a state that was evaluated
 
     def _arguments(
@@ -319,8 +320,7 @@ class EquilibriumBlock(EncoderLayer):
         limit = self._limit(tokens, read_tolerance("tolerance", chosen["tolerance"]))
         unrolled = isinstance(read_adjoint(chosen["adjoint"]), solvers.Unrolled)
         with torch.set_grad_enabled(torch.is_grad_enabled() and unrolled):
-            z, evaluations = self._token_by_token(x, mask, limit, chosen["max_steps"] - 1)
-        self.deq.evaluations_before = evaluations.amax(1)
+            z, _ = self._token_by_token(x, mask, limit, chosen["max_steps"] - 1)
         return options | {"z0": z, "max_steps": 1}
 
     @property
@@ -554,7 +554,6 @@ class DEQTransformer(EncoderLayer):
             )
         with torch.no_grad():
             z, self.evaluations = self._token_by_token(x, mask, limit, self.deq.max_steps)
-        self.deq.evaluations_before = self.evaluations.amax(1)
         return z
 
     def _count(self, iterations: Iterations) -> int | str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -26,35 +25,6 @@ from solvers.core.solution import (
 from solvers.krylov import LINEAR, KrylovRun, LinearSolver, norm
 
 
-@dataclass
-class Product:
-    """``matvec`` as a map of matrices (n, D), sent and received with the structure and dtypes of ``b``."""
-
-    matvec: Callable[..., Any]
-    layout: Layout
-    args: tuple[Any, ...]
-    batch: int  # samples of the right-hand side
-
-    def of(self, rows: Tensor) -> Product:
-        """The product for the samples ``rows`` of the batch."""
-        whole = len(rows) == self.batch
-        return self if whole else replace(self, args=take(self.args, rows, self.batch))
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        sent = self.layout.tree(vectors.to(self.layout.dtype))
-        try:
-            received = self.matvec(sent, *self.args)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if len(vectors) < self.batch:
-                error.args = (
-                    f"{error}\nmatvec was called with the {len(vectors)} of {self.batch} unsolved samples. "
-                    "Pass batched tensors that it closes over in args=(...), or use compact=False.",
-                )
-            raise
-        check_like(received, sent, "matvec(v)", "v")
-        return self.layout.vector(received).detach().to(vectors.dtype)
-
-
 def power_of_two(vectors: Tensor) -> Tensor:
     """(n, 1): a power of two about as large as the largest number of each finite row."""
     largest = vectors.abs().amax(1, keepdim=True)
@@ -72,11 +42,12 @@ class LinearLoop:
     """
 
     def __init__(
-        self, product: Product, b: Tensor, tolerance: Tolerance, solver: LinearSolver, max_steps: int,
-        compact: bool, record: bool, callback: Callable[[Progress], object] | None,
+        self, matvec: Callable[..., Any], args: tuple[Any, ...], layout: Layout, b: Tensor,
+        tolerance: Tolerance, solver: LinearSolver, max_steps: int, compact: bool, record: bool,
+        callback: Callable[[Progress], object] | None,
     ) -> None:  # fmt: skip
-        self.product, self.solver = product, solver
-        self.narrow = any(torch.finfo(dtype).bits < 32 for dtype in product.layout.dtypes)
+        self.matvec, self.args, self.layout, self.solver = matvec, args, layout, solver
+        self.narrow = any(torch.finfo(dtype).bits < 32 for dtype in layout.dtypes)
         self.max_steps, self.compact = max_steps, compact
         self.columns: list[Tensor] | None = [] if record else None
         self.callback, self.noted = callback, 0  # batches of products so far
@@ -118,9 +89,30 @@ class LinearLoop:
             trace=None if self.columns is None else Trace(torch.stack(self.columns, dim=1)),
         )
 
+    def _product(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        """``matvec`` for the samples ``rows``, as a map of matrices (n, D); it gets the dtypes of ``b``."""
+        batch, layout = len(self.b), self.layout
+        args = self.args if len(rows) == batch else take(self.args, rows, batch)
+
+        def product(vectors: Tensor) -> Tensor:
+            sent = layout.tree(vectors.to(layout.dtype))
+            try:
+                received = self.matvec(sent, *args)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if len(vectors) < batch:
+                    error.args = (
+                        f"{error}\nmatvec was called with the {len(vectors)} of {batch} unsolved samples. "
+                        "Pass batched tensors that it closes over in args=(...), or use compact=False.",
+                    )
+                raise
+            check_like(received, sent, "matvec(v)", "v")
+            return layout.vector(received).detach().to(vectors.dtype)
+
+        return product
+
     def _cycle(self, rows: Tensor) -> None:
         """Run the Krylov method until every one of the samples ``rows`` has stopped."""
-        product, last = self.product.of(rows), self.max_steps - 1 - self.evaluations
+        product, last = self._product(rows), self.max_steps - 1 - self.evaluations
         run = self.solver.start(self.r[rows], self.target[rows], self.status[rows] == RUNNING)
         ends = set(last[rows].flatten().tolist())
         for step in count():
@@ -133,7 +125,7 @@ class LinearLoop:
                 stopped, rest = true_rows(~run.running), true_rows(run.running)
                 self._verify(run.rows(stopped), rows[stopped])
                 run, rows = run.rows(rest), rows[rest]
-                product = self.product.of(rows)
+                product = self._product(rows)
             active = run.running
             sent = run.direction if running == len(rows) else torch.where(active, run.direction, 0)
             unit = power_of_two(sent) if self.narrow else None  # against subnormal numbers
@@ -182,10 +174,10 @@ class LinearLoop:
 
     def _residual(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x`` (n, D) in the dtypes of the right-hand side, ``b - A x``, by one product, and its norm."""
-        layout, scale, active = self.product.layout, self.scale[rows], self.status[rows] == RUNNING
+        layout, scale, active = self.layout, self.scale[rows], self.status[rows] == RUNNING
         x = torch.where(active, x * scale, 0).to(layout.dtype)
         x = layout.vector(layout.tree(x)).to(self.b.dtype)
-        r = self.b[rows] - self.product.of(rows)(x) / scale
+        r = self.b[rows] - self._product(rows)(x) / scale
         self.evaluations.index_add_(0, rows, active.long())
         norms = torch.where(torch.isfinite(x).all(1, keepdim=True), norm(r), torch.inf)
         return x / scale, r, norms
@@ -270,9 +262,9 @@ def solve_linear(
     if x0 is not None:
         check_like(x0, b, "x0", "b")
     with torch.no_grad():
-        product = Product(matvec, layout, args, len(leaf))
         right = layout.vector(b).to(torch.promote_types(layout.dtype, torch.float32))
-        loop = LinearLoop(product, right, tolerance, chosen, max_steps, compact, record, callback)
+        options = (tolerance, chosen, max_steps, compact, record, callback)
+        loop = LinearLoop(matvec, args, layout, right, *options)
         solution = loop.run(None if x0 is None else layout.vector(x0))
         solution.value = layout.tree(solution.value.to(layout.dtype))
     apply_policy(solution, on_failure, f"linear solve with {chosen}")
