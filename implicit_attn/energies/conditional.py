@@ -21,7 +21,6 @@ from implicit_attn.energies.heads import (
     AttentionInput,
     Beta,
     HasHeads,
-    check_exclude_self,
     check_state,
     fit_keys,
     project_input,
@@ -74,10 +73,9 @@ class ConditionalAttention(HasHeads, ClosedForm):
 
     Args:
         dim: features of the state.
-        heads: number of heads H.
+        heads: number of heads H, a divisor of ``dim``, each of width ``p = dim / H``.
         context_dim: features of the input's tokens; None for ``dim``.
         memory_dim: features of the memory, from which cross-attention computes keys and values.
-        head_dim: width p of a head; None for ``dim / heads``.
         beta, learned_beta: inverse temperature of ``P0``; see
             :class:`implicit_attn.energies.attention.HeadsEnergy`.
         curvature: bound on the curvature, finite and > 0.
@@ -85,7 +83,6 @@ class ConditionalAttention(HasHeads, ClosedForm):
         score_norm: norm of each head's queries and keys, or None. It bounds the scores of P0 by
             ``beta p``, so that no head concentrates on a single token early in training.
         causal: whether token i attends only to ``j <= i``; self-attention only.
-        exclude_self: whether no token attends to itself; self-attention only.
         backend: "reference" (dense), "flash" (no N x M matrix) or "auto"; see
             :func:`implicit_attn.kernels.frozen_key_attention`.
 
@@ -105,21 +102,20 @@ class ConditionalAttention(HasHeads, ClosedForm):
         *,
         context_dim: int | None = None,
         memory_dim: int | None = None,
-        head_dim: int | None = None,
         beta: Beta = None,
         learned_beta: bool = False,
         curvature: float = 0.45,
         norm: RMSNorm = SOFT_NORM,
         score_norm: RMSNorm | None = SOFT_NORM,
         causal: bool = False,
-        exclude_self: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         self.backend = check_backend(backend, "frozen keys")
-        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        self.set_heads(dim, heads, None, beta, learned_beta)
         self.cross, self.causal = memory_dim is not None, causal
-        self.exclude_self = check_exclude_self(exclude_self, backend, self.cross, causal)
+        if causal and (self.cross or backend == "flash"):
+            raise ValueError('causal=True needs self-attention and backend="auto" or "reference"')
         self.norm = require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)")
         self.score_norm = check_norm(score_norm)
         self.curvature = require_positive("curvature", curvature)
@@ -134,8 +130,6 @@ class ConditionalAttention(HasHeads, ClosedForm):
         self.key_bias = nn.Parameter(torch.zeros(rows))
         self.value_bias = nn.Parameter(torch.zeros(rows))
         self.state = Projection(dim, rows, bound=1.0)
-        if causal and backend == "flash":
-            raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 
     def read(self, x: Any, mask: Mask) -> AttentionContext:
         """Compute values and ``log P0``; for "flash" instead queries, keys with the values as features."""
@@ -154,7 +148,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
             query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
         query = query * torch.as_tensor(self.beta_like(query), dtype=query.dtype)
         batch, _, count, _ = query.shape
-        key, seen, pairs = fit_keys(given, query, key, seen, self.exclude_self)
+        key, seen, pairs = fit_keys(given, query, key, seen)
         value = value if value.shape[2] else torch.zeros_like(key)
         causal = self.causal and count > 0
         options = self._options(seen, pairs, causal)

@@ -161,9 +161,9 @@ HEADS: list[Row] = [
     ("queries-cross", QueryEnergy, {"beta": (0.4, 2)}),
     ("conditional", ConditionalAttention, {}),
     ("conditional-causal", ConditionalAttention, {"causal": True}),
-    ("conditional-others", ConditionalAttention, {"exclude_self": True, **UNEQUAL}),
+    ("conditional-betas", ConditionalAttention, UNEQUAL),
     ("conditional-trained", ConditionalAttention, {"learned_beta": True, "score_norm": None}),
-    ("conditional-head", ConditionalAttention, {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3}),
+    ("conditional-head", ConditionalAttention, {"heads": 1, "norm": NORMS["tiny"]}),
 ]
 FEEDFORWARDS: list[Row] = [
     ("relu-soft", ReLUFeedForward, {}),

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_attn.energies.spins import zero_sum
-
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
@@ -44,10 +42,14 @@ def ising_states(sites: int) -> Tensor:
     return torch.tensor(list(itertools.product([-1.0, 1.0], repeat=sites)), dtype=torch.float64)
 
 
+def all_colours(sites: int, colours: int) -> Tensor:
+    """(d^N, N) int64: every configuration."""
+    return torch.cartesian_prod(*[torch.arange(colours)] * sites).view(-1, sites)
+
+
 def potts_states(sites: int, dim: int) -> Tensor:
     """(d^N, N d) one-hot."""
-    states = torch.tensor(list(itertools.product(range(dim), repeat=sites)))
-    return torch.nn.functional.one_hot(states, dim).double().flatten(1)
+    return torch.nn.functional.one_hot(all_colours(sites, dim), dim).double().flatten(1)
 
 
 def enumerate_moments(states: Tensor, blocks: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,26 +107,10 @@ def enumerated(couplings: Tensor, field: Tensor, allowed: Tensor | None = None) 
     return Exact(weight.logsumexp(1), (chance @ states).view(field.shape), pairs)
 
 
-def all_colours(sites: int, colours: int) -> Tensor:
-    """(d^N, N) int64: every configuration."""
-    return torch.cartesian_prod(*[torch.arange(colours)] * sites)
-
-
-def draw_exactly(log_weight: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-    """Indices (samples,) of configurations with probabilities ``softmax(log_weight)``."""
-    return torch.multinomial(log_weight.softmax(0), samples, replacement=True, generator=generator)
-
-
 def samples_of(
     energy: Callable[[Tensor], Tensor], sites: int, colours: int, samples: int, seed: int
 ) -> Tensor:
     """(samples, N) colours drawn from ``exp(-energy)`` exactly."""
     states = all_colours(sites, colours)
-    generator = torch.Generator().manual_seed(seed)
-    return states[draw_exactly(-energy(states), samples, generator)]
-
-
-def coupling_error(couplings: Tensor, truth: Tensor) -> float:
-    """``|J^ - J^_true| / |J^_true|`` in the zero-sum gauge."""
-    true = zero_sum(truth.detach().double())
-    return float((zero_sum(couplings.detach().double()) - true).norm() / true.norm())
+    weight, random = (-energy(states)).softmax(0), generator(seed)
+    return states[torch.multinomial(weight, samples, replacement=True, generator=random)]

@@ -193,7 +193,7 @@ def test_no_matrix_of_all_pairs_without_masks(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("options", "given"), [
-    ({}, "mask"), ({"causal": True}, "mask pairs bias"), ({"exclude_self": True}, "nothing"),
+    ({}, "mask"), ({"causal": True}, "mask pairs bias"), ({}, "nothing"),
     ({"memory_dim": 5}, "mask pairs bias"),
 ])  # fmt: skip
 def test_conditional_attention(options: dict[str, Any], given: str) -> None:
