@@ -236,30 +236,7 @@ def test_memory_on_the_device_is_linear_in_the_tokens() -> None:
     assert torch.cuda.max_memory_allocated() - before < 12 * z.numel() * z.element_size()
 
 
-# --- through the public functions ------------------------------------------------------------------
-
-SHAPES = [
-    Case(17, 8, batch=2, strided=True),
-    Case(40, 24, batch=2, mask="rows", normalised=False),
-    Case(130, 16, batch=2, mask="random", strided=True),
-]
-
-
-@pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_values_and_derivatives(case: Case) -> None:
-    problem = problem_of(case, DEVICE)
-    gradient, lse, curved = dense(case, problem)
-    options: dict[str, Any] = {"causal": case.causal, "limit": case.limit, "mask": problem.mask}
-    options["backend"] = "triton"
-    z = problem.z.clone(memory_format=torch.preserve_format).requires_grad_()
-    ours = bisoftmax(z, case.beta, **options)
-    assert difference(ours[0].detach(), gradient) <= 1e-5
-    assert difference(ours[1].detach(), lse) <= 1e-5
-    (pullback,) = torch.autograd.grad(ours, z, (problem.v, problem.cotangent))
-    assert difference(pullback, curved) <= 1e-5
-    found = bisoftmax_hvp(problem.z, problem.v, case.beta, lse=ours[1].detach(), **options)
-    assert found.dtype == case.dtype and found.is_contiguous()
-    assert difference(found, dense(case, problem, cotangent=False)[2]) <= 1e-5
+# --- launches, and graphs of compilers ---------------------------------------------------------------
 
 
 def laid_out(tokens: int) -> Tensor:
