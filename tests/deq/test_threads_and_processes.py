@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parametrizations
 
 from cases.deq import make, relative_error, tokens
@@ -199,8 +200,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         if "lo" in [name for _, name in socket.if_nameindex()]:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        start: Any = torch.multiprocessing
-        start.spawn(run_process, (folder,), WORLD)
+        spawn(run_process, (folder,), WORLD)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
