@@ -70,11 +70,17 @@ class SolverInput:
     current: Evaluation  # the last accepted point of every row
     trial: Evaluation  # the point just evaluated; rejected rows may hold non-finite numbers
     accepted: Tensor | None  # (B,) bool, or None where every row was accepted
-    rejections: Tensor  # (B,) consecutive rejections of the row, this one included
+    rows: Rows
     problem: Problem  # of the rows that are left
-    left: Tensor  # (B,) evaluations that each row may still spend
+    max_steps: int  # evaluations that a sample may spend in the whole solve
     # The solver's answer: (B,) evaluations that it has made itself (products with the Jacobian), if any.
     products: Tensor | None = None
+
+    @property
+    def left(self) -> Tensor:
+        """(B,) evaluations that each row may still spend."""
+        running = self.rows.status == RUNNING
+        return torch.where(running, self.max_steps - self.rows.evaluations, 0)
 
 
 class Solver(ABC):
@@ -154,12 +160,14 @@ class Loop:
         """
         energy, spent = solution.energy, solution.evaluations
         best = Best(solution.value, solution.residual, solution.residual_norm, energy)
+        # In a batch that stays whole each sample has been in all evaluations.
+        before = spent if self.problem.compact else spent.max().expand_as(spent)
         whole = replace(
             Rows.start(best, solution.status),
             steps=solution.steps,
             evaluations=spent,
-            # In a batch that stays whole each sample has been in all evaluations.
-            before=spent if self.problem.compact else spent.max().expand_as(spent),
+            before=before,
+            products=before,
             ceiling=None if energy is None else energy + NOISE * rounding(energy),
         )
         others = torch.ones_like(spent, dtype=torch.bool).index_fill(0, index, False)
@@ -230,7 +238,8 @@ class Loop:
         if options.stop is not None:
             stopped = self._stops(options.stop, taken)
             better = taken  # the rule asks about the latest iterate, so this is the one to return
-        rows.best = rows.best.updated(better, trial, relative)
+        every = not self.problem.traced and bool(better.all())
+        rows.best = rows.best.updated(better, trial, relative, every=every)
         rows.evaluations, rows.steps = rows.at(count), rows.steps + taken
         self._note(count)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
@@ -302,18 +311,18 @@ class Loop:
         if accepted is not None or self.recovering:
             count_rejections(rows, accepted)
         self.recovering = accepted is not None
-        running, problem = rows.status == RUNNING, self.problem
-        left = torch.where(running, self.options.max_steps - rows.evaluations, 0)
-        inputs = SolverInput(self.current, self.trial, accepted, rows.rejections, problem, left)
+        problem, most = self.problem, self.options.max_steps
+        inputs = SolverInput(self.current, self.trial, accepted, rows, problem, most)
         candidate = self.solver.step(self.state, inputs)
         if inputs.products is not None:
+            running = rows.status == RUNNING
             rows.products, self.uneven = rows.products + inputs.products * running, True
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
-        if self.problem.traced:  # no sample leaves the batch: those that have ended stand still
-            candidate = where_rows(running, candidate, self.current.z)
-        return self.problem.projected(candidate)
+        if problem.traced:  # no sample leaves the batch: those that have ended stand still
+            candidate = where_rows(rows.status == RUNNING, candidate, self.current.z)
+        return problem.projected(candidate)
 
     def _take_out(self, ended: Tensor) -> None:
         """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""

@@ -87,10 +87,13 @@ class Best:
     norm: Tensor
     energy: Tensor | None
 
-    def updated(self, better: Tensor, point: Evaluation, relative: Tensor) -> Best:
-        """Take ``point`` with its ``relative`` residual in the rows ``better`` (B,) bool."""
+    def updated(
+        self, better: Tensor, point: Evaluation, relative: Tensor, *, every: bool = False
+    ) -> Best:
+        """``point`` with its ``relative`` residual in the rows ``better`` (B,) bool; ``every``: in all."""
         energy = None if point.energy is None else point.energy.detach()
-        return merge_rows(better, Best(point.z, relative, point.norm, energy), self)
+        new = Best(point.z, relative, point.norm, energy)
+        return new if every else merge_rows(better, new, self)
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Rows:
     steps: Tensor  # trials that were accepted
     evaluations: Tensor  # of f, products included
     before: Tensor  # evaluations that an earlier attempt made
-    products: Tensor  # evaluations made by the solver itself
+    products: Tensor  # those, and evaluations made by the solver itself
     rejections: Tensor  # consecutive trials that were rejected
     scale: Tensor  # t of the fall-back step z + t (f(z) - z)
     limit: Tensor  # residual norm beyond which the sample diverges
@@ -124,8 +127,7 @@ class Rows:
 
     def at(self, count: int) -> Tensor:
         """(n,) evaluations of each row after so many turns of the loop."""
-        now = count + self.before + self.products
-        return torch.where(self.status == RUNNING, now, self.evaluations)
+        return torch.where(self.status == RUNNING, count + self.products, self.evaluations)
 
 
 Record = TypeVar("Record")

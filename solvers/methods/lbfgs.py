@@ -90,7 +90,7 @@ class LBFGS(Solver):
         if accepted is None or factor is None:
             state.length = torch.ones_like(state.length)
         else:
-            renew = accepted | (stored & (inputs.rejections == 1))
+            renew = accepted | (stored & (inputs.rows.rejections == 1))
             shorter = state.length * factor.to(state.length.dtype)
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
