@@ -75,12 +75,12 @@ class AdjointSolve:
         lost = ~(given & fits & (solution.status != Status.NONFINITE))
         solution.value = u = u.masked_fill(lost[:, None], torch.nan)
         # A gradient that is not finite shows itself, as everywhere in torch, and needs no warning.
-        told = replace(solution, status=solution.status.masked_fill(lost, int(Status.CONVERGED)))
+        others = replace(solution, status=solution.status.masked_fill(lost, int(Status.CONVERGED)))
         solution.status = solution.status.masked_fill(lost, int(Status.NONFINITE))
         solution.residual_norm = solution.residual_norm.masked_fill(lost, torch.inf)
         solution.residual = solution.residual.masked_fill(lost, torch.inf)
         self.report.solution, self.report.solves = solution, self.report.solves + 1
-        apply_policy(told, self.on_failure, "adjoint solve", self.f)
+        apply_policy(others, self.on_failure, "adjoint solve", self.f)
         return u
 
     def _each(

@@ -34,10 +34,10 @@ class Replacing(TorchFunctionMode):
 
 
 class Reads(Replacing):
-    """The same for tensors that were not made within the context, which are collected in ``inside``.
+    """Like :class:`Replacing`, except that tensors made within the context are left alone.
 
-    ``see`` notes what it wants to keep in ``found``, by ``id``. The values of both dicts hold the tensors, so
-    that no ``id`` is used again.
+    They are collected in ``inside``, and ``see`` may collect others in ``found``, both by ``id``. The dicts
+    keep the tensors alive, so that no ``id`` is used again.
     """
 
     def __init__(self, see: Callable[[Tensor], Tensor], *inside: Tensor) -> None:
