@@ -471,17 +471,15 @@ def adaptive_tap(
             whose ``chi`` is not positive definite there uses the default start.
         inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. A sequence is an
             annealing schedule: each solve starts from the previous solution. Results and gradients are
-            those of the last solve, ``steps`` and ``evaluations`` the sums over all; ``max_steps``
-            applies to each.
-        response: whether to return ``chi``, the linear-response estimate of the correlations
-            ``<S_i S_j> - <S_i><S_j>``. It is ``dm_i/dx_j`` at fixed V; autograd gives the derivative
-            of the solution, including the change of V. Naive or second-order means may converge although
-            ``chi`` is indefinite, which is checked only here.
+            those of the last solve, ``steps`` and ``evaluations`` sums; ``max_steps`` applies to each.
+        response: whether to return ``chi = dm_i/dx_j`` at fixed V, an estimate of the correlations
+            ``<S_i S_j> - <S_i><S_j>``. Naive or second-order means may converge although ``chi`` is
+            indefinite, which is checked only here.
         log_partition: whether to return ``log Z``, for priors of weight 1 (:mod:`solvers.spins.adaptive_tap`
-            lists the formulas); with ``given``, the sum over the free sites only. Its gradient at the
-            solution is ``d log Z / dx = beta m`` (each pair counts once:
-            ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``) and needs no adjoint solve; for
-            ``SphericalSite(large_dimension=True)``, which is not a distribution, it holds up to O(1/d).
+            lists the formulas); with ``given``, the sum over the free sites only. Its gradients
+            ``d log Z / dx = beta m`` and ``couplings.grad[i, j] = beta / 2 (m_i m_j^T + ...)`` need no
+            adjoint solve; for ``SphericalSite(large_dimension=True)``, which is not a distribution, they
+            hold up to O(1/d).
         record: whether to keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" samples that did not converge.
 

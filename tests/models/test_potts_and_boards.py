@@ -79,6 +79,12 @@ def test_logits_are_those_of_the_couplings(rows: str, heads: int) -> None:
     torch.testing.assert_close(model.logits(s), wanted)
     assert bool((couplings.diagonal() == 0).all())
     torch.testing.assert_close(model.penalty(), 0.5 * couplings.square().sum())
+    others = 1 - torch.eye(4, dtype=torch.float64)
+    weights = model.scores * others
+    if rows != "linear":
+        strength = model.scores.exp() * others
+        weights = strength / (strength.sum(-1, keepdim=True) + (rows == "sink"))
+    torch.testing.assert_close(model.attention(), weights)
 
 
 # Fits by pseudo-likelihood: what the record says, and that it is true.
