@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 import solvers
-from cases.solves import FEW, SOLVERS, Counter, EnergyCounter, Given, Plain, plain_batch, solve
+from cases.solves import (
+    FEW,
+    SOLVERS,
+    Counter,
+    EnergyCounter,
+    Given,
+    Plain,
+    normal,
+    plain_batch,
+    solve,
+)
 from problems import rows, scaled
 from problems.zoo import make
 from solvers import (
@@ -327,6 +337,23 @@ def test_a_sample_alone_and_in_a_batch(solver: str, name: str, options: dict[str
         assert torch.equal(getattr(together, field), alone)
     values = torch.cat([one.value for one in each])
     torch.testing.assert_close(together.value, values, rtol=1e-5, atol=1e-7)
+
+
+def test_large_histories_follow_their_samples() -> None:
+    """Those of more than four million numbers are moved within their storage when samples leave."""
+    rate = torch.linspace(0.1, 0.9, 8, dtype=torch.float64)[:, None]
+    x = normal(8, 30_000)
+
+    def solution(compact: bool) -> solvers.Solution:
+        return fixed_point(
+            lambda z, x, rate: rate * torch.sin(z.roll(1, 1)) + x, torch.zeros_like(x), (x, rate),
+            solver=Anderson(20), tolerance=1e-8, compact=compact, record=True, adjoint=None,
+        )  # fmt: skip
+
+    one, other = solution(True), solution(False)
+    assert one.evaluations.tolist() == other.evaluations.tolist()
+    assert one.evaluations.min() < one.evaluations.max()
+    torch.testing.assert_close(one.value, other.value, rtol=1e-10, atol=1e-12)
 
 
 # Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.
