@@ -106,7 +106,7 @@ def test_a_subject_looks_into_a_model() -> None:
     subject = subject_of(model, x)
     block: Any = model[1]
     given, mask = subject.given(x)
-    assert torch.equal(given.tokens, block.arguments(model[0](x))[1].tokens) and mask is None
+    assert torch.equal(given.tokens, block._arguments(model[0](x))[1].tokens) and mask is None
     state = torch.randn(6, 3, 8)
     with torch.no_grad():
         expected = model[3](model[2](model[0](x) + state))
