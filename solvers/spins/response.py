@@ -128,12 +128,26 @@ def _shifted(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
 
 
 def full_response(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-    """Return ``F = (I + W C)^-1``, (B, n, n), with derivatives of any order."""
-    return torch.linalg.inv(_shifted(covariance, variance, couplings))
+    """Return ``F = (I + W C)^-1 = I + Q C``, (B, n, n), with derivatives up to the third order.
+
+    ``chi`` must be positive definite. The value comes from a Cholesky factorisation; each Newton step for
+    the inverse, which does not change it, at least doubles the number of its derivatives.
+    """
+    unit = torch.eye(len(couplings), dtype=couplings.dtype, device=couplings.device)
+    with torch.no_grad():
+        _, rows, factor, _ = _factors(covariance, variance, couplings)
+        half = torch.linalg.solve_triangular(factor, rows, upper=False)
+        amputated = half.mT @ half - interactions(variance, couplings)
+        found = unit + times_blocks(amputated, covariance)
+    if torch.is_grad_enabled():
+        shifted = _shifted(covariance, variance, couplings)
+        for _ in range(2):
+            found = found @ (2 * unit - shifted @ found)
+    return found
 
 
 def next_variance(covariance: Tensor, variance: Tensor, couplings: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``V + Y`` with derivatives of any order, and detached F; ``chi`` must be positive definite.
+    """Return ``V + Y``, differentiable to third order, and detached F; ``chi`` must be positive definite.
 
     First derivatives need no factorisation. With ``T_i = (I + Q_ii C_i)^-1``, ``R_ij = T_i Q_ij`` for
     ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
