@@ -84,7 +84,9 @@ class TorchDEQ(ExternalSolver):
             finite = point.finite()  # an overflowed f(z) would make any residual look small
             relative, converged = point.judged(running & finite, options.tolerance)
             better = (running & finite & (relative < best.relative)) | converged
-            best = states[count] = best.updated(better, point, relative)
+            best = best.updated(better, point, relative)
+            if count in options.states_at:
+                states[count] = best
             evaluations = torch.where(running, count, evaluations)
             status = torch.where(converged, int(Status.CONVERGED), status)
             return z + tau * point.residual.to(z.dtype)

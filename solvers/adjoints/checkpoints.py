@@ -78,18 +78,17 @@ class Checkpoints:
         ``again`` raises RuntimeError for parameters that the first evaluation did not read. Other tensors may
         be results that a nested backward pass has made.
         """
-        start = sequence_number()
+        start, known = sequence_number(), self.read
 
-        def see(tensor: Tensor) -> Tensor:
+        def look(reads: Reads, tensor: Tensor) -> Tensor:
             node = tensor.grad_fn
             if node is None or node._sequence_nr() < start:
                 reads.found.setdefault(id(tensor), (tensor, version_of(tensor)))
-                if again and isinstance(tensor, Parameter) and id(tensor) not in self.read:
+                if again and isinstance(tensor, Parameter) and id(tensor) not in known:
                     raise RuntimeError(_CHANGED.format(tuple(tensor.shape), "it did not read in"))
             return tensor
 
-        reads = Reads(see, z)
-        return reads
+        return Reads(look, z)
 
     def _note(self, reads: Reads, output: Any) -> None:
         """Remember what was read; tensors that the evaluation itself changed (a counter) may change."""

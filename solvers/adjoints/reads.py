@@ -23,9 +23,12 @@ class Replacing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*self._seen(args), **self._seen(kwargs or {}))
 
+    def _replaced(self, tensor: Tensor) -> Tensor:
+        return self.see(tensor)
+
     def _seen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.see(value)
+            return self._replaced(value)
         if type(value) in (list, tuple):
             return type(value)([self._seen(item) for item in value])
         if type(value) is dict:
@@ -36,14 +39,18 @@ class Replacing(TorchFunctionMode):
 class Reads(Replacing):
     """Like :class:`Replacing`, except that tensors made within the context are left alone.
 
-    They are collected in ``inside``, and ``see`` may collect others in ``found``, both by ``id``. The dicts
-    keep the tensors alive, so that no ``id`` is used again.
+    They are collected in ``inside``. ``look(reads, tensor)`` replaces the others and may collect them in
+    ``found``, both by ``id``. The dicts keep the tensors alive, so that no ``id`` is used again.
     """
 
-    def __init__(self, see: Callable[[Tensor], Tensor], *inside: Tensor) -> None:
-        super().__init__(lambda tensor: tensor if id(tensor) in self.inside else see(tensor))
+    def __init__(self, look: Callable[[Reads, Tensor], Tensor], *inside: Tensor) -> None:
+        super().__init__(lambda tensor: tensor)
+        self.look = look  # without a reference to this object, which would be freed late
         self.inside = {id(tensor): tensor for tensor in inside}
         self.found: dict[int, Any] = {}
+
+    def _replaced(self, tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in self.inside else self.look(self, tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)

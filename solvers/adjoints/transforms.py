@@ -46,7 +46,7 @@ def captured_by(
     """
     names = {id(tensor) for tensor in known}
 
-    def ordinary(tensor: Tensor) -> Tensor:
+    def ordinary(reads: Reads, tensor: Tensor) -> Tensor:
         """Return a copy of the tensor below all transforms; ``f`` may overwrite the copy."""
         while _functorch.is_functorch_wrapped_tensor(tensor):
             dim = _functorch.maybe_get_bdim(tensor) if _functorch.is_batchedtensor(tensor) else -1
@@ -56,16 +56,17 @@ def captured_by(
         reads.inside[id(tensor)] = tensor
         return tensor
 
-    def see(tensor: Tensor) -> Tensor:
+    def look(reads: Reads, tensor: Tensor) -> Tensor:
         wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
         if (wrapped or tensor.requires_grad) and id(tensor) not in names:
             reads.found.setdefault(id(tensor), tensor)
-        return ordinary(tensor) if wrapped else tensor
+        return ordinary(reads, tensor) if wrapped else tensor
 
-    reads = Reads(see)
-    plain = pytree.tree_map(lambda t: ordinary(t) if isinstance(t, Tensor) else t, tree)
+    reads = Reads(look)
+    leaves, spec = pytree.tree_flatten(tree)
+    plain = [ordinary(reads, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with temporarily_clear_interpreter_stack(), torch.no_grad(), uncompiled(), reads:
-        function(*plain)
+        function(*pytree.tree_unflatten(plain, spec))
     return list(reads.found.values())
 
 

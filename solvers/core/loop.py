@@ -183,11 +183,10 @@ class Loop:
         count = 1
         while True:
             over = self._judge(count)
-            if any(number >= count for number in self.options.states_at):
-                self._note_states(count)
+            self._note_states(count)
             if over:
                 return self._solution()
-            self.trial = self.problem.evaluate(self._propose())
+            self.trial = self.problem.evaluate(self._propose(count))
             count += 1
 
     def _judge(self, count: int) -> bool:
@@ -302,8 +301,8 @@ class Loop:
         diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
         return torch.where(diverged, int(Status.DIVERGED), status)
 
-    def _propose(self) -> Tensor:
-        """The next point to evaluate (n, D)."""
+    def _propose(self, count: int) -> Tensor:
+        """The next point to evaluate (n, D), after so many turns."""
         assert self.current is not None
         if self.state is None:
             self.state = self.solver.init(self.current, self.problem)
@@ -315,8 +314,10 @@ class Loop:
         inputs = SolverInput(self.current, self.trial, accepted, rows, problem, most)
         candidate = self.solver.step(self.state, inputs)
         if inputs.products is not None:
-            running = rows.status == RUNNING
-            rows.products, self.uneven = rows.products + inputs.products * running, True
+            if not self.uneven:  # from now on a row may pass by a number of evaluations
+                self.uneven = True
+                self._note_states(count)
+            rows.products = rows.products + inputs.products * (rows.status == RUNNING)
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
@@ -338,14 +339,18 @@ class Loop:
     def _note_states(self, count: int) -> None:
         """Note the best iterates of the samples that have made at most so many evaluations.
 
-        A sample that has ended keeps its last one. The residual is infinite where there is none.
+        A sample that has ended keeps its last one. The residual is infinite where there is none. Unless rows
+        are uneven, all have made ``count`` evaluations, and there is nothing to note for larger numbers yet.
         """
+        numbers = self.options.states_at
+        numbers = [n for n in numbers if n == count or (n > count and self.uneven)]
+        if not numbers:
+            return
         whole = gather_rows([*self.finished, self.rows])
         spent, infinite = whole.at(count), torch.full_like(whole.best.relative, torch.inf)
-        for number in self.options.states_at:
-            if number >= count:
-                known = self.states.get(number, replace(whole.best, relative=infinite))
-                self.states[number] = merge_rows(spent <= number, whole.best, known)
+        for number in numbers:
+            known = self.states.get(number, replace(whole.best, relative=infinite))
+            self.states[number] = merge_rows(spent <= number, whole.best, known)
 
     def _solution(self) -> Solution:
         """Gather the rows in the caller's order."""

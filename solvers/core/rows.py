@@ -134,9 +134,9 @@ Record = TypeVar("Record")
 
 
 def select_rows(record: Any, index: Tensor) -> Any:
-    """The rows ``index`` (increasing) of a tensor or of every tensor of a list or a dataclass.
+    """The rows ``index`` (increasing) of a tensor, or of every tensor of a list or an object.
 
-    Nested records are included. Large histories (B, m, D) are moved slot by slot within their storage, so
+    Nested dataclasses are included. Large histories (B, m, D) are moved slot by slot within their storage, so
     that no second copy of them ever exists; the old record is invalid then.
     """
     value = record
@@ -148,13 +148,14 @@ def select_rows(record: Any, index: Tensor) -> Any:
         return value[: len(index)]
     if isinstance(value, list):
         return [select_rows(each, index) for each in value]
-    if not is_dataclass(value):
+    if not hasattr(value, "__dict__"):
         return value
     part: Any = object.__new__(type(value))  # as copy does, in a third of its time
     taken: dict[int, Any] = {}  # several names may have one tensor
     for name, each in vars(value).items():
         if id(each) not in taken:
-            taken[id(each)] = select_rows(each, index)
+            own = isinstance(each, (Tensor, list)) or is_dataclass(each)
+            taken[id(each)] = select_rows(each, index) if own else each
         part.__dict__[name] = taken[id(each)]
     return part
 

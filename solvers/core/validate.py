@@ -8,12 +8,12 @@ returned value is evaluated once more with the whole batch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -191,29 +191,46 @@ ALWAYS, EVERY = 8, 32
 SLACK, ROUNDINGS = 2.0, 32.0
 SAME = 0.01  # relative difference of the residuals at the start that shows another function
 
-# Solves of each code of a function, by what it captures; see :func:`count_solve`.
-_COUNTS: WeakKeyDictionary[Any, Counter[object]] = WeakKeyDictionary()
+_COUNTS: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
+# By the code of functions that are no modules: what the latest of them has captured, and its count.
+_LATEST: WeakKeyDictionary[CodeType, tuple[list[Any], list[int]]] = WeakKeyDictionary()
 
 
 def count_solve(f: object) -> int:
     """Return how many solves of ``f`` there have been before this one.
 
-    A function that is made anew for every call goes on counting, as long as the object of a bound method, or
-    the first module or function that it captures, is the same. What else it captures may differ.
+    A function that is made anew for every call goes on counting, as long as it captures the same modules and
+    functions. The tensors and numbers that it captures may differ.
     """
-    origin, inner, captured = origin_of(f), f, list[Any]()
-    while isinstance(inner, partial):
-        captured += [*inner.args, *inner.keywords.values()]
-        inner = inner.func
+    origin = origin_of(f)
     try:
-        captured += [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
-        own = [getattr(inner, "__self__", None), *filter(callable, captured), origin, f]
-        home = origin if isinstance(origin, nn.Module) else next(o for o in own if o is not None)
-        counts = _COUNTS.setdefault(home, Counter())
+        if not isinstance(origin, CodeType):
+            count = _COUNTS.setdefault(f if origin is None else origin, [0])
+        else:
+            count = _COUNTS.get(f)
+            if count is None:
+                captured = [ref(each) for each in _captured(f)]
+                known, count = _LATEST.get(origin, (None, [0]))
+                if known is None or [r() for r in known] != [r() for r in captured]:
+                    count = [0]
+                _LATEST[origin] = captured, count
+                _COUNTS[f] = count
     except (TypeError, ValueError):  # no weak references, or an empty cell of a closure
         return 0
-    counts[origin] += 1
-    return counts[origin] - 1
+    count[0] += 1
+    return count[0] - 1
+
+
+def _captured(f: Any) -> list[Any]:
+    """Return the callables that a function captures, and the object of a bound method."""
+    captured: list[Any] = []
+    while isinstance(f, partial):
+        captured += [*f.args, *f.keywords.values()]
+        f = f.func
+    captured += [cell.cell_contents for cell in getattr(f, "__closure__", None) or ()]
+    captured += getattr(f, "__defaults__", None) or ()
+    own = getattr(f, "__self__", None)
+    return [each for each in captured if callable(each)] + ([] if own is None else [own])
 
 
 def due(number: int, wanted: bool | None) -> bool:

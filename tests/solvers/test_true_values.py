@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 import solvers
 from cases.solves import normal
-from implicit_attn import DEQ
+from implicit_attn import DEQ, EquilibriumBlock
 from solvers import Tolerance, fixed_point
 
 pytestmark = pytest.mark.verifies
@@ -93,6 +95,48 @@ def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
         found = fixed_point(f, x, (x,), **(options | watched))
         assert found.statuses == plain.statuses == ["CONVERGED"] * 12
         assert (true_residuals(f, found.value, x) <= 2e-4).all()
+
+
+def test_solves_are_counted_for_each_set_of_captured_functions() -> None:
+    """After eight solves not every one is checked again, but another function begins anew."""
+    x = normal(40, 3) * torch.logspace(-3, 0.5, 40)[:, None]
+
+    def solved(net: Any) -> solvers.Solution:
+        f = (lambda act, net: lambda z, x: act(net(z, x)))(torch.tanh, net)
+        options: Any = {"max_steps": 200, "on_failure": "ignore", "adjoint": None}
+        return fixed_point(f, torch.zeros_like(x), (x,), solver="forward", **options)
+
+    for _ in range(9):
+        solved(lambda z, x: 0.5 * z + x)
+    assert "INCONSISTENT" in solved(lambda z, x: 0.5 * z + 0.3 * z.mean(0) + x).statuses
+
+
+def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
+    """Neither the module that was solved nor, without the garbage collector, a tensor of its evaluations."""
+    block = EquilibriumBlock(8, heads=2)
+    block(torch.randn(2, 3, 8)).sum().backward()
+    parameter = weakref.ref(next(block.parameters()))
+    del block
+    gc.collect()
+    assert parameter() is None
+    seen: list[Any] = []
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        made = torch.tanh(0.5 * z + x)
+        seen.append(weakref.ref(made))
+        return made
+
+    x = torch.ones(2, 3)
+    gc.disable()
+    try:
+        unrolled = solvers.Unrolled(checkpoint=True)
+        given = x.clone().requires_grad_()
+        fixed_point(f, torch.zeros(2, 3), (given,), adjoint=unrolled).value.sum().backward()
+        torch.func.grad(lambda x: fixed_point(f, torch.zeros(2, 3), (x,)).value.sum())(x)
+        kept = [made for made in seen if made() is not None]
+        assert len(seen) > 10 and len(kept) <= 1  # checkpoints keep the first
+    finally:
+        gc.enable()
 
 
 def test_an_update_without_a_graph_is_refused() -> None:
