@@ -648,7 +648,7 @@ def decimate(
         # At a contradiction the previous marginals, with the sites fixed since, are kept.
         found.mean[rows] = torch.where(contradictory[:, None, None], found.mean[rows], mean)
         whole = clamped.all(1)
-        accepted = whole if accept is None else accept(rows, mean.argmax(2))
+        accepted = whole if accept is None else _accepts(accept, rows, mean.argmax(2))
         broken = contradictory | ~mean.flatten(1).isfinite().all(1)
         accepted = accepted & ~broken
         ended = broken | whole | accepted
@@ -662,6 +662,15 @@ def decimate(
         rows, known, mean = rows[stay], known[stay], mean[stay]
         values, clamped = _fix(mean, values[stay], clamped[stay], certain)
     return found
+
+
+def _accepts(accept: Callable[[Tensor, Tensor], Tensor], rows: Tensor, states: Tensor) -> Tensor:
+    accepted: Any = accept(rows, states)
+    is_bool = isinstance(accepted, Tensor) and accepted.dtype == torch.bool
+    if not is_bool or accepted.shape != rows.shape:
+        wanted = f"a bool tensor of shape ({len(rows)},)"
+        raise TypeError(f"accept must return {wanted}, got {accepted!r}")
+    return accepted
 
 
 def _fix(

@@ -302,6 +302,13 @@ def test_a_colouring_is_found_unless_the_given_sites_contradict_each_other() -> 
     assert found.states[0, :2].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("wrong", [torch.tensor([True]), True, torch.ones(2, dtype=torch.long)])
+def test_accept_must_return_a_bool_for_each_sample(wrong: Any) -> None:
+    solve = colouring_decimation(torch.zeros(2, 6, 3, dtype=F64))
+    with pytest.raises(TypeError, match="accept"):
+        decimate(solve, no_one_given(2, 6, 3), accept=lambda rows, states: wrong)
+
+
 def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
     raise AssertionError("not called")
 
