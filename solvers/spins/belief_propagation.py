@@ -339,10 +339,13 @@ def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
     if bool(((first < 0) | (second >= sites)).any()):
         got = f"{int(first.min())} .. {int(second.max())}"
         raise ValueError(f"edges must be sites in 0 .. {sites - 1}, got {got}")
-    if bool((first == second).any()) or len((first * sites + second).unique()) < len(edges):
+    loops = torch.nonzero(first == second).flatten().tolist()
+    if loops:
         raise ValueError(
-            "edges must contain pairs of different sites, each pair once and in one direction"
+            f"edges must join two different sites, got self-loops at edges {loops[:10]}"
         )
+    if len((first * sites + second).unique()) < len(edges):
+        raise ValueError("edges must contain each pair once, in one direction, got a duplicate")
 
 
 def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
