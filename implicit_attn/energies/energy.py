@@ -303,7 +303,7 @@ class ClosedForm(Energy):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name in ("forward", "grad", "value_and_grad"):
-            if name in vars(cls):
+            if getattr(cls, name) is not getattr(ClosedForm, name):  # of the class or a mixin
                 raise TypeError(f"{cls.__name__} must define evaluate instead of {name}")
 
     def prepare(self, x: Any, *, mask: Mask = None) -> Any:

@@ -339,10 +339,13 @@ def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
     if bool(((first < 0) | (second >= sites)).any()):
         got = f"{int(first.min())} .. {int(second.max())}"
         raise ValueError(f"edges must be sites in 0 .. {sites - 1}, got {got}")
-    if bool((first == second).any()) or len((first * sites + second).unique()) < len(edges):
+    loops = torch.nonzero(first == second).flatten().tolist()
+    if loops:
         raise ValueError(
-            "edges must contain pairs of different sites, each pair once and in one direction"
+            f"edges must join two different sites, got self-loops at edges {loops[:10]}"
         )
+    if len((first * sites + second).unique()) < len(edges):
+        raise ValueError("edges must contain each pair once, in one direction, got a duplicate")
 
 
 def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -648,7 +651,7 @@ def decimate(
         # At a contradiction the previous marginals, with the sites fixed since, are kept.
         found.mean[rows] = torch.where(contradictory[:, None, None], found.mean[rows], mean)
         whole = clamped.all(1)
-        accepted = whole if accept is None else accept(rows, mean.argmax(2))
+        accepted = whole if accept is None else _accepts(accept, rows, mean.argmax(2))
         broken = contradictory | ~mean.flatten(1).isfinite().all(1)
         accepted = accepted & ~broken
         ended = broken | whole | accepted
@@ -662,6 +665,15 @@ def decimate(
         rows, known, mean = rows[stay], known[stay], mean[stay]
         values, clamped = _fix(mean, values[stay], clamped[stay], certain)
     return found
+
+
+def _accepts(accept: Callable[[Tensor, Tensor], Tensor], rows: Tensor, states: Tensor) -> Tensor:
+    accepted: Any = accept(rows, states)
+    is_bool = isinstance(accepted, Tensor) and accepted.dtype == torch.bool
+    if not is_bool or accepted.shape != rows.shape:
+        wanted = f"a bool tensor of shape ({len(rows)},)"
+        raise TypeError(f"accept must return {wanted}, got {accepted!r}")
+    return accepted
 
 
 def _fix(

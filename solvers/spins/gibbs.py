@@ -55,8 +55,8 @@ def gibbs(
             distribution of the other sites.
 
     Returns:
-        The last states (chains, N, d), without gradients. The time is proportional to the number of
-        coupled pairs.
+        The last states (chains, N, d), without gradients. With sparse couplings the time of a draw is
+        proportional to the number of coupled sites.
 
     Raises:
         TypeError, ValueError: if an argument is invalid, or if the couplings of Gaussian sites are too
@@ -101,19 +101,37 @@ def gibbs(
             state = torch.where(clamped.unsqueeze(-1), values, state)
         matrix = as_matrix(couplings)
         _check_exists(matrix, x, site, ~clamped)
-        blocks = matrix.view(*shape[1:], *shape[1:]).transpose(1, 2)
-        neighbours = [torch.nonzero(row).flatten().tolist() for row in blocks.flatten(2).any(2)]
+        rows = _coupled_rows(matrix, shape[1])
         alone = [site.at(i) for i in range(shape[1])]
-        # Chains in the last dimension make the products of small blocks five times faster.
+        # With chains in the last dimension the coupled sites are the rows of a matrix.
         spins = state.expand(shape).permute(1, 2, 0).contiguous()  # (N, d, chains)
+        x, some = x.expand(shape).permute(1, 2, 0), clamped.any(0).tolist()
         free = torch.nonzero(~clamped.all(0)).flatten().tolist()  # sites drawn in some chain
         for i in free * sweeps:
-            h = x[:, i].mT.expand(-1, shape[0])
-            for j in neighbours[i]:
-                h = torch.addmm(h, blocks[i, j], spins[j])
-            drawn = alone[i].sample(h.mT.unsqueeze(1), generator)
-            spins[i] = torch.where(clamped[:, i], spins[i], drawn.squeeze(1).mT)
+            block, coupled = rows[i]
+            others = spins if coupled is None else spins.index_select(0, coupled)
+            h = torch.addmm(x[i], block, others.flatten(0, 1))
+            drawn = alone[i].sample(h.mT.unsqueeze(1), generator).squeeze(1).mT
+            spins[i] = torch.where(clamped[:, i], spins[i], drawn) if some[i] else drawn
         return spins.permute(2, 0, 1).to(field.dtype).contiguous()
+
+
+def _coupled_rows(matrix: Tensor, sites: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Return for each site its couplings (d, k d) to k other sites and their indices (k,).
+
+    The indices are None, for all sites, unless most blocks of the row are zero: copying the coupled sites
+    takes about as long as multiplying them.
+    """
+    dim = len(matrix) // sites
+    blocks = matrix.view(sites, dim, sites, dim)
+    rows: list[tuple[Tensor, Tensor | None]] = []
+    for own in blocks:  # (d, N, d)
+        coupled = own.transpose(0, 1).flatten(1).any(1).nonzero().flatten()
+        if 2 * len(coupled) < sites:
+            rows.append((own.index_select(1, coupled).flatten(1), coupled))
+        else:
+            rows.append((own.flatten(1), None))
+    return rows
 
 
 def _check_exists(matrix: Tensor, field: Tensor, site: Site, free: Tensor) -> None:

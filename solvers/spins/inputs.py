@@ -121,17 +121,20 @@ def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> 
     blocks = couplings.dim() == 4
     own = couplings.diagonal(dim1=0, dim2=1) if blocks else couplings.diagonal(dim1=-2, dim2=-1)
     if bool((own != 0).any()):
-        site = int(torch.nonzero(own)[0, -1])
+        first = torch.nonzero(own)[0].tolist()
         raise ValueError(
-            f"couplings must be zero in couplings[{site}, {site}]: no site couples to itself"
+            f"couplings must be zero in couplings[{first[-1]}, {first[-1]}], because no site couples to "
+            f"itself, got {float(own[tuple(first)])}"
         )
     other = couplings.permute(1, 0, 3, 2) if blocks else couplings.mT
     apart = (couplings - other).abs()
     if bool((apart > 32 * torch.finfo(couplings.dtype).eps * couplings.abs().max()).any()):
+        place = torch.nonzero(apart == apart.max())[0].tolist()
+        i, j = place[:2] if blocks else place[-2:]
         formula = "(J + J.permute(1, 0, 3, 2)) / 2" if blocks else "(J + J.mT) / 2"
         raise ValueError(
-            f"couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of {float(apart.max())}; "
-            f"use {formula}"
+            f"couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of {float(apart.max())} "
+            f"between couplings[{i}, {j}] and the transpose of couplings[{j}, {i}]; use {formula}"
         )
 
 

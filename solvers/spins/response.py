@@ -223,13 +223,15 @@ class _CavityVariance(torch.autograd.Function):
 def _parts(
     forward: Tensor, covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q (B, n, n) without its diagonal blocks, ``T_i`` and the blocks ``Q_ii``."""
+    """Return Q (B, n, n) without its diagonal blocks, ``T_i``, NaN if it is singular, and ``Q_ii``."""
     sites = covariance.shape[1]
     whole = -forward @ interactions(variance, couplings)
     own = blocks(whole, sites)
     shifted = own @ covariance
     unit = torch.eye(shifted.shape[-1], dtype=shifted.dtype, device=shifted.device)
-    return without_blocks(whole, sites), torch.linalg.inv(unit + shifted), own
+    inverse, failed = torch.linalg.inv_ex(unit + shifted)
+    inverse = torch.where((failed != 0)[..., None, None], torch.nan, inverse)
+    return without_blocks(whole, sites), inverse, own
 
 
 def linear_response(

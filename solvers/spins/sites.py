@@ -22,11 +22,11 @@ from solvers.core.checks import (
 from solvers.core.modes import ordinary, recording, without_autocast
 from solvers.spins.inputs import as_wide
 from solvers.spins.spheres import (
+    CircleMean,
     LogBessel,
     LogPartition,
     Moments,
     circle_covariance,
-    circle_mean,
     eigen,
     saddle_point,
 )
@@ -306,14 +306,22 @@ class GaussianSite(Site):
 
 def _check_covariance(covariance: object) -> None:
     if not isinstance(covariance, Tensor) or not covariance.is_floating_point():
-        raise TypeError(f"covariance must be a floating-point tensor, got {type(covariance)}")
+        what = covariance.dtype if isinstance(covariance, Tensor) else type(covariance)
+        raise TypeError(f"covariance must be a floating-point tensor, got {what}")
     if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
-        raise ValueError(f"covariance must be ([N,] d, d), got {tuple(covariance.shape)}")
+        got = tuple(covariance.shape)
+        raise ValueError(f"covariance must have the shape (d, d) or (N, d, d), got {got}")
     matrix = as_wide(covariance.detach())
     allowed = 32 * torch.finfo(covariance.dtype).eps * matrix.abs().max()
-    symmetric = bool((matrix - matrix.mT).abs().max() <= allowed)
-    if not symmetric or bool(torch.linalg.cholesky_ex(matrix)[1].any()):
-        raise ValueError("covariance must be finite, symmetric and positive definite")
+    apart = float((matrix - matrix.mT).abs().max())
+    if not math.isfinite(apart):
+        raise ValueError("covariance must be finite, got NaN or infinity")
+    if apart > allowed:
+        raise ValueError(f"covariance must be symmetric, got a difference of {apart}")
+    indefinite = torch.linalg.cholesky_ex(matrix)[1].reshape(-1).nonzero().flatten().tolist()
+    if indefinite:
+        where = f" at sites {indefinite[:10]}" if covariance.dim() == 3 else ""
+        raise ValueError(f"covariance must be positive definite, got an indefinite matrix{where}")
 
 
 def draw_directions(field: Tensor, generator: Generator | None) -> Tensor:
@@ -520,7 +528,7 @@ class TorusSite(Site):
         return LogBessel.apply(self._parts(field, variance)).sum(-1)
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        return circle_mean(self._parts(field, variance)).flatten(-2)
+        return CircleMean.apply(self._parts(field, variance)).flatten(-2)
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
         blocks = circle_covariance(self._parts(field, variance))  # (..., c, 2, 2)

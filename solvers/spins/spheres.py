@@ -277,41 +277,94 @@ class LogPartition(torch.autograd.Function):
         return of_field, cotangent[..., None, None] * second / 2, None
 
 
-RATIO_STEPS = 10  # steps of the continued fraction, which is exact to rounding below STRONG
-STRONG = 1.0  # |h|^2 above which Bessel functions give the ratio and all its derivatives
+RATIO_STEPS = 10  # steps of the continued fraction, which is exact to rounding below WEAK
+WEAK, STRONG = 1.0, 30.0  # |h| between which Bessel functions give the ratio and its derivatives
 
 
-def bessel_ratios(square: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return ``g_v = I_{v+1}(r) / (r I_v(r))`` for v = 0 and 1, smooth functions of ``s = r^2 >= 0``.
+def _ratio_series(terms: int) -> list[float]:
+    """Return ``a_n`` of ``I_1(r) / I_0(r) = sum_n a_n r^-n`` for large r, from ``A' = 1 - A/r - A^2``."""
+    series = [1.0]
+    for n in range(1, terms + 1):
+        products = sum(series[k] * series[n - k] for k in range(1, n))
+        series.append(((n - 2) * series[n - 1] - products) / 2)
+    return series
+
+
+SERIES = _ratio_series(20)  # exact to rounding above STRONG
+
+
+def weak_ratios(square: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return ``g_v = I_{v+1}(r) / (r I_v(r))`` for v = 0 and 1, smooth functions of ``s = r^2 < WEAK^2``.
 
     They satisfy ``1 / g_v = 2 (v + 1) + s g_{v+1}``, a continued fraction that also holds at s = 0.
     """
-    weak = square < STRONG
-    near = torch.where(weak, square, 0.0)
-    ratio = higher = torch.zeros_like(near)
+    ratio = higher = torch.zeros_like(square)
     for v in reversed(range(RATIO_STEPS)):
-        higher, ratio = ratio, 1 / (2 * (v + 1) + near * ratio)
-    far = torch.where(weak, STRONG, square)
-    root = far.sqrt()
-    beyond = torch.special.i1e(root) / (torch.special.i0e(root) * root)
-    return torch.where(weak, ratio, beyond), torch.where(weak, higher, (1 / beyond - 2) / far)
+        higher, ratio = ratio, 1 / (2 * (v + 1) + square * ratio)
+    return ratio, higher
 
 
-def circle_mean(parts: Tensor) -> Tensor:
-    """Return ``I_1(r) / I_0(r) h / r`` of fields h (..., 2) with ``r = |h|``, to any order."""
-    return bessel_ratios(parts.square().sum(-1, keepdim=True))[0] * parts
+def strong_ratio(radius: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``A = I_1(r) / I_0(r)`` and ``A' = 1 - A/r - A^2`` for ``r >= WEAK``.
+
+    In strong fields ``A'`` decays as ``1 / (2 r^2)``. There that formula cancels; the series does not.
+    """
+    strong = radius > STRONG
+    near = torch.where(strong, STRONG, radius)
+    ratio = torch.special.i1e(near) / torch.special.i0e(near)
+    inverse = 1 / torch.where(strong, radius, STRONG)
+    series = slope = torch.zeros_like(inverse)
+    for n in reversed(range(len(SERIES))):
+        series = series * inverse + SERIES[n]
+        if n > 0:
+            slope = slope * inverse - n * SERIES[n]
+    direct = 1 - ratio / near - ratio.square()
+    slope = slope * inverse * inverse
+    return torch.where(strong, series, ratio), torch.where(strong, slope, direct)
+
+
+class CircleMean(torch.autograd.Function):
+    """``I_1(r) / I_0(r) h / r`` of fields h (..., 2), ``r = |h|``; the derivative is the covariance."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(parts: Tensor) -> Tensor:
+        radius = torch.hypot(*parts.unbind(-1)).clamp_min(torch.finfo(parts.dtype).tiny)
+        ratio = torch.special.i1e(radius) / torch.special.i0e(radius)
+        return ratio.unsqueeze(-1) * (parts / radius.unsqueeze(-1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (parts,) = ctx.saved_tensors
+        return (circle_covariance(parts) @ cotangents[0].unsqueeze(-1)).squeeze(-1)
 
 
 def circle_covariance(parts: Tensor) -> Tensor:
-    """Return the derivative ``g_0 I + g_0 (g_1 - g_0) h h^T`` (..., 2, 2) of :func:`circle_mean`."""
-    ratio, higher = bessel_ratios(parts.square().sum(-1)[..., None, None])
-    unit = torch.eye(2, dtype=parts.dtype, device=parts.device)
-    products = parts.unsqueeze(-1) * parts.unsqueeze(-2)
-    return ratio * unit + ratio * (higher - ratio) * products
+    """Return the covariance (..., 2, 2) of circles in fields h (..., 2), to any order.
+
+    It is ``A'`` along the field and ``A / r`` across it, or ``g_0 I + g_0 (g_1 - g_0) h h^T`` in weak fields.
+    """
+    wide = parts.double().unsqueeze(-1)  # in float32 the formula of A' loses digits
+    weak = torch.hypot(*wide.detach().unbind(-2)).unsqueeze(-1) < WEAK
+    near, far = torch.where(weak, wide, 0.0), torch.where(weak, WEAK, wide)
+    ratio, higher = weak_ratios(near.square().sum(-2, keepdim=True))
+    unit = torch.eye(2, dtype=near.dtype, device=near.device)
+    around = ratio * unit + ratio * (higher - ratio) * (near * near.mT)
+    radius = torch.hypot(*far.unbind(-2)).unsqueeze(-1)
+    along = far / radius
+    across = torch.cat([-along[..., 1:, :], along[..., :1, :]], -2)
+    ratio, slope = strong_ratio(radius)
+    beyond = slope * (along * along.mT) + ratio / radius * (across * across.mT)
+    return torch.where(weak, around, beyond).to(parts.dtype)
 
 
 class LogBessel(torch.autograd.Function):
-    """``log I_0(|h|)`` of fields h (..., 2); the derivative is :func:`circle_mean`."""
+    """``log I_0(|h|)`` of fields h (..., 2); the derivative is :class:`CircleMean`."""
 
     @staticmethod
     def forward(parts: Tensor) -> Tensor:
@@ -325,4 +378,4 @@ class LogBessel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (parts,) = ctx.saved_tensors
-        return cotangents[0].unsqueeze(-1) * circle_mean(parts)
+        return cotangents[0].unsqueeze(-1) * CircleMean.apply(parts)

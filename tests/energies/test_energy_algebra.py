@@ -133,6 +133,9 @@ def test_a_definition_that_sums_would_pass_by_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=name):
             type("Own", (base,), {name: lambda self, z, x=None, *, mask=None: z})
+    mixin = type("Half", (), {"grad": lambda self, z, x=None, *, mask=None: 0.5 * z})
+    with pytest.raises(TypeError, match="evaluate instead of grad"):
+        type("Mixed", (mixin, ReLUFeedForward), {})
 
 
 @pytest.mark.parametrize(("function", "mode"), [

@@ -175,6 +175,16 @@ def test_one_bad_sample_leaves_the_gradients_of_the_others_alone() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
 
 
+def test_a_singular_block_gives_a_status() -> None:
+    """Couplings beyond the precision of float32, for which ``I + Q_ii C_i`` is singular after rounding."""
+    blocks = couplings(4, 3, 1e12, generator(0)).float()
+    x = fields(24, 4, 3, generator(1)).float().requires_grad_()
+    solution = adaptive_tap(blocks, x, site=PottsSite(), max_steps=20, on_failure="ignore")
+    assert (solution.status == Status.INDEFINITE).all()
+    (slope,) = torch.autograd.grad(solution.value.mean.square().sum(), x)
+    assert solution.value.mean.isfinite().all() and not slope.any()
+
+
 # --- errors -----------------------------------------------------------------------------------------
 
 
@@ -187,8 +197,8 @@ def with_one(value: float, *place: int) -> Tensor:
 GOOD = torch.zeros(3, 3, 2, 2, dtype=F64)
 X = torch.zeros(2, 3, 2, dtype=F64)
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"couplings": with_one(1.0, 0, 2, 0, 1)}, ValueError, "couplings"),
-    ({"couplings": with_one(0.5, 1, 1)}, ValueError, "couplings"),
+    ({"couplings": with_one(1.0, 0, 2, 0, 1)}, ValueError, r"1.0 between couplings\[0, 2\]"),
+    ({"couplings": with_one(0.5, 1, 1)}, ValueError, r"couplings\[1, 1\].*got 0.5"),
     ({"couplings": GOOD / 0}, ValueError, "couplings"),
     ({"couplings": GOOD.float()}, TypeError, "couplings"),
     ({"field": X / 0}, ValueError, "field"),

@@ -221,7 +221,8 @@ NONE = torch.zeros(2, 5, dtype=torch.bool)
     ({"edges": PAIRS.float()}, TypeError, "edges"),
     ({"edges": None}, TypeError, "pairs"),
     ({"edges": PAIRS + 1}, ValueError, "edges"),
-    ({"edges": PAIRS[[0, 1, 2, 2]].flip(1)}, ValueError, "edges"),
+    ({"edges": PAIRS[[0, 1, 2, 2]].flip(1)}, ValueError, "duplicate"),
+    ({"edges": PAIRS[:, [0, 0]]}, ValueError, "self-loops"),
     ({"given": (2 * FIELD, ~NONE)}, ValueError, "given"),
     ({"damping": 0.0}, ValueError, "damping"),
     ({"start": 3}, TypeError, "start"),
@@ -300,6 +301,13 @@ def test_a_colouring_is_found_unless_the_given_sites_contradict_each_other() -> 
     assert bool(colours_differ(torch.arange(2), found.states)[1])
     assert found.status[0] == Status.CONTRADICTORY and found.fixed[0] == 0
     assert found.states[0, :2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([True]), True, torch.ones(2, dtype=torch.long)])
+def test_accept_must_return_a_bool_for_each_sample(wrong: Any) -> None:
+    solve = colouring_decimation(torch.zeros(2, 6, 3, dtype=F64))
+    with pytest.raises(TypeError, match="accept"):
+        decimate(solve, no_one_given(2, 6, 3), accept=lambda rows, states: wrong)
 
 
 def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:

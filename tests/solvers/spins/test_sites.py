@@ -181,7 +181,10 @@ class Constant(Site):
 BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: GaussianSite([[1.0]]), TypeError, "covariance"),  # type: ignore[arg-type]
     (lambda: GaussianSite(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), ValueError, "symmetric"),
-    (lambda: GaussianSite(-torch.eye(2)), ValueError, r"covariance|precision|site"),
+    (lambda: GaussianSite(torch.eye(2) / 0), ValueError, "finite"),
+    (lambda: GaussianSite(-torch.eye(2)), ValueError, "positive definite"),
+    (lambda: GaussianSite(torch.eye(2, dtype=torch.long)), TypeError, "int64"),
+    (lambda: GaussianSite(torch.stack([torch.eye(2), -torch.eye(2)])), ValueError, r"sites \[1\]"),
     (lambda: GaussianSite(torch.eye(3)).moments(*tilt(2)), ValueError, "covariance|field|site"),
     (lambda: SphericalSite(0.0), ValueError, "radius"),
     (lambda: SphericalSite().moments(*tilt(1)), ValueError, r"\bd\b"),
@@ -246,6 +249,34 @@ def test_derivatives_of_any_order_by_the_field(scale: float) -> None:
     torch.testing.assert_close(slope, site.mean(field, nothing(field)), rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("size", [0.9, 1.1, 29.9, 30.1, 1e3, 1e8, 1e20])
+def test_circles_in_strong_fields_lose_no_digits(size: float, dtype: torch.dtype) -> None:
+    """The radial variance ``1 - A^2 - A / r`` cancels to ``1 / (2 r^2)``."""
+    direction, site = torch.tensor([0.0, -1.0], dtype=dtype), TorusSite(1)
+    field = (size * direction).expand(1, 1, 2)
+    mean, covariance = site.moments(field, nothing(field))
+    near = bessel_ratio(0, min(size, 1e3))
+    wanted, radial = 1 - 0.5 / size, 0.5 / size**2 * (1 + 0.5 / size)  # for strong fields
+    if size < 100:
+        wanted, radial = near, 1 - near / size - near**2
+    rtol = 1e-11 if dtype == F64 else 1e-5
+    torch.testing.assert_close(mean[0, 0], wanted * direction, rtol=max(rtol, size**-2), atol=0)
+    along = (direction @ covariance[0, 0] @ direction).item()
+    assert along == pytest.approx(radial, rel=max(rtol, 3 * size**-2), abs=1e-16 / size + 1e-44)
+    if dtype == F64:
+        slopes = torch.autograd.functional.jacobian(lambda h: site.mean(h, nothing(h)), field)
+        torch.testing.assert_close(slopes.view(2, 2), covariance[0, 0], rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 3e3, 1e4, 1e20])
+def test_circles_in_strong_fields_are_solved(size: float) -> None:
+    blocks = couplings(3, 2, 0.1, generator(0)).float()
+    field = size * torch.nn.functional.normalize(fields(4, 3, 2, generator(1)), dim=2).float()
+    options: Any = {"order": "naive", "response": True, "on_failure": "raise"}
+    assert adaptive_tap(blocks, field, site=TorusSite(), **options).converged.all()
+
+
 CHAINS = 4_000
 ERRORS = 4.5  # standard errors of a mean that are allowed
 
@@ -306,6 +337,20 @@ def test_potts_sites_against_enumeration() -> None:
     for part, place, colour in clues:
         allowed = states[states[:, 3 * place + colour] == 1]
         assert_moments(spins[part].flatten(1), *enumerate_moments(allowed, blocks, field))
+
+
+def test_a_draw_takes_one_product_and_reads_the_coupled_sites_alone() -> None:
+    blocks, field = couplings(9, 3, 1.0, generator(0)), fields(1, 9, 3, generator(1))[0]
+    sites = torch.arange(9)
+    apart = ((sites - sites[:, None]).abs() > 1)[:, :, None, None]  # a chain
+    chain, dense = (torch.where(apart, value, blocks) for value in (0.0, 1e-300))
+    draws: list[Tensor] = []
+    for model in (chain, dense):
+        with torch.profiler.profile() as profile:
+            draws.append(sample(model, field, PottsSite(), sweeps=2, chains=50))
+        products = [e.count for e in profile.key_averages() if e.key == "aten::addmm"]
+        assert products == [2 * 9]
+    assert torch.equal(*draws)
 
 
 DOMAINS: list[tuple[Site, list[float], list[float]]] = [
