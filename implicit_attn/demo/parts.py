@@ -116,7 +116,7 @@ def solve_boards(number: int) -> Part:
     steps = model.trajectory(puzzles, MARKS[-1])
     for count, logits in enumerate(progress(steps, "iterations"), start=1):
         if count in MARKS:  # the logits of a clue allow no other digit
-            solved = 100 * (logits.argmax(-1) + 1 == solutions).all(1).float().mean().item()
+            solved = 100 * (logits.argmax(-1) + 1 == solutions).all(1).double().mean().item()
             table.append({"iterations": count, "boards solved (%)": solved})
     about = f"{number} generated boards; two rules of logic alone solve {singles:.0f} %"
     count = round(number * table[-1]["boards solved (%)"] / 100)
