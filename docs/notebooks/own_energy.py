@@ -87,9 +87,9 @@ print(f"Wells: test accuracy {accuracy(model):.1%}")
 print(model.layer.last.summary())
 
 # %% [markdown]
-# The layer ruins the accuracy, although its solves on the test images converged. Nothing bounds the weight
-# W: training raises $|W|^2/2$ above 1, and E has several minima. Bounded, this layer reaches 68 %, little
-# more than none (62 %), because it still treats every token alone.
+# The layer ruins the accuracy, although its solves on the test images converged. Nothing bounds W,
+# which is `self.weight`: training raises $|W|^2/2$ above 1, and E has several minima. Bounded, this
+# layer reaches 68 %, hardly more than without a layer (62 %), because it still treats every token alone.
 #
 # ## An energy that learns
 #
@@ -168,7 +168,7 @@ for status, count in zip(*torch.cat(statuses).unique(return_counts=True)):
     print(f"{solvers.Status(int(status)).name:10s} {count:6d} samples")
 
 # %% [markdown]
-# If you see many failures in your own layer, bound its weights first.
+# These numbers vary between machines. If you see many failures in your own layer, bound its weights first.
 # [What can go wrong](../guide/failing.md) lists other remedies.
 #
 # ## More iterations at test time
