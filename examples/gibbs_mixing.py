@@ -4,7 +4,7 @@
 
 All chains start from independent uniform colours. The energy per site, ``-1/2 sum_ij S_i^T J_ij S_j / N``,
 decreases until they have mixed, that is, until it stays within 3 standard errors of that of the longest run:
-one sweep on a ring, about 16 on a tree, and 64 to 128 on a random graph.
+one sweep on a ring, about 16 on a tree, and 16 to 64 on random graphs.
 """
 
 import matplotlib.pyplot as plt
