@@ -14,11 +14,14 @@ from implicit_attn.data import (
     SudokuData,
     SudokuSymmetries,
     board_counts,
+    read_list,
     reveal_up_to,
     solve_by_singles,
 )
+from implicit_attn.data.files import find, missing
 
 Boards = tuple[Tensor, Tensor]  # puzzles and solutions, (B, 81) each
+HARD = ("magictour", "hardest_1106", "hardest_1905")  # test sets in sudoku/hard.npz
 
 
 class CarriedStates:
@@ -175,6 +178,23 @@ def by_givens(
             f"--{option} must be at least {least} for these puzzles, got {max(numbers)}"
         )
     return sets
+
+
+def hard_puzzles(names: Sequence[str]) -> dict[str, Boards]:
+    """Public sets of hard puzzles by name, and their solutions."""
+    path = find("sudoku", "hard.npz")
+    if path is None:
+        raise SystemExit(str(missing("sudoku/hard.npz")))
+    return {name: read_list(path, f"{name}_") for name in names}
+
+
+def hard_sets(most: int) -> dict[str, Boards]:
+    """Up to ``most`` evenly spaced puzzles of each public test set, and their solutions."""
+    sets = hard_puzzles(HARD)
+    chosen = {
+        k: torch.linspace(0, len(p) - 1, min(most, len(p))).long() for k, (p, _) in sets.items()
+    }
+    return {name: (p[chosen[name]], s[chosen[name]]) for name, (p, s) in sets.items()}
 
 
 def solved(digits: Tensor, boards: Boards) -> Tensor:

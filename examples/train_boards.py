@@ -20,7 +20,6 @@ $IMPLICIT_ATTN_DATA/sudoku; without it they are generated. sudoku/hard.npz has t
 puzzles of the Sudoku players' forum, as the tdoku benchmark collects them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,20 +28,26 @@ import lightning_fabric
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from board_tasks import Boards, CarriedStates, Completion, by_givens, row_of
+from board_tasks import (
+    Boards,
+    CarriedStates,
+    Completion,
+    by_givens,
+    hard_puzzles,
+    hard_sets,
+    row_of,
+)
 from options import Backbone, refuse
 from runner import STYLE, Table
 from training import Training
 
-from implicit_attn.data import load_sudoku, read_list, resolve_source
-from implicit_attn.data.files import find, missing
+from implicit_attn.data import load_sudoku, resolve_source
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
 from implicit_attn.studies import write_table
 from implicit_attn.weights import weights_file
 
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table
 TIMES = (0.25, 0.5, 1, 2, 4, 8)  # the iterations of training
-HARD = ("magictour", "hardest_1106", "hardest_1905")
 HARD_TRAINING = "hardest_1905_train"
 SOLVE: dict[str, Any] = {
     "features": 24, "width": 48, "iterations": 32, "epochs": 20, "batch": 36, "rate": 3e-3,
@@ -136,24 +141,6 @@ def held_out(options: Sudoku) -> dict[str, Boards]:
     return sets | {f"{least} to {most} givens": mixed_part}
 
 
-def hard_puzzles(names: Sequence[str]) -> dict[str, Boards]:
-    """Public sets of hard puzzles by name, and their solutions."""
-    path = find("sudoku", "hard.npz")
-    if path is None:
-        raise SystemExit(str(missing("sudoku/hard.npz")))
-    return {name: read_list(path, f"{name}_") for name in names}
-
-
-def hard_sets(options: Sudoku) -> dict[str, Boards]:
-    """Evenly spaced puzzles of the public sets of hard ones, and their solutions."""
-    sets = hard_puzzles(HARD)
-    chosen = {
-        k: torch.linspace(0, len(p) - 1, min(options.boards, len(p))).long()
-        for k, (p, _) in sets.items()
-    }
-    return {name: (p[chosen[name]], s[chosen[name]]) for name, (p, s) in sets.items()}
-
-
 def evaluate(model: BoardSolver, sets: dict[str, Boards], options: Sudoku, folder: Path) -> Table:
     """Print, write and draw the shares of solved boards."""
     marks = [max(1, round(times * model.iterations)) for times in TIMES]
@@ -214,8 +201,7 @@ def build_solver(options: Sudoku) -> tuple[Any, dict[str, Any], Completion]:
         "test": options.test,
         "givens": options.givens,
     }
-    kept |= {"hard": options.hard, "carried": options.carried, "start": options.start}
-    kept |= {"model": built}
+    kept |= {"model": built} | {n: getattr(options, n) for n in ("hard", "carried", "start")}
     return model, kept, Completion(data, givens=options.givens, carried=carried)
 
 
@@ -242,9 +228,11 @@ def main(options: Sudoku) -> Table:
         solver.to(place.device)
         if options.evaluate == "list":  # the puzzles that the training has held out
             options.train, options.seed = settings["train"], settings["seed"]
-        sets = held_out(options) if options.evaluate == "list" else hard_sets(options)
+        sets = held_out(options) if options.evaluate == "list" else hard_sets(options.boards)
         return evaluate(solver, sets, options, folder)
     solve = options.task == "solve"
+    if not solve and (options.hard or options.carried or options.start):
+        raise SystemExit("--hard, --carried and --start belong to --task solve")
     model, settings, task = build_solver(options) if solve else build_completer(options)
     name = "solve-sudoku" if solve else f"sudoku-{options.model}"
     training = Training(options, model, task, settings, Path("runs") / name)

@@ -416,14 +416,8 @@ class Recorder:
             return self._recorded(f, z0, args, module, chosen, options)
 
     def _recorded(
-        self,
-        f: Any,
-        z0: Any,
-        args: Any,
-        module: nn.Module,
-        chosen: Options,
-        options: dict[str, Any],
-    ) -> Solution | None:
+        self, f: Any, z0: Any, args: Any, module: nn.Module, chosen: Options, options: dict[str, Any]
+    ) -> Solution | None:  # fmt: skip
         tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
         parameters = [p for p in module.parameters() if p.requires_grad]
         wanted = any(t.requires_grad for t in (*tensors, *parameters))
@@ -452,14 +446,8 @@ class Recorder:
         return solution
 
     def _find(
-        self,
-        f: Any,
-        z0: Any,
-        args: Any,
-        module: nn.Module,
-        chosen: Options,
-        options: dict[str, Any],
-    ) -> RecordedSolve | None:
+        self, f: Any, z0: Any, args: Any, module: nn.Module, chosen: Options, options: dict[str, Any]
+    ) -> RecordedSolve | None:  # fmt: skip
         weights = tuple(_kinds((*module.parameters(), *module.buffers()), places=True))
         if weights != self.of_weights:  # recordings of other weights only take memory
             self.solves.clear()

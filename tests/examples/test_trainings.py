@@ -280,7 +280,7 @@ def test_public_sets_of_hard_boards(
     """From a file like the public one; logic alone solves boards with five unknown cells."""
     import numpy as np
 
-    boards = module("train_boards")
+    boards = module("board_tasks")
     solutions = BOARDS.test_solutions
     puzzles = solutions.clone()
     puzzles[:, ::17] = 0
