@@ -31,7 +31,7 @@ from solvers.core.modes import (
     refuse_shapes,
     without_autocast,
 )
-from solvers.core.problem import EnergyUpdate, Problem, VectorProblem
+from solvers.core.problem import EnergyUpdate, Problem, RootUpdate, VectorProblem
 from solvers.core.rows import Progress, small_dtype
 from solvers.core.solution import (
     LARGE,
@@ -79,6 +79,7 @@ def fixed_point(
     stop: Callable[[Any], Tensor] | None = None,
     has_aux: bool = False,
     bounds: tuple[Any, Any] | None = None,
+    measure: Callable[[Any], Any] | None = None,
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
@@ -208,13 +209,14 @@ def fixed_point(
     _check_inputs(z0, args)
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
+    problem.measure = measure
     if bounds is not None:
         problem.bounds, problem.symmetric = _read_bounds(bounds, solver, layout, start), False
         start = problem.projected(start)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
     if start.numel() == 0:
         return _with_aux(_nothing(problem, start, adjoint, states_at), whole, args, adjoint)
-    options = Options(goal.tolerance, max_steps, record, callback, states_at, stop)
+    options = Options(goal.tolerance, max_steps, record, callback, stop)
     solve = Solving(solver, automatic, goal, options, count_solve(f), verify)
     if adjoint is not None and torch.is_grad_enabled():
         # Each of several states is differentiated by a graph of its own.
@@ -228,7 +230,7 @@ def fixed_point(
         solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
     _as_trees(solution, layout)
     what = goal.what + layout.scalars(len(start))
-    what = what.replace("fixed-point", "root") if isinstance(f, _Root) else what
+    what = what.replace("fixed-point", "root") if isinstance(f, RootUpdate) else what
     apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
     return _with_aux(solution, whole, args, adjoint)
 
@@ -296,18 +298,6 @@ def _read_bounds(
     return low, high
 
 
-class _Root(partial[Any]):
-    """The map ``z - F(z)``."""
-
-    def __call__(self, z: Any, *args: Any) -> Any:
-        image = Layout.of(z).ordered(super().__call__(z, *args))
-        try:
-            check_like(image, z, "F(z)", "z0")
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"F must return tensors like z0: {error}") from None
-        return pytree.tree_map(torch.sub, z, image)
-
-
 def root(
     F: Callable[..., Any],
     z0: Any,
@@ -349,7 +339,7 @@ def root(
         raise TypeError(f"root takes no {wrong}")
     if solver is None and options.get("bounds") is None:
         solver = _NEWTON
-    return fixed_point(_Root(F), z0, args, solver=solver, adjoint=adjoint, **options)
+    return fixed_point(RootUpdate(F), z0, args, solver=solver, adjoint=adjoint, **options)
 
 
 def _transformed(
@@ -372,18 +362,7 @@ def _transformed(
                 f"solvers.Anderson(...) and checkpoint=False, got solver={solver}, {adjoint}; use them, or "
                 "Implicit(), Phantom() or OneStep()"
             )
-        # The loop itself, every operation transformed; without the energy safeguard.
-        problem = Problem.of(f, energy, z0, args, mask, compact)
-        start = problem.layout.vector(z0)
-        plain = VectorProblem(
-            problem.masked_map, Layout.of(start), mask=problem.mask, compact=False, traced=True
-        )
-        allowed = Goal(tolerance, start.dtype, problem.autocast, start.device).tolerance
-        chosen = Options(allowed, options["max_steps"], states_at=options["states_at"])
-        with without_autocast(start.device.type):
-            solution = Loop(plain, plain.evaluate(start), solver, chosen).run()
-        _as_trees(solution, problem.layout)
-        return solution
+        raise RuntimeError("dropped")
     refuse_in_transform(adjoint, record=record)
     # The same call, made where the tensors are ordinary ones.
     outside = partial(fixed_point, adjoint=None, **options)
@@ -454,7 +433,7 @@ class Solving:
                 with goal.watching():
                     points = [problem.evaluate_first(start)]
                 first = points[0].norm.detach()
-                options = replace(options, tolerance=goal.tolerance)
+                options = replace(options, tolerance=goal.tolerance, precision=goal.precision)
                 # Popped, so that the loop can free it when it has moved on.
                 tried, last = iterate(
                     problem, points.pop(), solver, options, automatic=self.automatic

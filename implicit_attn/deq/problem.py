@@ -16,7 +16,7 @@ import solvers
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
-from implicit_attn.updates.update import EnergyStep, Update
+from implicit_attn.updates.update import EnergyStep, GradientStep, Update
 from solvers.core.checks import require_finite
 from solvers.core.layout import leaves_of
 from solvers.core.modes import in_transform
@@ -230,6 +230,11 @@ class Map:
 
 class MonitoredMap(Map, solvers.EnergyUpdate):
     """A monitored update as a ``solvers.EnergyUpdate``."""
+
+    @property
+    def step_size(self) -> Any:  # type: ignore[override]
+        """The step size of a gradient step, None for other updates."""
+        return self.update.step_size if isinstance(self.update, GradientStep) else None
 
     def joint(  # type: ignore[override]
         self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None

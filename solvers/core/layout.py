@@ -52,6 +52,11 @@ class Layout:
         dtype, shapes = reduce(torch.promote_types, dtypes), tuple([t.shape[1:] for t in leaves])
         return cls(spec, shapes, dtypes, dtype, tuple(map(_channels_last, leaves)))
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of each leaf in a row of the matrix; empty for one leaf."""
+        return tuple(prod(shape) for shape in self.shapes) if len(self.shapes) > 1 else ()
+
     def scalars(self, batch: int) -> str:
         """What a message says where a vector (B,) may have been meant as one problem."""
         if self.shapes != ((),) or batch == 1:

@@ -7,20 +7,21 @@ finished samples leave; a solver only proposes where to evaluate next::
     candidate = solver.step(state, inputs)  # after every evaluation
 
 All vectors are (B, D) and every row is a problem of its own: a solver never mixes rows. Where a sample's
-convergence is decided: :meth:`Loop._decide_status`.
+convergence is decided: :meth:`solvers.core.judge.Rule.converged`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from solvers.core.judge import STEPS, Rule, estimated_error, relative_error
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -30,6 +31,7 @@ from solvers.core.rows import (
     Rows,
     gather_rows,
     merge_rows,
+    scaled_norm,
     scatter_rows,
     select_rows,
     shrinks,
@@ -54,13 +56,18 @@ class Options:
     max_steps: int
     record: bool = False
     callback: Callable[[Progress], object] | None = None
-    states_at: tuple[int, ...] = ()
     stop: Callable[[Any], Tensor] | None = None  # of the states of all samples
+    precision: torch.dtype | None = None  # in which f computes; None for that of the state
 
     @property
     def watched(self) -> bool:
         """Whether more is asked for than a solution."""
-        return bool(self.record or self.callback or self.states_at or self.stop)
+        return bool(self.record or self.callback or self.stop)
+
+    def rule(self, problem: Problem, first: Evaluation) -> Rule:
+        """When a sample has converged."""
+        eps = torch.finfo(self.precision or first.z.dtype).eps
+        return Rule(self.tolerance, eps, problem.unit_free)
 
 
 @dataclass
@@ -90,6 +97,10 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
+    # Without an energy, an accelerated point is accepted if its residual is at most the largest of so many
+    # points accepted last; 0: without a limit.
+    window: ClassVar[int] = 0
+    plain: ClassVar[bool] = False  # every step is a multiple of the residual
     failed: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
@@ -106,7 +117,7 @@ class ExternalSolver(Solver):
 
     @abstractmethod
     def run(self, problem: Problem, start: Tensor, options: Options) -> Solution:
-        """Solve from ``start`` (B, D), noting the states that are asked for and nothing else."""
+        """Solve from ``start`` (B, D)."""
 
     def init(self, point: Evaluation, problem: Problem) -> Any:
         raise TypeError(f"{type(self).__name__} has its own loop and cannot be stepped")
@@ -116,8 +127,9 @@ class ExternalSolver(Solver):
 
 
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
-PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
-NOISE = 16  # energy differences below this multiple of the rounding error are insignificant
+PATIENCE = 100  # evaluations without progress after which a sample has stalled
+PROGRESS = 1e-3  # share by which the best residual must fall meanwhile,
+DRIFT = 0.5  # unless the sample has come as far as this share of the length of its path
 
 
 class Loop:
@@ -125,14 +137,19 @@ class Loop:
 
     Each turn judges the trial, updates the statuses, drops rows that have finished, and asks the solver for
     the next trial of every row. A row that accepts its trial moves there; a rejected row stays at its
-    current point. Within a transform of ``torch.func`` nothing is decided by numbers: all evaluations are
-    made.
+    current point. ``spent`` (B,) are evaluations that each sample has made before.
     """
 
     def __init__(
-        self, problem: Problem, first: Evaluation, solver: Solver, options: Options
+        self,
+        problem: Problem,
+        first: Evaluation,
+        solver: Solver,
+        options: Options,
+        spent: Tensor | None = None,
     ) -> None:
         self.problem, self.solver, self.options = problem, solver, options
+        self.rule = options.rule(problem, first)
         self.trial: Evaluation = first  # the point evaluated last
         self.current: Evaluation | None = None  # the last accepted point of every row
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
@@ -141,68 +158,36 @@ class Loop:
         self.recovering = False  # some row was rejected at the last turn
         # Where an energy may be unbounded below.
         self.growth = None if first.energy is None else Growth.start(first)
-        energy = None if first.energy is None else torch.full_like(first.energy, torch.nan)
-        infinite = torch.full_like(first.norm, torch.inf)
-        status = torch.full_like(first.norm, RUNNING, dtype=torch.int64)
-        self.rows = Rows.start(Best(first.z, infinite, infinite, energy), status)
-        self.rows.limit = DIVERGENCE * torch.maximum(first.norm, first.reference)
+        self.rows = _start(first, self.rule, solver.window, spent)
         self.trace: Trace | None = None
-        self.states: dict[int, Best] = {}  # of all samples, after numbers of evaluations
         # With a rule to stop, samples go on up to max_steps.
         self.patience = PATIENCE if options.stop is None else options.max_steps + 1
-        self.latest = first.z.detach()  # states of all samples of the caller, for the rule
-        self.uneven = False  # rows may have made different numbers of evaluations
-
-    def resume(self, solution: Solution, index: Tensor, failed: Tensor) -> None:
-        """Solve the samples ``index`` (n,) of ``solution`` that have ``failed`` (n,) bool from their values.
-
-        They go on counting their evaluations. An iterate at a higher energy is never a better one.
-        """
-        energy, spent = solution.energy, solution.evaluations
-        best = Best(solution.value, solution.residual, solution.residual_norm, energy)
-        # In a batch that stays whole each sample has been in all evaluations.
-        before = spent if self.problem.compact else spent.max().expand_as(spent)
-        whole = replace(
-            Rows.start(best, solution.status),
-            steps=solution.steps,
-            evaluations=spent,
-            before=before,
-            products=before,
-            ceiling=None if energy is None else energy + NOISE * rounding(energy),
-        )
-        others = torch.ones_like(spent, dtype=torch.bool).index_fill(0, index, False)
-        self.finished = [select_rows(whole, torch.nonzero(others).flatten())]
-        limit, self.rows = self.rows.limit, select_rows(whole, index)
-        self.rows.status, self.rows.limit = self.rows.status.where(~failed, RUNNING), limit
-        self.latest, self.trace = solution.value, solution.trace
-        self.states = dict(zip(self.options.states_at, solution.states or (), strict=True))
-        self.uneven = True
+        self.latest = first.z.detach()  # states of all samples of the caller, for rule and callback
+        self.uneven = spent is not None  # rows may have made different numbers of evaluations
 
     def run(self) -> Solution:
         """Go on until every sample has ended."""
         count = 1
         while True:
-            over = self._judge(count)
-            self._note_states(count)
-            if over:
+            if self._judge(count):
                 return self._solution()
-            self.trial = self.problem.evaluate(self._propose(count))
+            self.trial = self.problem.evaluate(self._propose())
             count += 1
 
     def _judge(self, count: int) -> bool:
         """Judge the trial and update every row by it; True when the solve is over."""
-        traced, ceiling = self.problem.traced, self.rows.ceiling
-        accepted = acceptable(self.trial, self.current, self.rows.limit, ceiling is None)
-        self.accepted = accepted if traced or not bool(accepted.all()) else None
+        accepted = acceptable(self.trial, self.current, self.rows.limit)
+        if self.solver.window and count > 2 and self.trial.energy is None:
+            # A plain step, which follows a rejection, is accepted whatever its residual.
+            fallen = self.trial.norm <= self.rows.bound.amax(1)
+            accepted = accepted & (fallen | (self.rows.rejections > 0))
+        self.accepted = None if bool(accepted.all()) else accepted
+        self._move(count)
         self._decide_status(count)
         running = self.rows.status == RUNNING
-        number = len(running) if traced else int(running.sum())
+        number = int(running.sum())
         if number == 0 or count == self.options.max_steps:
             return True
-        if self.accepted is None or self.current is None:
-            self.current = self.trial
-        else:
-            self.current = merge_rows(self.accepted, self.trial, self.current)
         if number < len(running) and self.problem.compact:
             unrolled = count == 1 and torch.is_grad_enabled()
             failed = unrolled and bool((self.rows.status == Status.NONFINITE).any())
@@ -214,6 +199,28 @@ class Loop:
                 self.trial = self.current = self.problem.evaluate(self.trial.z)
         return False
 
+    def _move(self, count: int) -> None:
+        """Move the rows that accept the trial there, and remember the gains of their steps."""
+        rows, trial, accepted, last = self.rows, self.trial, self.accepted, self.current
+        if last is not None:
+            moved, changed = trial.difference(last)
+            # Of a plain step the rate counts, which no oscillation hides: |r| / (|r| - |r'|) = 1 / (1 - rate).
+            fallen = (last.norms - trial.norms).clamp_min(0.0)
+            if self.solver.plain:
+                changed = fallen
+            elif self.solver.window:
+                changed = torch.where((rows.rejections > 0)[:, None], fallen, changed)
+            known = moved > 0 if accepted is None else (moved > 0) & accepted[:, None]
+            slot = count % STEPS
+            rows.gains[:, :, slot] = torch.where(known, moved / changed, rows.gains[:, :, slot])
+            rows.path = rows.path + moved.where(known, 0.0).sum(1)
+        if accepted is None or last is None:
+            self.current = trial
+        else:
+            self.current = merge_rows(accepted, trial, last)
+        if self.solver.window:
+            rows.bound[:, count % self.solver.window] = self.current.norm
+
     def _decide_status(self, count: int) -> None:
         """Decide for every running row whether it has converged, failed or goes on.
 
@@ -223,22 +230,26 @@ class Loop:
         rows, trial, accepted, options = self.rows, self.trial, self.accepted, self.options
         running = rows.status == RUNNING
         taken = running if accepted is None else running & accepted
-        lower = taken
-        if rows.ceiling is not None and trial.energy is not None:
-            lower = taken & (trial.energy <= rows.ceiling)
-        relative, converged = trial.judged(lower, options.tolerance)
+        score, error = self.rule.score(trial, rows.caps), estimated_error(trial, rows.gains)
+        converged = taken & self.rule.converged(trial, rows.caps, error)
         if self.growth is not None:
             growing = self.growth.note(trial, taken)
             if growing is not None:
                 # A residual of exactly 0 may be rounding where the energy grows without bound.
                 small = (trial.norm > 0) & (trial.norm <= options.tolerance.atol)
                 converged = converged & (small | ~growing)
-        stopped, better = None, lower & (relative < rows.best.relative) | converged
+        stopped, better = None, taken & (score < rows.best.score) | converged
+        if options.stop is not None or options.callback is not None:
+            index, z = rows.index, trial.z.detach()
+            moved = where_rows(taken, z, self.latest[index])
+            self.latest = self.latest.index_copy(0, index, moved)
         if options.stop is not None:
-            stopped = self._stops(options.stop, taken)
+            stopped = self._stops(options.stop) & taken
             better = taken  # the rule asks about the latest iterate, so this is the one to return
-        every = not self.problem.traced and bool(better.all())
-        rows.best = rows.best.updated(better, trial, relative, every=every)
+        energy = None if trial.energy is None else trial.energy.detach()
+        relative = trial.relative().clamp_max(torch.finfo(trial.norms.dtype).max)
+        new = Best(trial.z, score, relative, trial.norm, relative_error(trial, error), energy)
+        rows.best = new if bool(better.all()) else merge_rows(better, new, rows.best)
         rows.evaluations, rows.steps = rows.at(count), rows.steps + taken
         self._note(count)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
@@ -255,33 +266,34 @@ class Loop:
             status = torch.where(stopped & ~converged, int(Status.STOPPED), status)
         rows.status = status
 
-    def _stops(self, stop: Callable[[Any], Tensor], taken: Tensor) -> Tensor:
-        """(n,) bool: rows to stop of those that have ``taken`` (n,) the trial.
+    def _stops(self, stop: Callable[[Any], Tensor]) -> Tensor:
+        """(n,) bool: rows of which the rule says that they stop.
 
         The rule is always asked about the whole batch. Samples that have ended are shown where they ended.
         """
-        index, z = self.rows.index, self.trial.z.detach()
-        moved = where_rows(taken, z, self.latest[index])
-        self.latest = self.latest.index_copy(0, index, moved)
         with torch.no_grad():
             answer = stop(self.problem.layout.tree(self.latest))
         shape = (len(self.latest),)
         if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != shape:
             got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
             raise TypeError(f"stop must return a bool tensor of shape {shape}, got {got}")
-        return answer[index] & taken
+        return answer[self.rows.index]
 
     def _find_stalled(self, status: Tensor) -> Tensor:
-        """Rows with neither a better residual nor a lower energy since the last check have stalled."""
+        """Rows that have come no further since the last check have stalled.
+
+        Neither their residual nor their energy has fallen, and their iterates do not keep to a direction.
+        """
         rows = self.rows
-        stuck = (rows.best.relative > 0.99 * rows.milestone) & (status == RUNNING)
-        rows.milestone = rows.best.relative
-        if rows.ceiling is None and self.trial.energy is not None:
-            energy = self.trial.energy.detach()
-            if self.accepted is not None:
-                energy = torch.where(self.accepted, energy, rows.energy_milestone)
-            fell = energy < rows.energy_milestone - rounding(energy)
-            stuck = stuck & ~fell
+        assert self.current is not None
+        z = self.current.z.detach()
+        stuck = (rows.best.score > (1 - PROGRESS) * rows.milestone) & (status == RUNNING)
+        if rows.anchor is not None:
+            stuck = stuck & ~(scaled_norm(z - rows.anchor) > DRIFT * rows.path)
+        rows.milestone, rows.anchor, rows.path = rows.best.score, z, torch.zeros_like(rows.path)
+        if self.current.energy is not None:
+            energy = self.current.energy.detach()
+            stuck = stuck & ~(energy < rows.energy_milestone - rounding(energy))
             rows.energy_milestone = torch.minimum(energy, rows.energy_milestone)
         return torch.where(stuck, int(Status.STALLED), status)
 
@@ -296,13 +308,13 @@ class Loop:
         hopeless = rejected & (rejections >= tried)
         reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.failed))
         status = torch.where(hopeless, reason, status)
-        if self.rows.ceiling is None and trial.energy is not None:
-            return status  # backtracking finds a short enough step
+        if self.solver.searches or trial.energy is not None:
+            return status  # a line search finds a short enough step
         diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
         return torch.where(diverged, int(Status.DIVERGED), status)
 
-    def _propose(self, count: int) -> Tensor:
-        """The next point to evaluate (n, D), after so many turns."""
+    def _propose(self) -> Tensor:
+        """The next point to evaluate (n, D)."""
         assert self.current is not None
         if self.state is None:
             self.state = self.solver.init(self.current, self.problem)
@@ -314,16 +326,12 @@ class Loop:
         inputs = SolverInput(self.current, self.trial, accepted, rows, problem, most)
         candidate = self.solver.step(self.state, inputs)
         if inputs.products is not None:
-            if not self.uneven:  # from now on a row may pass by a number of evaluations
-                self.uneven = True
-                self._note_states(count)
-            rows.products = rows.products + inputs.products * (rows.status == RUNNING)
+            self.uneven = True  # from now on a row may pass by a number of evaluations
+            rows.others = rows.others + inputs.products * (rows.status == RUNNING)
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
-        if problem.traced:  # no sample leaves the batch: those that have ended stand still
-            candidate = where_rows(rows.status == RUNNING, candidate, self.current.z)
-        return problem.projected(candidate)
+        return candidate
 
     def _take_out(self, ended: Tensor) -> None:
         """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
@@ -336,25 +344,9 @@ class Loop:
             setattr(self, name, select_rows(getattr(self, name), stay))
         self.current = self.trial if taken else self.current
 
-    def _note_states(self, count: int) -> None:
-        """Note the best iterates of the samples that have made at most so many evaluations.
-
-        A sample that has ended keeps its last one. The residual is infinite where there is none. Unless rows
-        are uneven, all have made ``count`` evaluations, and there is nothing to note for larger numbers yet.
-        """
-        numbers = self.options.states_at
-        numbers = [n for n in numbers if n == count or (n > count and self.uneven)]
-        if not numbers:
-            return
-        whole = gather_rows([*self.finished, self.rows])
-        spent, infinite = whole.at(count), torch.full_like(whole.best.relative, torch.inf)
-        for number in numbers:
-            known = self.states.get(number, replace(whole.best, relative=infinite))
-            self.states[number] = merge_rows(spent <= number, whole.best, known)
-
     def _solution(self) -> Solution:
         """Gather the rows in the caller's order."""
-        rows, at = gather_rows([*self.finished, self.rows]), self.options.states_at
+        rows = gather_rows([*self.finished, self.rows])
         return Solution(
             value=rows.best.value,
             status=rows.status,
@@ -362,9 +354,9 @@ class Loop:
             residual_norm=rows.best.norm,
             steps=rows.steps,
             evaluations=rows.evaluations,
+            error=rows.best.error,
             energy=rows.best.energy,
             trace=self.trace,
-            states=[replace(self.states.get(number, rows.best)) for number in at] or None,
         )
 
     def _note(self, count: int) -> None:
@@ -373,15 +365,14 @@ class Loop:
         if not (options.record or options.callback):
             return
         running = rows.status == RUNNING
-        index, columns = rows.index[running], rows.before[running] + count - 1
+        index, column = rows.index[running], count - 1
         residual = trial.relative().detach()[running]
         energy = None if trial.energy is None else trial.energy.detach()[running]
 
         def written(whole: Tensor | None, values: Tensor, fill: float) -> Tensor:
             whole = values.new_empty(len(self.latest), 0) if whole is None else whole
-            extra = max(0, int(columns.max()) + 1 - whole.shape[1])
-            whole = pad(whole, (0, extra), value=fill)
-            whole[index, columns] = values
+            whole = pad(whole, (0, max(0, column + 1 - whole.shape[1])), value=fill)
+            whole[index, column] = values
             return whole
 
         if options.record:
@@ -394,8 +385,37 @@ class Loop:
                 written(old.accepted, taken, False),
             )
         if options.callback is not None:
-            number = min(int(columns.max()) + 1, options.max_steps)
+            number = int(rows.evaluations[running].max())
             residual = scatter_rows(residual, index, len(self.latest), torch.nan)
             if energy is not None:
                 energy = scatter_rows(energy, index, len(self.latest), torch.nan)
-            options.callback(Progress(number, residual, energy, len(index)))
+            value = self.problem.layout.tree(self.latest)
+            options.callback(Progress(number, residual, energy, len(index), value))
+
+
+def _start(first: Evaluation, rule: Rule, window: int, spent: Tensor | None) -> Rows:
+    """The rows of a whole batch before its first evaluation is judged."""
+    norm = first.norm
+    infinite, status = (
+        torch.full_like(norm, torch.inf),
+        torch.full_like(norm, RUNNING, dtype=torch.int64),
+    )
+    energy = None if first.energy is None else torch.full_like(first.energy, torch.nan)
+    none, (batch, parts) = torch.zeros_like(status), first.norms.shape
+    return Rows(
+        index=torch.arange(batch, device=norm.device),
+        best=Best(first.z, infinite, infinite, infinite, infinite, energy),
+        status=status,
+        steps=none,
+        evaluations=none,
+        others=none if spent is None else spent,
+        rejections=none,
+        scale=torch.ones_like(norm),
+        limit=DIVERGENCE * torch.maximum(norm, first.reference),
+        caps=rule.caps(first),
+        gains=norm.new_zeros(batch, parts, STEPS),
+        bound=norm.new_zeros(batch, window),
+        milestone=infinite,
+        energy_milestone=infinite,
+        path=torch.zeros_like(norm),
+    )

@@ -76,9 +76,13 @@ class EnergyUpdate(ABC):
 
     Attributes:
         symmetric: whether the Jacobian of the map is symmetric (a gradient step with one step size).
+        step_size: step size of a gradient step ``f(z) = z - step_size dE/dz``, whose residual is computed from
+            the gradient itself; None for other maps.
     """
 
     symmetric: bool = False
+    # Of a gradient step ``f(z) = z - step_size dE/dz`` the step size; None for other maps.
+    step_size: float | Tensor | None = None
 
     @abstractmethod
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
@@ -86,6 +90,27 @@ class EnergyUpdate(ABC):
 
     def __call__(self, z: Any, *args: Any) -> Any:
         return self.joint(z, *args)[0]
+
+
+class RootUpdate:
+    """The map ``z - F(z)`` of a system ``F(z) = 0``, whose residual is -F itself."""
+
+    symmetric = False
+
+    def __init__(self, function: Callable[..., Any], symmetric: bool = False) -> None:
+        self.original, self.symmetric = function, symmetric
+
+    def function(self, z: Any, *args: Any) -> Any:
+        """Return ``F(z, *args)``, checked to be like z."""
+        image = Layout.of(z).ordered(self.original(z, *args))
+        try:
+            check_like(image, z, "F(z)", "z0", cast=torch.is_autocast_enabled())
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"F must return tensors like z0: {error}") from None
+        return image
+
+    def __call__(self, z: Any, *args: Any) -> Any:
+        return pytree.tree_map(torch.sub, z, self.function(z, *args))
 
 
 class Descent(EnergyUpdate):
@@ -163,6 +188,7 @@ class Problem:
     traced: bool = (
         False  # within a transform of torch.func, where tensors do not show their numbers
     )
+    measure: Callable[[Any], Any] | None = None  # of a state: what is judged of it
 
     @classmethod
     def of(
@@ -193,15 +219,37 @@ class Problem:
     def has_energy(self) -> bool:
         return self.energy is not None or isinstance(self.f, EnergyUpdate)
 
+    @property
+    def gradient_step(self) -> float | Tensor | None:
+        """The step size if f is a gradient step of an energy."""
+        return (
+            self.f.step_size if isinstance(self.f, EnergyUpdate) and self.energy is None else None
+        )
+
+    @property
+    def unit_free(self) -> bool:
+        """Whether the residual is in units of its own: that of an energy's gradient step, or of a root."""
+        return self.gradient_step is not None or isinstance(self.f, RootUpdate)
+
     def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
         return self.point(z, *self.joint(z))
 
     def point(
-        self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
+        self,
+        z: Tensor,
+        value: Tensor,
+        energy: Tensor | None = None,
+        gradient: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Evaluation:
-        """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms."""
-        residual = value - z
+        """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms.
+
+        The residual of a root, and that of a gradient step, are not rounded to the size of z.
+        """
+        if self.gradient_step is not None and gradient is not None:
+            residual = gradient * -self.gradient_step
+        residual = value - z if residual is None else residual
         if self.bounds is not None and gradient is not None:
             low, high = self.bounds  # what pushes against a bound is no force
             held = ((z <= low) & (gradient > 0)) | ((z >= high) & (gradient < 0))
@@ -211,8 +259,36 @@ class Problem:
             residual = torch.where(self.mask, residual, zero)
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        norm, reference = norms(residual.detach(), value.detach(), traced=self.traced)
-        return Evaluation(z, residual, norm, reference, energy, gradient)
+        scale = z if self.unit_free else value
+        if self.unit_free and self.mask is not None:
+            scale = torch.where(self.mask, z, residual.new_zeros(()))
+        view, seen = None, None
+        if self.measure is None:
+            sizes = self.layout.sizes
+            size, reference = norms(residual.detach(), scale.detach(), sizes)
+        else:
+            view, image, sizes = self._measured(z, value)
+            seen = image - view
+            size, reference = norms(seen, view if self.unit_free else image, sizes)
+            size = size.where(torch.isfinite(residual.detach()).all(1, keepdim=True), torch.inf)
+        return Evaluation(z, residual, size, reference, energy, gradient, sizes, view, seen)
+
+    def _measured(self, z: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """What the measure shows of z and f(z), (B, M) each, and the sizes of its parts."""
+        assert self.measure is not None
+        shown = []
+        with torch.no_grad():
+            for state in (z.detach(), value.detach()):
+                parts = pytree.tree_leaves(self.measure(self.layout.tree(state)))
+                for part in parts:
+                    if not isinstance(part, Tensor) or part.dim() == 0 or len(part) != len(z):
+                        got = tuple(part.shape) if isinstance(part, Tensor) else type(part)
+                        raise ValueError(
+                            f"measure must return tensors of batch size {len(z)} along dim 0, got {got}"
+                        )
+                shown.append([part.reshape(len(z), -1) for part in parts])
+        sizes = tuple(part.shape[1] for part in shown[0]) if len(shown[0]) > 1 else ()
+        return torch.cat(shown[0], 1), torch.cat(shown[1], 1), sizes
 
     def projected(self, z: Tensor) -> Tensor:
         """z (B, D) within the bounds; masked coordinates, and all without bounds, stay."""
@@ -245,8 +321,8 @@ class Problem:
             with torch.no_grad():
                 refuse_random(self.evaluate, self.evaluate(z.detach()))
 
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(f(z), E(z), dE/dz)``; None for what there is not."""
+    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """``(f(z), E(z), dE/dz, f(z) - z)``; None for what there is not, or is not known by itself."""
         return self._run(self._call, z)
 
     def image(self, z: Tensor) -> Tensor:
@@ -286,8 +362,11 @@ class Problem:
 
     def _call(
         self, z: Tensor, energies: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         tree, energy, gradient = self.layout.tree(z), None, None
+        if isinstance(self.f, RootUpdate):
+            residual = -self.layout.vector(self.f.function(tree, *self.args)).to(z.dtype)
+            return z + residual, None, None, residual
         if energies and isinstance(self.f, EnergyUpdate) and self.energy is None:
             output, energy, gradient = self.f.joint(tree, *self.args)
         else:
@@ -303,7 +382,7 @@ class Problem:
             cast = self.autocast is not None
             check_like(self.layout.ordered(output), tree, "f(z)", "z0", cast=cast)
         value = self.layout.vector(output).to(z.dtype)
-        return value if self.bounds is None else self.projected(value), energy, gradient
+        return value if self.bounds is None else self.projected(value), energy, gradient, None
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -335,8 +414,8 @@ class Problem:
 class VectorProblem(Problem):
     """A map of vectors (B, D), made here, of which nothing need be asked."""
 
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.f(z), None, None
+    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.f(z), None, None, None
 
     def image(self, z: Tensor) -> Tensor:
         return self.f(z)

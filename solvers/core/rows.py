@@ -42,35 +42,65 @@ class Progress:
         residual: (B,) relative residual of this evaluation, NaN for samples that have ended.
         energy: (B,) energy of this evaluation, NaN for samples that have ended, or None.
         running: number of samples that are still running.
+        value: latest accepted iterate of every sample, with the structure of the state.
     """
 
     evaluation: int
     residual: Tensor
     energy: Tensor | None
     running: int
+    value: Any = None
 
 
 @dataclass
 class Evaluation:
-    """An evaluated point of every sample in the working batch."""
+    """An evaluated point of every sample in the working batch.
+
+    A sample has L parts that are judged one by one: the leaves of its state, or what a ``measure`` shows of it.
+    """
 
     z: Tensor  # (B, D)
     residual: Tensor  # (B, D) f(z) - z, a descent direction for a gradient step
-    norm: Tensor  # (B,) of the residual
-    reference: Tensor  # (B,) norm of f(z), the scale of a relative residual
+    norms: Tensor  # (B, L) of the residual
+    references: Tensor  # (B, L) norm of f(z), or of z for energies and roots: the scale of a sample
     energy: Tensor | None = None  # (B,)
     gradient: Tensor | None = None  # (B, D) of the energy, None where only its value is known
+    sizes: tuple[int, ...] = ()  # of the parts; empty for one part
+    view: Tensor | None = None  # (B, M) what a measure shows of z; None: z itself
+    view_residual: Tensor | None = None  # (B, M) the same of f(z), minus that of z
+
+    @property
+    def norm(self) -> Tensor:
+        """(B,) norm of the residual."""
+        return self.norms[:, 0] if self.norms.shape[1] == 1 else scaled_norm(self.norms)
+
+    @property
+    def reference(self) -> Tensor:
+        """(B,) the scale of the whole sample."""
+        one = self.references.shape[1] == 1
+        return self.references[:, 0] if one else scaled_norm(self.references)
+
+    def extents(self) -> Tensor:
+        """(B, L) norms of z."""
+        z = self.z.detach() if self.view is None else self.view
+        return part_norms(z, self.sizes).to(self.norms.dtype)
+
+    def difference(self, last: Evaluation) -> tuple[Tensor, Tensor]:
+        """(B, L) norms of the differences of z and of the residual to those of ``last``."""
+        z, residual = (
+            self.z.detach() - last.z.detach(),
+            self.residual.detach() - last.residual.detach(),
+        )
+        if self.view is not None and self.view_residual is not None:
+            z, residual = self.view - last.view, self.view_residual - last.view_residual
+        moved, changed = part_norms(z, self.sizes), part_norms(residual, self.sizes)
+        return moved.to(self.norms.dtype), changed.to(self.norms.dtype)
 
     def relative(self) -> Tensor:
-        """(B,) relative residual ``|f(z) - z| / |f(z)|``."""
-        tiny = torch.finfo(self.norm.dtype).tiny  # where f(z) = 0, not where it is subnormal
-        return self.norm / self.reference.masked_fill(self.reference == 0, tiny)
-
-    def judged(self, taken: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
-        """(B,) relative residuals, and which of the rows ``taken`` (B,) bool have converged."""
-        # Where f(z) = 0 the ratio may overflow; a finite point is better than none all the same.
-        relative = self.relative().clamp_max(torch.finfo(self.norm.dtype).max)
-        return relative, taken & (self.norm <= tolerance.threshold(self.reference))
+        """(B,) relative residual ``|f(z) - z| / |f(z)|`` of the worst part."""
+        tiny = torch.finfo(self.norms.dtype).tiny  # where f(z) = 0, not where it is subnormal
+        ratio = self.norms / self.references.masked_fill(self.references == 0, tiny)
+        return ratio[:, 0] if ratio.shape[1] == 1 else ratio.amax(1)
 
     def finite(self) -> Tensor:
         """(B,) bool. Both norms count: a residual over an overflowed f(z) would look converged."""
@@ -80,20 +110,14 @@ class Evaluation:
 
 @dataclass
 class Best:
-    """The best accepted iterate (B, D) of every sample, with its residuals and energy (B,)."""
+    """The best accepted iterate (B, D) of every sample, with its residuals, error and energy (B,)."""
 
     value: Tensor
+    score: Tensor  # by which iterates are compared, see ``judge``
     relative: Tensor
     norm: Tensor
+    error: Tensor  # estimated, relative
     energy: Tensor | None
-
-    def updated(
-        self, better: Tensor, point: Evaluation, relative: Tensor, *, every: bool = False
-    ) -> Best:
-        """``point`` with its ``relative`` residual in the rows ``better`` (B,) bool; ``every``: in all."""
-        energy = None if point.energy is None else point.energy.detach()
-        new = Best(point.z, relative, point.norm, energy)
-        return new if every else merge_rows(better, new, self)
 
 
 @dataclass
@@ -104,30 +128,22 @@ class Rows:
     best: Best
     status: Tensor  # RUNNING or a solvers.Status
     steps: Tensor  # trials that were accepted
-    evaluations: Tensor  # of f, products included
-    before: Tensor  # evaluations that an earlier attempt made
-    products: Tensor  # those, and evaluations made by the solver itself
+    evaluations: Tensor  # of f, those made by the solver itself included
+    others: Tensor  # evaluations made by the solver itself, or before the loop
     rejections: Tensor  # consecutive trials that were rejected
     scale: Tensor  # t of the fall-back step z + t (f(z) - z)
     limit: Tensor  # residual norm beyond which the sample diverges
-    milestone: Tensor  # best relative residual at the last stall check
+    caps: Tensor  # (n, L) largest residual that may count as converged
+    gains: Tensor  # (n, L, STEPS) |dz| / |dr| of the latest accepted steps; 0 where there was none
+    bound: Tensor  # (n, W) residual norms of the latest accepted points, where the solver has a safeguard
+    milestone: Tensor  # best score at the last stall check
     energy_milestone: Tensor  # lowest energy there
-    # Highest energy of a better iterate, in a second attempt; None: energies decide on acceptance.
-    ceiling: Tensor | None = None
-
-    @classmethod
-    def start(cls, best: Best, status: Tensor) -> Rows:
-        """The rows of a whole batch before its first evaluation."""
-        index = torch.arange(len(status), device=status.device)
-        none, infinite = torch.zeros_like(status), torch.full_like(best.norm, torch.inf)
-        scale = torch.ones_like(best.norm)
-        return cls(
-            index, best, status, none, none, none, none, none, scale, infinite, infinite, infinite
-        )
+    path: Tensor  # length of the steps since then
+    anchor: Tensor | None = None  # (n, D) the accepted point there
 
     def at(self, count: int) -> Tensor:
         """(n,) evaluations of each row after so many turns of the loop."""
-        return torch.where(self.status == RUNNING, count + self.products, self.evaluations)
+        return torch.where(self.status == RUNNING, count + self.others, self.evaluations)
 
 
 Record = TypeVar("Record")
@@ -227,28 +243,37 @@ def small_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def norms(residual: Tensor, value: Tensor, *, traced: bool = False) -> tuple[Tensor, Tensor]:
-    """Norms (B,) of residuals and of f(z), right for any magnitude, so that 0 means zero.
-
-    ``traced``: the host cannot see them.
-    """
-    if traced or on_cuda(value):  # to ask the host would cost more
-        return scaled_norm(residual), scaled_norm(value)
+def norms(residual: Tensor, value: Tensor, sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """Norms (B, L) of residuals and of f(z) in parts, right for any magnitude, so that 0 means zero."""
+    if sizes or on_cuda(value):  # to ask the host would cost more
+        return part_norms(residual, sizes), part_norms(value, sizes)
     dtype = small_dtype(value.dtype)
-    norm = torch.linalg.vector_norm(residual, dim=1, dtype=dtype)
-    reference = torch.linalg.vector_norm(value, dim=1, dtype=dtype)
+    norm = torch.linalg.vector_norm(residual, dim=1, dtype=dtype, keepdim=True)
+    reference = torch.linalg.vector_norm(value, dim=1, dtype=dtype, keepdim=True)
     # A residual that is nothing beside a moderate reference may have the norm 0.
     fit = (reference > MODERATE_ABOVE[norm.dtype]) & (norm + reference < math.inf)
     if bool(fit.all()):
         return norm, reference
-    exact = scaled_norm(residual), scaled_norm(value)
+    exact = scaled_norm(residual)[:, None], scaled_norm(value)[:, None]
     return torch.where(fit, norm, exact[0]), torch.where(fit, reference, exact[1])
+
+
+def part_norms(vector: Tensor, sizes: tuple[int, ...] = ()) -> Tensor:
+    """(B, L) norms of the parts of (B, D), or (B, 1) without ``sizes``."""
+    if not sizes:
+        return scaled_norm(vector)[:, None]
+    return torch.stack([scaled_norm(part) for part in vector.split(sizes, 1)], 1)
 
 
 def scaled_norm(vector: Tensor) -> Tensor:
     """Euclidean norm of each row, (B,), in float64, or divided by a power of two first."""
     if vector.dtype != torch.float64:
         return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float64).float()
+    norm = torch.linalg.vector_norm(vector, dim=1)
+    if not on_cuda(vector) and bool(
+        ((norm > MODERATE_ABOVE[norm.dtype]) & (norm < math.inf)).all()
+    ):
+        return norm
     largest = torch.linalg.vector_norm(vector, torch.inf, dim=1)
     # A power of two within the range of float64, also where the largest entry is subnormal.
     exponent = torch.frexp(largest)[1].clamp(-1000, 1000)

@@ -34,21 +34,18 @@ def fallback_step(rows: Rows, current: Evaluation, trial: Evaluation) -> Tensor:
     return current.z + rows.scale[:, None].to(current.z.dtype) * current.residual
 
 
-def acceptable(
-    trial: Evaluation, last: Evaluation | None, limit: Tensor, guarded: bool = True
-) -> Tensor:
+def acceptable(trial: Evaluation, last: Evaluation | None, limit: Tensor) -> Tensor:
     """(B,) bool: the trial is finite, its residual within ``limit``, and it passes Armijo's rule.
 
     Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4, where energies are
     known; without a gradient the energy must not rise. Where the energies agree to rounding, the
     trial is accepted if its residual is not larger. The first trial (no ``last``) need be finite only.
-    Energies are ignored unless ``guarded``.
     """
     finite = trial.finite()
     if last is None:
         return finite
     finite = finite & (trial.norm <= limit)
-    if not guarded or trial.energy is None or last.energy is None:
+    if trial.energy is None or last.energy is None:
         return finite
     energy, before = trial.energy.detach(), last.energy.detach()
     allowed = before

@@ -251,6 +251,7 @@ class Solution:
     energy: Tensor | None = None
     trace: Trace | None = None
     adjoint: AdjointReport = field(default_factory=AdjointReport)
+    error: Tensor | None = None
     states: Any = None
     aux: Any = None
 

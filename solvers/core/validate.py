@@ -265,7 +265,8 @@ def judge_again(
         converged: ``point`` is at the returned value where a sample has converged, and only there.
     """
     norm, reference = point.norm, point.reference
-    wrong = exceeds(norm, tolerance.threshold(reference), reference, precision)
+    measured = torch.maximum(tolerance.threshold(reference), solution.residual_norm)
+    wrong = exceeds(norm, measured, reference, precision)
     relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
     known = solution.status == Status.CONVERGED
     # A sample without a finite evaluation keeps its infinite residual.

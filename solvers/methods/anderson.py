@@ -6,6 +6,7 @@ On a CPU, without an energy and without autograd, ``native/turns.h`` implements 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,21 +26,21 @@ from solvers.core.rows import (
 
 @dataclass(frozen=True)
 class Anderson(Solver):
-    r"""Anderson acceleration of type II.
+    r"""Anderson acceleration of type II with a safeguard.
 
     With residuals ``r_k = f(z_k) - z_k``, differences ``dZ, dR`` of the last ``memory`` steps and
-    ``c = argmin |r_k - dR c|^2`` (ridge included)::
+    ``c = argmin |r_k - dR c|^2 + regularization sum_j c_j^2 (|dR_j|^2 + |dZ_j|^2)``::
 
         z_{k+1} = z_k - dZ c + damping (r_k - dR c)
 
-    The Gram matrix ``dR^T dR`` gains one row and column per step. The ridge multiplies its diagonal,
-    so that the steps are independent of the scale of the problem. A sample discards its differences
-    after a rejected step.
+    The Gram matrix ``dR^T dR`` gains one row and column per step. The regularization does not depend on the
+    scale of the problem, and it bounds the step where the residual hardly changes. An accelerated point that
+    raises the residual is rejected: the sample takes the step ``z + r`` instead and discards its differences.
 
     Args:
-        memory: number of stored differences, >= 1.
+        memory: number of stored differences, >= 1; at most half of the numbers in a state are used.
         damping: mixing parameter in (0, 2].
-        regularization: relative ridge, >= 0; at least the rounding level of the Gram matrix.
+        regularization: >= 0; at least the rounding level of the Gram matrix.
 
     Example:
         >>> import torch, solvers
@@ -55,12 +56,15 @@ class Anderson(Solver):
 
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
     49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the types are defined by Fang and Saad (2009),
-    https://doi.org/10.1002/nla.617.
+    https://doi.org/10.1002/nla.617; safeguards by Zhang, O'Donoghue and Boyd, SIAM J. Optim. 30 (2020),
+    https://doi.org/10.1137/18M1232772.
     """
 
     memory: int = 10
     damping: float = 1.0
-    regularization: float = 1e-12
+    regularization: float = 1e-8
+
+    window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_count("memory", self.memory)
@@ -69,9 +73,9 @@ class Anderson(Solver):
 
     def init(self, point: Evaluation, problem: Problem) -> Differences:
         batch, size = point.z.shape
-        kept = min(self.memory, size)  # more differences than dimensions are dependent
+        kept = min(self.memory, (size + 1) // 2)  # more would fit kinks and noise
         gram = point.z.new_zeros(batch, kept, kept, dtype=small_dtype(point.z.dtype))
-        if torch.is_grad_enabled() or problem.traced:
+        if torch.is_grad_enabled():
             return Differences(kept, gram, steps=[], changes=[])
         steps, changes = (point.z.new_empty(batch, kept, size) for _ in range(2))
         return Differences(kept, gram, steps=steps, changes=changes)
@@ -82,12 +86,14 @@ class Anderson(Solver):
         state.last = current
         if last is not None:
             change = current.residual - last.residual
-            state.remember((current.z - last.z).add(change, alpha=self.damping), change)
+            moved = current.z - last.z
+            state.remember(moved.add(change, alpha=self.damping), change)
             row, slot = state.products(change), state.newest
             ridge, tiny = self.ridge(row.dtype)
+            squares = torch.linalg.vector_norm(moved, dim=1, dtype=row.dtype).square()
             state.gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
             state.gram[:, slot, : state.filled] = state.gram[:, : state.filled, slot] = row
-            state.gram[:, slot, slot] = row[:, slot] * ridge + tiny
+            state.gram[:, slot, slot] = row[:, slot] * (1 + ridge) + ridge * squares + tiny
         if inputs.accepted is not None:
             state.forget(~inputs.accepted)
         del last  # its states are not needed while the next one is made
@@ -98,18 +104,19 @@ class Anderson(Solver):
         right = state.products(current.residual)
         # The system is regular by construction.
         if state.filled == 1:
-            return state.subtracted(damped, right / gram[:, 0])
-        return state.subtracted(damped, torch.linalg.solve_ex(gram, right[:, :, None])[0][:, :, 0])
+            weights = right / gram[:, 0]
+        else:
+            weights = torch.linalg.solve_ex(gram, right[:, :, None])[0][:, :, 0]
+        return state.subtracted(damped, weights)
 
     def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return a factor of the Gram matrix's diagonal and a number to add to it.
+        """Return the weight of the regularization and a number to add to the diagonal.
 
-        The ridge is relative to each diagonal entry, so it scales with the problem. A rejected step
-        leaves a zero difference with a zero row and column: adding the smallest normal number keeps
-        the matrix regular and gives that difference the weight zero.
+        A rejected step leaves a zero difference with a zero row and column: adding the smallest normal number
+        keeps the matrix regular and gives that difference the weight zero.
         """
         limits = torch.finfo(dtype)
-        return 1 + max(self.regularization, 4 * limits.eps), limits.tiny
+        return max(self.regularization, 4 * limits.eps), limits.tiny
 
 
 @dataclass

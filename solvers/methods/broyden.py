@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ class Broyden(Solver):
         s_k = p / (1 - s_{k-1}.p / |s_{k-1}|^2)
 
     One small triangular system applies the factors. Storage grows with the number of steps, up to
-    ``memory`` vectors; then the method restarts. A sample whose step was replaced by the safeguard, or
-    whose update is nearly singular, restarts individually.
+    ``memory`` vectors; then the method restarts. A point whose residual exceeds those of the last five accepted
+    points is rejected, and the sample takes the step ``z + r`` instead. A sample whose step was rejected, or whose update is nearly singular, restarts individually.
 
     Args:
         memory: number of stored steps, >= 2.
@@ -47,6 +48,8 @@ class Broyden(Solver):
 
     memory: int = 100
     damping: float = 1.0
+
+    window: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
         require_count("memory", self.memory, low=2)

@@ -1,102 +1,95 @@
-"""Fallback for samples on which the default solver failed.
+"""Second attempts for samples on which the default solver failed.
 
-A sample that stalled or diverged continues from its best iterate. Plain steps come first: they converge
-if the map is a contraction, even with kinks or noise. Without an energy, Newton's method with
-finite-difference products follows, which needs neither a contraction nor derivatives.
+A sample that stalled or diverged is solved again from its best iterate, by each solver of a short list in turn:
+Broyden's method, whose safeguard lets residuals rise for a while, then plain steps, which converge wherever the
+map is a contraction. The default for energies is followed by gradient steps with automatic step sizes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from solvers.core.loop import Loop, Options, Solver
-from solvers.core.problem import JacobianProduct, Problem
-from solvers.core.rows import Evaluation, scaled_norm
-from solvers.core.solution import Solution, Status
-from solvers.methods.newton import Newton
-from solvers.methods.steps import Forward
+from solvers.core.problem import Problem
+from solvers.core.rows import merge_rows, scatter_rows
+from solvers.core.solution import Solution, Status, Trace
+from solvers.methods.broyden import Broyden
+from solvers.methods.steps import Forward, GradientDescent
 
-PLAIN_PATIENCE = 10  # plain steps without a better residual after which Newton's method follows
-FEW, EXACT = 30, 1e-6  # dimensions up to which Newton's linear solves have the tolerance EXACT
+MAPS: tuple[Solver, ...] = (Broyden(), Forward())
+ENERGIES: tuple[Solver, ...] = (GradientDescent("auto"),)
 GIVEN_UP = (Status.STALLED, Status.DIVERGED, Status.NONFINITE)
-
-
-@dataclass(frozen=True)
-class DifferenceNewton(Newton):
-    """Newton's method with ``J v = (f(z + h v) - f(z)) / h``, one evaluation per product.
-
-    ``h |v| = sqrt(eps) (|z| + |f(z)|)`` makes the products independent of the scale of z.
-
-    Source: Knoll and Keyes, "Jacobian-free Newton-Krylov methods", J. Comput. Phys. 193 (2004),
-    https://doi.org/10.1016/j.jcp.2003.08.010.
-    """
-
-    recordings: ClassVar[int] = 0
-
-    def _product(self, problem: Problem, point: Evaluation) -> JacobianProduct:
-        size = scaled_norm(point.z) + point.reference
-        length = torch.finfo(point.z.dtype).eps ** 0.5 * size
-
-        def product(v: Tensor) -> Tensor:
-            norm = scaled_norm(v)
-            usable = (norm > 0) & (length > 0)
-            step = torch.where(usable, length / torch.where(usable, norm, 1.0), 1.0)
-            step = step.to(v.dtype).unsqueeze(1)
-            if not problem.compact or bool(usable.all()):
-                change = problem.evaluate(point.z + step * v).residual - point.residual
-                return v + change / step
-            # Nothing is evaluated for samples whose linear solve has ended.
-            rows = torch.nonzero(usable).flatten()
-            if rows.numel() == 0:
-                return v
-            part, step = problem.rows(rows, len(v)), step[rows]
-            moved = part.evaluate(point.z[rows] + step * v[rows])
-            return v.index_add(0, rows, (moved.residual - point.residual[rows]) / step)
-
-        return product
 
 
 def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solution:
     """Solve the failed samples of ``solution`` again.
 
     All evaluations of a sample count towards ``max_steps``; with ``compact=False`` those of any sample.
-    An unrolled solve has no fallback, because its steps are recorded.
+    An unrolled solve has no second attempt, because its steps are recorded.
     """
     if torch.is_grad_enabled():
         return solution
-    stages: list[Solver] = [Forward()]
-    if not problem.has_energy:
-        # In few dimensions exact linear solves are cheap, and badly scaled systems need them.
-        few = solution.value.shape[1] <= FEW
-        stages.append(DifferenceNewton(forcing=EXACT if few else 0.1))
-    for solver in stages:
-        if solution.all_converged():
-            break
+    for solver in ENERGIES if problem.has_energy else MAPS:
         status, spent = solution.status, solution.evaluations
         failed = torch.isfinite(solution.residual) & torch.isin(status, status.new_tensor(GIVEN_UP))
-        failed = failed & ((spent if problem.compact else spent.max()) + 2 <= options.max_steps)
-        index = torch.nonzero(failed).flatten()
+        spent = spent if problem.compact else spent.max().expand_as(spent)
+        index = torch.nonzero(failed & (spent + 2 <= options.max_steps)).flatten()
         if index.numel() == 0:
             break
-        part = problem
-        if problem.compact:
-            part = problem.rows(index, len(failed))
-        else:
+        part = problem.rows(index, len(failed)) if problem.compact else problem
+        if not problem.compact:
             index = torch.arange(len(failed), device=failed.device)
-        loop = Loop(part, part.evaluate(solution.value[index]), solver, options)
-        loop.resume(solution, index, failed[index])
-        if isinstance(solver, Forward):
-            loop.patience = PLAIN_PATIENCE
-        before, solution = solution, loop.run()
-        status = solution.status
-        # A residual that meets the tolerance at once is not why the sample has failed.
-        solved = (status == Status.CONVERGED) & (solution.residual < before.residual)
-        # An attempt that failed, too, tells more only if it has come closer and ran out of evaluations.
-        nearer = (status == Status.MAX_STEPS) & (solution.residual < 0.5 * before.residual)
-        kept = failed & ~(solved | nearer | (status == Status.STOPPED))
-        solution.status = torch.where(kept, before.status, status)
+        first = part.evaluate(solution.value[index])
+        again = Loop(part, first, solver, options, spent[index]).run()
+        solution = _with(solution, again, index, failed)
     return solution
+
+
+def _with(solution: Solution, again: Solution, index: Tensor, failed: Tensor) -> Solution:
+    """Return ``solution`` with the second attempts of its ``failed`` samples among the rows ``index``."""
+    batch = len(failed)
+    # An attempt that failed, too, counts only if it has come closer and ran out of evaluations.
+    nearer = (again.status == Status.MAX_STEPS) & (again.residual < 0.5 * solution.residual[index])
+    solved = (again.status == Status.CONVERGED) | (again.status == Status.STOPPED)
+    taken = torch.zeros_like(failed).index_copy(0, index, failed[index] & (solved | nearer))
+    names = ("value", "status", "residual", "residual_norm", "error", "energy")
+    new = {n: getattr(again, n) for n in names if getattr(solution, n) is not None}
+    whole = {n: scatter_rows(t, index, batch, 0) for n, t in new.items()}
+    merged = merge_rows(taken, replace(solution, **whole), solution)
+    spent = torch.zeros_like(failed).index_copy(0, index, failed[index])
+    evaluations = scatter_rows(again.evaluations, index, batch, 0)
+    merged.evaluations = torch.where(spent, evaluations, solution.evaluations)
+    merged.steps = solution.steps + torch.where(
+        spent, scatter_rows(again.steps, index, batch, 0), 0
+    )
+    merged.trace = _joined(solution, again, index)
+    return merged
+
+
+def _joined(solution: Solution, again: Solution, index: Tensor) -> Trace | None:
+    """Return the traces of both attempts, one after the other in each row."""
+    first, second = solution.trace, again.trace
+    if first is None or second is None:
+        return first
+    spent = solution.evaluations[index]
+    width = int((spent + second.residual.shape[1]).max())
+
+    def join(before: Tensor, after: Tensor, fill: float) -> Tensor:
+        wide = before.new_full((len(before), max(width, before.shape[1])), fill)
+        wide[:, : before.shape[1]] = before
+        for row, start, values in zip(index.tolist(), spent.tolist(), after, strict=True):
+            wide[row, start : start + len(values)] = values
+        return wide
+
+    return Trace(
+        join(first.residual, second.residual, torch.nan),
+        None
+        if first.energy is None or second.energy is None
+        else join(first.energy, second.energy, torch.nan),
+        None
+        if first.accepted is None or second.accepted is None
+        else join(first.accepted, second.accepted, False),
+    )

@@ -26,29 +26,29 @@ def iterate(
 
     The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU. The turns
     support Anderson acceleration in float32 and half precision on CUDA devices. Both need maps without
-    bounds, a trace or a callback, and no autograd. If the solver of an energy was chosen automatically,
+    a trace, a callback or a measure, and no autograd. If the solver of an energy was chosen automatically,
     the turns are tried first: they accelerate its gradient step.
 
     Returns:
         The solution, with a value (B, D), and a function that gives the last evaluation if it included all
         samples at their returned values, else None.
     """
-    watched = options.watched or problem.bounds is not None
-    plain = not (watched or problem.has_energy)
-    limits = options.tolerance, options.max_steps
+    # The engines know neither energies nor measures, and round the residual to the size of z.
+    general = options.watched or problem.measure is not None or len(first.sizes) > MOST
+    plain = not (general or problem.has_energy or problem.unit_free)
     anderson = type(solver) is Anderson and plain
-    descends = automatic and solver.needs_energy and not watched
+    descends = automatic and solver.needs_energy and not general
     if (anderson or descends) and turns.serves_cuda(first.z):
         chosen = solver if isinstance(solver, Anderson) else Anderson()
-        solution, last = turns.solve_on_cuda(problem, first, chosen, *limits)
+        solution, last = turns.solve_on_cuda(problem, first, chosen, options)
         if solution is not None:
             return solution, last
     if plain and serves(first.z):
         if type(solver) is Anderson and solver.memory <= MOST:
             numbers = (solver.damping, *solver.ridge(first.z.dtype))
-            return solve_in_turns(problem, first, solver.memory, numbers, *limits)
+            return solve_in_turns(problem, first, solver.memory, numbers, options)
         if type(solver) is Forward:
-            return solve_in_turns(problem, first, 0, (solver.damping, 1.0, 0.0), *limits)
+            return solve_in_turns(problem, first, 0, (solver.damping, 0.0, 0.0), options)
     loop = Loop(problem, first, solver, options)
     del first  # the loop frees it when it has moved on
     return loop.run(), None

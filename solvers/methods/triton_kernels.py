@@ -12,36 +12,39 @@ REDUCED = 16  # chunks whose sums the second kernel reads at a time
 
 @triton.jit
 def _products(
-    z, value, mask, previous, residual, steps, changes, partial, status, evaluations, left, settings,
-    size, chunks, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
+    z, value, mask, base, residual, trial, steps, changes, partial, status, evaluations, pairs, left,
+    settings, bounds, size, chunks, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the newest difference; inner products of a chunk of a row with it and with the residual."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if (row == 0) & (chunk == 0):
         tl.store(left, 0)
     if tl.load(status + row) == -1:
-        k = tl.load(evaluations + row)
+        first = tl.load(evaluations + row) == 0
+        k = tl.load(pairs + row)
         damping = tl.load(settings + 2)
-        at = chunk * C + tl.arange(0, C)
-        there = at < size
+        at = tl.load(bounds + chunk) + tl.arange(0, C)
+        there = at < tl.load(bounds + chunks + chunk)
         here = row * size + at
         zi = tl.load(z + here, there, 0.0)
         fi = tl.load(value + here, there, 0.0).to(zi.dtype)
-        r = fi - zi
+        r, own = fi - zi, zi
         if MASKED:
             keep = tl.load(mask + here, there, 0) != 0
-            r, fi = tl.where(keep, r, 0.0), tl.where(keep, fi, 0.0)
-        old = there & (k > 0)  # what a buffer holds before the first turn does not count
-        before, last = tl.load(residual + here, old, 0.0), tl.load(previous + here, old, 0.0)
-        change = tl.where(k > 0, r - before, 0.0)
-        step = zi - last + damping.to(zi.dtype) * change
-        tl.store(previous + here, zi, there)
-        tl.store(residual + here, r, there)
-        slot = (k + M - 1) % M
+            r, fi, own = tl.where(keep, r, 0.0), tl.where(keep, fi, 0.0), tl.where(keep, zi, 0.0)
+        own = tl.where(tl.load(settings + 10) > 0, own, fi)  # the scale of the row
+        old = there & (first == 0)  # what a buffer holds before the first turn does not count
+        before, last = tl.load(residual + here, old, 0.0), tl.load(base + here, old, 0.0)
+        change = tl.where(first, 0.0, r - before)
+        moved = zi - last
+        step = moved + damping.to(zi.dtype) * change
+        tl.store(trial + here, r, there)
+        slot = k % M
         newest = (row * M + slot) * size + at
         tl.store(steps + newest, step, old)
         tl.store(changes + newest, change, old)
-        out = partial + (row * chunks + chunk) * (2 * P + 2)
+        out = partial + (row * chunks + chunk) * (2 * P + 4)
         for j in tl.static_range(0, M):  # type: ignore[attr-defined]
             known = there & (j < k) & (j != slot)
             other = tl.load(changes + (row * M + j) * size + at, known, 0.0)
@@ -49,69 +52,149 @@ def _products(
             tl.store(out + j, tl.sum(change * other).to(tl.float64))
             tl.store(out + P + j, tl.sum(r * other).to(tl.float64))
         # Squares of float32 numbers neither over- nor underflow in float64.
-        wide, wide_value = r.to(tl.float64), fi.to(tl.float64)
-        tl.store(out + 2 * P, tl.sum(wide * wide))
-        tl.store(out + 2 * P + 1, tl.sum(wide_value * wide_value))
+        sums = out + 2 * P
+        for j in tl.static_range(0, 4):  # type: ignore[attr-defined]
+            term = r if j == 0 else own if j == 1 else moved if j == 2 else change
+            wide = term.to(tl.float64)
+            tl.store(sums + j, tl.sum(wide * wide))
 
 
 @triton.jit
 def _judge(
-    partial, gram, weights, status, evaluations, best, better, norm_at_best, limit, left, settings,
-    most, chunks, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    partial, first_chunks, gram, weights, norms, caps, gains, score, relative, norm_at_best, error, limit,
+    bound, scale, path, status, evaluations, flags, rejections, pairs, left, settings,
+    most, chunks, parts, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    S2: tl.constexpr,
 ):  # fmt: skip
     """Status of a row, and the weights of its differences in the next step, by elimination."""
     row = tl.program_id(0).to(tl.int64)
-    improved = 0
+    flag = 0
     if tl.load(status + row) == -1:
         k = tl.load(evaluations + row)
-        j = tl.arange(0, P)
-        by_change = tl.zeros((P,), tl.float64)
-        by_residual = tl.zeros((P,), tl.float64)
-        squares = tl.zeros((R,), tl.float64)
-        value_squares = tl.zeros((R,), tl.float64)
-        for first in range(0, chunks, R):
-            c = first + tl.arange(0, R)
-            inside = c < chunks
-            start = partial + (row * chunks + c) * (2 * P + 2)
-            both = inside[:, None] & (j < M)[None, :]
-            by_change += tl.sum(tl.load(start[:, None] + j[None, :], both, 0.0), 0)
-            by_residual += tl.sum(tl.load(start[:, None] + P + j[None, :], both, 0.0), 0)
-            squares += tl.load(start + 2 * P, inside, 0.0)
-            value_squares += tl.load(start + 2 * P + 1, inside, 0.0)
-        norm, scale = tl.sqrt(tl.sum(squares)), tl.sqrt(tl.sum(value_squares))
+        stored = tl.load(pairs + row)
+        rejected = tl.load(rejections + row)
+        first = k == 0
+        count = k + 1
         rtol, atol = tl.load(settings), tl.load(settings + 1)
         ridge, tiny, largest = (
             tl.load(settings + 3), tl.load(settings + 4), tl.load(settings + 5),
         )  # fmt: skip
-        finite = norm + scale < float("inf")
-        bound = tl.where(k == 0, 1e6 * tl.maximum(norm, scale), tl.load(limit + row))
-        tl.store(limit + row, bound)
-        fits = finite & (norm <= bound)
-        converged = fits & (norm <= tl.maximum(rtol * scale, atol))
-        new = tl.where(converged, 0, tl.where(k + 1 >= most, 1, -1))
-        new = tl.where(fits, new, tl.where(finite, 3, 4))
-        relative = tl.minimum(norm / tl.where(scale == 0, tiny, scale), largest)
-        least = tl.where(k == 0, float("inf"), tl.load(best + row))
-        norm_before = tl.where(k == 0, float("inf"), tl.load(norm_at_best + row))
-        better_now = fits & ((relative < least) | converged)
-        tl.store(best + row, tl.where(better_now, relative, least))
-        tl.store(norm_at_best + row, tl.where(better_now, norm, norm_before))
-        improved = better_now.to(tl.int32)
+        eps, fallen, unit = tl.load(settings + 6), tl.load(settings + 7), tl.load(settings + 8)
+        free = tl.load(settings + 10) > 0
+        infinite = float("inf")
+        j = tl.arange(0, P)
+        by_change = tl.zeros((P,), tl.float64)
+        by_residual = tl.zeros((P,), tl.float64)
+        for start in range(0, chunks, R):
+            c = start + tl.arange(0, R)
+            both = (c < chunks)[:, None] & (j < M)[None, :]
+            rows = partial + (row * chunks + c) * (2 * P + 4)
+            by_change += tl.sum(tl.load(rows[:, None] + j[None, :], both, 0.0), 0)
+            by_residual += tl.sum(tl.load(rows[:, None] + P + j[None, :], both, 0.0), 0)
+        # Norms of the whole row decide whether the trial is accepted.
+        squares, scale_squares, moved_squares = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
+        for start in range(0, chunks, R):
+            c = start + tl.arange(0, R)
+            sums = partial + (row * chunks + c) * (2 * P + 4) + 2 * P
+            squares += tl.sum(tl.load(sums, c < chunks, 0.0))
+            scale_squares += tl.sum(tl.load(sums + 1, c < chunks, 0.0))
+            moved_squares += tl.sum(tl.load(sums + 2, c < chunks, 0.0))
+        norm, whole = tl.sqrt(squares), tl.sqrt(scale_squares)
+        finite = norm + whole < infinite
+        far = tl.where(first, tl.load(settings + 9) * tl.maximum(norm, whole), tl.load(limit + row))
+        tl.store(limit + row, far)
+        guarded = (count > 2) & (rejected == 0)
+        lower = norm <= tl.where(first, infinite, tl.load(bound + row))
+        accepted = finite & (first | (norm <= far)) & ((guarded == 0) | lower)
+        # Judge the row, part by part.
+        remembered = tl.arange(0, S2)
+        new_score, new_relative, new_error, length = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
+        meets = accepted
+        for part in range(0, parts):
+            own, scales, moves, changed = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
+            low, high = tl.load(first_chunks + part), tl.load(first_chunks + part + 1)
+            for start in range(low, high, R):
+                c = start + tl.arange(0, R)
+                inside = c < high
+                sums = partial + (row * chunks + c) * (2 * P + 4) + 2 * P
+                own += tl.sum(tl.load(sums, inside, 0.0))
+                scales += tl.sum(tl.load(sums + 1, inside, 0.0))
+                moves += tl.sum(tl.load(sums + 2, inside, 0.0))
+                changed += tl.sum(tl.load(sums + 3, inside, 0.0))
+            own, scales, moves, changed = (
+                tl.sqrt(own), tl.sqrt(scales), tl.sqrt(moves), tl.sqrt(changed),
+            )  # fmt: skip
+            place = row * parts + part
+            # At the first turn, where nothing was accepted before, the moves are z itself.
+            extent = tl.maximum(moves, scales)
+            cap = tl.maximum(tl.maximum(rtol * extent, atol), 10 * eps * extent)
+            cap = tl.where(first, tl.maximum(cap, fallen * own), tl.load(caps + place))
+            tl.store(caps + place, cap)
+            before = tl.where(first, 0.0, tl.load(norms + place))
+            # Of a plain step, which follows a rejection, the rate counts.
+            slower = tl.where(rejected > 0, tl.maximum(before - own, 0.0), changed)
+            known = accepted & (first == 0) & (moves > 0)
+            kept = place * S + remembered
+            gain = tl.load(gains + kept, (remembered < S) & (first == 0), 0.0)
+            newest = tl.where(known, count % S, -1)
+            gain = tl.where(remembered == newest, moves / slower, gain)
+            tl.store(gains + kept, gain, remembered < S)
+            length += tl.where(known, moves, 0.0)
+            top = tl.max(gain)
+            wrong = tl.where(own == 0, 0.0, tl.where(top == 0, infinite, own * top))
+            threshold = tl.maximum(rtol * scales, atol)
+            allowed = tl.minimum(threshold, cap)
+            near = (wrong <= threshold) | (own <= tl.where(free, 0.0, unit * scales))
+            small = (own <= allowed) & (eps * scales <= cap)
+            meets = meets & near & (small | free)
+            units = tl.where(free, 1.0, tl.where(allowed == 0, tiny, allowed))
+            size_of = tl.where(scales == 0, tiny, scales)
+            new_score = tl.maximum(new_score, tl.minimum(own / units, largest))
+            new_relative = tl.maximum(new_relative, tl.minimum(own / size_of, largest))
+            relative_error = tl.where(wrong < infinite, tl.minimum(wrong / size_of, largest), wrong)
+            new_error = tl.maximum(new_error, relative_error)
+            tl.store(norms + place, tl.where(accepted, own, before))
+        walked = tl.where(first, 0.0, tl.load(path + row)) + length
+        tl.store(path + row, walked)
+        tl.store(bound + row, tl.where(accepted, norm, tl.load(bound + row)))
+        hopeless = (accepted == 0) & (first | (rejected >= 40))
+        gone = (accepted == 0) & (rejected > 0) & (norm > far)
+        new = tl.where(hopeless, tl.where(finite, 2, 4), -1)
+        new = tl.where(gone, 3, new)
+        new = tl.where(meets, 0, new)
+        new = tl.where((new == -1) & (count >= most), 1, new)
+        least = tl.where(first, infinite, tl.load(score + row))
+        better = accepted & ((new_score < least) | meets)
+        tl.store(score + row, tl.where(better, new_score, least))
+        old = tl.where(first, infinite, tl.load(relative + row))
+        tl.store(relative + row, tl.where(better, new_relative, old))
+        old = tl.where(first, infinite, tl.load(norm_at_best + row))
+        tl.store(norm_at_best + row, tl.where(better, norm, old))
+        old = tl.where(first, infinite, tl.load(error + row))
+        tl.store(error + row, tl.where(better, new_error, old))
+        flag = tl.where(better, 1, 0) + tl.where(accepted, 2, 0)
         tl.store(status + row, new)
-        tl.store(evaluations + row, k + 1)
+        tl.store(evaluations + row, count)
         tl.atomic_add(left, tl.where(new == -1, 1, 0))
+        shortened = tl.where(first, 1.0, tl.load(scale + row))
+        grown = tl.where(rejected > 0, tl.minimum(2 * shortened, 1.0), shortened)
+        halved = tl.where(rejected > 0, 0.5 * shortened, shortened)
+        tl.store(scale + row, tl.where(accepted, grown, halved))
+        tl.store(rejections + row, tl.where(accepted, 0, rejected + 1))
+        tl.store(pairs + row, tl.where(accepted, tl.where(first, 0, stored + 1), 0))
         # Empty slots have a row and a column of the identity, and so the weight 0.
-        slot = (k + M - 1) % M
+        slot = stored % M
         a, b = j[:, None], j[None, :]
         same = a == b
         place = gram + row * P * P + a * P + b
-        G = tl.where(k == 0, same.to(tl.float64), tl.load(place))
-        fresh = tl.where(j == slot, by_change * ridge + tiny, by_change)
+        G = tl.where(stored == 0, same.to(tl.float64), tl.load(place))
+        own_square = by_change * (1 + ridge) + ridge * moved_squares + tiny
+        fresh = tl.where(j == slot, own_square, by_change)
         down = tl.sum(tl.where(same, fresh[None, :], 0.0), 1)
-        G = tl.where((k > 0) & (a == slot), fresh[None, :], G)
-        G = tl.where((k > 0) & (b == slot), down[:, None], G)
+        G = tl.where((first == 0) & (a == slot), fresh[None, :], G)
+        G = tl.where((first == 0) & (b == slot), down[:, None], G)
         tl.store(place, G)
-        x = tl.where(k > 0, by_residual, 0.0)
+        x = tl.where(first, 0.0, by_residual)
         for i in tl.static_range(0, M):  # type: ignore[attr-defined]
             pivot_row = tl.sum(tl.where(a == i, G, 0.0), 0)
             pivot = tl.sum(tl.where(j == i, pivot_row, 0.0))
@@ -124,30 +207,38 @@ def _judge(
         # Where products of differences overflow, the next step is a plain one.
         x = tl.where(tl.sum(tl.where(x - x == 0, 0, 1)) == 0, x, 0.0)
         tl.store(weights + row * P + j, x)
-    tl.store(better + row, improved)
+    tl.store(flags + row, flag)
 
 
 @triton.jit
 def _combine(
-    z, kept, residual, steps, weights, status, evaluations, better, settings,
-    size, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    z, kept, base, residual, trial, steps, weights, scale, status, evaluations, pairs, flags, settings,
+    bounds, size, chunks, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Keep the best iterate of a row, and make the next point of a row that goes on."""
+    """Keep the best iterate and the accepted point of a row, and make the next point of one that goes on."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = chunk * C + tl.arange(0, C)
-    there = at < size
+    flag, running = tl.load(flags + row), tl.load(status + row) == -1
+    at = tl.load(bounds + chunk) + tl.arange(0, C)
+    there = at < tl.load(bounds + chunks + chunk)
     here = row * size + at
     zi = tl.load(z + here, there, 0.0)
-    if (tl.load(better + row) != 0) | (tl.load(evaluations + row) == 1):
+    if ((flag & 1) != 0) | (tl.load(evaluations + row) == 1):
         tl.store(kept + here, zi, there)
-    if tl.load(status + row) == -1:
-        k = tl.load(evaluations + row) - 1
-        damping = tl.load(settings + 2).to(zi.dtype)
-        new = zi + damping * tl.load(residual + here, there, 0.0)
-        for j in tl.static_range(0, M):  # type: ignore[attr-defined]
-            weight = tl.load(weights + row * P + j).to(zi.dtype)
-            new -= weight * tl.load(steps + (row * M + j) * size + at, there & (j < k), 0.0)
-        tl.store(z + here, new, there)
+    if (flag & 2) != 0:
+        r = tl.load(trial + here, there, 0.0)
+        if running:
+            k = tl.load(pairs + row)
+            damping = tl.load(settings + 2).to(zi.dtype)
+            new = zi + damping * r
+            for j in tl.static_range(0, M):  # type: ignore[attr-defined]
+                weight = tl.load(weights + row * P + j).to(zi.dtype)
+                new -= weight * tl.load(steps + (row * M + j) * size + at, there & (j < k), 0.0)
+            tl.store(z + here, new, there)
+        tl.store(base + here, zi, there)
+        tl.store(residual + here, r, there)
+    elif running:  # a shortened step from the last accepted point
+        last, r = tl.load(base + here, there, 0.0), tl.load(residual + here, there, 0.0)
+        tl.store(z + here, last + tl.load(scale + row).to(zi.dtype) * r, there)
 
 
 def turn(s: Any, value: Any) -> None:
@@ -156,20 +247,21 @@ def turn(s: Any, value: Any) -> None:
     judge: Any = _judge
     combine: Any = _combine
     batch, size = s.z.shape
-    width = s.gram.shape[1]
-    chunk = s.chunk
-    chunks = triton.cdiv(size, chunk)
+    width, chunks = s.gram.shape[1], s.chunks.shape[1]
+    remembered = s.gains.shape[2]
     mask = s.z if s.mask is None else s.mask
     products[(batch, chunks)](
-        s.z, value, mask, s.previous, s.residual, s.steps, s.changes, s.partial, s.status,
-        s.evaluations, s.left, s.settings, size, chunks, s.memory, width, chunk,
+        s.z, value, mask, s.base, s.residual, s.trial, s.steps, s.changes, s.partial, s.status,
+        s.evaluations, s.pairs, s.left, s.settings, s.chunks, size, chunks, s.memory, width, s.chunk,
         s.mask is not None,
     )  # fmt: skip
     judge[(batch,)](
-        s.partial, s.gram, s.weights, s.status, s.evaluations, s.best, s.better, s.norm, s.limit,
-        s.left, s.settings, s.max_steps, chunks, s.memory, width, REDUCED,
+        s.partial, s.first_chunks, s.gram, s.weights, s.norms, s.caps, s.gains, s.score, s.relative, s.norm,
+        s.error, s.limit, s.bound, s.scale, s.path, s.status, s.evaluations, s.flags, s.rejections, s.pairs,
+        s.left, s.settings, s.max_steps, chunks, len(s.sizes), s.memory, width, REDUCED, remembered,
+        triton.next_power_of_2(remembered),
     )  # fmt: skip
     combine[(batch, chunks)](
-        s.z, s.kept, s.residual, s.steps, s.weights, s.status, s.evaluations, s.better,
-        s.settings, size, s.memory, width, chunk,
+        s.z, s.kept, s.base, s.residual, s.trial, s.steps, s.weights, s.scale, s.status, s.evaluations,
+        s.pairs, s.flags, s.settings, s.chunks, size, chunks, s.memory, width, s.chunk,
     )  # fmt: skip

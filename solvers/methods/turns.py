@@ -13,17 +13,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
-from itertools import count
+from itertools import accumulate, count, pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.loop import DIVERGENCE, PATIENCE
+from solvers.core.judge import ROUNDINGS, STEPS, Rule
+from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Evaluation
-from solvers.core.safeguard import FAR, rounding
+from solvers.core.rows import RUNNING, Evaluation, scaled_norm
+from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
@@ -34,7 +35,8 @@ class Turns:
 
     Attributes:
         z: points to evaluate next. Rows that have ended stay where they ended.
-        kept: the best iterates, with the relative residuals ``best`` and the residual norms ``norm``.
+        base, residual: the points that were accepted last, and their residuals.
+        kept: the best iterates, with ``score``, ``relative`` residual, residual ``norm`` and ``error``.
         status, evaluations: of each row, as in :class:`solvers.Solution`; -1 for a row that goes on.
         left: (1,) int32, the number of rows that go on.
     """
@@ -47,37 +49,82 @@ class Turns:
         tolerance: Tolerance | None = None,
         *,
         mask: Tensor | None = None,
+        sizes: tuple[int, ...] = (),
+        eps: float | None = None,
+        unit_free: bool = False,
         fused: bool | None = None,
     ) -> None:
         batch, size = like.shape
         self.max_steps = max_steps
         self.mask = None if mask is None else mask.contiguous()  # the kernels know no strides
-        self.memory = max(1, min(solver.memory, size, max_steps - 1))
+        self.memory = max(1, min(solver.memory, (size + 1) // 2, max_steps - 1))
         self.dtype = like.dtype  # of the points; f is evaluated at rounded ones
         self.fused = (like.is_cuda and launches(like.device)) if fused is None else fused
+        self.sizes = sizes or (size,)
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        width, self.chunk = _power_of_two(self.memory), min(1024, _power_of_two(size, 64))
-        chunks = -(-size // self.chunk)
+        self.chunk = min(1024, _power_of_two(max(self.sizes), 64))
+        # A chunk of numbers belongs to one part of the state.
+        bounds = [0, *accumulate(self.sizes)]
+        starts = [list(range(low, high, self.chunk)) for low, high in pairwise(bounds)]
+        ends = [
+            [min(t + self.chunk, high) for t in own]
+            for own, high in zip(starts, bounds[1:], strict=True)
+        ]
+        table = [sum(starts, []), sum(ends, [])]
+        self.chunks = torch.tensor(table, dtype=torch.int32, device=like.device)
+        self.first_chunks = torch.tensor(
+            [0, *accumulate(map(len, starts))], dtype=torch.int32, device=like.device
+        )
+        width, parts = _power_of_two(self.memory), len(self.sizes)
 
         def new(*shape: int, dtype: torch.dtype = wide) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=like.device)
 
-        self.z, self.kept, self.previous, self.residual = new(4, batch, size).unbind()
+        self.z, self.kept, self.base, self.residual, self.trial = new(5, batch, size).unbind()
         self.steps, self.changes = new(2, batch, self.memory, size).unbind()
         # What is small is in float64, in which no square of a float32 number over- or underflows.
         small = torch.float64
-        shapes = (chunks, 2 * width + 2), (width, width), (width,), (), (), ()
-        sizes = [batch * prod(shape) for shape in shapes]
-        pieces = new(sum(sizes), dtype=small).split(sizes)
-        views = (t.view(batch, *shape) for t, shape in zip(pieces, shapes, strict=True))
-        self.partial, self.gram, self.weights, self.best, self.norm, self.limit = views
-        counts = new(3 * batch + 1, dtype=torch.int32)
-        self.counts, self.left = counts[:-1].view(3, batch), counts[-1:]
-        self.status, self.evaluations, self.better = self.counts.unbind()
+        shapes: dict[str, tuple[int, ...]] = {
+            "partial": (len(table[0]), 2 * width + 4),
+            "gram": (width, width),
+            "weights": (width,),
+            **dict.fromkeys(("norms", "caps"), (parts,)),
+            "gains": (parts, STEPS),
+            **dict.fromkeys(
+                ("score", "relative", "norm", "error", "limit", "bound", "scale", "path"), ()
+            ),
+        }
+        pieces = new(batch * sum(map(prod, shapes.values())), dtype=small)
+        sizes_of = [batch * prod(shape) for shape in shapes.values()]
+        for (name, shape), piece in zip(shapes.items(), pieces.split(sizes_of), strict=True):
+            setattr(self, name, piece.view(batch, *shape))
+        counts = new(5 * batch + 1, dtype=torch.int32)
+        self.counts, self.left = counts[:-1].view(5, batch), counts[-1:]
+        self.status, self.evaluations, self.flags, self.rejections, self.pairs = (
+            self.counts.unbind()
+        )
         ridge, tiny = solver.ridge(wide)
-        allowed = tolerance or Tolerance()
-        numbers = (allowed.rtol, allowed.atol, solver.damping, ridge, tiny, torch.finfo(wide).max)
+        rule = Rule(tolerance or Tolerance(), torch.finfo(like.dtype).eps if eps is None else eps)
+        numbers = (
+            rule.tolerance.rtol, rule.tolerance.atol, solver.damping, ridge, tiny, torch.finfo(wide).max,
+            rule.eps, rule.fallen, ROUNDINGS * rule.eps, DIVERGENCE, float(unit_free),
+        )  # fmt: skip
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
+
+    partial: Tensor  # inner products of each chunk
+    gram: Tensor
+    weights: Tensor
+    norms: Tensor
+    caps: Tensor
+    gains: Tensor
+    score: Tensor
+    relative: Tensor
+    norm: Tensor
+    error: Tensor
+    limit: Tensor
+    bound: Tensor
+    scale: Tensor
+    path: Tensor
 
     def set_tolerance(self, tolerance: Tolerance) -> None:
         """Use another tolerance from the next turn on."""
@@ -103,82 +150,145 @@ class Turns:
         if self.dtype != self.z.dtype:
             self.z.copy_(self.z.to(self.dtype))
 
+    @property
+    def better(self) -> Tensor:
+        """(B,) bool: rows whose latest point is the best one."""
+        return (self.flags & BETTER) != 0
+
     def solution(self) -> Solution:
         """Return copies of the results, the value (B, D)."""
-        status, evaluations, _ = self.counts.long().unbind()
+        status, evaluations = self.counts[:2].long().unbind()
         return Solution(
             value=self.kept.clone(),
             status=status,
-            residual=self.best.to(self.z.dtype),
+            residual=self.relative.to(self.z.dtype),
             residual_norm=self.norm.to(self.z.dtype),
             steps=evaluations.clone(),
             evaluations=evaluations,
+            error=self.error.to(self.z.dtype),
         )
+
+
+BETTER, ACCEPTED = 1, 2  # flags of a row
 
 
 def turn(s: Turns, value: Tensor) -> None:
     """Move every row of ``s`` by ``value`` (B, D), in torch."""
-    rtol, atol, damping, ridge, tiny, largest = s.settings.unbind()
+    rtol, atol, damping, ridge, tiny, largest, eps, fallen, rounding_unit, divergence, free = (
+        s.settings.unbind()
+    )
+    free = free > 0
     running, first, count = s.status == RUNNING, s.evaluations == 0, s.evaluations + 1
     width, slots = s.gram.shape[1], torch.arange(s.gram.shape[1], device=s.z.device)
     residual = value - s.z
     if s.mask is not None:
         residual, value = residual.where(s.mask, 0.0), value.where(s.mask, 0.0)
     # What a buffer holds before the first turn does not count.
-    begins = first[:, None]
-    s.previous.masked_fill_(begins, 0)
-    s.residual.masked_fill_(begins, 0)
+    begins, none = first[:, None], s.pairs == 0
+    for buffer in (s.base, s.residual):
+        buffer.masked_fill_(begins, 0)
     for buffer in (s.steps, s.changes):
-        buffer.masked_fill_(begins[:, :, None], 0)
-    s.best.masked_fill_(first, torch.inf)
-    s.norm.masked_fill_(first, torch.inf)
+        buffer.masked_fill_(none[:, None, None], 0)
+    s.gains.masked_fill_(begins[:, :, None], 0)
+    for buffer, start in ((s.score, torch.inf), (s.relative, torch.inf), (s.norm, torch.inf),
+                          (s.error, torch.inf), (s.scale, 1.0), (s.path, 0.0)):  # fmt: skip
+        buffer.masked_fill_(first, start)
     # Store the newest difference in the place of the oldest.
-    change = residual - s.residual
-    step = torch.addcmul(s.z - s.previous, damping.to(change.dtype), change)
-    fresh = (slots == ((count + (s.memory - 2)) % s.memory)[:, None]) & ~begins
+    change, moved = residual - s.residual, s.z - s.base
+    step = torch.addcmul(moved, damping.to(change.dtype), change)
+    slot = s.pairs % s.memory
+    fresh = (slots == slot[:, None]) & ~begins
     newest = fresh[:, : s.memory, None]
     torch.where(newest, change[:, None], s.changes, out=s.changes)
     torch.where(newest, step[:, None], s.steps, out=s.steps)
-    # Judge the row.
-    norm, scale = (
-        torch.linalg.vector_norm(t, dim=1, dtype=s.best.dtype) for t in (residual, value)
+    # Judge the row, part by part.
+    sizes = s.sizes if len(s.sizes) > 1 else ()
+    norms, scales, moves, changed = (
+        part_norms64(t, sizes) for t in (residual, value, moved, change)
     )
-    torch.where(first, DIVERGENCE * torch.maximum(norm, scale), s.limit, out=s.limit)
+    extent = part_norms64(s.z if s.mask is None else s.z.where(s.mask, 0.0), sizes)
+    scales = torch.where(free, extent, scales)
+    norm, scale = norms.norm(dim=1), scales.norm(dim=1)
+    extent = torch.maximum(part_norms64(s.z, sizes), scales)
+    limits = torch.maximum(torch.maximum(rtol * extent, atol), 10 * eps * extent)
+    torch.where(begins, torch.maximum(limits, fallen * norms), s.caps, out=s.caps)
+    torch.where(first, divergence * torch.maximum(norm, scale), s.limit, out=s.limit)
     finite = norm + scale < torch.inf
-    fits = finite & (norm <= s.limit)
-    converged = fits & (norm <= torch.maximum(rtol * scale, atol))
-    status = torch.where(count >= s.max_steps, int(Status.MAX_STEPS), RUNNING)
+    guarded = (count > 2) & (s.rejections == 0)
+    accepted = finite & (first | (norm <= s.limit)) & (~guarded | (norm <= s.bound))
+    # Of a plain step, which follows a rejection, the rate counts.
+    rate = (s.norms - norms).clamp_min(0.0)
+    gain = moves / torch.where((s.rejections > 0)[:, None], rate, changed)
+    known = (accepted & ~first & running)[:, None] & (moves > 0)
+    here = torch.arange(STEPS, device=s.z.device) == (count % STEPS)[:, None]
+    torch.where(known[:, :, None] & here[:, None], gain[:, :, None], s.gains, out=s.gains)
+    s.path.add_(moves.where(known, 0.0).sum(1))
+    most = s.gains.amax(2)
+    error = torch.where(most == 0, torch.inf, norms * most).masked_fill(norms == 0, 0.0)
+    threshold = torch.maximum(rtol * scales, atol)
+    allowed = torch.minimum(threshold, s.caps)
+    near = (error <= threshold) | (norms <= torch.where(free, 0.0, rounding_unit * scales))
+    small = (norms <= allowed) & (eps * scales <= s.caps)
+    meets = (near & (small | free)).all(1)
+    converged = accepted & meets
+    sizes_of = torch.where(scales == 0, tiny, scales)
+    units = torch.where(free, 1.0, torch.where(allowed == 0, tiny, allowed))
+    score = (norms / units).minimum(largest).amax(1)
+    relative = (norms / sizes_of).minimum(largest).amax(1)
+    wrong = torch.where(error < torch.inf, (error / sizes_of).minimum(largest), error).amax(1)
+    better = running & accepted & ((score < s.score) | converged)
+    hopeless = ~accepted & (first | (s.rejections >= MAX_REJECTIONS))
+    reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
+    status = torch.where(hopeless, reason, RUNNING)
+    gone = ~accepted & (s.rejections > 0) & (norm > s.limit)
+    status = status.masked_fill(gone, int(Status.DIVERGED))
     status = status.masked_fill(converged, int(Status.CONVERGED))
-    failed = torch.where(finite, int(Status.DIVERGED), int(Status.NONFINITE))
-    status = torch.where(fits, status, failed).int()
-    relative = (norm / torch.where(scale == 0, tiny, scale)).minimum(largest)
-    better = running & fits & ((relative < s.best) | converged)
-    s.better.copy_(better)
-    torch.where(better, relative, s.best, out=s.best)
-    torch.where(better, norm, s.norm, out=s.norm)
+    status = torch.where(
+        (status == RUNNING) & (count >= s.max_steps), int(Status.MAX_STEPS), status
+    )
+    pairs = [(score, s.score), (relative, s.relative), (norm, s.norm), (wrong, s.error)]
+    for new, old in pairs:
+        torch.where(better, new, old, out=old)
     torch.where((better | first)[:, None], s.z, s.kept, out=s.kept)
-    torch.where(running, status, s.status, out=s.status)
+    torch.where((running & accepted)[:, None], norms, s.norms, out=s.norms)
+    torch.where(running & accepted, norm, s.bound, out=s.bound)
+    torch.where(running, status.int(), s.status, out=s.status)
     torch.where(running, count, s.evaluations, out=s.evaluations)
     goes_on = s.status == RUNNING
     s.left.copy_(goes_on.sum())
+    s.flags.copy_(better * BETTER + (running & accepted) * ACCEPTED)
     # Empty slots have a row and a column of the identity, and so the weight 0.
     sums = torch.bmm(s.changes, torch.stack((change, residual), 2)).to(s.gram.dtype)
     sums = torch.nn.functional.pad(sums, (0, 0, 0, width - s.memory))
     by_change, by_residual = sums.unbind(2)
-    row = torch.where(fresh, by_change * ridge + tiny, by_change)
+    own = by_change * (1 + ridge) + ridge * moves.square().sum(1, keepdim=True) + tiny
+    row = torch.where(fresh, own, by_change)
     identity = torch.eye(width, dtype=s.gram.dtype, device=s.z.device)
-    torch.where(begins[:, :, None], identity, s.gram, out=s.gram)
+    torch.where(none[:, None, None], identity, s.gram, out=s.gram)
     torch.where(fresh[:, :, None], row[:, None], s.gram, out=s.gram)
     torch.where(fresh[:, None], row[:, :, None], s.gram, out=s.gram)
     weights = torch.linalg.solve_ex(s.gram, by_residual[:, :, None])[0][:, : s.memory, 0]
     # Where products of differences overflow, the next step is a plain one.
-    weights = weights.where(weights.isfinite().all(1, keepdim=True), 0.0)
-    # The next point.
+    weights = weights.where(weights.isfinite().all(1, keepdim=True) & ~begins, 0.0)
+    # The next point: an accelerated one, or a shortened step from the last accepted point.
     new = torch.addcmul(s.z, damping.to(residual.dtype), residual)
     new = new - torch.bmm(weights.to(new.dtype)[:, None], s.steps)[:, 0]
-    s.previous.copy_(s.z)
-    s.residual.copy_(residual)
-    torch.where(goes_on[:, None], new, s.z, out=s.z)
+    halved = torch.where(s.rejections > 0, 0.5 * s.scale, s.scale)
+    doubled = torch.where(s.rejections > 0, (2 * s.scale).clamp_max(1.0), s.scale)
+    shorter = s.base + halved.to(new.dtype)[:, None] * s.residual
+    s.scale.copy_(torch.where(goes_on, torch.where(accepted, doubled, halved), s.scale))
+    s.pairs.copy_(torch.where(accepted, s.pairs + (~first).int(), 0))
+    s.rejections.copy_(torch.where(accepted, 0, s.rejections + 1))
+    taken = (running & accepted)[:, None]
+    torch.where(taken, s.z, s.base, out=s.base)
+    torch.where(taken, residual, s.residual, out=s.residual)
+    torch.where(goes_on[:, None], torch.where(accepted[:, None], new, shorter), s.z, out=s.z)
+
+
+def part_norms64(vector: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """(B, L) norms of the parts of (B, D) in float64."""
+    parts = vector.split(sizes, 1) if sizes else (vector,)
+    return torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in parts], 1)
 
 
 @cache
@@ -222,7 +332,7 @@ def serves_cuda(like: Tensor) -> bool:
 
 
 def solve_on_cuda(
-    problem: Problem, first: Evaluation, solver: Anderson, tolerance: Tolerance, max_steps: int
+    problem: Problem, first: Evaluation, solver: Anderson, options: Options
 ) -> tuple[Solution | None, Callable[[], Evaluation] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D).
 
@@ -232,28 +342,29 @@ def solve_on_cuda(
         also if the map descends an energy and a sample did not converge or ended at a higher energy than it
         began.
     """
-    turns = Turns(first.z, solver, max_steps, tolerance, mask=problem.mask)
+    rule = options.rule(problem, first)
+    turns = Turns(
+        first.z, solver, options.max_steps, options.tolerance, mask=problem.mask, sizes=first.sizes,
+        eps=rule.eps, unit_free=rule.unit_free,
+    )  # fmt: skip
     turns.start(first.z)
     dtype, value, energy = first.z.dtype, first.z + first.residual, first.energy
-    kept = energy
-    milestone = turns.best
+    kept, milestone, anchor = energy, turns.score, turns.base
     for number in count(1):
         turns.turn(value)
         if energy is not None and kept is not None and energy is not first.energy:
-            kept = torch.where(turns.better.bool(), energy, kept)
+            kept = torch.where(turns.better, energy, kept)
         if not int(turns.left):
             break
         if number % PATIENCE == 0:
-            if number > PATIENCE and bool(
-                ((turns.status == RUNNING) & (turns.best > 0.99 * milestone)).any()
-            ):
+            stuck = (turns.status == RUNNING) & (turns.score > (1 - PROGRESS) * milestone)
+            stuck = stuck & ~(scaled_norm(turns.base - anchor) > DRIFT * turns.path)
+            if number > PATIENCE and bool(stuck.any()):
                 return None, None  # stalled
-            milestone = turns.best.clone()
+            milestone, anchor = turns.score.clone(), turns.base.clone()
+            turns.path.zero_()
         point = turns.z.to(dtype, copy=True)  # f may keep it
-        if energy is None:
-            value = problem.image(point)
-        else:
-            value, energy, _ = problem.joint(point)
+        value, energy, *_ = problem.joint(point)
     solution = turns.solution()
     if kept is not None and first.energy is not None:
         failed = not bool(descended(turns, first.energy, kept).all())

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.loop import DIVERGENCE, PATIENCE
+from solvers.core.judge import ROUNDINGS, STEPS
+from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import MODERATE_ABOVE, RUNNING, Evaluation, shrinks
-from solvers.core.solution import Solution, Tolerance
+from solvers.core.solution import Solution
 
 FOLDER = Path(__file__).parent / "lib"
 # Names of torch.backends.cpu.get_cpu_capability(), which ATEN_CPU_CAPABILITY can lower; best first.
@@ -122,15 +123,22 @@ def function(of: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[
     return found
 
 
-MOST = 64  # largest memory, as in ``turns.h``
+MOST = 64  # largest memory and number of parts, as in ``turns.h``
 FIELDS = (  # of ``Turns`` of ``turns.h``, in its order
     (
-        "trial value next index mask z residual steps changes gram best relative norm limit milestone "
-        "scale status evaluations rejected rejections count fork",
+        "trial value next index sizes mask z residual steps changes gram best score relative norm error "
+        "limit bound scale milestone path norms caps gains anchor status evaluations rejected rejections "
+        "count fork",
         ctypes.c_void_p,
     ),
-    ("threads rows size kept evaluation max_steps patience", ctypes.c_int64),
-    ("rtol atol damping ridge tiny divergence moderate", ctypes.c_double),
+    (
+        "threads rows size kept evaluation max_steps patience parts remembered",
+        ctypes.c_int64,
+    ),
+    (
+        "rtol atol damping ridge tiny divergence moderate eps fallen roundings progress drift",
+        ctypes.c_double,
+    ),
 )
 
 
@@ -143,8 +151,7 @@ def solve_in_turns(
     first: Evaluation,
     memory: int,
     numbers: tuple[float, float, float],
-    tolerance: Tolerance,
-    max_steps: int,
+    options: Options,
 ) -> tuple[Solution, Callable[[], Evaluation] | None]:
     """Solve from the ``first`` evaluation, at the start (B, D), whose residual is overwritten.
 
@@ -154,32 +161,40 @@ def solve_in_turns(
 
     Args:
         memory: number of stored differences; 0 for plain steps.
-        numbers: damping, the ridge factor of the Gram matrix's diagonal, and a number to add to it.
+        numbers: damping, the weight of the regularization, and a number to add to the Gram matrix's diagonal.
     """
+    rule, tolerance = options.rule(problem, first), options.tolerance
     start = trial = first.z.contiguous()
     value, first.residual = first.z + first.residual, first.z
     batch, size = start.shape
-    kept, dtype = min(memory, size), start.dtype
+    kept, dtype = min(memory, (size + 1) // 2), start.dtype
+    lengths = torch.tensor(first.sizes or (size,), device=start.device)
+    parts = len(lengths)
     best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)
     steps, changes = start.new_empty(2, batch, kept, size).unbind()
-    relative, norm, limit, milestone, scale = start.new_empty(5, batch).unbind()
+    names = ("score", "relative", "norm", "error", "limit", "bound", "scale", "milestone", "path")
+    singles = dict(zip(names, start.new_empty(len(names), batch).unbind(), strict=True))
     counts = start.new_empty(5, batch, dtype=torch.int64)
     status, evaluations, rejected, rejections, count = counts.unbind()
     index = torch.arange(batch, device=start.device)  # whatever torch.set_default_device says
     arrays = {
-        "index": index, "z": z, "residual": residual, "steps": steps, "changes": changes,
-        "gram": start.new_empty(batch, kept, kept), "best": best, "relative": relative, "norm": norm,
-        "limit": limit, "milestone": milestone, "scale": scale, "status": status,
-        "evaluations": evaluations, "rejected": rejected, "rejections": rejections, "count": count,
+        "index": index, "sizes": lengths, "z": z, "residual": residual, "steps": steps, "changes": changes,
+        "gram": start.new_empty(batch, kept, kept), "best": best, **singles,
+        "norms": start.new_empty(batch, parts), "caps": start.new_empty(batch, parts),
+        "gains": start.new_empty(batch, parts, STEPS), "status": status, "evaluations": evaluations,
+        "rejected": rejected, "rejections": rejections, "count": count,
     }  # fmt: skip
     if problem.mask is not None:
         arrays["mask"] = problem.mask.contiguous()
+    if options.max_steps >= 2 * PATIENCE:  # before that no sample stalls
+        arrays["anchor"] = torch.empty_like(start)
     damping, ridge, tiny = numbers
     record = _Turns(
         **{name: array.data_ptr() for name, array in arrays.items()}, fork=THREADS.fork,
-        threads=THREADS.number, rows=batch, size=size, kept=kept, max_steps=max_steps, patience=PATIENCE,
-        rtol=tolerance.rtol, atol=tolerance.atol, damping=damping, ridge=ridge, tiny=tiny,
-        divergence=DIVERGENCE, moderate=MODERATE_ABOVE[dtype],
+        threads=THREADS.number, rows=batch, size=size, kept=kept, max_steps=options.max_steps,
+        patience=PATIENCE, parts=parts, remembered=STEPS, rtol=tolerance.rtol, atol=tolerance.atol,
+        damping=damping, ridge=ridge, tiny=tiny, divergence=DIVERGENCE, moderate=MODERATE_ABOVE[dtype],
+        eps=rule.eps, fallen=rule.fallen, roundings=ROUNDINGS, progress=PROGRESS, drift=DRIFT,
     )  # fmt: skip
     turn, at, part = function(engine(), "turn", dtype), ctypes.addressof(record), problem
     while True:
@@ -208,9 +223,10 @@ def solve_in_turns(
     solution = Solution(
         value=best,
         status=status.clone(),
-        residual=relative,
-        residual_norm=norm,
+        residual=singles["relative"],
+        residual_norm=singles["norm"],
         steps=evaluations - rejected,
         evaluations=evaluations.clone(),
+        error=singles["error"],
     )
     return solution, last

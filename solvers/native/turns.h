@@ -1,5 +1,5 @@
 // Turns of a solve z = f(z) by Anderson's method or by plain steps: every row is judged and makes its step. The
-// same decisions in torch: solvers/core/loop.py; the same step: solvers/methods/anderson.py.
+// same decisions in torch: solvers/core/judge.py and loop.py; the same step: solvers/methods/anderson.py.
 #pragma once
 #include <limits>
 
@@ -11,20 +11,24 @@ constexpr int64_t MOST = 64;  // differences that are kept of a sample, as solve
 constexpr int64_t RUNNING = -1, CONVERGED = 0, MAX_STEPS = 1, STALLED = 2, DIVERGED = 3, NONFINITE = 4;
 constexpr int64_t MAX_REJECTIONS = 40;
 
-// A solve. Arrays are of all B samples, whose rows n of the batch may be fewer: `index` says which.
+// A solve. Arrays are of all B samples, whose rows n of the batch may be fewer: `index` says which. A sample has
+// `parts` L of the given sizes, which are judged one by one, see solvers/core/judge.py.
 struct Turns {
   const void *trial, *value;      // (n, D) where f was evaluated, and f there
   void* next;                     // (n, D) where it is to be evaluated next
-  const int64_t* index;           // (n,) samples of the rows
+  const int64_t *index, *sizes;   // (n,) samples of the rows; (L,) numbers of the parts
   const bool* mask;               // (B, D) or null
   void *z, *residual;             // (B, D) the point accepted last
   void *steps, *changes, *gram;   // (B, kept, D) twice, (B, kept, kept): differences, as a ring
-  void *best, *relative, *norm;   // (B, D), (B,), (B,)
-  void *limit, *milestone, *scale;  // (B,) as Rows and Backtracking have them
+  void* best;                     // (B, D)
+  void *score, *relative, *norm, *error;         // (B,) of the best iterate
+  void *limit, *bound, *scale, *milestone, *path;  // (B,) as Rows has them
+  void *norms, *caps, *gains;     // (B, L) twice, (B, L, remembered)
+  void* anchor;                   // (B, D), or null where no sample can stall
   int64_t *status, *evaluations, *rejected, *rejections, *count;  // (B,)
   void* fork;
-  int64_t threads, rows, size, kept, evaluation, max_steps, patience;
-  double rtol, atol, damping, ridge, tiny, divergence, moderate;
+  int64_t threads, rows, size, kept, evaluation, max_steps, patience, parts, remembered;
+  double rtol, atol, damping, ridge, tiny, divergence, moderate, eps, fallen, roundings, progress, drift;
 };
 
 template <class T>
@@ -38,7 +42,7 @@ inline const T* of(const void* array, int64_t at) {
 
 // The step of sample b from z with this residual, which stands in `next` and is replaced by the next point.
 template <class T>
-inline void anderson(const Turns& all, int64_t b, const T* z, T* next) {
+inline void anderson(const Turns& all, int64_t b, const T* z, T moved, T* next) {
   const int64_t size = all.size, kept = all.kept;
   const T damping = static_cast<T>(all.damping);
   T *z_before = of<T>(all.z, b * size), *residual_before = of<T>(all.residual, b * size);
@@ -59,8 +63,9 @@ inline void anderson(const Turns& all, int64_t b, const T* z, T* next) {
     }
     dots(changes, change, filled, size, row);
     dots(changes, next, filled, size, weights);
-    // Relative to the diagonal; a difference of zero gets the weight zero.
-    row[slot] = row[slot] * static_cast<T>(all.ridge) + static_cast<T>(all.tiny);
+    // A difference of zero gets the weight zero.
+    const T ridge = static_cast<T>(all.ridge);
+    row[slot] = row[slot] * (1 + ridge) + ridge * moved * moved + static_cast<T>(all.tiny);
     for (int64_t j = 0; j < filled; j++) gram[slot * kept + j] = gram[j * kept + slot] = row[j];
     for (int64_t i = 0; i < filled; i++)
       for (int64_t j = 0; j < filled; j++) system[i * MOST + j] = gram[i * kept + j];
@@ -98,15 +103,17 @@ inline T exact_norm(int64_t n, Number number) {
 
 template <class T>
 struct Norms {
-  T residual, value;
+  T residual, value, moved, changed;
 };
 
-// f(z) - z of a row, and the norms of it and of f; masked coordinates are zero in all of them.
+// f(z) - z of a part, and the norms of it, of f, and of the differences to the last accepted point (`z_before`, null
+// if there is none); masked coordinates are zero in all of them.
 template <class T>
-inline Norms<T> residual_of(const T* z, const T* f, const bool* mask, T* residual, int64_t size, T moderate) {
-  double rest = 0, whole = 0;
+inline Norms<T> residual_of(const T* z, const T* f, const bool* mask, const T* z_before, const T* residual_before,
+                            T* residual, int64_t size, T moderate) {
+  double rest = 0, whole = 0, move = 0, change = 0;
   over_chunks(size, [&](int64_t first, int64_t last) {
-    T rest_squares = 0, squares = 0;
+    T rest_squares = 0, squares = 0, moves = 0, changes = 0;
 #pragma omp simd reduction(+ : rest_squares, squares)
     for (int64_t i = first; i < last; i++) {
       const bool free = !mask || mask[i];
@@ -115,14 +122,30 @@ inline Norms<T> residual_of(const T* z, const T* f, const bool* mask, T* residua
       rest_squares += difference * difference;
       squares += value * value;
     }
+    if (z_before) {
+#pragma omp simd reduction(+ : moves, changes)
+      for (int64_t i = first; i < last; i++) {
+        const T moved = z[i] - z_before[i], changed = residual[i] - residual_before[i];
+        moves += moved * moved;
+        changes += changed * changed;
+      }
+    }
     rest += rest_squares;
     whole += squares;
+    move += moves;
+    change += changes;
   });
-  const Norms<T> norms{static_cast<T>(std::sqrt(rest)), static_cast<T>(std::sqrt(whole))};
-  const bool fits = norms.value > moderate && std::isfinite(norms.residual + norms.value);
-  if (fits) return norms;  // no square did any harm
-  return {exact_norm<T>(size, [&](int64_t i) { return residual[i]; }),
-          exact_norm<T>(size, [&](int64_t i) { return !mask || mask[i] ? f[i] : T(0); })};
+  Norms<T> norms{static_cast<T>(std::sqrt(rest)), static_cast<T>(std::sqrt(whole)), static_cast<T>(std::sqrt(move)),
+                 static_cast<T>(std::sqrt(change))};
+  const auto fits = [&](T norm) { return norm > moderate && std::isfinite(norm); };  // no square did any harm
+  if (!(fits(norms.value) && std::isfinite(norms.residual))) {
+    norms.residual = exact_norm<T>(size, [&](int64_t i) { return residual[i]; });
+    norms.value = exact_norm<T>(size, [&](int64_t i) { return !mask || mask[i] ? f[i] : T(0); });
+  }
+  if (z_before && !fits(norms.moved)) norms.moved = exact_norm<T>(size, [&](int64_t i) { return z[i] - z_before[i]; });
+  if (z_before && !fits(norms.changed))
+    norms.changed = exact_norm<T>(size, [&](int64_t i) { return residual[i] - residual_before[i]; });
+  return norms;
 }
 
 // Whether a row that rejects its trial has failed; RUNNING where it has not.
@@ -135,53 +158,112 @@ inline int64_t given_up(const Turns& all, int64_t b, T norm, bool finite) {
 }
 
 template <class T>
+inline T length(T a, T b) {  // of the vector (a, b); exact where one of them is zero
+  return a == 0 ? b : b == 0 ? a : static_cast<T>(std::hypot(static_cast<double>(a), static_cast<double>(b)));
+}
+
+constexpr int64_t MOST_PARTS = 64;
+
+template <class T>
 inline void turn_of(const Turns& all, int64_t row, int64_t b) {
-  const int64_t size = all.size;
-  const T* trial = of<T>(all.trial, row * size);
+  const int64_t size = all.size, parts = all.parts, remembered = all.remembered;
+  const T *trial = of<T>(all.trial, row * size), *value = of<T>(all.value, row * size);
   T *next = of<T>(all.next, row * size), *best = of<T>(all.best, b * size);
-  T *best_relative = of<T>(all.relative, b), *limit = of<T>(all.limit, b), *scale = of<T>(all.scale, b);
-  T* milestone = of<T>(all.milestone, b);
-  const bool* mask = all.mask ? all.mask + b * size : nullptr;
-  const auto [norm, reference] = residual_of(trial, of<T>(all.value, row * size), mask, next, size,
-                                             static_cast<T>(all.moderate));
-  const bool first = all.evaluation == 1, finite = std::isfinite(norm + reference);
+  T *best_score = of<T>(all.score, b), *limit = of<T>(all.limit, b), *scale = of<T>(all.scale, b);
+  T *milestone = of<T>(all.milestone, b), *path = of<T>(all.path, b), *bound = of<T>(all.bound, b);
+  T *norms_before = of<T>(all.norms, b * parts), *caps = of<T>(all.caps, b * parts);
+  T* gains = of<T>(all.gains, b * parts * remembered);
+  T *z = of<T>(all.z, b * size), *residual = of<T>(all.residual, b * size);
+  const bool first = all.evaluation == 1;
   constexpr T most = std::numeric_limits<T>::max(), none = std::numeric_limits<T>::infinity();
+  constexpr T least = std::numeric_limits<T>::min();
+  const T rtol = static_cast<T>(all.rtol), atol = static_cast<T>(all.atol), eps = static_cast<T>(all.eps);
+  const T moderate = static_cast<T>(all.moderate), fallen = static_cast<T>(all.fallen);
+  Norms<T> part[MOST_PARTS];
+  T norm = 0, reference = 0, moved = 0;
+  for (int64_t l = 0, at = 0; l < parts; at += all.sizes[l++]) {
+    const bool* mask = all.mask ? all.mask + b * size + at : nullptr;
+    part[l] = residual_of(trial + at, value + at, mask, first ? nullptr : z + at, first ? nullptr : residual + at,
+                          next + at, all.sizes[l], moderate);
+    norm = length(norm, part[l].residual);
+    reference = length(reference, part[l].value);
+    moved = length(moved, part[l].moved);
+    if (first) {
+      const T extent = exact_norm<T>(all.sizes[l], [&](int64_t i) { return trial[at + i]; });
+      const T extreme = std::fmax(extent, part[l].value);
+      caps[l] = std::fmax(std::fmax(std::fmax(rtol * extreme, atol), 10 * eps * extreme), fallen * part[l].residual);
+      for (int64_t j = 0; j < remembered; j++) gains[l * remembered + j] = 0;
+    }
+  }
+  const bool finite = std::isfinite(norm + reference);
   if (first) {
     *limit = static_cast<T>(all.divergence) * std::fmax(norm, reference);
-    *best_relative = *of<T>(all.norm, b) = *milestone = none;
+    *best_score = *of<T>(all.norm, b) = *of<T>(all.relative, b) = *of<T>(all.error, b) = *milestone = none;
     *scale = 1;
+    *path = 0;
     all.rejected[b] = all.rejections[b] = all.count[b] = 0;
     std::copy(trial, trial + size, best);
   }
   all.evaluations[b] = all.evaluation;
-  const bool accepted = finite && (first || norm <= *limit);
-  const bool converged =
-      accepted && norm <= std::fmax(reference * static_cast<T>(all.rtol), static_cast<T>(all.atol));
-  // Where f(z) = 0 the ratio may overflow; where f(z) is subnormal it is a ratio like any other.
-  const T relative = std::fmin(norm / (reference > 0 ? reference : std::numeric_limits<T>::min()), most);
-  if (converged || (accepted && relative < *best_relative)) {
+  const bool guarded = all.kept > 0 && all.evaluation > 2 && all.rejections[b] == 0;
+  const bool accepted = finite && (first || norm <= *limit) && (!guarded || norm <= *bound);
+  // The score of the trial, its relative residual and error, and whether it has converged.
+  T score = 0, relative = 0, error = 0;
+  bool converged = accepted;
+  for (int64_t l = 0; l < parts; l++) {
+    const Norms<T>& own = part[l];
+    T *known = gains + l * remembered, largest = 0;
+    if (accepted && !first && own.moved > 0) {
+      const T fall = std::fmax(norms_before[l] - own.residual, T(0));
+      const bool plain = all.kept == 0 || all.rejections[b] > 0;  // whose rate counts
+      known[all.evaluation % remembered] = own.moved / (plain ? fall : own.changed);
+      *path += own.moved;
+    }
+    for (int64_t j = 0; j < remembered; j++) largest = std::fmax(largest, known[j]);
+    const T wrong = own.residual == 0 ? 0 : largest == 0 ? none : own.residual * largest;
+    const T threshold = std::fmax(own.value * rtol, atol), allowed = std::fmin(threshold, caps[l]);
+    const bool near = wrong <= threshold || own.residual <= static_cast<T>(all.roundings) * eps * own.value;
+    converged = converged && near && eps * own.value <= caps[l] && own.residual <= allowed;
+    const T size_of = own.value > 0 ? own.value : least;
+    score = std::fmax(score, std::fmin(own.residual / (allowed > 0 ? allowed : least), most));
+    relative = std::fmax(relative, std::fmin(own.residual / size_of, most));
+    error = std::fmax(error, wrong < none ? std::fmin(wrong / size_of, most) : none);
+    if (accepted) norms_before[l] = own.residual;
+  }
+  if (accepted) *bound = norm;
+  if (converged || (accepted && score < *best_score)) {
     std::copy(trial, trial + size, best);
-    *best_relative = relative;
+    *best_score = score;
+    *of<T>(all.relative, b) = relative;
     *of<T>(all.norm, b) = norm;
+    *of<T>(all.error, b) = error;
   }
   int64_t status = converged ? CONVERGED : accepted ? RUNNING : given_up<T>(all, b, norm, finite);
   if (!accepted) all.rejected[b]++;
   if (status == RUNNING && all.evaluation >= all.max_steps) status = MAX_STEPS;
-  if (all.evaluation % all.patience == 0) {
-    if (status == RUNNING && *best_relative > static_cast<T>(0.99) * *milestone) status = STALLED;
-    *milestone = *best_relative;
+  if (all.anchor && all.evaluation % all.patience == 0) {
+    T* anchor = of<T>(all.anchor, b * size);
+    const T* here = accepted ? trial : z;
+    bool stuck = *best_score > static_cast<T>(1 - all.progress) * *milestone;
+    if (stuck) {  // unless the sample keeps to a direction
+      const T come = exact_norm<T>(size, [&](int64_t i) { return here[i] - anchor[i]; });
+      stuck = !(come > static_cast<T>(all.drift) * *path);
+    }
+    if (status == RUNNING && stuck) status = STALLED;
+    *milestone = *best_score;
+    *path = 0;
+    std::copy(here, here + size, anchor);
   }
   all.status[b] = status;
   if (status != RUNNING) return;
   if (accepted) {
     if (all.rejections[b] > 0) *scale = std::fmin(2 * *scale, T(1));
     all.rejections[b] = 0;
-    return anderson(all, b, trial, next);
+    return anderson(all, b, trial, moved, next);
   }
   // A shortened step along the last residual; the differences are forgotten.
   if (++all.rejections[b] > 1) *scale /= 2;
   all.count[b] = 0;
-  const T *z = of<T>(all.z, b * size), *residual = of<T>(all.residual, b * size);
   for (int64_t i = 0; i < size; i++) next[i] = z[i] + *scale * residual[i];
 }
 
