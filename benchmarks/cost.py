@@ -184,7 +184,6 @@ def ways(iterations: int, dim: int, heads: int) -> dict[str, Way]:
     found: dict[str, Way] = {
         "implicit": by(ignore),
         "unrolled": by(solvers.Unrolled()),
-        "unrolled, checkpointed": by(solvers.Unrolled(checkpoint=True)),
         "transformer layers": (stack, stack),
     }
     for gradient, name in (("implicit", "implicit"), ("all", "all"), (4, "last 4")):

@@ -19,7 +19,7 @@ from implicit_attn.energies.tokens import hide
 from implicit_attn.hints import hint_names
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
-from solvers.adjoints.kinds import read_adjoint
+from solvers.adjoint import read_adjoint
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
 from solvers.core.cuda import on_cuda
 from solvers.core.modes import (

@@ -28,11 +28,10 @@ from solvers.core.modes import (
     recording,
     twice_differentiable,
 )
-from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
+from solvers.core.problem import JacobianProduct, Problem, check_energy, gradients, pullback
 from solvers.core.rows import small_dtype
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.core.telling import reduce_error
-from solvers.core.validate import check_energy
 
 
 @dataclass

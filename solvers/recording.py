@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
-from solvers.adjoints.kinds import Implicit
-from solvers.adjoints.reads import read_by
+from solvers.adjoint import Implicit, captured_by
 from solvers.core.context import Weights, constant_weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
@@ -239,7 +238,8 @@ class RecordedSolve:
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
         known = [self.point, *self.inputs, *self.aliases.values()]
-        if read_by(self.image, {id(tensor) for tensor in known})[0]:
+        numbers = {id(tensor) for tensor in known}
+        if any(id(leaf) not in numbers for leaf in captured_by(self.image)):
             raise UnrecordableError("reads a tensor with a graph that is no parameter or input")
 
     def _adjoint_turn(self) -> None:
@@ -468,12 +468,10 @@ class Recorder:
 def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | None:
     """What to record; None, after a warning where that may be unexpected, for what is not recorded."""
     solver, adjoint = options["solver"], options["adjoint"]
-    watched = bool(options.get("record") or options.get("has_aux"))
-    watched |= any(options.get(name) is not None for name in ("callback", "stop", "bounds"))
+    watched = bool(options.get("record"))
+    watched |= any(options.get(name) is not None for name in ("callback", "stop"))
     if watched or in_transform() or options["max_steps"] < 2:
         return None
-    if options.get("verify"):
-        return _refused("is solved with verify=True", f)
     masks = getattr(f, "masks", None)
     if masks is not None and masks.numbers:
         return _refused("contains a VariationalDropout", f)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq.problem import (
@@ -25,27 +24,24 @@ from implicit_attn.deq.problem import (
 )
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
-from solvers.adjoints.kinds import read_adjoint
+from solvers.adjoint import read_adjoint
+from solvers.checking import refuse_drawing_modules
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout
 from solvers.core.modes import (
     eager,
-    in_transform,
-    refuse_export,
-    refuse_shapes,
+    require_numbers,
 )
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
-from solvers.core.validate import refuse_drawing_modules
-from solvers.fixed_points import read_solver, without_aux
+from solvers.fixed_points import read_solver
 from solvers.recording import Recorder
 
 Module = TypeVar("Module", bound=nn.Module)
 OPTIONS = (
-    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop", "has_aux",
-    "bounds",
+    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop",
 )  # fmt: skip
 
 
@@ -72,9 +68,6 @@ class DEQ(nn.Module):
         compact: whether finished samples leave the batch; False if the update contains batched tensors.
         verify: whether to evaluate the update again at the returned value; see :func:`solvers.fixed_point`.
         stop: rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
-        has_aux: whether the update returns ``(f(z, x), aux)``. ``layer.solve(x).aux`` is the auxiliary output
-            at the returned value, and ``last.aux`` the same without gradients.
-        bounds: box ``(low, high)`` that the state must not leave, for gradient methods.
         eval_max_steps, eval_tolerance: values of max_steps and tolerance in evaluation mode; None for the
             same values.
 
@@ -117,10 +110,8 @@ class DEQ(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
         compact: bool = True,
-        verify: bool | None = None,
+        verify: bool = True,
         stop: Callable[[Any], Tensor] | None = None,
-        has_aux: bool = False,
-        bounds: tuple[Any, Any] | None = None,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
@@ -145,9 +136,8 @@ class DEQ(nn.Module):
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
-        self.verify = require_flag("verify", verify, optional=True)
+        self.verify = require_flag("verify", verify)
         self.stop = require_callable("stop", stop, optional=True)
-        self.has_aux, self.bounds = require_flag("has_aux", has_aux), bounds
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
@@ -169,7 +159,7 @@ class DEQ(nn.Module):
 
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
         """Return the fixed point for the input ``x``, like the initial state; options as in ``solve``."""
-        refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
+        require_numbers()
         return self.solve(x, mask, **options).value
 
     @eager
@@ -191,7 +181,7 @@ class DEQ(nn.Module):
             record: whether to keep the trace of residuals and energies.
             callback: function called after every evaluation.
             options: options of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
-                stop, has_aux, bounds) for this solve.
+                stop) for this solve.
 
         Raises:
             TypeError, ValueError: if an argument is invalid.
@@ -200,7 +190,7 @@ class DEQ(nn.Module):
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
-        refuse_shapes(x)
+        require_numbers(x)
         f = self._map()
         refuse_sharded_parts(f.parts)
         x = check_inputs(x, mask, f.parts, z0)
@@ -210,11 +200,7 @@ class DEQ(nn.Module):
         solution = self._run(f, x, mask, seeds, z0, options)
         f.masks.require_called(self.update)
         solution.evaluations = solution.evaluations + before
-        if not in_transform():  # tensors of a transform must not be stored
-            self.last = replace(solution, value=None)
-            if solution.aux is not None:
-                self.last.aux = pytree.tree_map(_detached, solution.aux)
-            self._seeds = seeds
+        self.last, self._seeds = replace(solution, value=None), seeds
         if self.observer is not None:
             self.observer(x, mask, solution)
         return solution
@@ -304,7 +290,7 @@ class DEQ(nn.Module):
                     "this batch size: solve for x first, or call eval()"
                 )
         args, _ = f.equation(x, mask, seeds, z)
-        return (without_aux(f) if self.has_aux else f), args
+        return f, args
 
     def _options(self) -> dict[str, Any]:
         """Return the options of :func:`solvers.fixed_point` in the current mode."""
@@ -344,20 +330,11 @@ class DEQ(nn.Module):
         Args:
             evaluations, damping, window: see :class:`implicit_attn.deq.UnrolledLayer`.
         """
-        if self.bounds is not None:
-            raise ValueError(
-                "unrolled(k) does not know the layer's bounds: clamp in the update instead"
-            )
         fixed = UnrolledLayer(
-            self.update, evaluations, init=self.init, damping=damping, window=window,
-            has_aux=self.has_aux,
-        )  # fmt: skip
+            self.update, evaluations, init=self.init, damping=damping, window=window
+        )
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class UnrolledLayer(nn.Module):
@@ -379,7 +356,6 @@ class UnrolledLayer(nn.Module):
         damping: damping factor a, in (0, 2].
         window: number of last evaluations that gradients pass through (truncated back-propagation);
             None for all.
-        has_aux: whether the update returns a pair, whose second part is dropped.
 
     Shapes: those of the layer. ``forward`` takes (x, mask) and optionally ``z0``. Inputs are checked as
     by the layer, except for NaN inside compilers and exporters.
@@ -401,12 +377,10 @@ class UnrolledLayer(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         damping: float = 1.0,
         window: int | None = None,
-        has_aux: bool = False,
     ) -> None:
         super().__init__()
         self.update, self.init = update, init
         self.evaluations = require_count("evaluations", evaluations)
-        self.has_aux = require_flag("has_aux", has_aux)
         self.damping = require_number("damping", damping, low=0.0, high=2.0, closed=False)
         self.window = evaluations if window is None else require_count("window", window)
 
@@ -418,13 +392,12 @@ class UnrolledLayer(nn.Module):
             args, start = f.equation(x, mask, f.seeds(z0, x), z0)
             if not prepares(f.parts):  # modules in ``prepare``, called once, may draw
                 refuse_drawing_modules(f.parts.items(), "the update")
-            step: Any = without_aux(f) if self.has_aux else f
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
                 # The weights are computed again without a graph.
                 with torch.no_grad(), _weights_once(f.walked_modules):
-                    start = self._iterate(early, step, start, *args)
-            return self._iterate(self.evaluations - early, step, start, *args)
+                    start = self._iterate(early, f, start, *args)
+            return self._iterate(self.evaluations - early, f, start, *args)
 
     def _iterate(
         self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, *seeds: Tensor

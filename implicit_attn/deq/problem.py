@@ -17,10 +17,10 @@ from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
+from solvers.checking import draws
 from solvers.core.checks import require_finite
 from solvers.core.layout import leaves_of
 from solvers.core.modes import in_transform
-from solvers.core.validate import draws
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 

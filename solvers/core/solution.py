@@ -315,9 +315,8 @@ _ADVICE = {
     "couplings of spins",
     Status.CONTRADICTORY: "the given values, couplings and fields of -inf contradict each other",
     Status.INCONSISTENT: "evaluated with the whole batch, the returned value has another residual than in "
-    "the solve: if rows influence each other inside the function, they are one sample (pass x[None]); if "
-    "an argument is not batched, the function must close over it; and the function must not change between "
-    "calls",
+    "the solve: rows that influence each other are one sample (pass z[None] and their arguments alike), and "
+    "the function must not change between calls; solvers.check_update(f, z, *args) examines it",
 }
 
 
@@ -325,9 +324,9 @@ _ADVICE = {
 LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
 _BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
 _REPELS = (
-    "the residual did not fall: if the map is not a contraction, more steps do not help; bound its "
-    f"weights with {_BOUND}, normalise the input, or damp the iteration with Anderson(damping=0.3); see "
-    "docs/guide/failing.md, 'Look at the map'"
+    "the residual did not fall: solvers.check_update(f, z, *args) examines the map; if it is not a "
+    f"contraction, more steps do not help: bound its weights with {_BOUND}, normalise the input, or damp "
+    "the iteration with Anderson(damping=0.3); see docs/guide/failing.md, 'Look at the map'"
 )
 _VANISHING = (
     "|f(z)| vanishes with the residual, so the fixed point seems to be zero, where a relative tolerance "
@@ -362,7 +361,7 @@ def apply_policy(
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
     if vanishing:
         told = [_VANISHING]
-    elif what.startswith("fixed-point solve"):
+    elif what.startswith("fixed-point solve") and "INCONSISTENT" not in failures:
         unsolved = [int(Status.MAX_STEPS), int(Status.STALLED), int(Status.DIVERGED)]
         same = torch.isin(solution.status, solution.status.new_tensor(unsolved))
         same = same & (solution.residual > LARGE) & (solution.evaluations >= MANY)

@@ -290,7 +290,7 @@ def test_a_number_among_the_inputs() -> None:
     torch.testing.assert_close(layer((x, rate)), x / 0.7, rtol=1e-3, atol=1e-4)
 
 
-def test_operations_of_a_backward_pass_are_counted_or_refused() -> None:
+def test_operations_of_a_backward_pass_are_counted() -> None:
     def counted(model: nn.Module) -> int:
         with FlopCounterMode(display=False) as counter:
             model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
@@ -298,5 +298,4 @@ def test_operations_of_a_backward_pass_are_counted_or_refused() -> None:
 
     assert counted(DEQ.from_update(Cell())) > 0
     assert counted(EquilibriumBlock(4, 2, layer={"adjoint": "onestep"})) > 0
-    with pytest.raises(RuntimeError, match="OneStep"):
-        counted(EquilibriumBlock(4, 2))
+    assert counted(EquilibriumBlock(4, 2)) > 0
