@@ -104,10 +104,12 @@ def check_update(f: Callable[..., Any], z: Any, *args: Any, strict: bool = False
     findings: list[Finding] = []
     with torch.random.fork_rng(devices=devices):
         for name, check in _CHECKS.items():
-            if findings and findings[0].passed is False:
-                findings.append(
-                    Finding(name, None, f'not checked: "{findings[0].check}" must pass first')
-                )
+            early = [
+                each.check for each in findings if each.passed is False and each.check in _FIRST
+            ]
+            if early:
+                text = f'not checked: "{early[0]}" must pass first'
+                findings.append(Finding(name, None, text))
                 continue
             try:
                 passed, text = check(probe)
@@ -229,11 +231,12 @@ _ONCE = "call eval(), use implicit_attn.regularization.VariationalDropout, or dr
 _CHECKS: dict[str, Callable[[_Probe], tuple[bool | None, str]]] = {
     "value": _check_value,
     "inputs": _check_inputs,
-    "random": _check_random,
     "batch norm": _check_norms,
+    "random": _check_random,
     "calls": _check_calls,
     "rows": _check_rows,
 }
+_FIRST = ("value", "random", "calls")  # what the following checks rely on
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
