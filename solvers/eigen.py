@@ -30,8 +30,8 @@ from solvers.core.modes import (
 )
 from solvers.core.problem import JacobianProduct, Problem, check_energy, gradients, pullback
 from solvers.core.rows import small_dtype
-from solvers.core.solution import check_on_failure, warn_or_raise
-from solvers.core.telling import reduce_error
+from solvers.core.solution import SolveWarning, check_on_failure
+from solvers.core.telling import reduce_error, warn_user
 
 
 @dataclass
@@ -224,7 +224,9 @@ def spectrum(
             f"eigenvalues of {len(failed)} of {batch} samples were not found, samples "
             f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN in f"
         )
-        warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
+        if on_failure == "raise":
+            raise SpectrumError(message, result)
+        warn_user(message, SolveWarning)
     return result
 
 

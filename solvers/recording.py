@@ -492,7 +492,7 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
 
 def _refused(reason: str, f: Any) -> None:
     message = f"this layer is not recorded as CUDA graphs, because its update {reason}"
-    warn_user(message, RuntimeWarning, f"recording: {reason}", f)
+    warn_user(message, RuntimeWarning, f)
 
 
 def _static(f: Any) -> Any:

@@ -242,7 +242,6 @@ class DEQ(nn.Module):
                 "DEQ.compile() has no effect because this layer is not on a CUDA device: its solves "
                 "run as before",
                 UserWarning,
-                "compile",
                 self,
             )
 

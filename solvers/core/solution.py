@@ -350,8 +350,8 @@ def apply_policy(
     """Warn, raise (:class:`SolveError`) or do nothing about samples that neither converged nor were stopped.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
-    warning points at the user's line, names the layer, and is shown once for each set of statuses and
-    ``f``, the function or layer that failed.
+    warning points at the user's line, names the class of the layer ``f``, and contains no numbers, so that
+    Python shows it once.
     """
     if on_failure == "ignore" or solution.all_converged():
         return
@@ -372,15 +372,7 @@ def apply_policy(
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("the energy may be unbounded below")
     advice += told
-    message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
-    warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)
-
-
-def warn_or_raise(error: Exception, on_failure: str, cause: str, f: object = None) -> None:
-    """Raise ``error``, or warn with its message, once for each ``cause`` and ``f``.
-
-    The warning is a :class:`SolveWarning`.
-    """
+    head, tail = f"{what} left samples unconverged", f"({'; '.join(advice)})"
     if on_failure == "raise":
-        raise error
-    warn_user(str(error), SolveWarning, cause, f)
+        raise SolveError(f"{head}: {solution.summary()} {tail}", solution)
+    warn_user(f"{head}: {', '.join(failures)} {tail}", SolveWarning, f)
