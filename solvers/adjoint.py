@@ -23,7 +23,6 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_count, require_kind, require_number
-from solvers.core.context import constant_weights
 from solvers.core.layout import Layout, leaves_of
 from solvers.core.loop import Options
 from solvers.core.modes import twice_differentiable, uncompiled, without_autocast
@@ -85,7 +84,7 @@ class _AtSolution(Adjoint):
         point = _point(z, problem.args)
         # What a compiler makes of f has no repeated products with the Jacobian.
         repeated = uncompiled() if isinstance(self, Implicit) else nullcontext()
-        with constant_weights(problem.modules, problem.weights, repeated=True), repeated:
+        with repeated:
             image = problem.masked_map(point)
         if check is not None:
             check(problem.point(z, image.detach()), kept)
@@ -201,9 +200,8 @@ class Iterated(_AtSolution):
     ) -> Tensor:
         anchor = point.detach()
         z = torch.lerp(anchor, image, self.damping)
-        with constant_weights(problem.modules, problem.weights, repeated=True):
-            for _ in range(self.steps - 1):
-                z = torch.lerp(z, problem.masked_map(z), self.damping)
+        for _ in range(self.steps - 1):
+            z = torch.lerp(z, problem.masked_map(z), self.damping)
         return _WithGradientOf.apply(anchor, z)  # type: ignore[no-any-return]
 
 
@@ -255,8 +253,7 @@ class Unrolled(Adjoint):
     ) -> Tensor:
         value = solution.value
         if check is not None:
-            weights = constant_weights(problem.modules, problem.weights, repeated=True)
-            with torch.no_grad(), weights:
+            with torch.no_grad():
                 check(problem.evaluate(value.detach()), None)
         failed = ~torch.isfinite(solution.residual)  # the loop has kept them out of the graph
         if bool(failed.all()) or not value.requires_grad:  # or no step was taken from the start
@@ -375,14 +372,13 @@ class Linearization:
         """Return ``f(z)`` (B, D), where f reads ``sources`` as its arguments and parameters."""
         given = iter(sources)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        problem = replace(self.problem, args=pytree.tree_unflatten(leaves, self.spec), weights=None)
+        problem = replace(self.problem, args=pytree.tree_unflatten(leaves, self.spec))
         module = module_of(self.problem.f)
         if module is not None and self.names:
             caller = _Caller(self.problem.f, module)
             weights = {f"module.{n}": t for n, t in zip(self.names, given, strict=True)}
             problem.f = lambda *args: functional_call(caller, weights, args)
-        with constant_weights(problem.modules, repeated=True):
-            return problem.masked_map(z)
+        return problem.masked_map(z)
 
     def differentiable(
         self, g: Tensor, z: Tensor, sources: list[Tensor], needed: Sequence[bool]

@@ -19,7 +19,6 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
-from solvers.core.context import constant_weights
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.modes import (
     eager,
@@ -73,9 +72,8 @@ class Linearization:
         if self.kind == "product":
             z = tree(self.z.detach())
             return replace(problem, f=lambda v, *args: f(z, v, *args)).image
-        weights = constant_weights(problem.modules, repeated=True)
         # Neither a compiled function nor fused attention can be differentiated twice.
-        with recording(), weights, twice_differentiable():
+        with recording(), twice_differentiable():
             problem, point = replace(problem, args=ordinary(problem.args)), ordinary(self.z)
             if in_transform():  # whose tensors know no nested autograd.grad
                 pull = vjp(problem.image, point)[1]

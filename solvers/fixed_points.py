@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from solvers.adjoint import Adjoint, Implicit, Unrolled, read_adjoint
@@ -21,7 +22,7 @@ from solvers.core.checks import (
     require_flag,
     require_kind,
 )
-from solvers.core.context import Weights, constant_weights, sequence_number
+from solvers.core.context import Weights, within
 from solvers.core.layout import Layout, check_args, check_like, leaves_of
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
@@ -170,23 +171,24 @@ def fixed_point(
     if start.numel() == 0:
         return _nothing(problem, start, graded)
     unrolled = graded and isinstance(adjoint, Unrolled)
-    if graded and not unrolled:
-        problem.weights = Weights(graded=True, start=sequence_number())
     options = Options(goal.tolerance, max_steps, record, callback, stop=stop)
-    with _outside_inference_mode(), torch.set_grad_enabled(unrolled):
-        first = start if unrolled else start.detach()
-        solution, verified = _solve(problem, first, solver, automatic, goal, options)
+    # Parametrised weights are computed once, with a graph for the evaluation that is differentiated.
+    with within(weights=Weights(graded=graded and not unrolled)):
+        cached = graded and parametrize._cache_enabled > 0
+        solution, verified = _solve(
+            problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
+        )
 
-    def check(point: Evaluation, among: Tensor | None = None) -> None:
-        verify_value(solution, point, goal.tolerance, goal.precision, among)
+        def check(point: Evaluation, among: Tensor | None = None) -> None:
+            verify_value(solution, point, goal.tolerance, goal.precision, among)
 
-    if graded:
-        assert adjoint is not None
-        solution.value = adjoint.attach(problem, start, solution, goal, check if verify else None)
-    elif verify and not verified:
-        weights = constant_weights(problem.modules, problem.weights, repeated=True)
-        with torch.no_grad(), without_autocast(start.device.type), weights:
-            check(problem.evaluate(solution.value))
+        if graded:
+            assert adjoint is not None
+            checks = check if verify else None
+            solution.value = adjoint.attach(problem, start, solution, goal, checks)
+        elif verify and not verified:
+            with torch.no_grad(), without_autocast(start.device.type):
+                check(problem.evaluate(solution.value))
     if solution.value.untyped_storage().data_ptr() == start.untyped_storage().data_ptr():
         solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
     solution.value = layout.tree(solution.value)
@@ -197,20 +199,40 @@ def fixed_point(
 
 
 def _solve(
-    problem: Problem, start: Tensor, solver: Solver, automatic: bool, goal: Goal, options: Options
+    problem: Problem,
+    start: Tensor,
+    solver: Solver,
+    automatic: bool,
+    goal: Goal,
+    options: Options,
+    *,
+    unrolled: bool,
+    cached: bool,
 ) -> tuple[Solution, bool]:
     """Solve from ``start`` (B, D), and return whether the last evaluation was at the returned value.
 
-    Parametrised weights are computed once and constant during a solve. The solver's own algebra runs without
-    autocast, which :class:`Problem` restores around f. If the solver was chosen automatically, failed
-    samples are solved again.
+    The solver's own algebra runs without autocast, which :class:`Problem` restores around f, and outside of
+    inference mode, whose tensors do not count changes in place. If the solver was chosen automatically,
+    failed samples are solved again.
+
+    Args:
+        unrolled: whether all evaluations are recorded.
+        cached: whether the first one is, because ``parametrize.cached()`` keeps the weights that it reads.
     """
-    with constant_weights(problem.modules, problem.weights), without_autocast(start.device.type):
+    inference = torch.is_inference_mode_enabled()
+    with (
+        torch.inference_mode(False) if inference else nullcontext(),
+        torch.set_grad_enabled(unrolled),
+        without_autocast(start.device.type),
+    ):
+        start = start if unrolled else start.detach()
         if isinstance(solver, ExternalSolver):
             solution = solver.run(problem, start, options)
             return (solve_failed(problem, solution, options) if automatic else solution), False
-        with goal.watching():
+        with goal.watching(), torch.set_grad_enabled(unrolled or cached):
             points = [problem.evaluate_first(start)]
+        if cached and not unrolled:
+            points = [points[0].detached()]
         _refuse_forward_mode(points[0].residual)
         first = points[0].norm.detach()
         options = replace(options, tolerance=goal.tolerance)
@@ -227,13 +249,6 @@ def _solve(
             fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
             goal.vanishing = bool(fallen.any())
         return solution, False
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Outside of inference mode, whose tensors do not count changes in place."""
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        yield
 
 
 def _refuse_forward_mode(value: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from solvers.adjoint import Implicit, captured_by
-from solvers.core.context import Weights, constant_weights, within
+from solvers.core.context import Weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
@@ -190,8 +190,7 @@ class RecordedSolve:
             }
             runs += [self._linearise, self._adjoint_turn, self._gradients]
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        with constant_weights(self.modules, repeated=True):
-            self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
+        self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
 
     # --- what is recorded ---
 
@@ -288,11 +287,10 @@ class RecordedSolve:
     def solve(self, tolerance: Tolerance) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
         self.turns.set_tolerance(tolerance)
-        with constant_weights(self.modules):
-            self.replay("_start")
-            self._until_done("_turn", self.turns)
-            if isinstance(self.f, EnergyUpdate):
-                self.replay("_compare_energies")
+        self.replay("_start")
+        self._until_done("_turn", self.turns)
+        if isinstance(self.f, EnergyUpdate):
+            self.replay("_compare_energies")
         failed, energy = self.turns.status > int(Status.MAX_STEPS), None
         if isinstance(self.f, EnergyUpdate):  # the ordinary loop has a better method for these
             failed = ~self.descended

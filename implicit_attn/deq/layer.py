@@ -27,7 +27,7 @@ from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
 from solvers.checking import refuse_drawing_modules
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
-from solvers.core.context import constant_weights
+from solvers.core.context import Weights, within
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout
 from solvers.core.modes import (
@@ -387,14 +387,14 @@ class UnrolledLayer(nn.Module):
         """Return ``z_k`` for the input ``x``, with the structure of the initial state."""
         f = Map(self)
         x = check_inputs(x, mask, f.parts, z0)
-        with _weights_once(f.walked_modules):
+        with _weights_once():
             args, start = f.equation(x, mask, f.seeds(z0, x), z0)
             if not prepares(f.parts):  # modules in ``prepare``, called once, may draw
                 refuse_drawing_modules(f.parts.items(), "the update")
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
                 # The weights are computed again without a graph.
-                with torch.no_grad(), _weights_once(f.walked_modules):
+                with torch.no_grad(), _weights_once():
                     start = self._iterate(early, f, start, *args)
             return self._iterate(self.evaluations - early, f, start, *args)
 
@@ -430,14 +430,14 @@ class UnrolledLayer(nn.Module):
         return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
-def _weights_once(modules: list[nn.Module]) -> AbstractContextManager[Any]:
+def _weights_once() -> AbstractContextManager[Any]:
     """Compute parametrised weights once inside the context.
 
     It has no effect while Dynamo traces, which merges equal computations itself.
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    return constant_weights(modules)
+    return within(weights=Weights())
 
 
 def bake(module: Module) -> Module:

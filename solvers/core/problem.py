@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.context import Weights, modules_of
 from solvers.core.layout import Layout, check_like, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
 from solvers.core.rows import Evaluation, norms
@@ -153,8 +152,6 @@ class Problem:
     symmetric: bool = False  # the Jacobian of f is symmetric
     compact: bool = True  # rows may be taken out
     batch: int = 0  # samples before rows were taken out; 0 if none were
-    modules: list[nn.Module] = field(default_factory=list)  # that f may call
-    weights: Weights | None = None  # that the solve shares with what differentiates it
 
     bounds: ClassVar[None] = None
     traced: ClassVar[bool] = False
@@ -181,7 +178,6 @@ class Problem:
             mask=None if mask is None else layout.mask_vector(mask, first),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
-            modules=modules_of(f),
         )
 
     @property
@@ -210,10 +206,12 @@ class Problem:
 
     def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
-        tensors = [t for t in leaves_of(self.args) if isinstance(t, Tensor)]
-        versions = [version_of(t) for t in tensors]
+        tensors = [
+            t for t in leaves_of(self.args) if isinstance(t, Tensor) and not t.is_inference()
+        ]
+        versions = [t._version for t in tensors]
         point = self.evaluate(z)
-        if versions != [version_of(t) for t in tensors]:
+        if versions != [t._version for t in tensors]:
             raise ValueError(OVERWRITES.format("its inputs"))
         return point
 
@@ -222,7 +220,7 @@ class Problem:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(f(z), E(z), dE/dz)``; None for what there is not, or is not asked for."""
         state, energy, gradient = self.layout.tree(z), None, None
-        version, cast = version_of(z), self.autocast is not None
+        version, cast = None if z.is_inference() else z._version, self.autocast is not None
         try:
             with torch.autocast(z.device.type, self.autocast) if cast else nullcontext():
                 if energies and self.energy is None and isinstance(self.f, EnergyUpdate):
@@ -231,7 +229,7 @@ class Problem:
                     output = self.f(state, *self.args)
                     if energies and self.energy is not None:
                         energy = self.energy(state, *self.args)
-                if version_of(z) != version:
+                if version is not None and z._version != version:
                     raise ValueError(OVERWRITES.format("its input"))
                 if energy is not None:
                     check_energy(energy, len(z))
@@ -294,11 +292,6 @@ def check_energy(energy: Any, batch: int) -> None:
             f"energy must return one number per sample, shape ({batch},), got shape "
             f"{tuple(energy.shape)}; do not sum over the batch"
         )
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; 0 for one of inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 OVERWRITES = (
