@@ -17,6 +17,7 @@ from implicit_attn.deq.problem import (
     Map,
     MonitoredMap,
     PreparingMap,
+    TokenRows,
     batch_and_device,
     check_inputs,
     prepares,
@@ -171,6 +172,7 @@ class DEQ(nn.Module):
         z0: Any = None,
         record: bool = False,
         callback: Callable[[solvers.Progress], object] | None = None,
+        token_rows: bool = False,
         **options: Any,
     ) -> solvers.Solution:
         """Return the :class:`solvers.Solution`, whose ``value`` has the gradients of ``forward``.
@@ -180,6 +182,8 @@ class DEQ(nn.Module):
             z0: initial state, instead of ``init``.
             record: whether to keep the trace of residuals and energies.
             callback: function called after every evaluation.
+            token_rows: whether each token (dim 1 of a state (B, N, d)) is solved on its own: tokens of
+                the update must not see each other's states.
             options: options of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
                 stop) for this solve.
 
@@ -197,7 +201,7 @@ class DEQ(nn.Module):
         seeds = f.seeds(z0, x)
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        solution = self._run(f, x, mask, seeds, z0, options)
+        solution = self._run(f, x, mask, seeds, z0, options, token_rows)
         f.masks.require_called(self.update)
         solution.evaluations = solution.evaluations + before
         self.last, self._seeds = replace(solution, value=None), seeds
@@ -209,7 +213,8 @@ class DEQ(nn.Module):
         return MonitoredMap(self) if self.update.monitored else Map(self)
 
     def _run(
-        self, f: Map, x: Any, mask: Tensor | None, seeds: Tensor | None, z0: Any, options: dict[str, Any]
+        self, f: Map, x: Any, mask: Tensor | None, seeds: Tensor | None, z0: Any, options: dict[str, Any],
+        rows: bool,
     ) -> solvers.Solution:  # fmt: skip
         """Return the solution by recordings, where there are any, or by the ordinary loop."""
         recorder, given = self._recorder, {"module": self.update, **options}
@@ -224,6 +229,8 @@ class DEQ(nn.Module):
         if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
             refuse_drawing_modules(f.parts.items(), "the update")
         solution = None if recorder is None else recorder(f, start, args, **given)
+        if solution is None and rows and isinstance(start, Tensor) and start.numel():
+            return TokenRows(f, start, args).solve(start, mask, options)
         return solvers.fixed_point(f, start, args, **options) if solution is None else solution
 
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]

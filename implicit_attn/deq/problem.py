@@ -21,6 +21,7 @@ from solvers.checking import draws
 from solvers.core.checks import require_finite
 from solvers.core.layout import leaves_of
 from solvers.core.modes import in_transform
+from solvers.core.problem import Sharing
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
@@ -238,6 +239,44 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
             self.rebuild(x)
         with nullcontext() if seeds is None else self.masks.within(seeds):
             return self.update.joint(z, self.known[1], mask=mask)
+
+
+class TokenRows(Sharing):
+    """The map of a layer whose tokens do not see each other's states: each token is a row of its own.
+
+    A token then stops by its own residual, and no bit of it depends on another token's state.
+    """
+
+    def __init__(self, f: Map, start: Tensor, args: tuple[Any, ...]) -> None:
+        self.leaves, self.spec = pytree.tree_flatten(args)
+        super().__init__(f, *(leaf for leaf in self.leaves if isinstance(leaf, Tensor)))
+        self.update, self.shape, self.symmetric = f.update, start.shape, f.symmetric
+        self.named = [f.layer]  # in a list, as the layer is no part of this module
+
+    @property
+    def layer(self) -> nn.Module:
+        """The layer that warnings name."""
+        return self.named[0]
+
+    def forward(self, z: Tensor, *args: Any) -> Tensor:
+        tensors = iter(self.shared)
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        value = self.f(z.view(self.shape), *pytree.tree_unflatten(leaves, self.spec))
+        return value.reshape(z.shape)
+
+    def solve(
+        self, start: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> solvers.Solution:
+        """Solve from ``start`` (B, N, d); the solution speaks of the samples."""
+        tokens = start.shape[:2]
+        options = options | {"mask": None if mask is None else mask.reshape(-1, 1)}
+        options |= {"compact": False}
+        found = solvers.fixed_point(self, start.reshape(-1, 1, start.shape[-1]), **options)
+        found.value = found.value.view(self.shape)
+        for name in ("status", "residual", "steps", "evaluations"):
+            setattr(found, name, getattr(found, name).view(tokens).amax(1))
+        found.residual_norm = found.residual_norm.view(tokens).norm(dim=1)
+        return found
 
 
 class PreparingMap(Map):

@@ -130,8 +130,13 @@ class Sharing(nn.Module):
         for place, tensor in enumerate(shared):
             self._parameters[f"shared{place}"] = tensor  # type: ignore[assignment]
 
+    @property
+    def shared(self) -> list[Any]:
+        """The tensors, or what stands in their places."""
+        return [self._parameters[f"shared{number}"] for number in range(self.number)]
+
     def forward(self, z: Any, *args: Any) -> Any:
-        return self.f(z, *args, *(self._parameters[f"shared{n}"] for n in range(self.number)))
+        return self.f(z, *args, *self.shared)
 
 
 @dataclass(eq=False)
