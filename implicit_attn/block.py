@@ -266,12 +266,14 @@ class EquilibriumBlock(EncoderLayer):
         The energy's tokens interact through the input only.
         """
         options = super()._options(tokens, x, mask, is_causal, options)
+        if not (self.causal or is_causal):
+            return options
         chosen = self.deq._options() | options
         watched = bool(chosen.get("record")) or any(
             chosen.get(name) is not None for name in ("callback", "stop")
         )
         apart = not (watched or self.deq.update.monitored or self.energy.is_replaced)
-        return options | {"token_rows": (self.causal or is_causal) and apart}
+        return options | {"token_rows": apart}
 
     @property
     def energy(self) -> EquilibriumEnergy:

@@ -222,8 +222,10 @@ def test_a_causal_block_has_second_derivatives() -> None:
     block, x = build(causal=True), inputs().requires_grad_()
     leaves, found = [x, *block.parameters()], []
     options: dict[str, Any] = {"tolerance": 1e-11, "max_steps": 400}
-    for more in ({}, {"callback": lambda progress: None}):  # which takes whole samples
-        value = block.solve(x, **options, **more).value
+    for apart in (True, False):
+        if not apart:
+            options |= {"callback": lambda progress: None}  # solves whole samples
+        value = block.solve(x, **options).value
         first = torch.autograd.grad(value.pow(3).sum(), leaves, create_graph=True)
         size = torch.stack([slope.square().sum() for slope in first]).sum()
         found.append(torch.autograd.grad(size, leaves))

@@ -563,7 +563,8 @@ def test_a_solve_makes_one_power_iteration_of_a_cached_spectral_norm(adjoint: Ad
     with parametrize.cached():
         found = fixed_point(lambda z, x: 0.5 * torch.tanh(linear(z)) + x, x, (x,), **options)
     found.value.sum().backward()
-    original = linear.parametrizations.weight.original  # type: ignore[union-attr]
+    lists: Any = linear.parametrizations
+    original = lists.weight.original
     assert original.grad is not None and bool(original.grad.any())
     weight = other.weight  # one power iteration
     for mine, theirs in zip(linear.buffers(), other.buffers(), strict=True):
