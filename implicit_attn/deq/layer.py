@@ -201,7 +201,8 @@ class DEQ(nn.Module):
         seeds = f.seeds(z0, x)
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        solution = self._run(f, x, mask, seeds, z0, options, token_rows)
+        with parametrize.cached() if f.changes_weights else nullcontext():
+            solution = self._run(f, x, mask, seeds, z0, options, token_rows)
         f.masks.require_called(self.update)
         solution.evaluations = solution.evaluations + before
         self.last, self._seeds = replace(solution, value=None), seeds

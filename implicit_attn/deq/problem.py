@@ -163,6 +163,16 @@ class Map:
         """What a recording depends on besides the map's type."""
         return self.places
 
+    @property
+    def changes_weights(self) -> bool:
+        """Whether reading a weight changes it, as torch's ``spectral_norm`` does in training mode."""
+        return any(
+            [
+                part.training and part._buffers and "parametrizations." in name
+                for name, part in self.parts.items()
+            ]
+        )
+
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
         if x is not self.known[0]:
             self.rebuild(x)
