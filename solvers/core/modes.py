@@ -41,24 +41,25 @@ def exporting() -> bool:
     return bool(_IS_EXPORTING())
 
 
-def refuse_export(instead: str) -> None:
-    """Raise RuntimeError, naming what to export ``instead``, while a solve is exported or traced."""
-    if exporting() or torch._C._get_tracing_state() is not None:
-        raise RuntimeError(
-            "a fixed-point solve stops depending on its residuals, which torch.export does not support: "
-            f"export a fixed number of evaluations instead, {instead}"
-        )
+def require_numbers(*trees: Any) -> None:
+    """Raise RuntimeError where tensors do not show their numbers, by which a solve decides when to stop.
 
-
-def refuse_shapes(tree: Any) -> None:
-    """Raise RuntimeError for tensors that have a shape and no numbers: fake ones, and those on "meta"."""
+    These are the tensors of exporters and of ``torch.func``, fake tensors and those on the device "meta".
+    """
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    for leaf in leaves_of(tree):
+    reason = ""
+    if exporting() or torch._C._get_tracing_state() is not None:
+        reason = "torch.export and torch.jit.trace do not support"
+    elif in_transform():
+        reason = "transforms of torch.func do not support"
+    for leaf in () if reason else leaves_of(trees):
         if isinstance(leaf, Tensor) and (leaf.is_meta or (fake and fake.is_fake(leaf))):
-            raise RuntimeError(
-                "a fixed-point solve decides by numbers, which meta and fake tensors lack: for shapes "
-                "evaluate the function once, or use layer.unrolled(1)"
-            )
+            reason = "meta and fake tensors do not support"
+    if reason:
+        raise RuntimeError(
+            f"a fixed-point solve decides by numbers when to stop, which {reason}: use a fixed number of "
+            "evaluations, layer.unrolled(k) of a DEQ or a loop of evaluations of f"
+        )
 
 
 def in_transform() -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,20 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.context import Weights, modules_of
 from solvers.core.layout import Layout, check_like, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
 from solvers.core.rows import Evaluation, norms
-from solvers.core.solution import Goal
-from solvers.core.validate import (
-    OVERWRITES,
-    check_energy,
-    constant_inputs,
-    constant_norms,
-    random_state,
-    refuse_forward_mode,
-    refuse_random,
-)
 
 JacobianProduct = Callable[[Tensor], Tensor]
 
@@ -47,12 +35,7 @@ def gradients(
     if not output.requires_grad:
         return [None] * len(variables)
     options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    try:
-        return list(torch.autograd.grad(output, variables, cotangent, **options))
-    except RuntimeError as error:
-        if "leaf node was passed" in str(error):  # by hooks of torch's ModuleTracker
-            error.args = (f"{error}\n{_TRACKED}",)
-        raise
+    return list(torch.autograd.grad(output, variables, cotangent, **options))
 
 
 def pullback(
@@ -76,13 +59,15 @@ class EnergyUpdate(ABC):
 
     Attributes:
         symmetric: whether the Jacobian of the map is symmetric (a gradient step with one step size).
-        step_size: step size of a gradient step ``f(z) = z - step_size dE/dz``, whose residual is computed from
-            the gradient itself; None for other maps.
+        step_size: of a gradient step ``f(z) = z - step_size dE/dz``, whose residual is computed from the
+            gradient itself; None for other maps.
+        modulus: constant of strong convexity of the energy in z, (B,) or a number, where it is known: then
+            ``|z - z*| <= |dE/dz| / modulus`` is reported as :attr:`Solution.bound`. None otherwise.
     """
 
     symmetric: bool = False
-    # Of a gradient step ``f(z) = z - step_size dE/dz`` the step size; None for other maps.
     step_size: float | Tensor | None = None
+    modulus: float | Tensor | None = None
 
     @abstractmethod
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
@@ -93,24 +78,22 @@ class EnergyUpdate(ABC):
 
 
 class RootUpdate:
-    """The map ``z - F(z)`` of a system ``F(z) = 0``, whose residual is -F itself."""
+    """The map ``z - F(z)`` of a system ``F(z) = 0``."""
 
-    symmetric = False
+    def __init__(self, function: Callable[..., Any], *, symmetric: bool = False) -> None:
+        self.function, self.symmetric = function, symmetric
 
-    def __init__(self, function: Callable[..., Any], symmetric: bool = False) -> None:
-        self.original, self.symmetric = function, symmetric
-
-    def function(self, z: Any, *args: Any) -> Any:
-        """Return ``F(z, *args)``, checked to be like z."""
-        image = Layout.of(z).ordered(self.original(z, *args))
+    def joint(self, z: Any, *args: Any) -> tuple[Any, Any]:
+        """Return ``z - F(z)`` and ``F(z)``."""
+        image = Layout.of(z).ordered(self.function(z, *args))
         try:
             check_like(image, z, "F(z)", "z0", cast=torch.is_autocast_enabled())
         except (TypeError, ValueError) as error:
             raise ValueError(f"F must return tensors like z0: {error}") from None
-        return image
+        return pytree.tree_map(torch.sub, z, image), image
 
     def __call__(self, z: Any, *args: Any) -> Any:
-        return pytree.tree_map(torch.sub, z, self.function(z, *args))
+        return self.joint(z, *args)[0]
 
 
 class Descent(EnergyUpdate):
@@ -119,6 +102,8 @@ class Descent(EnergyUpdate):
     Args:
         energy: ``energy(z, *args) -> (B,)``.
         step_size: positive number; it does not change the stationary points.
+        modulus: constant of strong convexity of the energy in z, if it is known: solutions then have a
+            :attr:`Solution.bound`.
 
     Raises:
         ValueError: if the energy does not return one number per sample or does not depend on z.
@@ -126,9 +111,16 @@ class Descent(EnergyUpdate):
 
     symmetric = True
 
-    def __init__(self, energy: Callable[..., Tensor], step_size: float = 1.0) -> None:
+    def __init__(
+        self,
+        energy: Callable[..., Tensor],
+        step_size: float = 1.0,
+        *,
+        modulus: float | None = None,
+    ) -> None:
         require_instance("energy", energy, Callable, "callable")
         self.energy = energy
+        self.modulus = None if modulus is None else require_positive("modulus", modulus)
         self.step_size = require_positive("step_size", step_size)
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any]:
@@ -160,6 +152,27 @@ class Descent(EnergyUpdate):
         return rebuild(steps, spec), value, rebuild(found, spec)
 
 
+class Sharing(nn.Module):
+    """The map ``f(z, *args, *shared)`` of tensors that all samples share, which may be results.
+
+    As those of the parameters of a module, their derivatives are available in any order.
+    """
+
+    def __init__(self, f: Callable[..., Any], *shared: Tensor | None) -> None:
+        super().__init__()
+        self.f, self.number = f, len(shared)
+        for place, tensor in enumerate(shared):
+            self._parameters[f"shared{place}"] = tensor  # type: ignore[assignment]
+
+    @property
+    def shared(self) -> list[Any]:
+        """The tensors, or what stands in their places."""
+        return [self._parameters[f"shared{number}"] for number in range(self.number)]
+
+    def forward(self, z: Any, *args: Any) -> Any:
+        return self.f(z, *args, *self.shared)
+
+
 @dataclass(eq=False)
 class Problem:
     """``z = f(z)`` on a working batch of rows.
@@ -175,19 +188,9 @@ class Problem:
     # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
     # they enter no norm.
     mask: Tensor | None = None
-    bounds: tuple[Tensor, Tensor] | None = None  # (D,) each, onto which f is projected
     symmetric: bool = False  # the Jacobian of f is symmetric
     compact: bool = True  # rows may be taken out
-    # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
-    recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     batch: int = 0  # samples before rows were taken out; 0 if none were
-    random: Any = None  # states of the random generators before the first evaluation
-    goal: Goal | None = None  # of the call of fixed_point
-    modules: list[nn.Module] = field(default_factory=list)  # that f may call
-    weights: Weights | None = None  # that the solve shares with what differentiates it
-    traced: bool = (
-        False  # within a transform of torch.func, where tensors do not show their numbers
-    )
     measure: Callable[[Any], Any] | None = None  # of a state: what is judged of it
 
     @classmethod
@@ -212,7 +215,6 @@ class Problem:
             mask=None if mask is None else layout.mask_vector(mask, first),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
-            modules=modules_of(f),
         )
 
     @property
@@ -222,55 +224,48 @@ class Problem:
     @property
     def gradient_step(self) -> float | Tensor | None:
         """The step size if f is a gradient step of an energy."""
-        return (
-            self.f.step_size if isinstance(self.f, EnergyUpdate) and self.energy is None else None
-        )
+        own = self.energy is None and isinstance(self.f, EnergyUpdate)
+        return self.f.step_size if own else None  # type: ignore[attr-defined]
 
     @property
     def unit_free(self) -> bool:
         """Whether the residual is in units of its own: that of an energy's gradient step, or of a root."""
-        return self.gradient_step is not None or isinstance(self.f, RootUpdate)
+        return isinstance(self.f, RootUpdate) or self.gradient_step is not None
 
     def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        return self.point(z, *self.joint(z))
+        value, energy, gradient = self.joint(z)
+        return self.point(z, value, energy, gradient)
 
     def point(
-        self,
-        z: Tensor,
-        value: Tensor,
-        energy: Tensor | None = None,
-        gradient: Tensor | None = None,
-        residual: Tensor | None = None,
+        self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
     ) -> Evaluation:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms.
 
-        The residual of a root, and that of a gradient step, are not rounded to the size of z.
+        For a root, ``gradient`` is F(z). The residual of a root, and that of a gradient step, are computed from it,
+        because the difference to z would be rounded to the size of z.
         """
-        if self.gradient_step is not None and gradient is not None:
-            residual = gradient * -self.gradient_step
-        residual = value - z if residual is None else residual
-        if self.bounds is not None and gradient is not None:
-            low, high = self.bounds  # what pushes against a bound is no force
-            held = ((z <= low) & (gradient > 0)) | ((z >= high) & (gradient < 0))
-            gradient = gradient.masked_fill(held, 0)
+        if gradient is None or not self.unit_free:
+            residual = value - z
+        elif isinstance(self.f, RootUpdate):
+            residual, gradient = -gradient, None
+        else:
+            step_size: Any = self.gradient_step
+            residual = gradient * -step_size
+        scale = z if self.unit_free else value
         if self.mask is not None:
             zero = residual.new_zeros(())
-            residual = torch.where(self.mask, residual, zero)
-            value = torch.where(self.mask, value, zero)
+            residual, scale = (torch.where(self.mask, t, zero) for t in (residual, scale))
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        scale = z if self.unit_free else value
-        if self.unit_free and self.mask is not None:
-            scale = torch.where(self.mask, z, residual.new_zeros(()))
-        view, seen = None, None
         if self.measure is None:
             sizes = self.layout.sizes
             size, reference = norms(residual.detach(), scale.detach(), sizes)
-        else:
-            view, image, sizes = self._measured(z, value)
-            seen = image - view
-            size, reference = norms(seen, view if self.unit_free else image, sizes)
-            size = size.where(torch.isfinite(residual.detach()).all(1, keepdim=True), torch.inf)
+            return Evaluation(z, residual, size, reference, energy, gradient, sizes)
+        view, image, sizes = self._measured(z, value)
+        seen = image - view
+        size, reference = norms(seen, view if self.unit_free else image, sizes)
+        finite = torch.isfinite(residual.detach()).all(1, keepdim=True)
+        size = size.where(finite, torch.inf)
         return Evaluation(z, residual, size, reference, energy, gradient, sizes, view, seen)
 
     def _measured(self, z: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -290,44 +285,55 @@ class Problem:
         sizes = tuple(part.shape[1] for part in shown[0]) if len(shown[0]) > 1 else ()
         return torch.cat(shown[0], 1), torch.cat(shown[1], 1), sizes
 
-    def projected(self, z: Tensor) -> Tensor:
-        """z (B, D) within the bounds; masked coordinates, and all without bounds, stay."""
-        if self.bounds is None:
-            return z
-        inside = torch.clamp(z, *self.bounds)
-        return inside if self.mask is None else torch.where(self.mask, inside, z)
-
     def evaluate_first(self, z: Tensor) -> Evaluation:
-        """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
-
-        Raises:
-            ValueError: if f works in place on its inputs, which keep their numbers, draws random
-                numbers that its value or energy depends on, or normalises over the batch.
-        """
-        self.random = random_state(z.device)
-        with constant_inputs(z, self.args), constant_norms(self.modules):
-            point = self.evaluate(z)
-        refuse_forward_mode(point.residual)
-        if random_state(z.device) != self.random:
-            refuse_random(self.evaluate, point)
+        """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
+        tensors = [
+            t for t in leaves_of(self.args) if isinstance(t, Tensor) and not t.is_inference()
+        ]
+        versions = [t._version for t in tensors]
+        point = self.evaluate(z)
+        if versions != [t._version for t in tensors]:
+            raise ValueError(OVERWRITES.format("its inputs"))
         return point
 
-    def check_last(self, z: Tensor) -> None:
-        """Raise ValueError where random numbers change f at the solution.
+    def joint(
+        self, z: Tensor, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(f(z), E(z), dE/dz)``; None for what there is not, or is not asked for.
 
-        At the start they may not: dropout leaves zeros alone, and ``RReLU`` draws below zero only.
+        For a root the last one is F(z).
         """
-        if self.random is not None and random_state(z.device) != self.random:
-            with torch.no_grad():
-                refuse_random(self.evaluate, self.evaluate(z.detach()))
-
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """``(f(z), E(z), dE/dz, f(z) - z)``; None for what there is not, or is not known by itself."""
-        return self._run(self._call, z)
+        state, energy, gradient = self.layout.tree(z), None, None
+        version, cast = None if z.is_inference() else z._version, self.autocast is not None
+        try:
+            with torch.autocast(z.device.type, self.autocast) if cast else nullcontext():
+                if energies and self.energy is None and isinstance(self.f, EnergyUpdate):
+                    output, energy, gradient = self.f.joint(state, *self.args)
+                elif energies and isinstance(self.f, RootUpdate):
+                    output, gradient = self.f.joint(state, *self.args)
+                else:
+                    output = self.f(state, *self.args)
+                    if energies and self.energy is not None:
+                        energy = self.energy(state, *self.args)
+                if version is not None and z._version != version:
+                    raise ValueError(OVERWRITES.format("its input"))
+                if energy is not None:
+                    check_energy(energy, len(z))
+                alone = isinstance(output, Tensor) and isinstance(state, Tensor)
+                same = alone and output.shape == state.shape and output.dtype == state.dtype
+                if not (same and output.device == state.device):
+                    check_like(self.layout.ordered(output), state, "f(z)", "z0", cast=cast)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self.batch:  # then f has most likely closed over the whole batch
+                hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
+                error.args = (f"{error}\n{hint}", *error.args[1:])
+            raise
+        gradient = None if gradient is None else self.layout.vector(gradient)
+        return self.layout.vector(output).to(z.dtype), energy, gradient
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""
-        return self._run(partial(self._call, energies=False), z)[0]
+        return self.joint(z, energies=False)[0]
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
@@ -335,54 +341,6 @@ class Problem:
             return self.image(z)
         constant = z.detach()
         return torch.where(self.mask, self.image(torch.where(self.mask, z, constant)), constant)
-
-    def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
-        try:
-            mode: Any = nullcontext()
-            if self.autocast is not None:
-                mode = torch.autocast(z.device.type, self.autocast)
-            with mode:
-                if self.recorder is not None and torch.is_grad_enabled():
-                    return self.recorder(function, z)
-                if torch.is_inference_mode_enabled():  # which refuses to change tensors of its own
-                    with torch.inference_mode(False), torch.no_grad():
-                        return function(z)
-                version = z._version
-                result = function(z)
-                if z._version != version:
-                    raise ValueError(OVERWRITES.format("its input"))
-                return result
-        except (RuntimeError, ValueError, IndexError) as error:
-            if "Inplace update to inference tensor" in str(error):
-                raise ValueError(OVERWRITES.format("its input")) from error
-            if self.batch:  # then f has most likely closed over the whole batch
-                hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
-                error.args = (f"{error}\n{hint}", *error.args[1:])
-            raise
-
-    def _call(
-        self, z: Tensor, energies: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        tree, energy, gradient = self.layout.tree(z), None, None
-        if isinstance(self.f, RootUpdate):
-            residual = -self.layout.vector(self.f.function(tree, *self.args)).to(z.dtype)
-            return z + residual, None, None, residual
-        if energies and isinstance(self.f, EnergyUpdate) and self.energy is None:
-            output, energy, gradient = self.f.joint(tree, *self.args)
-        else:
-            output = self.f(tree, *self.args)
-            if energies and self.energy is not None:
-                energy = self.energy(tree, *self.args)
-        if energy is not None:
-            check_energy(energy, len(z))
-        gradient = None if gradient is None else self.layout.vector(gradient)
-        alone = isinstance(output, Tensor) and isinstance(tree, Tensor)
-        same = alone and output.shape == tree.shape and output.dtype == tree.dtype
-        if not (same and output.device == tree.device):
-            cast = self.autocast is not None
-            check_like(self.layout.ordered(output), tree, "f(z)", "z0", cast=cast)
-        value = self.layout.vector(output).to(z.dtype)
-        return value if self.bounds is None else self.projected(value), energy, gradient, None
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -411,20 +369,20 @@ class Problem:
             return pullback(image, weight)
 
 
-class VectorProblem(Problem):
-    """A map of vectors (B, D), made here, of which nothing need be asked."""
+def check_energy(energy: Any, batch: int) -> None:
+    """Raise TypeError or ValueError unless ``energy`` is a tensor of one number per sample."""
+    if not isinstance(energy, Tensor):
+        raise TypeError(f"energy must return a tensor of shape ({batch},), got {type(energy)}")
+    if tuple(energy.shape) != (batch,):
+        raise ValueError(
+            f"energy must return one number per sample, shape ({batch},), got shape "
+            f"{tuple(energy.shape)}; do not sum over the batch"
+        )
 
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.f(z), None, None, None
 
-    def image(self, z: Tensor) -> Tensor:
-        return self.f(z)
-
-
-_TRACKED = (
-    "FlopCounterMode and ModuleTracker cannot follow the backward pass of Implicit() where a module is "
-    "called with a weight, as parametrizations are: count with adjoint=OneStep() or Phantom(), or "
-    "layer.unrolled(k)"
+OVERWRITES = (
+    "f must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
+    "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"
 )
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "

@@ -96,6 +96,11 @@ class Evaluation:
         moved, changed = part_norms(z, self.sizes), part_norms(residual, self.sizes)
         return moved.to(self.norms.dtype), changed.to(self.norms.dtype)
 
+    def detached(self) -> Evaluation:
+        """The same numbers without a graph."""
+        energy, gradient = (None if t is None else t.detach() for t in (self.energy, self.gradient))
+        return replace(self, residual=self.residual.detach(), energy=energy, gradient=gradient)
+
     def relative(self) -> Tensor:
         """(B,) relative residual ``|f(z) - z| / |f(z)|`` of the worst part."""
         tiny = torch.finfo(self.norms.dtype).tiny  # where f(z) = 0, not where it is subnormal

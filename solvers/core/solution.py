@@ -28,10 +28,11 @@ _TF32 = 2e-3
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Stopping criterion ``|residual| <= max(atol, rtol * |reference|)`` in Euclidean norms.
+    """What residual and estimated error may be: ``max(atol, rtol * |reference|)`` in Euclidean norms.
 
-    The reference is ``f(z)`` for a fixed point and the right-hand side for a linear system, so the
-    default is independent of scale. Set ``atol`` if the fixed point may be zero.
+    The reference is ``f(z)`` for a fixed point, ``z`` for a minimum of an energy or a root, and the right-hand
+    side for a linear system, so the default is independent of scale. Set ``atol`` if the fixed point may be
+    zero. For energies and roots ``rtol=0`` compares the residual alone with ``atol``.
 
     Args:
         rtol: relative tolerance, a finite number >= 0.
@@ -137,9 +138,10 @@ _LONGEST = 120  # characters of the shapes that ``repr`` shows
 class Status(IntEnum):
     """How the solve of one sample ended.
 
-    * ``CONVERGED``: the tolerance was met.
+    * ``CONVERGED``: the residual and the estimated error of the value are within the tolerance.
     * ``MAX_STEPS``: the maximum number of evaluations was reached.
-    * ``STALLED``: the residual (and the energy) stopped decreasing.
+    * ``STALLED``: in 100 evaluations neither the residual nor the energy fell, and the iterate did not keep
+      moving in one direction.
     * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved away while
       the residual did not decrease, so the energy may be unbounded below.
     * ``NONFINITE``: no evaluation was finite.
@@ -227,10 +229,13 @@ class Solution:
             inner products of Newton-Krylov.
         energy: (B,) energy at ``value``, or None.
         trace: history, if ``record=True``.
-        states: for each number in ``states_at`` the ``value`` that the solve would have returned after
-            that many evaluations, with the structure of the initial state; None without ``states_at``.
         adjoint: report of the backward pass of an implicit adjoint.
-        aux: auxiliary output of ``f`` at ``value``, with ``has_aux=True``; else None.
+        error: (B,) estimated error ``|z* - value| / |z*|`` of the worst leaf, relative like the tolerance. It is
+            an estimate from the steps of the solver, not a bound: a direction in which no step was taken is
+            not seen. Infinite before the first step; NaN for solvers of other packages, None for a linear
+            system.
+        bound: (B,) upper bound on the relative error ``|z* - value| / |value|``, where the energy has a known
+            modulus of strong convexity: ``|dE/dz| / modulus``. Otherwise None.
 
     Example:
         >>> import solvers
@@ -252,8 +257,7 @@ class Solution:
     trace: Trace | None = None
     adjoint: AdjointReport = field(default_factory=AdjointReport)
     error: Tensor | None = None
-    states: Any = None
-    aux: Any = None
+    bound: Tensor | None = None
 
     def all_converged(self) -> bool:
         """Return whether every sample converged. The host reads this once from a CUDA device."""
@@ -281,16 +285,23 @@ class Solution:
         return [Status(number).name for number in self.status.tolist()]
 
     def summary(self) -> str:
-        """Return one line with the statuses, worst residual, and median and maximum evaluations."""
+        """Return one line with the statuses, worst residual and error, median and maximum evaluations."""
         if not self.status.numel():
             return "no samples"
         statuses = ", ".join(f"{name} {number}" for name, number in self.counts().items())
         evaluations = self.evaluations
         return (
             f"{statuses} of {self.status.numel()}; worst relative residual "
-            f"{self.residual.max().item():.2e}; evaluations median "
+            f"{self.residual.max().item():.2e}{self._worst_error()}; evaluations median "
             f"{evaluations.median().item()}, most {evaluations.max().item()}"
         )
+
+    def _worst_error(self) -> str:
+        if self.bound is not None:
+            return f", error at most {self.bound.max().item():.2e}"
+        if self.error is None or bool(self.error.isnan().any()):
+            return ""
+        return f", estimated error {self.error.max().item():.2e}"
 
     def __repr__(self) -> str:
         """Return the summary and the shape of the value."""
@@ -316,9 +327,8 @@ _ADVICE = {
     "couplings of spins",
     Status.CONTRADICTORY: "the given values, couplings and fields of -inf contradict each other",
     Status.INCONSISTENT: "evaluated with the whole batch, the returned value has another residual than in "
-    "the solve: if rows influence each other inside the function, they are one sample (pass x[None]); if "
-    "an argument is not batched, the function must close over it; and the function must not change between "
-    "calls",
+    "the solve: rows that influence each other are one sample (pass z[None] and their arguments alike), and "
+    "the function must not change between calls; solvers.check_update(f, z, *args) examines it",
 }
 
 
@@ -326,9 +336,9 @@ _ADVICE = {
 LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
 _BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
 _REPELS = (
-    "the residual did not fall: if the map is not a contraction, more steps do not help; bound its "
-    f"weights with {_BOUND}, normalise the input, or damp the iteration with Anderson(damping=0.3); see "
-    "docs/guide/failing.md, 'Look at the map'"
+    "the residual did not fall: solvers.check_update(f, z, *args) examines the map; if it is not a "
+    f"contraction, more steps do not help: bound its weights with {_BOUND}, normalise the input, or damp "
+    "the iteration with Anderson(damping=0.3); see docs/guide/failing.md, 'Look at the map'"
 )
 _VANISHING = (
     "|f(z)| vanishes with the residual, so the fixed point seems to be zero, where a relative tolerance "
@@ -352,8 +362,8 @@ def apply_policy(
     """Warn, raise (:class:`SolveError`) or do nothing about samples that neither converged nor were stopped.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
-    warning points at the user's line, names the layer, and is shown once for each set of statuses and
-    ``f``, the function or layer that failed.
+    warning points at the user's line, names the class of the layer ``f``, and contains no numbers, so that
+    Python shows it once.
     """
     if on_failure == "ignore" or solution.all_converged():
         return
@@ -363,7 +373,7 @@ def apply_policy(
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
     if vanishing:
         told = [_VANISHING]
-    elif what.startswith("fixed-point solve"):
+    elif what.startswith("fixed-point solve") and "INCONSISTENT" not in failures:
         unsolved = [int(Status.MAX_STEPS), int(Status.STALLED), int(Status.DIVERGED)]
         same = torch.isin(solution.status, solution.status.new_tensor(unsolved))
         same = same & (solution.residual > LARGE) & (solution.evaluations >= MANY)
@@ -374,15 +384,7 @@ def apply_policy(
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("the energy may be unbounded below")
     advice += told
-    message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
-    warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)
-
-
-def warn_or_raise(error: Exception, on_failure: str, cause: str, f: object = None) -> None:
-    """Raise ``error``, or warn with its message, once for each ``cause`` and ``f``.
-
-    The warning is a :class:`SolveWarning`.
-    """
+    head, tail = f"{what} left samples unconverged", f"({'; '.join(advice)})"
     if on_failure == "raise":
-        raise error
-    warn_user(str(error), SolveWarning, cause, f)
+        raise SolveError(f"{head}: {solution.summary()} {tail}", solution)
+    warn_user(f"{head}: {', '.join(failures)} {tail}", SolveWarning, f)
