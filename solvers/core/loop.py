@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.judge import STEPS, Rule, estimated_error, relative_error
+from solvers.core.judge import STEPS, Rule, estimated_error, relative_error, settled
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -231,7 +231,8 @@ class Loop:
         running = rows.status == RUNNING
         taken = running if accepted is None else running & accepted
         score, error = self.rule.score(trial, rows.caps), estimated_error(trial, rows.gains)
-        converged = taken & self.rule.converged(trial, rows.caps, error)
+        calm = settled(rows.gains, count % STEPS)
+        converged = taken & self.rule.converged(trial, rows.caps, error, calm)
         if self.growth is not None:
             growing = self.growth.note(trial, taken)
             if growing is not None:
@@ -385,7 +386,7 @@ class Loop:
                 written(old.accepted, taken, False),
             )
         if options.callback is not None:
-            number = int(rows.evaluations[running].max())
+            number = min(int(rows.evaluations[running].max()), options.max_steps)
             residual = scatter_rows(residual, index, len(self.latest), torch.nan)
             if energy is not None:
                 energy = scatter_rows(energy, index, len(self.latest), torch.nan)

@@ -1,8 +1,8 @@
 """Second attempts for samples on which the default solver failed.
 
 A sample that stalled or diverged is solved again from its best iterate, by each solver of a short list in turn:
-Broyden's method, whose safeguard lets residuals rise for a while, then plain steps, which converge wherever the
-map is a contraction. The default for energies is followed by gradient steps with automatic step sizes.
+Broyden's method, whose safeguard lets residuals rise for a while, Newton's method if the map is differentiable,
+then plain steps, which converge wherever the map is a contraction. The default for energies is followed by gradient steps with automatic step sizes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from solvers.core.problem import Problem
 from solvers.core.rows import merge_rows, scatter_rows
 from solvers.core.solution import Solution, Status, Trace
 from solvers.methods.broyden import Broyden
+from solvers.methods.newton import Newton
 from solvers.methods.steps import Forward, GradientDescent
 
-MAPS: tuple[Solver, ...] = (Broyden(), Forward())
+MAPS: tuple[Solver, ...] = (Broyden(), Newton(), Forward())
 ENERGIES: tuple[Solver, ...] = (GradientDescent("auto"),)
 GIVEN_UP = (Status.STALLED, Status.DIVERGED, Status.NONFINITE)
 
@@ -43,7 +44,12 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
         if not problem.compact:
             index = torch.arange(len(failed), device=failed.device)
         first = part.evaluate(solution.value[index])
-        again = Loop(part, first, solver, options, spent[index]).run()
+        try:
+            again = Loop(part, first, solver, options, spent[index]).run()
+        except RuntimeError:
+            if isinstance(solver, Newton):  # the map has no derivative
+                continue
+            raise
         solution = _with(solution, again, index, failed)
     return solution
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +10,14 @@ from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
 from solvers.core.loop import Solver, SolverInput
-from solvers.core.problem import JacobianProduct, Problem
+from solvers.core.modes import ordinary, recording
+from solvers.core.problem import JacobianProduct, Problem, pullback
 from solvers.core.rows import Evaluation, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
 from solvers.krylov import CG, GMRES, LINEAR, LinearSolver
+
+
+DENSE = 30  # unknowns up to which the Jacobian is computed as a matrix
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class Newton(Solver):
     Armijo's rule; without one it must reduce ``|r|``, otherwise ``t`` is halved. The forcing term is
     ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
 
-    Products with J count as evaluations. Each is one vector-Jacobian product if J is symmetric, else
-    reverse over reverse, for which ``f`` must be twice differentiable. With ``compact=False`` the
+    Products with J count as evaluations. For at most 30 unknowns, and without an energy, the Jacobian is
+    computed as a matrix by one vector-Jacobian product a row. Otherwise a product with J is one vector-Jacobian
+    product if J is symmetric, else reverse over reverse, for which ``f`` must be twice differentiable. With ``compact=False`` the
     evaluations of one sample count for all samples that are still running.
 
     Args:
@@ -116,16 +121,25 @@ class Newton(Solver):
     ) -> tuple[Tensor, Tensor]:
         """Return solutions (n, D) of ``(I - J) s = r`` in the ``wanted`` rows and their products.
 
-        The right-hand side is scaled to ``r / |r|``, because squares of r may overflow or underflow.
+        For few unknowns J is computed row by row. Otherwise the right-hand side is scaled to ``r / |r|``, because
+        squares of r may overflow or underflow.
         """
+        batch, size_of = point.z.shape
+        if self.linear is None and size_of <= DENSE and point.energy is None:
+            matrix = torch.eye(size_of, dtype=point.z.dtype, device=point.z.device) - jacobian(
+                problem, point.z
+            )
+            found = torch.linalg.lstsq(
+                matrix.nan_to_num(0.0, 0.0, 0.0), point.residual[:, :, None]
+            ).solution[:, :, 0] if not point.z.is_cuda else torch.linalg.solve_ex(
+                matrix, point.residual[:, :, None]
+            )[0][:, :, 0]
+            found = torch.where(wanted[:, None] & torch.isfinite(found).all(1, True), found, 0)
+            return found, torch.full_like(left, size_of)
         chosen: Any = self.linear  # an instance, since __post_init__
         solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
         product = self._product(problem, point)
         dtype = point.z.dtype
-        if point.z.shape[1] == 1:  # one product is the whole Jacobian
-            found = point.residual / (1 - product(torch.ones_like(point.z)))
-            found = torch.where(wanted[:, None] & torch.isfinite(found), found, 0)
-            return found, torch.ones_like(left)
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
         run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])
@@ -134,6 +148,21 @@ class Newton(Solver):
             run.absorb(along - product(along.to(dtype)).to(working))
             run.running = run.running & (run.used < left[:, None])
         return (run.result()[0] * size).to(dtype), run.used.flatten()
+
+
+def jacobian(problem: Problem, z: Tensor) -> Tensor:
+    """Return ``df/dz`` (B, D, D) at z (B, D), by one vector-Jacobian product a row."""
+    with recording():
+        point = ordinary(z).detach().requires_grad_()
+        output = replace(problem, args=ordinary(problem.args)).masked_map(point)
+        if not output.requires_grad:
+            raise RuntimeError(
+                "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
+                "has no Jacobian: use a solver that needs none, such as Anderson()"
+            )
+        product = pullback(output, point)
+        units = torch.eye(z.shape[1], dtype=output.dtype, device=z.device)
+        return torch.stack([product(unit.expand_as(output)) for unit in units], 1).detach()
 
 
 @dataclass

@@ -146,7 +146,10 @@ def _judge(
             allowed = tl.minimum(threshold, cap)
             near = (wrong <= threshold) | (own <= tl.where(free, 0.0, unit * scales))
             small = (own <= allowed) & (eps * scales <= cap)
-            meets = meets & near & (small | free)
+            latest = remembered == count % S
+            earlier = tl.max(tl.where(latest, 0.0, gain))
+            calm = (tl.max(tl.where(latest, gain, 0.0)) <= 2 * earlier) | (own == 0)
+            meets = meets & near & tl.where(free, calm, small)
             units = tl.where(free, 1.0, tl.where(allowed == 0, tiny, allowed))
             size_of = tl.where(scales == 0, tiny, scales)
             new_score = tl.maximum(new_score, tl.minimum(own / units, largest))

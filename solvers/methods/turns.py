@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.judge import ROUNDINGS, STEPS, Rule
+from solvers.core.judge import ROUNDINGS, SETTLED, STEPS, Rule
 from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Evaluation, scaled_norm
@@ -229,7 +229,10 @@ def turn(s: Turns, value: Tensor) -> None:
     allowed = torch.minimum(threshold, s.caps)
     near = (error <= threshold) | (norms <= torch.where(free, 0.0, rounding_unit * scales))
     small = (norms <= allowed) & (eps * scales <= s.caps)
-    meets = (near & (small | free)).all(1)
+    earlier = s.gains.masked_fill(here[:, None], 0.0).amax(2)
+    newest = s.gains.masked_fill(~here[:, None], 0.0).amax(2)
+    calm = (newest <= SETTLED * earlier) | (norms == 0)
+    meets = (near & torch.where(free, calm, small)).all(1)
     converged = accepted & meets
     sizes_of = torch.where(scales == 0, tiny, scales)
     units = torch.where(free, 1.0, torch.where(allowed == 0, tiny, allowed))
