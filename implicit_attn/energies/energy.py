@@ -172,6 +172,9 @@ class Energy(nn.Module):
             ``Quadratic() + energy`` never increases that sum.
     """
 
+    # Constant of strong convexity in the state, where it is known: errors of solutions are then bounded.
+    modulus: float | Tensor | None = None
+
     concave: bool = False
     is_replaced: bool = False  # whether ``replace`` has exchanged a part
 

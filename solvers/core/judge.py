@@ -17,8 +17,8 @@ The estimate costs no evaluation, does not depend on the units of ``r``, and is 
 the first step there is none, and only a residual that is zero to rounding has converged.
 
 The residual of a gradient step of an energy, or of a root, is in units of its own. There the error alone
-decides, against ``max(rtol |z|, atol)``, once the newest gain does not exceed twice the earlier ones; with
-``rtol = 0`` the residual alone, against ``atol``.
+decides, against ``max(rtol |z|, atol)``, where the residual has fallen to a hundredth of the first one, or at two
+accepted points in a row; with ``rtol = 0`` the residual alone, against ``atol``.
 
 The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. The same
 rule in C++: ``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and ``methods/triton_kernels.py``.
@@ -37,7 +37,6 @@ from solvers.core.solution import Tolerance
 STEPS = 10  # accepted steps whose gains are remembered
 FALLEN = 0.01  # share of the first residual below which the scale of the start no longer counts
 IMPRECISE = 100  # at least so many rounding units, of which half precision has few
-SETTLED = 2.0  # share of the earlier gains that the newest may have
 ROUNDINGS = 4  # a residual of so many roundings of f(z) is zero as far as can be told
 
 
@@ -59,6 +58,8 @@ class Rule:
 
     def caps(self, first: Evaluation) -> Tensor:
         """(B, L) largest residual that may count as converged, whatever becomes of ``|f(z)|``."""
+        if self.unit_free:
+            return self.fallen * first.norms
         size = torch.maximum(first.references, first.extents())
         limit = torch.maximum(self.tolerance.threshold(size), 10 * self.eps * size)
         return torch.maximum(limit, self.fallen * first.norms)
@@ -81,17 +82,23 @@ class Rule:
         scores = point.norms / allowed.masked_fill(allowed == 0, limits.tiny)
         return scores.clamp_max(limits.max).amax(1)
 
-    def converged(self, point: Evaluation, caps: Tensor, error: Tensor, settled: Tensor) -> Tensor:
-        """(B,) bool, from the errors (B, L) and whether their gains have ``settled`` (B, L)."""
-        if self.unit_free and self.tolerance.rtol == 0:
-            return (point.norms <= self.tolerance.atol).all(1)
+    def near(self, point: Evaluation, error: Tensor) -> Tensor:
+        """(B,) bool: the errors (B, L) are within the tolerance."""
         near = error <= self.tolerance.threshold(point.references)
+        if not self.unit_free:
+            near = near | (point.norms <= ROUNDINGS * self.eps * point.references)
+        return near.all(1)
+
+    def converged(self, point: Evaluation, caps: Tensor, near: Tensor, before: Tensor) -> Tensor:
+        """(B,) bool, where the point is ``near`` (B,), and the last accepted one was ``before`` (B,)."""
         if self.unit_free:
-            return (near & (settled | (point.norms == 0))).all(1)
-        near = near | (point.norms <= ROUNDINGS * self.eps * point.references)
+            if self.tolerance.rtol == 0:
+                return (point.norms <= self.tolerance.atol).all(1)
+            fallen = (point.norms <= caps).all(1)
+            return near & (before | fallen | (point.norm == 0))
         # Far away rounding would hide a residual of this size.
         seen = self.eps * point.references <= caps
-        return (near & seen & (point.norms <= self.allowed(point, caps))).all(1)
+        return near & (seen & (point.norms <= self.allowed(point, caps))).all(1)
 
 
 def estimated_error(point: Evaluation, gain: Tensor) -> Tensor:
@@ -99,12 +106,6 @@ def estimated_error(point: Evaluation, gain: Tensor) -> Tensor:
     largest = gain.amax(2)
     error = torch.where(largest == 0, torch.inf, point.norms * largest)
     return error.masked_fill(point.norms == 0, 0.0)
-
-
-def settled(gain: Tensor, slot: int) -> Tensor:
-    """(B, L) bool: the newest gain, in ``slot``, does not change the estimate much."""
-    earlier = gain.index_fill(2, torch.tensor(slot, device=gain.device), 0.0).amax(2)
-    return gain[:, :, slot] <= SETTLED * earlier
 
 
 def relative_error(point: Evaluation, error: Tensor) -> Tensor:

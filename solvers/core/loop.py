@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.judge import STEPS, Rule, estimated_error, relative_error, settled
+from solvers.core.judge import STEPS, Rule, estimated_error, relative_error
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -231,8 +231,9 @@ class Loop:
         running = rows.status == RUNNING
         taken = running if accepted is None else running & accepted
         score, error = self.rule.score(trial, rows.caps), estimated_error(trial, rows.gains)
-        calm = settled(rows.gains, count % STEPS)
-        converged = taken & self.rule.converged(trial, rows.caps, error, calm)
+        near = self.rule.near(trial, error)
+        converged = taken & self.rule.converged(trial, rows.caps, near, rows.near)
+        rows.near = torch.where(taken, near, rows.near)
         if self.growth is not None:
             growing = self.growth.note(trial, taken)
             if growing is not None:
@@ -386,7 +387,7 @@ class Loop:
                 written(old.accepted, taken, False),
             )
         if options.callback is not None:
-            number = min(int(rows.evaluations[running].max()), options.max_steps)
+            number = count
             residual = scatter_rows(residual, index, len(self.latest), torch.nan)
             if energy is not None:
                 energy = scatter_rows(energy, index, len(self.latest), torch.nan)
@@ -419,4 +420,5 @@ def _start(first: Evaluation, rule: Rule, window: int, spent: Tensor | None) -> 
         milestone=infinite,
         energy_milestone=infinite,
         path=torch.zeros_like(norm),
+        near=torch.zeros_like(status, dtype=torch.bool),
     )

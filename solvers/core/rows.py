@@ -38,7 +38,7 @@ class Progress:
     """Argument of the callback after each evaluation.
 
     Attributes:
-        evaluation: number of evaluations of each sample that is still running.
+        evaluation: number of points evaluated so far, without products with the Jacobian.
         residual: (B,) relative residual of this evaluation, NaN for samples that have ended.
         energy: (B,) energy of this evaluation, NaN for samples that have ended, or None.
         running: number of samples that are still running.
@@ -144,6 +144,7 @@ class Rows:
     milestone: Tensor  # best score at the last stall check
     energy_milestone: Tensor  # lowest energy there
     path: Tensor  # length of the steps since then
+    near: Tensor  # (n,) bool: at the last accepted point the error was within the tolerance
     anchor: Tensor | None = None  # (n, D) the accepted point there
 
     def at(self, count: int) -> Tensor:

@@ -62,7 +62,7 @@ def _products(
 @triton.jit
 def _judge(
     partial, first_chunks, gram, weights, norms, caps, gains, score, relative, norm_at_best, error, limit,
-    bound, scale, path, status, evaluations, flags, rejections, pairs, left, settings,
+    bound, scale, path, status, evaluations, flags, rejections, pairs, nearby, left, settings,
     most, chunks, parts, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     S2: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _judge(
         # Judge the row, part by part.
         remembered = tl.arange(0, S2)
         new_score, new_relative, new_error, length = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
-        meets = accepted
+        meets, close, less = accepted, accepted, accepted
         for part in range(0, parts):
             own, scales, moves, changed = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
             low, high = tl.load(first_chunks + part), tl.load(first_chunks + part + 1)
@@ -128,7 +128,8 @@ def _judge(
             # At the first turn, where nothing was accepted before, the moves are z itself.
             extent = tl.maximum(moves, scales)
             cap = tl.maximum(tl.maximum(rtol * extent, atol), 10 * eps * extent)
-            cap = tl.where(first, tl.maximum(cap, fallen * own), tl.load(caps + place))
+            cap = tl.maximum(tl.where(free, 0.0, cap), fallen * own)
+            cap = tl.where(first, cap, tl.load(caps + place))
             tl.store(caps + place, cap)
             before = tl.where(first, 0.0, tl.load(norms + place))
             # Of a plain step, which follows a rejection, the rate counts.
@@ -146,10 +147,8 @@ def _judge(
             allowed = tl.minimum(threshold, cap)
             near = (wrong <= threshold) | (own <= tl.where(free, 0.0, unit * scales))
             small = (own <= allowed) & (eps * scales <= cap)
-            latest = remembered == count % S
-            earlier = tl.max(tl.where(latest, 0.0, gain))
-            calm = (tl.max(tl.where(latest, gain, 0.0)) <= 2 * earlier) | (own == 0)
-            meets = meets & near & tl.where(free, calm, small)
+            close, less = close & near, less & (own <= cap)
+            meets = meets & (near & (small | free))
             units = tl.where(free, 1.0, tl.where(allowed == 0, tiny, allowed))
             size_of = tl.where(scales == 0, tiny, scales)
             new_score = tl.maximum(new_score, tl.minimum(own / units, largest))
@@ -157,6 +156,9 @@ def _judge(
             relative_error = tl.where(wrong < infinite, tl.minimum(wrong / size_of, largest), wrong)
             new_error = tl.maximum(new_error, relative_error)
             tl.store(norms + place, tl.where(accepted, own, before))
+        before = (tl.load(nearby + row) != 0) & (first == 0)
+        meets = meets & ((free == 0) | before | less | (norm == 0))
+        tl.store(nearby + row, tl.where(accepted, tl.where(close, 1, 0), tl.where(before, 1, 0)))
         walked = tl.where(first, 0.0, tl.load(path + row)) + length
         tl.store(path + row, walked)
         tl.store(bound + row, tl.where(accepted, norm, tl.load(bound + row)))
@@ -261,7 +263,7 @@ def turn(s: Any, value: Any) -> None:
     judge[(batch,)](
         s.partial, s.first_chunks, s.gram, s.weights, s.norms, s.caps, s.gains, s.score, s.relative, s.norm,
         s.error, s.limit, s.bound, s.scale, s.path, s.status, s.evaluations, s.flags, s.rejections, s.pairs,
-        s.left, s.settings, s.max_steps, chunks, len(s.sizes), s.memory, width, REDUCED, remembered,
+        s.near, s.left, s.settings, s.max_steps, chunks, len(s.sizes), s.memory, width, REDUCED, remembered,
         triton.next_power_of_2(remembered),
     )  # fmt: skip
     combine[(batch, chunks)](

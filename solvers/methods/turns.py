@@ -13,14 +13,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.judge import ROUNDINGS, SETTLED, STEPS, Rule
+from solvers.core.judge import ROUNDINGS, STEPS, Rule
 from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Evaluation, scaled_norm
@@ -70,7 +70,7 @@ class Turns:
             [min(t + self.chunk, high) for t in own]
             for own, high in zip(starts, bounds[1:], strict=True)
         ]
-        table = [sum(starts, []), sum(ends, [])]
+        table = [[*chain(*starts)], [*chain(*ends)]]
         self.chunks = torch.tensor(table, dtype=torch.int32, device=like.device)
         self.first_chunks = torch.tensor(
             [0, *accumulate(map(len, starts))], dtype=torch.int32, device=like.device
@@ -98,11 +98,11 @@ class Turns:
         sizes_of = [batch * prod(shape) for shape in shapes.values()]
         for (name, shape), piece in zip(shapes.items(), pieces.split(sizes_of), strict=True):
             setattr(self, name, piece.view(batch, *shape))
-        counts = new(5 * batch + 1, dtype=torch.int32)
-        self.counts, self.left = counts[:-1].view(5, batch), counts[-1:]
-        self.status, self.evaluations, self.flags, self.rejections, self.pairs = (
-            self.counts.unbind()
-        )
+        counts = new(6 * batch + 1, dtype=torch.int32)
+        self.counts, self.left = counts[:-1].view(6, batch), counts[-1:]
+        names = ("status", "evaluations", "flags", "rejections", "pairs", "near")
+        for name, row in zip(names, self.counts, strict=True):
+            setattr(self, name, row)
         ridge, tiny = solver.ridge(wide)
         rule = Rule(tolerance or Tolerance(), torch.finfo(like.dtype).eps if eps is None else eps)
         numbers = (
@@ -111,6 +111,12 @@ class Turns:
         )  # fmt: skip
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
 
+    status: Tensor
+    evaluations: Tensor
+    flags: Tensor
+    rejections: Tensor
+    pairs: Tensor
+    near: Tensor
     partial: Tensor  # inner products of each chunk
     gram: Tensor
     weights: Tensor
@@ -211,7 +217,8 @@ def turn(s: Turns, value: Tensor) -> None:
     norm, scale = norms.norm(dim=1), scales.norm(dim=1)
     extent = torch.maximum(part_norms64(s.z, sizes), scales)
     limits = torch.maximum(torch.maximum(rtol * extent, atol), 10 * eps * extent)
-    torch.where(begins, torch.maximum(limits, fallen * norms), s.caps, out=s.caps)
+    limits = torch.maximum(torch.where(free, 0.0, limits), fallen * norms)
+    torch.where(begins, limits, s.caps, out=s.caps)
     torch.where(first, divergence * torch.maximum(norm, scale), s.limit, out=s.limit)
     finite = norm + scale < torch.inf
     guarded = (count > 2) & (s.rejections == 0)
@@ -228,11 +235,11 @@ def turn(s: Turns, value: Tensor) -> None:
     threshold = torch.maximum(rtol * scales, atol)
     allowed = torch.minimum(threshold, s.caps)
     near = (error <= threshold) | (norms <= torch.where(free, 0.0, rounding_unit * scales))
-    small = (norms <= allowed) & (eps * scales <= s.caps)
-    earlier = s.gains.masked_fill(here[:, None], 0.0).amax(2)
-    newest = s.gains.masked_fill(~here[:, None], 0.0).amax(2)
-    calm = (newest <= SETTLED * earlier) | (norms == 0)
-    meets = (near & torch.where(free, calm, small)).all(1)
+    small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
+    near, before = near.all(1), (s.near > 0) & ~first
+    less = (norms <= s.caps).all(1)
+    meets = near & torch.where(free, before | less | (norm == 0), small)
+    s.near.copy_(torch.where(running & accepted, near.int(), s.near))
     converged = accepted & meets
     sizes_of = torch.where(scales == 0, tiny, scales)
     units = torch.where(free, 1.0, torch.where(allowed == 0, tiny, allowed))
