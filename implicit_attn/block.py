@@ -25,7 +25,7 @@ from solvers.core.modes import (
     eager,
     in_transform,
 )
-from solvers.core.solution import Goal
+from solvers.core.solution import Goal, apply_policy
 
 EPSILON = 1e-5  # epsilon of the norm of the input
 _TOLERANCE = solvers.Tolerance(1e-3)  # the default
@@ -480,9 +480,11 @@ class DEQTransformer(EncoderLayer):
         elif isinstance(count, str):
             options: dict[str, Any] = {"tolerance": self._tolerance(tokens)}
             if count == "prefix":
-                z0 = self._by_prefix(x, mask, self._limit(tokens, options["tolerance"]))
-                options |= {"z0": z0, "max_steps": 1}
-            z = self.deq(x, mask, **options)
+                limit = self._limit(tokens, options["tolerance"])
+                options |= {"z0": self._by_prefix(x, mask, limit), "max_steps": 1}
+                z = self._resting(x, mask, limit, options)
+            else:
+                z = self.deq(x, mask, **options)
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
             z = self.deq.unrolled(count, window=window)(x, mask)  # type: ignore[arg-type]
@@ -535,6 +537,30 @@ class DEQTransformer(EncoderLayer):
         )  # fmt: skip
         self.deq.evaluations_before = evaluations.amax(1)
         return latest, evaluations  # the solver's value is a state that was evaluated
+
+    def _resting(
+        self,
+        x: AttentionInput,
+        mask: Tensor | None,
+        limit: solvers.Tolerance,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Return the states ``z0`` themselves, which have converged where their residual is within ``limit``.
+
+        One evaluation measures the residual and is differentiated. Another one would move the tokens, and with
+        one there is no estimate of the error.
+        """
+        solution = self.deq.solve(x, mask, on_failure="ignore", **options)
+        reference = solution.residual_norm / solution.residual.masked_fill(
+            solution.residual == 0, 1
+        )
+        within = solution.residual_norm <= limit.threshold(reference)
+        rests = within & (solution.status == solvers.Status.MAX_STEPS)
+        solution.status = solution.status.masked_fill(rests, int(solvers.Status.CONVERGED))
+        if self.deq.last is not None:
+            self.deq.last.status = solution.status
+        apply_policy(solution, self.deq.on_failure, "fixed-point solve", self.deq)
+        return solution.value
 
     def _by_prefix(
         self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance

@@ -134,7 +134,9 @@ def test_difficult_samples_keep_their_status_and_budget(
             on_failure="ignore", adjoint=None, tolerance=Tolerance(1e-4, 1e-9), verify=False,
         )  # fmt: skip
         assert (found.evaluations <= 250).all() and found.status[0] == Status.CONVERGED
-        assert (found.evaluations <= seen).all() and seen.max() <= 250
+        if named:  # a second attempt by Newton's method counts products, too
+            assert (found.evaluations <= seen).all()
+        assert seen.max() <= 250
         return found
 
     one, other = both(run)

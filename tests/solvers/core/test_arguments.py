@@ -76,7 +76,8 @@ def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> N
     solution = fixed_point(f, z0, (x,), **call)
     vector = fixed_point(joined, start, (x,), **call)
     assert bool(solution.converged.all())
-    assert solution.evaluations.tolist() == vector.evaluations.tolist()
+    # Each leaf must meet the tolerance, which asks for more than their common norm.
+    assert (solution.evaluations >= vector.evaluations).all()
     first, second = parts(solution.value)
     torch.testing.assert_close(torch.cat([first, second.flatten(1)], 1), vector.value)
     assert type(solution.value) is type(z0)
@@ -115,7 +116,8 @@ def test_masked_tokens_do_not_move_and_do_not_count(solver: str) -> None:
     assert torch.equal(solution.value[~mask], z0[~mask])
     # a sample without its padding, on its own
     alone = fixed_point(tokens, z0[:1, :3], (x[:1, :3], mask[:1, :3]), **call)
-    assert int(alone.evaluations) == int(solution.evaluations[0])
+    if solver != "newton":  # whose products are as many as there are numbers
+        assert int(alone.evaluations) == int(solution.evaluations[0])
     torch.testing.assert_close(solution.value[:1, :3], alone.value, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(solution.residual[:1], alone.residual, rtol=0.5, atol=1e-12)
 
