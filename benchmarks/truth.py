@@ -1,6 +1,6 @@
 """Is a value that is called CONVERGED right? Families with known answers, in one table.
 
-    python benchmarks/truth.py [--seeds 30] [--families lasso energy] [--out table.md] [--json-file table.json]
+    python benchmarks/truth.py [--seeds 30] [--families lasso energy] [--out FILE.md] [--json-file FILE]
 
 The error of a value is |z - z*| / |z*| in units of the tolerance 1e-4. A sample is solved if it is CONVERGED
 and its error is at most ten tolerances; it is false if it is CONVERGED with a larger error. Every solver has
@@ -41,7 +41,7 @@ Map = Callable[..., Tensor]
 
 @dataclass
 class Family:
-    """Problems ``z = f(z, *args)``, one a row of ``z0``; with ``energy`` its minimisers, with ``F`` its roots.
+    """Problems ``z = f(z, *args)``, one a row of ``z0``; with ``energy`` minimisers, with ``F`` roots.
 
     ``exact`` is the answer where it is known, to be polished by :meth:`reference`. ``runaway``: long steps
     do not raise the residual. ``coupled``: so many rows at a time influence each other and are one call.

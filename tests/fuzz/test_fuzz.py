@@ -17,7 +17,7 @@ from solvers.core.solution import Solution, Status
 from solvers.linear import LinearLoop
 
 # So many that together they take a few seconds.
-CASES = {"fixed_points": 200, "truths": 150, "linear": 150, "adjoints": 60}
+CASES = {"fixed_points": 200, "truths": 150, "errors": 100, "linear": 150, "adjoints": 60}
 
 
 def broken(name: str, cases: int) -> set[str]:
@@ -27,7 +27,10 @@ def broken(name: str, cases: int) -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.verifies] if n == "truths" else []) for n in FAMILIES],
+    [
+        pytest.param(n, marks=[pytest.mark.verifies] if n in ("truths", "errors") else [])
+        for n in FAMILIES
+    ],
 )
 def test_no_invariant_is_broken(name: str) -> None:
     failures = [str(f) for n in range(CASES[name]) for f in run_case(name, FAMILIES[name], n)]

@@ -199,7 +199,8 @@ def combustion(x: Tensor) -> Tensor:
         2 * a * b + a + b * c**2 + r8 * b - r * e + 2 * r10 * b**2 + r7 * b * c + r9 * b * d,
         2 * b * c**2 + 2 * r5 * c**2 - 8 * e + r6 * c + r7 * b * c,
         r9 * b * d + 2 * d**2 - 4 * r * e,
-        a * (b + 1) + r10 * b**2 + b * c**2 + r8 * b + r5 * c**2 + d**2 - 1 + r6 * c + r7 * b * c + r9 * b * d,
+        a * (b + 1) + r10 * b**2 + b * c**2 + r8 * b + r5 * c**2 + d**2 - 1 + r6 * c + r7 * b * c
+            + r9 * b * d,
     ], 1)  # fmt: skip
 
 
@@ -262,7 +263,8 @@ SYSTEMS: list[Collected] = [
         + f * torch.exp(-T13[:6] * e) - BIGGS[:6]), [1.0, 2.0, 1.0, 1.0, 1.0, 1.0], MGH.format(18),
         [1.0, 10.0, 1.0, 5.0, 4.0, 3.0]),
     _system("watson_6", watson_gradient, 6 * [0.0], MGH.format(20)),
-    _system("extended_rosenbrock_20", blocks(rosenbrock, 2, 10), 10 * [-1.2, 1.0], MGH.format(21), 20 * [1.0]),
+    _system("extended_rosenbrock_20", blocks(rosenbrock, 2, 10), 10 * [-1.2, 1.0], MGH.format(21),
+        20 * [1.0]),
     _system("extended_powell_12", blocks(powell_singular, 4, 3), 3 * [3.0, -1.0, 0.0, 1.0], MGH.format(22),
         12 * [0.0]),
     _system("variably_dimensioned_10", variably_dimensioned_system, NEARLY_ONE, MGH.format(25), 10 * [1.0]),
@@ -280,9 +282,11 @@ SYSTEMS: list[Collected] = [
     # scipy, NLsolve and SIAMFANLEquations
     _system("cubic", lambda x: -cubic(x), 5 * [1.0], "scipy, test_nonlin.py, F", 5 * [0.0]),
     _system("powell_scipy", powell_badly_scaled, [-1.0, -2.0], "scipy, test_nonlin.py, F4", BADLY_SCALED),
-    _system("pressure_network", pressure_network, [2.0, 0.0, 2.0, 0.0], "scipy, test_nonlin.py, F5", 4 * [1.0]),
+    _system("pressure_network", pressure_network, [2.0, 0.0, 2.0, 0.0], "scipy, test_nonlin.py, F5",
+        4 * [1.0]),
     _system("scipy_f6", scipy_f6, [-0.5, 1.4], "scipy, test_nonlin.py, F6"),
-    _system("nlsolve_2", of(lambda a, b: [(a + 3) * (b**3 - 7) + 18, torch.sin(b * a.exp() - 1)]), [-0.5, 1.4],
+    _system("nlsolve_2", of(lambda a, b: [(a + 3) * (b**3 - 7) + 18, torch.sin(b * a.exp() - 1)]), [-0.5,
+        1.4],
         "NLsolve.jl, test/2by2.jl", [0.0, 1.0]),
     _system("cosine", lambda x: x.cos() - x, [0.5], SIAMFANL.format("fcos"), [0.7390851332151607]),
     _system("arctangent", torch.atan, [10.0], SIAMFANL.format("atan"), [0.0]),
@@ -299,20 +303,26 @@ SYSTEMS: list[Collected] = [
     _system("exponential_2_10", exponential_2, 10 * [0.01], LMR.format(2), 10 * [0.0]),
     _system("double_trigonometric_10", double_trigonometric, 10 * [0.101], LMR.format(8)),
     _system("singular_cubic_10", singular_cubic, 10 * [1.0], LMR.format(9), 10 * [0.0]),
-    _system("logarithm_20", lambda x: torch.log1p(x) - x / x.shape[1], 20 * [1.0], LMR.format(10), 20 * [0.0]),
+    _system("logarithm_20", lambda x: torch.log1p(x) - x / x.shape[1], 20 * [1.0], LMR.format(10),
+        20 * [0.0]),
     _system("trigexp_20", trigexp, 20 * [0.0], LMR.format(12), 20 * [1.0]),
-    _system("convex_2_20", lambda x: counted(x, 20) / 10 * torch.expm1(x), 20 * [1.0], LMR.format(16), 20 * [0.0]),
-    _system("bratu_20", partial(bratu, factor=2.0), 20 * [0.0], "MINPACK-2, solid fuel ignition, one dimension"),
+    _system("convex_2_20", lambda x: counted(x, 20) / 10 * torch.expm1(x), 20 * [1.0], LMR.format(16),
+        20 * [0.0]),
+    _system("bratu_20", partial(bratu, factor=2.0), 20 * [0.0],
+        "MINPACK-2, solid fuel ignition, one dimension"),
     _system("tridiagonal_cubic_10", tridiagonal_cubic, 10 * [12.0], LV.format("tridiagonal"), 10 * [1.0]),
-    _system("singular_broyden_10", lambda x: broyden_tridiagonal(x) ** 2, 10 * [-1.0], LV.format("singular Broyden")),
+    _system("singular_broyden_10", lambda x: broyden_tridiagonal(x) ** 2, 10 * [-1.0],
+        LV.format("singular Broyden")),
     _system("extended_freudenstein_10", blocks(freudenstein_roth, 2, 5), 5 * [6.0, 3.0],
         LV.format("extended Freudenstein and Roth"), 5 * [5.0, 4.0]),
     _system("extended_cragg_levy_8", blocks(cragg_levy, 4, 2), 2 * [1.0, 2.0, 2.0, 2.0],
         LV.format("extended Cragg and Levy"), 2 * [0.0, 1.0, 1.0, 1.0]),
     # single systems
     _system("interval_i1", products_of_three, 10 * [0.0], INTERVAL.format("i1")),
-    _system("neurophysiology", neurophysiology, [0.8, 0.5, 0.5, 0.8, 0.3, -0.3], INTERVAL.format("neurophysiology")),
-    _system("robot", robot, [0.164, -0.98, -0.94, -0.32, -0.99, -0.056, 0.41, -0.91], INTERVAL.format("kin1")),
+    _system("neurophysiology", neurophysiology, [0.8, 0.5, 0.5, 0.8, 0.3, -0.3],
+        INTERVAL.format("neurophysiology")),
+    _system("robot", robot, [0.164, -0.98, -0.94, -0.32, -0.99, -0.056, 0.41, -0.91],
+        INTERVAL.format("kin1")),
     _system("combustion", combustion, [0.05, 10.0, 0.05, 0.9, 0.05], "Meintjes and Morgan (1990), table 2",
         [3.114102e-3, 34.59792, 0.06504177, 0.8593780, 0.03695185]),
     _system("heart_dipole", heart_dipole, HEART, "MINPACK-2, human heart dipole"),
@@ -333,13 +343,15 @@ SYSTEMS: list[Collected] = [
         (1 - 1 / (4 * PI)) * ((2 * a).exp() - E) + E * b / PI - 2 * E * a]), [0.6, 3.0],
         "D. Ferraris, D. Tronconi, Comput. Chem. Eng. 10 (1986)", [0.5, PI]),
     _system("dennis_schnabel", of(lambda a, b: [a + b - 3, a * a + b * b - 9]), [1.0, 5.0],
-        "J. Dennis, R. Schnabel, Numerical Methods for Unconstrained Optimization, example 5.1.1", [0.0, 3.0]),
+        "J. Dennis, R. Schnabel, Numerical Methods for Unconstrained Optimization, example 5.1.1", [0.0,
+        3.0]),
     _system("burden_1", of(lambda a, b, c: [3 * a - torch.cos(b * c) - 0.5, a * a - 81 * (b + 0.1) ** 2
         + c.sin() + 1.06, torch.exp(-a * b) + 20 * c + (10 * PI - 3) / 3]), [0.1, 0.1, -0.1],
         BF.format("10.1"), [0.5, 0.0, -PI / 6]),
     _system("burden_2", of(lambda a, b: [a * a - 10 * a + b * b + 8, a * b * b + a - 10 * b + 8]), [0.0, 0.0],
         BF.format("10.1"), [1.0, 1.0]),
-    _system("burden_3", of(lambda a, b: [4 * a * a - 20 * a + b * b / 4 + 8, a * b * b / 2 + 2 * a - 5 * b + 8]),
+    _system("burden_3", of(lambda a, b: [4 * a * a - 20 * a + b * b / 4 + 8,
+        a * b * b / 2 + 2 * a - 5 * b + 8]),
         [0.0, 0.0], BF.format("10.2"), [0.5, 2.0]),
     _system("burden_4", of(lambda a, b: [torch.sin(4 * PI * a * b) - 2 * b - a, (4 * PI - 1) / (4 * PI)
         * ((2 * a).exp() - E) + 4 * E * b * b - 2 * E * a]), [0.0, 0.0], BF.format("10.2")),
@@ -378,7 +390,8 @@ def dixmaana(x: Tensor) -> Tensor:
 # The data of MGH 10 and 17.
 MEYER = data(34780, 28610, 23650, 19630, 16370, 13720, 11540, 9744, 8261, 7030, 6005, 5147, 4427, 3820, 3307,
     2872)  # fmt: skip
-OSBORNE = data(0.844, 0.908, 0.932, 0.936, 0.925, 0.908, 0.881, 0.850, 0.818, 0.784, 0.751, 0.718, 0.685, 0.658,
+OSBORNE = data(0.844, 0.908, 0.932, 0.936, 0.925, 0.908, 0.881, 0.850, 0.818, 0.784, 0.751, 0.718, 0.685,
+    0.658,
     0.628, 0.603, 0.580, 0.558, 0.538, 0.522, 0.506, 0.490, 0.478, 0.467, 0.457, 0.448, 0.438, 0.431, 0.424,
     0.420, 0.414, 0.411, 0.406)  # fmt: skip
 T33 = 10 * (numbers(33) - 1)
@@ -391,7 +404,8 @@ def indexed(terms: Any) -> Any:
 
 _BY_NAME = {problem.name: problem for problem in TEXTBOOK}
 _OF_MGH = (
-    "rosenbrock freudenstein_roth powell_badly_scaled beale jennrich_sampson helical_valley bard gaussian gulf "
+    "rosenbrock freudenstein_roth powell_badly_scaled beale jennrich_sampson helical_valley bard gaussian "
+    "gulf "
     "box_3d powell_singular wood kowalik_osborne brown_dennis biggs_exp6 watson_6 variably_dimensioned_10 "
     "trigonometric_10 broyden_tridiagonal_10 broyden_banded_10 chebyquad_8"
 )
@@ -400,7 +414,8 @@ MINIMISERS: list[Collected] = [
     _minimiser("penalty_1_10", squares(penalty_1), [float(i) for i in range(1, 11)], MGH.format(23)),
     _minimiser("penalty_2_10", squares(penalty_2), 10 * [0.5], MGH.format(24)),
     _minimiser("brown_almost_linear_10", squares(brown_almost_linear), 10 * [0.5], MGH.format(27)),
-    _minimiser("brown_badly_scaled", _BY_NAME["brown_badly_scaled"].function, [1.0, 1.0], MGH.format(4), [1e6, 2e-6]),
+    _minimiser("brown_badly_scaled", _BY_NAME["brown_badly_scaled"].function, [1.0, 1.0], MGH.format(4),
+        [1e6, 2e-6]),
     _minimiser("meyer", squares(of(lambda a, b, c: a * torch.exp(b / (45 + 5 * numbers(16) + c)) - MEYER)),
         [0.02, 4000.0, 250.0], MGH.format(10)),
     _minimiser("osborne_1", squares(of(lambda a, b, c, d, e: OSBORNE - a - b * torch.exp(-T33 * d)
@@ -409,21 +424,26 @@ MINIMISERS: list[Collected] = [
     _minimiser("extended_powell_100", blocks(squares(powell_singular), 4, 25), 25 * [3.0, -1.0, 0.0, 1.0],
         CUTE.format("POWELLSG"), 100 * [0.0]),
     _minimiser("heart_8", squares(heart_dipole), HEART, CUTE.format("HEART8LS")),
-    _minimiser("maratosb", lambda x: x[:, 0] + 1e6 * ((x * x).sum(1) - 1) ** 2, [1.1, 0.1], CUTE.format("MARATOSB")),
+    _minimiser("maratosb", lambda x: x[:, 0] + 1e6 * ((x * x).sum(1) - 1) ** 2, [1.1, 0.1],
+        CUTE.format("MARATOSB")),
     _minimiser("hairy", lambda x: 30 * ((7 * x[:, 0]).sin() * (7 * x[:, 1]).cos()) ** 2
-        + 100 * ((0.01 + (x[:, 0] - x[:, 1]) ** 2).sqrt() + (0.01 + x[:, 0] ** 2).sqrt()), [-5.0, -7.0], CUTE.format("HAIRY")),
+        + 100 * ((0.01 + (x[:, 0] - x[:, 1]) ** 2).sqrt() + (0.01 + x[:, 0] ** 2).sqrt()), [-5.0, -7.0],
+        CUTE.format("HAIRY")),
     _minimiser("denschnd", squares(of(lambda a, b, c: [a * a + b**3 - c**4, 2 * a * b * c,
         2 * a * b - 3 * b * c + a * c])), 3 * [10.0], CUTE.format("DENSCHND")),
     _minimiser("fletchcr_40", chained(lambda a, b: 100 * (b - a + 1 - a * a) ** 2, 2), 40 * [0.0],
         CUTE.format("FLETCHCR")),
     _minimiser("genrose_50", chained(lambda a, b: 100 * (b - a * a) ** 2 + (b - 1) ** 2, 2), even(50),
         CUTE.format("GENROSE")),
-    _minimiser("woods_48", blocks(squares(of(lambda a, b, c, d: [10 * (b - a * a), 1 - a, 90**0.5 * (d - c * c),
+    _minimiser("woods_48", blocks(squares(of(lambda a, b, c, d: [10 * (b - a * a), 1 - a,
+        90**0.5 * (d - c * c),
         1 - c, 10**0.5 * (b + d - 2), (b - d) / 10**0.5])), 4, 12), 24 * [-3.0, -1.0], CUTE.format("WOODS"),
         48 * [1.0]),
-    _minimiser("chained_rosenbrock_20", rosenbrock_chain, 10 * [-1.2, 1.0], CUTE.format("CHNROSNB, equal weights"),
+    _minimiser("chained_rosenbrock_20", rosenbrock_chain, 10 * [-1.2, 1.0],
+        CUTE.format("CHNROSNB, equal weights"),
         20 * [1.0]),
-    _minimiser("chained_powell_20", chained_powell, 5 * [3.0, -1.0, 0.0, 1.0], "Lukšan and Vlček (1999), problem 3",
+    _minimiser("chained_powell_20", chained_powell, 5 * [3.0, -1.0, 0.0, 1.0],
+        "Lukšan and Vlček (1999), problem 3",
         20 * [0.0]),
     _minimiser("genrose_10", chained(lambda a, b: 100 * (b - a * a) ** 2 + (b - 1) ** 2, 2), even(10),
         CUTE.format("GENROSE")),
@@ -437,24 +457,29 @@ MINIMISERS: list[Collected] = [
         20 * [-1.0], CUTE.format("NONDIA")),
     _minimiser("liarwhd_20", lambda x: (4 * (x * x - x[:, :1]) ** 2 + (x - 1) ** 2).sum(1), 20 * [4.0],
         CUTE.format("LIARWHD"), 20 * [1.0]),
-    _minimiser("tridia_20", lambda x: (x[:, 0] - 1) ** 2 + (counted(x, 19, first=2) * (2 * x[:, 1:] - x[:, :-1])
+    _minimiser("tridia_20", lambda x: (x[:, 0] - 1) ** 2 + (counted(x, 19, first=2) * (2 * x[:, 1:] - x[:,
+        :-1])
         ** 2).sum(1), 20 * [1.0], CUTE.format("TRIDIA"), [2.0**-i for i in range(20)]),
     _minimiser("power_10", lambda x: (counted(x, 10) * x * x).sum(1) ** 2, 10 * [1.0], CUTE.format("POWER"),
         10 * [0.0]),
     _minimiser("quartc_10", indexed(lambda x, i: (x - i) ** 4), 10 * [2.0], CUTE.format("QUARTC"),
         [float(i) for i in range(1, 11)]),
-    _minimiser("edensch_20", chained(lambda a, b: (a - 2) ** 4 + (a * b - 2 * b) ** 2 + (b + 1) ** 2, 2), 20 * [8.0],
+    _minimiser("edensch_20", chained(lambda a, b: (a - 2) ** 4 + (a * b - 2 * b) ** 2 + (b + 1) ** 2, 2),
+        20 * [8.0],
         CUTE.format("EDENSCH")),
     _minimiser("engval1_20", chained(lambda a, b: (a * a + b * b) ** 2 - 4 * a + 3, 2), 20 * [2.0],
         CUTE.format("ENGVAL1")),
-    _minimiser("engval2", squares(of(lambda a, b, c: [a * a + b * b + c * c - 1, a * a + b * b + (c - 2) ** 2 - 1,
+    _minimiser("engval2", squares(of(lambda a, b, c: [a * a + b * b + c * c - 1,
+        a * a + b * b + (c - 2) ** 2 - 1,
         a + b + c - 1, a + b - c + 1, 3 * b * b + a**3 + (5 * c - a + 1) ** 2 - 36])), [1.0, 2.0, 0.0],
         CUTE.format("ENGVAL2"), [0.0, 0.0, 1.0]),
     _minimiser("dixmaana_15", dixmaana, 15 * [2.0], CUTE.format("DIXMAANA"), 15 * [0.0]),
-    _minimiser("bdqrtic_20", lambda x: chained(lambda a, b, c, d: (3 - 4 * a) ** 2 + (a * a + 2 * b * b + 3 * c * c
+    _minimiser("bdqrtic_20", lambda x: chained(lambda a, b, c,
+        d: (3 - 4 * a) ** 2 + (a * a + 2 * b * b + 3 * c * c
         + 4 * d * d + 5 * x[:, -1:] ** 2) ** 2, 4)(x), 20 * [1.0], CUTE.format("BDQRTIC")),
     _minimiser("cragglvy_10", lambda x: (lambda a, b, c, d: ((a.exp() - b) ** 4 + 100 * (b - c) ** 6
-        + ((c - d).tan() + c - d) ** 4 + a**8 + (d - 1) ** 2).sum(1))(*(x[:, k : 7 + k : 2] for k in range(4))),
+        + ((c - d).tan() + c - d) ** 4 + a**8 + (d - 1) ** 2).sum(1))(*(x[:,
+        k : 7 + k : 2] for k in range(4))),
         [1.0] + 9 * [2.0], CUTE.format("CRAGGLVY")),
     _minimiser("cliff", lambda x: (x[:, 0] / 100 - 0.03) ** 2 - x[:, 0] + x[:, 1]
         + torch.exp(20 * (x[:, 0] - x[:, 1])), [0.0, -1.0], CUTE.format("CLIFF")),
@@ -464,26 +489,32 @@ MINIMISERS: list[Collected] = [
         CUTE.format("DENSCHNA"), [0.0, 0.0]),
     _minimiser("denschnb", squares(of(lambda a, b: [a - 2, (a - 2) * b, b + 1])), [1.0, 1.0],
         CUTE.format("DENSCHNB"), [2.0, -1.0]),
-    _minimiser("denschnc", squares(of(lambda a, b: [a * a + b * b - 2, (a - 1).exp() + b**3 - 2])), [2.0, 3.0],
+    _minimiser("denschnc", squares(of(lambda a, b: [a * a + b * b - 2, (a - 1).exp() + b**3 - 2])), [2.0,
+        3.0],
         CUTE.format("DENSCHNC"), [1.0, 1.0]),
     _minimiser("denschne", squares(of(lambda a, b, c: [a, b + b * b, torch.expm1(c)])), [2.0, 3.0, -8.0],
         CUTE.format("DENSCHNE")),
-    _minimiser("denschnf", squares(of(lambda a, b: [2 * (a + b) ** 2 + (a - b) ** 2 - 8, 5 * a * a + (b - 3) ** 2
+    _minimiser("denschnf", squares(of(lambda a, b: [2 * (a + b) ** 2 + (a - b) ** 2 - 8,
+        5 * a * a + (b - 3) ** 2
         - 9])), [2.0, 0.0], CUTE.format("DENSCHNF"), [1.0, 1.0]),
     _minimiser("himmelbg", lambda x: torch.exp(-x.sum(1)) * (2 * x[:, 0] ** 2 + 3 * x[:, 1] ** 2), [0.5, 0.5],
         CUTE.format("HIMMELBG"), [0.0, 0.0]),
     _minimiser("himmelbh", lambda x: x[:, 0] ** 3 + x[:, 1] ** 2 - 3 * x[:, 0] - 2 * x[:, 1] + 2, [0.0, 2.0],
         CUTE.format("HIMMELBH"), [1.0, 1.0]),
-    _minimiser("sisser", lambda x: 3 * x[:, 0] ** 4 - 2 * (x[:, 0] * x[:, 1]) ** 2 + 3 * x[:, 1] ** 4, [1.0, 0.1],
+    _minimiser("sisser", lambda x: 3 * x[:, 0] ** 4 - 2 * (x[:, 0] * x[:, 1]) ** 2 + 3 * x[:, 1] ** 4, [1.0,
+        0.1],
         CUTE.format("SISSER"), [0.0, 0.0]),
-    _minimiser("zangwil2", lambda x: (16 * x[:, 0] ** 2 + 16 * x[:, 1] ** 2 - 8 * x[:, 0] * x[:, 1] - 56 * x[:, 0]
+    _minimiser("zangwil2", lambda x: (16 * x[:, 0] ** 2 + 16 * x[:, 1] ** 2 - 8 * x[:, 0] * x[:,
+        1] - 56 * x[:, 0]
         - 256 * x[:, 1] + 991) / 15, [3.0, 8.0], CUTE.format("ZANGWIL2"), [4.0, 9.0]),
     _minimiser("sineval", squares(of(lambda a, b: [100 * (b - a.sin()), a / 2])), [4.712389, -1.0],
         CUTE.format("SINEVAL"), [0.0, 0.0]),
     _minimiser("s308", squares(of(lambda a, b: [a * a + a * b + b * b, a.sin(), b.cos()])), [3.0, 0.1],
         CUTE.format("S308")),
-    _minimiser("cosine_20", chained(lambda a, b: torch.cos(a * a - b / 2), 2), 20 * [1.0], CUTE.format("COSINE")),
-    _minimiser("hilberta_5", lambda x: (x * (x @ (1 / (numbers(5)[:, None] + numbers(5) - 1)))).sum(1), 5 * [-3.0],
+    _minimiser("cosine_20", chained(lambda a, b: torch.cos(a * a - b / 2), 2), 20 * [1.0],
+        CUTE.format("COSINE")),
+    _minimiser("hilberta_5", lambda x: (x * (x @ (1 / (numbers(5)[:, None] + numbers(5) - 1)))).sum(1),
+        5 * [-3.0],
         CUTE.format("HILBERTA"), 5 * [0.0]),
 ]  # fmt: skip
 
@@ -498,17 +529,23 @@ def starts(problem: Collected) -> Tensor:
     return problem.z0 + 0.05 * (problem.z0.abs() + 0.1) * noise
 
 
-def solve(problem: Collected, *, default: bool = False, budget: int = BUDGET) -> solvers.Solution:
-    """``root``, or the default of ``fixed_point`` on ``z - F``; L-BFGS for a minimiser."""
+def solve(
+    problem: Collected, *, default: bool = False, budget: int = BUDGET, count: int | None = None
+) -> solvers.Solution:
+    """``root``, or the default of ``fixed_point`` on ``z - F``; L-BFGS for a minimiser.
+
+    ``count``: how many of the starts, the published one first; None for all.
+    """
+    z0 = starts(problem)[:count]
     options: Any = {"max_steps": budget, "adjoint": None, "on_failure": "ignore"}
     if problem.kind == "minimiser":
         options["tolerance"] = solvers.Tolerance(0.0, GRADIENT)
         descent = solvers.Descent(problem.function)
-        return solvers.fixed_point(descent, starts(problem), solver=solvers.LBFGS(), **options)
+        return solvers.fixed_point(descent, z0, solver=solvers.LBFGS(), **options)
     options["tolerance"] = solvers.Tolerance(0.0, ROOT)
     if default:
-        return solvers.fixed_point(problem.f, starts(problem), **options)
-    return solvers.root(problem.function, starts(problem), **options)
+        return solvers.fixed_point(problem.f, z0, **options)
+    return solvers.root(problem.function, z0, **options)
 
 
 def solved(problem: Collected, z: Tensor, slack: float = 1.0) -> Tensor:
