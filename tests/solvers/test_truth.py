@@ -1,6 +1,7 @@
 """A value that is CONVERGED is right: families with known answers, by every solver.
 
-The families and their references are those of ``benchmarks/truth.py``, here with fewer samples.
+The families and their answers are those of ``problems/families.py``; ``benchmarks/truth.py`` has more samples
+and other people's solvers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Generator, Tensor
 
 import solvers
 from benchmarks import truth
-from benchmarks.truth import BUDGET, FAMILIES, SLACK, TOLERANCE, Family, Outcome
+from benchmarks.truth import BUDGET, SLACK, TOLERANCE, Outcome
+from problems.families import FAMILIES, Family, relative
 
 pytestmark = pytest.mark.verifies
 SAMPLES = 20
@@ -36,7 +38,7 @@ def outcomes(name: str) -> dict[str, Outcome]:
 
 def errors(name: str, outcome: Outcome) -> Tensor:
     """True errors in units of the tolerance."""
-    return truth.relative(outcome.value, family(name)[1]).nan_to_num(nan=torch.inf) / TOLERANCE
+    return relative(outcome.value, family(name)[1]).nan_to_num(nan=torch.inf) / TOLERANCE
 
 
 def false(name: str) -> dict[str, int]:
