@@ -63,7 +63,7 @@ def ours(solver: Any, family: Family) -> Outcome:
             solvers.fixed_point(f, z, tuple(args), **options)
             for z, *args in zip(*batches, strict=True)
         ]
-    errors = [getattr(each, "error", None) for each in found]
+    errors: list[Any] = [getattr(each, "error", None) for each in found]
     join = lambda name: torch.cat([getattr(each, name) for each in found])  # noqa: E731
     error = None if errors[0] is None else torch.cat(errors)
     return Outcome(join("value").detach(), join("converged"), join("evaluations").double(), error)

@@ -52,13 +52,15 @@ from problems.collected import (
     scipy_f6,
     shift_down,
     shift_up,
-    sum_of_squares,
     trigonometric,
     variably_dimensioned_system,
     watson,
 )
 from problems.collected import (
     MINIMISERS as TEXTBOOK,
+)
+from problems.collected import (
+    sum_of_squares as squares,
 )
 
 LMR, LV = "LMR, function {}", "LV, systems, {}"
@@ -285,9 +287,8 @@ SYSTEMS: list[Collected] = [
     _system("pressure_network", pressure_network, [2.0, 0.0, 2.0, 0.0], "scipy, test_nonlin.py, F5",
         4 * [1.0]),
     _system("scipy_f6", scipy_f6, [-0.5, 1.4], "scipy, test_nonlin.py, F6"),
-    _system("nlsolve_2", of(lambda a, b: [(a + 3) * (b**3 - 7) + 18, torch.sin(b * a.exp() - 1)]), [-0.5,
-        1.4],
-        "NLsolve.jl, test/2by2.jl", [0.0, 1.0]),
+    _system("nlsolve_2", of(lambda a, b: [(a + 3) * (b**3 - 7) + 18, torch.sin(b * a.exp() - 1)]),
+        [-0.5, 1.4], "NLsolve.jl, test/2by2.jl", [0.0, 1.0]),
     _system("cosine", lambda x: x.cos() - x, [0.5], SIAMFANL.format("fcos"), [0.7390851332151607]),
     _system("arctangent", torch.atan, [10.0], SIAMFANL.format("atan"), [0.0]),
     _system("simple_near", of(lambda a, b: [a * a + b * b - 2, (a - 1).exp() + b * b - 2]), [2.0, 0.5],
@@ -343,25 +344,20 @@ SYSTEMS: list[Collected] = [
         (1 - 1 / (4 * PI)) * ((2 * a).exp() - E) + E * b / PI - 2 * E * a]), [0.6, 3.0],
         "D. Ferraris, D. Tronconi, Comput. Chem. Eng. 10 (1986)", [0.5, PI]),
     _system("dennis_schnabel", of(lambda a, b: [a + b - 3, a * a + b * b - 9]), [1.0, 5.0],
-        "J. Dennis, R. Schnabel, Numerical Methods for Unconstrained Optimization, example 5.1.1", [0.0,
-        3.0]),
+        "J. Dennis, R. Schnabel, Numerical Methods for Unconstrained Optimization, example 5.1.1",
+        [0.0, 3.0]),
     _system("burden_1", of(lambda a, b, c: [3 * a - torch.cos(b * c) - 0.5, a * a - 81 * (b + 0.1) ** 2
         + c.sin() + 1.06, torch.exp(-a * b) + 20 * c + (10 * PI - 3) / 3]), [0.1, 0.1, -0.1],
         BF.format("10.1"), [0.5, 0.0, -PI / 6]),
     _system("burden_2", of(lambda a, b: [a * a - 10 * a + b * b + 8, a * b * b + a - 10 * b + 8]), [0.0, 0.0],
         BF.format("10.1"), [1.0, 1.0]),
     _system("burden_3", of(lambda a, b: [4 * a * a - 20 * a + b * b / 4 + 8,
-        a * b * b / 2 + 2 * a - 5 * b + 8]),
-        [0.0, 0.0], BF.format("10.2"), [0.5, 2.0]),
+        a * b * b / 2 + 2 * a - 5 * b + 8]), [0.0, 0.0], BF.format("10.2"), [0.5, 2.0]),
     _system("burden_4", of(lambda a, b: [torch.sin(4 * PI * a * b) - 2 * b - a, (4 * PI - 1) / (4 * PI)
         * ((2 * a).exp() - E) + 4 * E * b * b - 2 * E * a]), [0.0, 0.0], BF.format("10.2")),
     _system("burden_5", of(lambda a, b, c: [10 * a - 2 * b * b + b - 2 * c - 5, 8 * b * b + 4 * c * c - 9,
         8 * b * c + 4]), [1.0, 1.0, -1.0], BF.format("10.4"), [0.5, 1.0, -0.5]),
 ]  # fmt: skip
-
-
-def squares(function: Any) -> Any:
-    return sum_of_squares(function)
 
 
 def chained(terms: Any, width: int) -> Any:
@@ -378,6 +374,19 @@ def chained_powell(x: Tensor) -> Tensor:
     """CHNPWS: the terms of MGH 13 at coordinates that start at 1, 3, 5, ..."""
     a, b, c, d = (x[:, k : x.shape[1] - 3 + k : 2] for k in range(4))
     return ((a + 10 * b) ** 2 + 5 * (c - d) ** 2 + (b - 2 * c) ** 4 + 10 * (a - d) ** 4).sum(1)
+
+
+def cragglvy(x: Tensor) -> Tensor:
+    """Terms at coordinates that start at 1, 3, 5, ..., as those of ``chained_powell``."""
+    a, b, c, d = (x[:, k : x.shape[1] - 3 + k : 2] for k in range(4))
+    angle = (c - d).tan() + c - d
+    return ((torch.exp(a) - b) ** 4 + 100 * (b - c) ** 6 + angle**4 + a**8 + (d - 1) ** 2).sum(1)
+
+
+def bdqrtic(x: Tensor) -> Tensor:
+    a, b, c, d = (x[:, k : x.shape[1] - 4 + k] for k in range(4))
+    quadratic = a**2 + 2 * b**2 + 3 * c**2 + 4 * d**2 + 5 * x[:, -1:] ** 2
+    return ((3 - 4 * a) ** 2 + quadratic**2).sum(1)
 
 
 def dixmaana(x: Tensor) -> Tensor:
@@ -436,19 +445,16 @@ MINIMISERS: list[Collected] = [
     _minimiser("genrose_50", chained(lambda a, b: 100 * (b - a * a) ** 2 + (b - 1) ** 2, 2), even(50),
         CUTE.format("GENROSE")),
     _minimiser("woods_48", blocks(squares(of(lambda a, b, c, d: [10 * (b - a * a), 1 - a,
-        90**0.5 * (d - c * c),
-        1 - c, 10**0.5 * (b + d - 2), (b - d) / 10**0.5])), 4, 12), 24 * [-3.0, -1.0], CUTE.format("WOODS"),
-        48 * [1.0]),
+        90**0.5 * (d - c * c), 1 - c, 10**0.5 * (b + d - 2), (b - d) / 10**0.5])), 4, 12), 24 * [-3.0, -1.0],
+        CUTE.format("WOODS"), 48 * [1.0]),
     _minimiser("chained_rosenbrock_20", rosenbrock_chain, 10 * [-1.2, 1.0],
-        CUTE.format("CHNROSNB, equal weights"),
-        20 * [1.0]),
+        CUTE.format("CHNROSNB, equal weights"), 20 * [1.0]),
     _minimiser("chained_powell_20", chained_powell, 5 * [3.0, -1.0, 0.0, 1.0],
-        "Lukšan and Vlček (1999), problem 3",
-        20 * [0.0]),
+        "Lukšan and Vlček (1999), problem 3", 20 * [0.0]),
     _minimiser("genrose_10", chained(lambda a, b: 100 * (b - a * a) ** 2 + (b - 1) ** 2, 2), even(10),
         CUTE.format("GENROSE")),
-    _minimiser("freuroth_10", lambda x: chained(lambda a, b: (a + ((5 - b) * b - 2) * b - 13) ** 2
-        + (a + ((b + 1) * b - 14) * b - 29) ** 2, 2)(x), [0.5, -2.0] + 8 * [0.0], CUTE.format("FREUROTH")),
+    _minimiser("freuroth_10", chained(lambda a, b: (a + ((5 - b) * b - 2) * b - 13) ** 2
+        + (a + ((b + 1) * b - 14) * b - 29) ** 2, 2), [0.5, -2.0] + 8 * [0.0], CUTE.format("FREUROTH")),
     _minimiser("dqdrtic_12", chained(lambda a, b, c: a * a + 100 * b * b + 100 * c * c, 3), 12 * [3.0],
         CUTE.format("DQDRTIC"), 12 * [0.0]),
     _minimiser("arwhead_20", lambda x: ((x[:, :-1] ** 2 + x[:, -1:] ** 2) ** 2 - 4 * x[:, :-1] + 3).sum(1),
@@ -457,30 +463,23 @@ MINIMISERS: list[Collected] = [
         20 * [-1.0], CUTE.format("NONDIA")),
     _minimiser("liarwhd_20", lambda x: (4 * (x * x - x[:, :1]) ** 2 + (x - 1) ** 2).sum(1), 20 * [4.0],
         CUTE.format("LIARWHD"), 20 * [1.0]),
-    _minimiser("tridia_20", lambda x: (x[:, 0] - 1) ** 2 + (counted(x, 19, first=2) * (2 * x[:, 1:] - x[:,
-        :-1])
-        ** 2).sum(1), 20 * [1.0], CUTE.format("TRIDIA"), [2.0**-i for i in range(20)]),
+    _minimiser("tridia_20", lambda x: (x[:, 0] - 1) ** 2
+        + (counted(x, 19, first=2) * (2 * x[:, 1:] - x[:, :-1]) ** 2).sum(1), 20 * [1.0], CUTE.format("TRIDIA"), [2.0**-i for i in range(20)]),
     _minimiser("power_10", lambda x: (counted(x, 10) * x * x).sum(1) ** 2, 10 * [1.0], CUTE.format("POWER"),
         10 * [0.0]),
     _minimiser("quartc_10", indexed(lambda x, i: (x - i) ** 4), 10 * [2.0], CUTE.format("QUARTC"),
         [float(i) for i in range(1, 11)]),
     _minimiser("edensch_20", chained(lambda a, b: (a - 2) ** 4 + (a * b - 2 * b) ** 2 + (b + 1) ** 2, 2),
-        20 * [8.0],
-        CUTE.format("EDENSCH")),
+        20 * [8.0], CUTE.format("EDENSCH")),
     _minimiser("engval1_20", chained(lambda a, b: (a * a + b * b) ** 2 - 4 * a + 3, 2), 20 * [2.0],
         CUTE.format("ENGVAL1")),
     _minimiser("engval2", squares(of(lambda a, b, c: [a * a + b * b + c * c - 1,
-        a * a + b * b + (c - 2) ** 2 - 1,
-        a + b + c - 1, a + b - c + 1, 3 * b * b + a**3 + (5 * c - a + 1) ** 2 - 36])), [1.0, 2.0, 0.0],
+        a * a + b * b + (c - 2) ** 2 - 1, a + b + c - 1, a + b - c + 1,
+        3 * b * b + a**3 + (5 * c - a + 1) ** 2 - 36])), [1.0, 2.0, 0.0],
         CUTE.format("ENGVAL2"), [0.0, 0.0, 1.0]),
     _minimiser("dixmaana_15", dixmaana, 15 * [2.0], CUTE.format("DIXMAANA"), 15 * [0.0]),
-    _minimiser("bdqrtic_20", lambda x: chained(lambda a, b, c,
-        d: (3 - 4 * a) ** 2 + (a * a + 2 * b * b + 3 * c * c
-        + 4 * d * d + 5 * x[:, -1:] ** 2) ** 2, 4)(x), 20 * [1.0], CUTE.format("BDQRTIC")),
-    _minimiser("cragglvy_10", lambda x: (lambda a, b, c, d: ((a.exp() - b) ** 4 + 100 * (b - c) ** 6
-        + ((c - d).tan() + c - d) ** 4 + a**8 + (d - 1) ** 2).sum(1))(*(x[:,
-        k : 7 + k : 2] for k in range(4))),
-        [1.0] + 9 * [2.0], CUTE.format("CRAGGLVY")),
+    _minimiser("bdqrtic_20", bdqrtic, 20 * [1.0], CUTE.format("BDQRTIC")),
+    _minimiser("cragglvy_10", cragglvy, [1.0] + 9 * [2.0], CUTE.format("CRAGGLVY")),
     _minimiser("cliff", lambda x: (x[:, 0] / 100 - 0.03) ** 2 - x[:, 0] + x[:, 1]
         + torch.exp(20 * (x[:, 0] - x[:, 1])), [0.0, -1.0], CUTE.format("CLIFF")),
     _minimiser("cube", squares(of(lambda a, b: [a - 1, 10 * (b - a**3)])), [-1.2, 1.0], CUTE.format("CUBE"),
@@ -489,23 +488,19 @@ MINIMISERS: list[Collected] = [
         CUTE.format("DENSCHNA"), [0.0, 0.0]),
     _minimiser("denschnb", squares(of(lambda a, b: [a - 2, (a - 2) * b, b + 1])), [1.0, 1.0],
         CUTE.format("DENSCHNB"), [2.0, -1.0]),
-    _minimiser("denschnc", squares(of(lambda a, b: [a * a + b * b - 2, (a - 1).exp() + b**3 - 2])), [2.0,
-        3.0],
-        CUTE.format("DENSCHNC"), [1.0, 1.0]),
+    _minimiser("denschnc", squares(of(lambda a, b: [a * a + b * b - 2, (a - 1).exp() + b**3 - 2])),
+        [2.0, 3.0], CUTE.format("DENSCHNC"), [1.0, 1.0]),
     _minimiser("denschne", squares(of(lambda a, b, c: [a, b + b * b, torch.expm1(c)])), [2.0, 3.0, -8.0],
         CUTE.format("DENSCHNE")),
     _minimiser("denschnf", squares(of(lambda a, b: [2 * (a + b) ** 2 + (a - b) ** 2 - 8,
-        5 * a * a + (b - 3) ** 2
-        - 9])), [2.0, 0.0], CUTE.format("DENSCHNF"), [1.0, 1.0]),
+        5 * a * a + (b - 3) ** 2 - 9])), [2.0, 0.0], CUTE.format("DENSCHNF"), [1.0, 1.0]),
     _minimiser("himmelbg", lambda x: torch.exp(-x.sum(1)) * (2 * x[:, 0] ** 2 + 3 * x[:, 1] ** 2), [0.5, 0.5],
         CUTE.format("HIMMELBG"), [0.0, 0.0]),
     _minimiser("himmelbh", lambda x: x[:, 0] ** 3 + x[:, 1] ** 2 - 3 * x[:, 0] - 2 * x[:, 1] + 2, [0.0, 2.0],
         CUTE.format("HIMMELBH"), [1.0, 1.0]),
-    _minimiser("sisser", lambda x: 3 * x[:, 0] ** 4 - 2 * (x[:, 0] * x[:, 1]) ** 2 + 3 * x[:, 1] ** 4, [1.0,
-        0.1],
-        CUTE.format("SISSER"), [0.0, 0.0]),
-    _minimiser("zangwil2", lambda x: (16 * x[:, 0] ** 2 + 16 * x[:, 1] ** 2 - 8 * x[:, 0] * x[:,
-        1] - 56 * x[:, 0]
+    _minimiser("sisser", lambda x: 3 * x[:, 0] ** 4 - 2 * (x[:, 0] * x[:, 1]) ** 2 + 3 * x[:, 1] ** 4,
+        [1.0, 0.1], CUTE.format("SISSER"), [0.0, 0.0]),
+    _minimiser("zangwil2", lambda x: (16 * (x * x).sum(1) - 8 * x[:, 0] * x[:, 1] - 56 * x[:, 0]
         - 256 * x[:, 1] + 991) / 15, [3.0, 8.0], CUTE.format("ZANGWIL2"), [4.0, 9.0]),
     _minimiser("sineval", squares(of(lambda a, b: [100 * (b - a.sin()), a / 2])), [4.712389, -1.0],
         CUTE.format("SINEVAL"), [0.0, 0.0]),
@@ -514,8 +509,7 @@ MINIMISERS: list[Collected] = [
     _minimiser("cosine_20", chained(lambda a, b: torch.cos(a * a - b / 2), 2), 20 * [1.0],
         CUTE.format("COSINE")),
     _minimiser("hilberta_5", lambda x: (x * (x @ (1 / (numbers(5)[:, None] + numbers(5) - 1)))).sum(1),
-        5 * [-3.0],
-        CUTE.format("HILBERTA"), 5 * [0.0]),
+        5 * [-3.0], CUTE.format("HILBERTA"), 5 * [0.0]),
 ]  # fmt: skip
 
 
