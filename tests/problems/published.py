@@ -464,7 +464,8 @@ MINIMISERS: list[Collected] = [
     _minimiser("liarwhd_20", lambda x: (4 * (x * x - x[:, :1]) ** 2 + (x - 1) ** 2).sum(1), 20 * [4.0],
         CUTE.format("LIARWHD"), 20 * [1.0]),
     _minimiser("tridia_20", lambda x: (x[:, 0] - 1) ** 2
-        + (counted(x, 19, first=2) * (2 * x[:, 1:] - x[:, :-1]) ** 2).sum(1), 20 * [1.0], CUTE.format("TRIDIA"), [2.0**-i for i in range(20)]),
+        + (counted(x, 19, first=2) * (2 * x[:, 1:] - x[:, :-1]) ** 2).sum(1), 20 * [1.0],
+        CUTE.format("TRIDIA"), [2.0**-i for i in range(20)]),
     _minimiser("power_10", lambda x: (counted(x, 10) * x * x).sum(1) ** 2, 10 * [1.0], CUTE.format("POWER"),
         10 * [0.0]),
     _minimiser("quartc_10", indexed(lambda x, i: (x - i) ** 4), 10 * [2.0], CUTE.format("QUARTC"),
@@ -523,14 +524,9 @@ def starts(problem: Collected) -> Tensor:
     return problem.z0 + 0.05 * (problem.z0.abs() + 0.1) * noise
 
 
-def solve(
-    problem: Collected, *, default: bool = False, budget: int = BUDGET, count: int | None = None
-) -> solvers.Solution:
-    """``root``, or the default of ``fixed_point`` on ``z - F``; L-BFGS for a minimiser.
-
-    ``count``: how many of the starts, the published one first; None for all.
-    """
-    z0 = starts(problem)[:count]
+def solve(problem: Collected, *, default: bool = False, budget: int = BUDGET) -> solvers.Solution:
+    """``root``, or the default of ``fixed_point`` on ``z - F``; L-BFGS for a minimiser."""
+    z0 = starts(problem)
     options: Any = {"max_steps": budget, "adjoint": None, "on_failure": "ignore"}
     if problem.kind == "minimiser":
         options["tolerance"] = solvers.Tolerance(0.0, GRADIENT)
