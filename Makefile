@@ -1,8 +1,11 @@
 # Two commands need nothing but Python >= 3.10 and make: `make demo` and `make test`.
+# `make test TORCH=2.14.1` tests with another torch, in an environment of its own.
 # Everything is installed into .venv; stamp files in there keep an install from being repeated.
 
 PYTHON ?= python3
-VENV := .venv
+# Another torch than the one in constraints.txt: a version, "lowest" (of setup.cfg), "newest" or "nightly"
+TORCH ?=
+VENV := .venv$(addprefix -torch-,$(TORCH))
 JAX_VENV := .venv-jax
 OTHERS_VENV := .venv-integrations
 BIN := $(VENV)/bin
@@ -10,8 +13,11 @@ BIN := $(VENV)/bin
 ARGS ?=
 # More arguments for pip, e.g. PIP_ARGS="--extra-index-url ..." for a torch build without CUDA
 PIP_ARGS ?=
+ifeq ($(TORCH),nightly)
+  override PIP_ARGS += --pre --extra-index-url https://download.pytorch.org/whl/nightly/cpu
+endif
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-INSTALL := $(PIP) install $(PIP_ARGS) -c constraints.txt
+INSTALL := $(PIP) install $(PIP_ARGS) -c $(VENV)/constraints.txt
 # What an install is made of: another one follows a change of these, which builds the engine, too.
 REQUIREMENTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard solvers/native/*.cpp solvers/native/*.h \
   implicit_attn/kernels/bi_softmax/cpp/*.cpp implicit_attn/kernels/bi_softmax/cpp/*.h)
@@ -30,7 +36,7 @@ demo: $(VENV)/examples.stamp ## three things that equilibrium layers can do; pic
 # A test that hangs fails after ten minutes. "thread" also ends what waits within a library, where a signal
 # would not be heard.
 PYTEST = $(BIN)/python -m pytest -n auto --timeout 600 --timeout-method thread
-test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
+test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest; TORCH=2.14.1, another torch)
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/test.stamp ## the others: examples, compilers, processes, Triton's kernels
@@ -92,8 +98,8 @@ integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face,
 
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 
-clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info solvers/native/lib .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and caches; runs/ stays
+	rm -rf .venv .venv-torch-* $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info solvers/native/lib .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:
@@ -105,22 +111,35 @@ $(VENV)/python.stamp:
 	  echo "$(PYTHON) could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/examples.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+# The pins, of which those of torch and of what belongs to it give way to TORCH.
+$(VENV)/constraints.txt: $(VENV)/python.stamp constraints.txt setup.cfg
+ifeq ($(TORCH),)
+	@cp constraints.txt $@
+else
+	@grep -v -E '^(torch|torchvision|triton)==' constraints.txt > $@
+	@case "$(TORCH)" in \
+	  newest|nightly) ;; \
+	  lowest) sed -n 's/^ *torch>=\([0-9.]*\).*/torch==\1.*/p' setup.cfg >> $@ ;; \
+	  *) echo "torch==$(TORCH)" >> $@ ;; \
+	esac
+endif
+
+$(VENV)/examples.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what the examples need into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[examples]"
 	@touch $@
 
-$(VENV)/test.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+$(VENV)/test.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what the tests need into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[test]"
 	@touch $@ $(VENV)/examples.stamp
 
-$(VENV)/dev.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+$(VENV)/dev.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and the developer's tools into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[test,dev]"
 	@touch $@ $(VENV)/test.stamp $(VENV)/docs.stamp $(VENV)/examples.stamp
 
-$(VENV)/docs.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+$(VENV)/docs.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what its documentation needs into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[docs]"
 	@touch $@
@@ -146,6 +165,6 @@ $(OTHERS_VENV)/stamp: $(VENV)/test.stamp
 	@$(BIN)/python -m venv $(OTHERS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(OTHERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
-	@$(OTHERS_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -c constraints.txt \
+	@$(OTHERS_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -c $(VENV)/constraints.txt \
 	  "implicit-attn[integrations]"
 	@touch $@

@@ -27,7 +27,7 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if path.relative_to(DOCS).parts[0] != "notebooks"
 )
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", *PAGES]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md", *PAGES]
 # Records of the past, which may name what is gone from the code.
 RECORDS = {"docs/internal/defects.md", "docs/changelog.md"}
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
