@@ -237,7 +237,6 @@ def padding(*lengths: int, tokens: int = 5) -> Tensor:
     return torch.arange(tokens) >= torch.tensor(lengths)[:, None]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_update_is_torchs_encoder_layer_on_the_normalised_sum(

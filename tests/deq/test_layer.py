@@ -271,8 +271,7 @@ def test_images_keep_their_layout(init: str) -> None:
 
 def test_what_has_no_numbers_is_told_a_way() -> None:
     layer, block, x = DEQ.from_update(half_tanh), EquilibriumBlock(4, 2), torch.randn(2, 3, 4)
-    deprecated = pytest.warns(DeprecationWarning, match="jit.trace")
-    with deprecated, pytest.raises(RuntimeError, match="unrolled"):
+    with pytest.raises(RuntimeError, match="unrolled"):
         torch.jit.trace(layer, x, check_trace=False)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="fake"):
         layer(torch.randn(2, 3, 4))

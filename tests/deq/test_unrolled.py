@@ -65,7 +65,6 @@ def test_a_window_has_the_gradient_of_the_last_evaluations(name: str) -> None:
     assert any(each.abs().max() > 0 for each in found)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["gradient", "kinetic", "by autograd"])
 def test_every_transform(name: str) -> None:
     wave = FunctionEnergy(lambda z, x: (0.5 * (z - x).square() + z.cos() / 3).flatten(1).sum(1))

@@ -482,7 +482,6 @@ def test_a_third_derivative_needs_unrolling() -> None:
 @pytest.mark.parametrize(("adjoint", "solver", "requires_grad"), [
     (Implicit(), Forward(), False), (Phantom(3), Anderson(), True), (OneStep(), Forward(), True),
 ])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solvers.Solver) -> None:
     """Their derivative is not that of the iterations, which forward mode would return."""
     f, z0, (weight, x) = plain_batch(2)
@@ -556,14 +555,12 @@ def test_what_unrolling_cannot_do_inside_a_transform_raises(
         grad(lambda x: layer(x).sum())(normal(2, 4))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_forward_over_reverse_is_not_implemented_for_implicit_gradients() -> None:
     layer = Layer(Map(), adjoint=KINDS[0])
     with pytest.raises(NotImplementedError):
         hessian(lambda x: layer(x).sum())(normal(2, 4))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_unrolling_inside_a_transform_equals_unrolling_outside() -> None:
     """Values and gradients of the same evaluations, as no sample moves when it has converged."""
     plain, x = Map(), normal(3, 4)
