@@ -494,7 +494,7 @@ def bake(module: Module) -> Module:
 def _plain(weight: Tensor, parametrization: nn.Module) -> Tensor:
     """Return a copy of a computed weight as a parameter, trained or frozen like the original, or buffer."""
     originals = list(parametrization.parameters())
-    copied = weight.detach().clone()
+    copied = weight.detach().contiguous().clone()
     if not originals:
         return copied
     return nn.Parameter(copied, requires_grad=any(each.requires_grad for each in originals))
