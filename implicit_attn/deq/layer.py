@@ -24,6 +24,7 @@ from implicit_attn.deq.problem import (
     refuse_sharded_parts,
 )
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
+from implicit_attn.hints import closest_name, hint_names
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
@@ -106,6 +107,7 @@ class DEQ(nn.Module):
 
     _recorder: Recorder | None = None  # made by compile()
 
+    @hint_names
     def __init__(
         self,
         update: Update | Energy,
@@ -199,7 +201,10 @@ class DEQ(nn.Module):
         """
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
-            raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
+            hint = closest_name(unknown[0], OPTIONS)
+            raise TypeError(
+                f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
+            )
         refuse_shapes(x)
         f = self._map()
         refuse_sharded_parts(f.parts)
