@@ -24,7 +24,7 @@ REQUIREMENTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard sol
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-processors test-all fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
+.PHONY: help demo test test-slow test-processors test-all fuzz lint format types api docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
 	notebooks
 
 help: ## show this list
@@ -73,6 +73,9 @@ types: $(VENV)/dev.stamp ## basedpyright
 # The notice that is silenced is Material's, of releases to come; every other warning is an error.
 docs: $(VENV)/docs.stamp ## the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+api: $(VENV)/test.stamp ## write the tables of docs/api
+	$(BIN)/python -m tools.names
 
 docs-serve: $(VENV)/docs.stamp ## the site at http://127.0.0.1:8000, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve

@@ -302,6 +302,15 @@ def test_operations_of_a_backward_pass_are_counted_or_refused() -> None:
         counted(EquilibriumBlock(4, 2))
 
 
+def test_an_energy_that_forgets_super_is_told_so() -> None:
+    class Forgetful(Energy):
+        def __init__(self) -> None:
+            self.scale = 1.0
+
+    with pytest.raises(TypeError, match=r"Forgetful.__init__ must call super\(\).__init__\(\)"):
+        DEQ(Forgetful())
+
+
 @pytest.mark.parametrize("filler", [torch.nan, torch.inf])
 def test_what_is_not_finite_at_masked_tokens_is_no_error(filler: float) -> None:
     torch.manual_seed(0)
