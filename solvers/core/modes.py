@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from solvers.core.layout import leaves_of
@@ -128,8 +130,22 @@ def uncompiled() -> AbstractContextManager[None]:
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
     """Within, attention is computed by torch's plain formula, and compiled functions run uncompiled."""
-    with uncompiled(), PLAIN_ATTENTION:
+    with uncompiled(), PLAIN_ATTENTION, _FusedLayout():
         yield
+
+
+class _FusedLayout(TorchFunctionMode):
+    """Within, attention returns the memory layout of torch's fused kernels, whichever formula computes it.
+
+    The fused kernels return (B, H, N, p) with the strides of (B, N, H, p), so a function may take a view of
+    the transposed result, which the plain formula would not allow.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not scaled_dot_product_attention or result.dim() < 4:
+            return result
+        return result.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def ordinary(tree: Any) -> Any:
