@@ -434,7 +434,7 @@ class UnrolledLayer(nn.Module):
     def _iterate(
         self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, *seeds: Tensor
     ) -> Any:  # fmt: skip
-        layout = Layout.of(start)
+        layout = Layout.of(start, empty=True)
         z = layout.vector(start)
         keep = None
         if mask is not None:

@@ -20,7 +20,7 @@ from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.core.checks import require_finite
 from solvers.core.layout import leaves_of
-from solvers.core.modes import in_transform
+from solvers.core.modes import in_transform, lacks_numbers
 from solvers.core.validate import draws
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
@@ -45,8 +45,8 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
         for parameter in part._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 wanted.add(parameter.dtype)
-    # Values are not available to compilers and exporters or inside transforms.
-    has_numbers = not (torch.compiler.is_compiling() or in_transform())
+    # Values are not available to compilers and exporters, inside transforms, or of fake tensors.
+    has_numbers = not (torch.compiler.is_compiling() or in_transform() or lacks_numbers(x))
     if mask is not None and has_numbers:
         x = pytree.tree_map(lambda leaf: _finite_at_masked_tokens(leaf, mask), x)
     leaves = [leaf for leaf in leaves_of(x) if isinstance(leaf, Tensor)]

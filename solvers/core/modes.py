@@ -54,13 +54,18 @@ def refuse_export(instead: str) -> None:
 
 def refuse_shapes(tree: Any) -> None:
     """Raise RuntimeError for tensors that have a shape and no numbers: fake ones, and those on "meta"."""
+    if lacks_numbers(tree):
+        raise RuntimeError(
+            "a fixed-point solve decides by numbers, which meta and fake tensors lack: for shapes "
+            "evaluate the function once, or use layer.unrolled(1)"
+        )
+
+
+def lacks_numbers(tree: Any) -> bool:
+    """Return whether a tensor is fake or on "meta"."""
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    for leaf in leaves_of(tree):
-        if isinstance(leaf, Tensor) and (leaf.is_meta or (fake and fake.is_fake(leaf))):
-            raise RuntimeError(
-                "a fixed-point solve decides by numbers, which meta and fake tensors lack: for shapes "
-                "evaluate the function once, or use layer.unrolled(1)"
-            )
+    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    return any(leaf.is_meta or bool(fake and fake.is_fake(leaf)) for leaf in tensors)
 
 
 def in_transform() -> bool:
