@@ -260,7 +260,8 @@ def test_a_view_of_attention_is_differentiated_twice() -> None:
 
     def attention(z: Tensor, x: Tensor, reshape: bool = False) -> Tensor:
         parts = ((z + x) @ weight).view(*z.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts).transpose(1, 2)
+        query, key, value = parts
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
         return 0.5 * (mixed.reshape(z.shape) if reshape else mixed.view(z.shape))
 
     x = torch.randn(3, 5, 16, dtype=torch.float64)

@@ -398,13 +398,10 @@ def test_a_count_may_be_a_number_of_numpy_or_a_tensor_without_dimensions(kind: A
         lambda z: z / 2 + 1, x, tolerance=1e-9, max_steps=kind(3), on_failure="ignore"
     )
     assert solution.evaluations.tolist() == [3, 3]
-    for bad in (
-        np.bool_(True),
-        torch.tensor(True),
-        np.array([3]),
-        torch.tensor([3]),
-        np.float32(3),
-    ):
+    wrong: list[Any] = [
+        np.bool_(True), torch.tensor(True), np.array([3]), torch.tensor([3]), np.float32(3)
+    ]  # fmt: skip
+    for bad in wrong:
         with pytest.raises(TypeError, match="max_steps"):
             fixed_point(lambda z: z / 2 + 1, x, max_steps=bad)
 
@@ -418,4 +415,4 @@ def test_a_number_may_be_one_of_numpy_or_a_tensor_without_dimensions(kind: Any) 
     )
     assert torch.equal(found.value, exact.value)
     with pytest.raises(TypeError, match="damping"):  # an option has no gradient
-        Forward(damping=torch.tensor(0.5, requires_grad=True))
+        Forward(damping=torch.tensor(0.5, requires_grad=True))  # type: ignore[arg-type]
