@@ -167,11 +167,11 @@ def own_energy(
     figure, axes = plt.subplots(figsize=(6.4, 3.4))
     for place, row in enumerate(summary):
         (points,) = columns(test, "accuracy", layer=row["layer"])
-        axes.barh(place, row["accuracy"], color="C0" if row["layer"] == OWN else "C4", alpha=0.4)
-        axes.plot(points, [place] * len(points), "o", color="black", markersize=4)
+        color = "C0" if row["layer"] == OWN else "C4"
+        axes.plot(points, [place] * len(points), "o", color=color, markersize=5, alpha=0.7)
+        axes.plot(row["accuracy"], place, "|", color=color, markersize=24, markeredgewidth=3)
     axes.set_yticks(range(len(summary)), [row["layer"] for row in summary])
-    axes.invert_yaxis()
-    axes.set(xlim=(70, 100), xlabel="test accuracy (%): mean, and a dot for each seed")
+    axes.set(ylim=(len(summary) - 0.5, -0.5), xlabel="test accuracy (%): a dot for each seed; |: mean")
     axes.set_title("8 x 8 digits, one layer")
     return {"summary": summary, "test": test, "validation": validation}, figure
 
