@@ -1,8 +1,9 @@
 """Compile the Triton kernels of bi-softmax for a device that need not be there.
 
-The argument is its compute capability, such as 90. Prints a line of JSON for each compiled kernel: its name, the options it was asked for with, bytes on the chip, and, where Triton
-brings a disassembler along, how many instructions of which kind. Exits with a traceback where one does not
-compile, and with a message where one needs more shared memory than a program may have there.
+The argument is its compute capability, such as 90. Prints a line of JSON for each compiled kernel: its name,
+the options it was asked for with, bytes on the chip, and, where Triton brings a disassembler along, how many
+instructions of which kind. Exits with a traceback where one does not compile, and with a message where one
+needs more shared memory than a program may have there.
 """
 
 from __future__ import annotations
