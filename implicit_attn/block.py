@@ -299,8 +299,9 @@ class EquilibriumBlock(EncoderLayer):
 
         Args:
             src: (B, N, d), or (N, d) for one sample, or (N, B, d) with ``batch_first=False``.
-            src_mask: (N, M) or (B heads, N, M), bool with True at excluded pairs, or floating-point and
-                added to the scores (-inf excludes). M is N, or the number of tokens of the memory.
+            src_mask: (N, M), (B, N, M), (B heads, N, M) or (B or 1, heads or 1, N, M), bool with True at
+                excluded pairs, or floating-point and added to the scores (-inf excludes). M is N, or the
+                number of tokens of the memory.
             src_key_padding_mask: (B, N), bool with True at padding, or floating-point with -inf at padding
                 and 0 elsewhere. The block returns padding unchanged.
             is_causal: like the option ``causal``, for this call.
@@ -630,15 +631,18 @@ def _allowed_pairs(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Convert ``nn.Transformer``'s pair mask to allowed pairs and a bias of their scores."""
     batch, heads, tokens, keys = shape
-    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
-    if fits and mask.dim() == 3 and mask.shape[0] == batch * heads:
+    given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if given == (batch * heads, tokens, keys):
         mask = mask.unflatten(0, (batch, heads))
-    elif not fits or mask.dim() != 2:
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    elif given not in ((tokens, keys), (batch, tokens, keys)) and given not in [
+        (samples, each, tokens, keys) for samples in (1, batch) for each in (1, heads)
+    ]:
         raise ValueError(
-            f"src_mask must have the shape ({tokens}, {keys}) or ({batch * heads}, {tokens}, {keys}), "
-            f"got {got}"
+            f"src_mask must have the shape (N, M) = ({tokens}, {keys}), (B, N, M) with B = {batch}, "
+            f"(B heads, N, M) with heads = {heads}, or (B or 1, heads or 1, N, M), got {given}"
         )
+    if mask.dim() == 4 and len(mask) < batch:  # solvers take one mask a sample
+        mask = mask.expand(batch, -1, -1, -1)
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():

@@ -493,7 +493,6 @@ def test_a_start_that_is_the_solution_has_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize(("adjoint", "solver", "requires_grad"), [
     (Implicit(), Forward(), False), (Phantom(3), Anderson(), True), (OneStep(), Forward(), True),
 ])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solvers.Solver) -> None:
     """Their derivative is not that of the iterations, which forward mode would return."""
     f, z0, (weight, x) = plain_batch(2)

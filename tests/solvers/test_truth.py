@@ -18,7 +18,6 @@ from benchmarks import truth
 from benchmarks.truth import BUDGET, SLACK, TOLERANCE, Outcome
 from problems.families import FAMILIES, Family, relative
 
-pytestmark = pytest.mark.verifies
 SAMPLES = 20
 
 
