@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.core.context import constant_weights
 from solvers.core.cuda import on_cuda
 from solvers.core.modes import (
     autocast_dtype,
@@ -216,6 +217,19 @@ class EncoderLayer(nn.Module):
         return y if self.batch_first else y.transpose(0, 1)
 
 
+class BlockCache(NamedTuple):
+    """What :meth:`EquilibriumBlock.step` keeps of earlier tokens.
+
+    Attributes:
+        key, value: keys and values of M tokens, (B, heads, M, p).
+        evaluations: (B,), the largest number of evaluations of a token so far.
+    """
+
+    key: Tensor
+    value: Tensor
+    evaluations: Tensor
+
+
 class EquilibriumBlock(EncoderLayer):
     r"""Transformer layer ``x -> x + z*(x)`` with ``z* = argmin_z E(z; rms_norm(x))``.
 
@@ -364,6 +378,54 @@ class EquilibriumBlock(EncoderLayer):
         z = self.deq(x, mask, **options)
         z = self.dropout(z if self.output is None else self.output(z))
         return self._like(src, tokens + z)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: BlockCache | None = None) -> tuple[Tensor, BlockCache]:
+        """Return the outputs of tokens that follow those in the cache, and the cache with all of them.
+
+        Keys and values of a causal block come from its input, so those of earlier tokens never change. The
+        output is that of ``forward`` with all tokens, up to rounding, without gradients.
+
+        Args:
+            tokens: next tokens, one or more: (B, n, d), in the layout of ``src``.
+            cache: cache of the previous call; None at the start of a sequence.
+
+        Raises:
+            ValueError: if the block is not causal.
+
+        Example:
+            >>> block = EquilibriumBlock(8, heads=2, causal=True).eval()
+            >>> x = torch.randn(1, 5, 8)
+            >>> first, cache = block.step(x[:, :4])
+            >>> last, cache = block.step(x[:, 4:], cache)
+            >>> torch.allclose(torch.cat([first, last], 1), block(x), atol=1e-5)
+            True
+        """
+        if not self.causal:
+            raise ValueError("step needs causal=True, got causal=False")
+        src = self._tokens("tokens", tokens, self.dim)
+        x = self.dropout(_normalised(src, None))
+        update: Any = self.deq.update
+        past = None if cache is None else (cache.key, cache.value)
+        with constant_weights(list(update.modules())):
+            context, (key, value) = self.energy.extend(x, past)
+            z = update.start(AttentionInput(x), context)
+            limit = self._limit(src, self._tolerance(src))
+            count = torch.zeros(z.shape[:2], dtype=torch.int64, device=z.device)
+            before = 0 if cache is None else cache.evaluations[:, None]
+            moves = torch.ones_like(count, dtype=torch.bool)
+            for _ in range(self.deq._options()["max_steps"] - 1):
+                new = update(z, context)
+                far = (new - z).norm(dim=-1) > 0.5 * limit.threshold(new.norm(dim=-1))
+                z = torch.where(moves[..., None], new, z)
+                count = count + moves
+                # A token moves at least as often as those before it, as in ``_token_by_token``.
+                moves = ((far & moves).int().cummax(1).values > 0) | (moves & (count < before))
+                if not moves.any():
+                    break
+        output = self.dropout(z if self.output is None else self.output(z))
+        count = count.amax(1) if cache is None else torch.maximum(count.amax(1), cache.evaluations)
+        return self._like(tokens, src + output), BlockCache(key, value, count)
 
     def __repr__(self) -> str:
         """Return the options; the modules are in ``block.deq``."""
