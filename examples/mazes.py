@@ -227,7 +227,7 @@ def mazes(
     measured, course = Table(), Table()
     path: list[Tensor] = []
     for seed in range(seeds):
-        for label, share in ((CONVERGED, 0.6), (SAME_DEPTH, 0.25), (SAME_PARAMETERS, 0.15)):
+        for label, share in ((CONVERGED, 0.7), (SAME_DEPTH, 0.2), (SAME_PARAMETERS, 0.1)):
             print(f"seed {seed}: {label}", flush=True)
             torch.manual_seed(seed)
             random.seed(seed)
@@ -235,7 +235,8 @@ def mazes(
             if label == CONVERGED:
                 model = EquilibriumMaze(channels, (12, 40), 12)
             else:
-                model = Network(channels, 30 if label == SAME_DEPTH else 2)
+                deep = label == SAME_DEPTH
+                model = Network(channels, 30) if deep else Network(channels + 2, 2)
             loss = train(model, pool, share * minutes, limit)
             parameters = sum(each.numel() for each in model.parameters())
             with torch.no_grad():
@@ -243,7 +244,7 @@ def mazes(
                     row = {"model": label, "parameters": parameters, "kind": kind, "size": size}
                     row |= {"seed": seed, "loss": loss}
                     if label == CONVERGED:
-                        end = model.solve(test.inputs, 12 * size)
+                        end = model.solve(test.inputs, 8 * size)
                         logits = model.readout(end.value)
                         known = end.converged
                         row |= {"evaluations": end.evaluations.double().mean().item()}
@@ -252,13 +253,8 @@ def mazes(
                         logits = model(test.inputs)
                         row |= {"evaluations": float(len(model.layers)), "converged": 1.0}
                     measured.append(row | {"solved": right(logits, test).double().mean().item()})
-                    print(
-                        "  ",
-                        kind,
-                        size,
-                        {k: measured[-1][k] for k in ("solved", "evaluations", "converged")},
-                        flush=True,
-                    )
+                    shown = [f"{measured[-1][key]:.2f}" for key in ("solved", "converged")]
+                    print(f"  {kind} {size}: solved, converged", *shown, flush=True)
                 if label == CONVERGED:
                     for size in sizes[1:4:2]:
                         course += by_iterations(model, held[size, TREES], 8 * size, seed)
@@ -307,7 +303,7 @@ def draw(measured: Table, course: Table, path: list[Tensor]) -> Figure:
         below.subplots(1, len(path)), path, (2, 8, 32, 128, 512), strict=True
     ):
         walls = picture < 0
-        axes.imshow(torch.where(walls, torch.nan, picture), cmap="viridis", vmin=0, vmax=1)
+        axes.imshow(torch.where(walls, torch.nan, picture).numpy(), cmap="viridis", vmin=0, vmax=1)
         axes.set(title=f"{count} iterations", xticks=[], yticks=[])
     return figure
 
