@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from implicit_attn.energies.energy import map_tree
 from solvers.core.checks import require_count, require_flag
 
-if TYPE_CHECKING:
-    from implicit_attn.deq.layer import DEQ
-
 
 def supervised_states(
-    layer: DEQ,
+    layer: Any,
     x: Any,
     segments: int,
     steps: int | Sequence[int],
@@ -25,7 +22,7 @@ def supervised_states(
     mask: Tensor | None = None,
     z0: Any = None,
 ) -> Iterator[Any]:
-    """Return the iterator that :meth:`implicit_attn.DEQ.supervised` documents."""
+    """Return the iterator of the DEQ ``layer`` that :meth:`implicit_attn.DEQ.supervised` documents."""
     require_count("segments", segments)
     lengths = [steps] * segments if isinstance(steps, int) else list(steps)
     if len(lengths) != segments:
@@ -45,7 +42,7 @@ def supervised_states(
 
 
 def _states(
-    layer: DEQ, x: Any, lengths: list[int], grad: int, detach: bool, mask: Tensor | None, z: Any
+    layer: Any, x: Any, lengths: list[int], grad: int, detach: bool, mask: Tensor | None, z: Any
 ) -> Iterator[Any]:
     for length in lengths:
         # Each segment prepares its input again, because an optimizer may have changed the weights.
