@@ -220,20 +220,20 @@ def mazes(
     pool = draw_mazes(5000 if limit is None else 100, 9, TREES, 0)
     sizes = [size for size in SIZES if size <= largest]
     held = {
-        (size, kind): draw_mazes(max(2, min(tests, tests * 625 // size**2)), size, kind, 1)
+        (size, kind): draw_mazes(max(4, min(tests, tests * 300 // size**2)), size, kind, 1)
         for size in sizes
-        for kind in (TREES, CIRCLES)
+        for kind in ((TREES, CIRCLES) if size < 40 else (TREES,))
     }
     measured, course = Table(), Table()
     path: list[Tensor] = []
     for seed in range(seeds):
-        for label, share in ((CONVERGED, 0.7), (SAME_DEPTH, 0.2), (SAME_PARAMETERS, 0.1)):
+        for label, share in ((CONVERGED, 0.8), (SAME_DEPTH, 0.13), (SAME_PARAMETERS, 0.07)):
             print(f"seed {seed}: {label}", flush=True)
             torch.manual_seed(seed)
             random.seed(seed)
             model: Any
             if label == CONVERGED:
-                model = EquilibriumMaze(channels, (12, 40), 12)
+                model = EquilibriumMaze(channels, (12, 60), 12)
             else:
                 deep = label == SAME_DEPTH
                 model = Network(channels, 30) if deep else Network(channels + 2, 2)
@@ -244,7 +244,7 @@ def mazes(
                     row = {"model": label, "parameters": parameters, "kind": kind, "size": size}
                     row |= {"seed": seed, "loss": loss}
                     if label == CONVERGED:
-                        end = model.solve(test.inputs, 8 * size)
+                        end = model.solve(test.inputs, 16 * size)
                         logits = model.readout(end.value)
                         known = end.converged
                         row |= {"evaluations": end.evaluations.double().mean().item()}
@@ -257,7 +257,7 @@ def mazes(
                     print(f"  {kind} {size}: solved, converged", *shown, flush=True)
                 if label == CONVERGED:
                     for size in sizes[1:4:2]:
-                        course += by_iterations(model, held[size, TREES], 8 * size, seed)
+                        course += by_iterations(model, held[size, TREES], 16 * size, seed)
                     if not path:
                         path = filling(model, held[sizes[min(3, len(sizes) - 1)], TREES])
     return {"seeds": measured, "course": course}, draw(measured, course, path)
