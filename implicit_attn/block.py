@@ -592,8 +592,8 @@ class DEQTransformer(EncoderLayer):
     ) -> Tensor:
         """Return the states ``z0`` themselves, which have converged where their residual is within ``limit``.
 
-        One evaluation measures the residual and is differentiated. Another one would move the tokens, and with
-        one there is no estimate of the error.
+        One evaluation measures the residual and is differentiated. Another one would move the tokens, and
+        with one there is no estimate of the error.
         """
         solution = self.deq.solve(x, mask, on_failure="ignore", **options)
         reference = solution.residual_norm / solution.residual.masked_fill(
