@@ -265,7 +265,9 @@ class EquilibriumBlock(EncoderLayer):
         output = None if state_dim is None else nn.Linear(state, dim, bias=False)
         if output is not None:
             nn.init.normal_(output.weight, std=state**-0.5)
-        step = _BlockStep(EquilibriumEnergy(attends, recalls, output))
+        energy = EquilibriumEnergy(attends, recalls, output)
+        energy.modulus = 1.0 - sum(self.curvature)
+        step = _BlockStep(energy)
         self.deq = DEQ(step, **(layer or {}))
         step.monitored = self.deq.solver is not None and self.deq.solver.needs_energy
 

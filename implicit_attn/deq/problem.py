@@ -194,7 +194,10 @@ class Map:
     @property
     def modulus(self) -> Any:
         """The constant of strong convexity of the energy, None where it is not known."""
-        return self.update.energy.modulus if isinstance(self.update, GradientStep) else None
+        if not isinstance(self.update, GradientStep):
+            return None
+        energy = self.update.energy
+        return None if getattr(energy, "is_replaced", False) else energy.modulus
 
     @property
     def spec(self) -> Any:

@@ -545,3 +545,23 @@ def test_mistakes(call: Callable[[], object], message: str) -> None:
 def test_no_tokens_stay_no_tokens() -> None:
     for causal in (False, True):
         assert EquilibriumBlock(8, 2, causal=causal)(torch.zeros(2, 0, 8)).shape == (2, 0, 8)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_the_bound_of_an_equilibrium_block_bounds_its_error(scale: float) -> None:
+    """The energy is strongly convex with the modulus ``1 - sum(curvature)``."""
+    torch.manual_seed(0)
+    block = EquilibriumBlock(16, heads=2).double()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.mul_(scale)
+    x = torch.randn(6, 5, 16, dtype=torch.float64)
+    x = F.rms_norm(x, x.shape[-1:])
+    with torch.no_grad():
+        exact = block.deq.solve(x, tolerance=1e-12, max_steps=300).value
+        for tolerance in (1e-1, 1e-3, 1e-6):
+            found = block.deq.solve(x, tolerance=tolerance)
+            error = (found.value - exact).flatten(1).norm(dim=1)
+            assert found.bound is not None
+            assert (error <= found.bound * found.value.flatten(1).norm(dim=1) * (1 + 1e-6)).all()
+    assert "error at most" in found.summary()
