@@ -1,8 +1,11 @@
 # Two commands need nothing but Python >= 3.10 and make: `make demo` and `make test`.
+# `make test TORCH=2.14.1` tests with another torch, in an environment of its own.
 # Everything is installed into .venv; stamp files in there keep an install from being repeated.
 
 PYTHON ?= python3
-VENV := .venv
+# Another torch than the one in constraints.txt: a version, "lowest" (of setup.cfg), "newest" or "nightly"
+TORCH ?=
+VENV := .venv$(addprefix -torch-,$(TORCH))
 JAX_VENV := .venv-jax
 OTHERS_VENV := .venv-integrations
 BIN := $(VENV)/bin
@@ -10,15 +13,18 @@ BIN := $(VENV)/bin
 ARGS ?=
 # More arguments for pip, e.g. PIP_ARGS="--extra-index-url ..." for a torch build without CUDA
 PIP_ARGS ?=
+ifeq ($(TORCH),nightly)
+  override PIP_ARGS += --pre --extra-index-url https://download.pytorch.org/whl/nightly/cpu
+endif
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-INSTALL := $(PIP) install $(PIP_ARGS) -c constraints.txt
+INSTALL := $(PIP) install $(PIP_ARGS) -c $(VENV)/constraints.txt
 # What an install is made of: another one follows a change of these, which builds the engine, too.
 REQUIREMENTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard solvers/native/*.cpp solvers/native/*.h \
   implicit_attn/kernels/bi_softmax/cpp/*.cpp implicit_attn/kernels/bi_softmax/cpp/*.h)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-processors test-all fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
+.PHONY: help demo test test-slow test-processors test-all fuzz lint format types api docs docs-serve bench clean bench-jax dist dist-test integrations \
 	notebooks
 
 help: ## show this list
@@ -30,7 +36,7 @@ demo: $(VENV)/examples.stamp ## three things that equilibrium layers can do; pic
 # A test that hangs fails after ten minutes. "thread" also ends what waits within a library, where a signal
 # would not be heard.
 PYTEST = $(BIN)/python -m pytest -n auto --timeout 600 --timeout-method thread
-test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
+test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest; TORCH=2.14.1, another torch)
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/test.stamp ## the others: examples, compilers, processes, Triton's kernels
@@ -46,7 +52,6 @@ test-processors: $(VENV)/test.stamp ## the engine and the kernels as other proce
 	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/test_engine.py tests/deq/test_threads_and_processes.py
 
 test-all: ## everything that is run before a release
-	if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) triton-floor; fi
 	$(MAKE) test test-slow test-processors integrations
 	$(MAKE) fuzz ARGS="--cases 2000"
 
@@ -67,6 +72,9 @@ types: $(VENV)/dev.stamp ## basedpyright
 # The notice that is silenced is Material's, of releases to come; every other warning is an error.
 docs: $(VENV)/docs.stamp ## the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+api: $(VENV)/test.stamp ## write the tables of docs/api
+	$(BIN)/python -m tools.names
 
 docs-serve: $(VENV)/docs.stamp ## the site at http://127.0.0.1:8000, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
@@ -90,10 +98,8 @@ notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (A
 integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face, Lightning and Accelerate
 	OMP_NUM_THREADS=1 $(OTHERS_VENV)/bin/python -m pytest tests/examples/test_integrations.py $(ARGS)
 
-triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
-
-clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info solvers/native/lib .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and caches; runs/ stays
+	rm -rf .venv .venv-torch-* $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info solvers/native/lib .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:
@@ -105,31 +111,37 @@ $(VENV)/python.stamp:
 	  echo "$(PYTHON) could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/examples.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+# The pins, of which those of torch and of what belongs to it give way to TORCH.
+$(VENV)/constraints.txt: $(VENV)/python.stamp constraints.txt setup.cfg
+ifeq ($(TORCH),)
+	@cp constraints.txt $@
+else
+	@grep -v -E '^(torch|torchvision|triton)==' constraints.txt > $@
+	@case "$(TORCH)" in \
+	  newest|nightly) ;; \
+	  lowest) sed -n 's/^ *torch>=\([0-9.]*\).*/torch==\1.*/p' setup.cfg >> $@ ;; \
+	  *) echo "torch==$(TORCH)" >> $@ ;; \
+	esac
+endif
+
+$(VENV)/examples.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what the examples need into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[examples]"
 	@touch $@
 
-$(VENV)/test.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+$(VENV)/test.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what the tests need into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[test]"
 	@touch $@ $(VENV)/examples.stamp
 
-$(VENV)/dev.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+$(VENV)/dev.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and the developer's tools into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[test,dev]"
 	@touch $@ $(VENV)/test.stamp $(VENV)/docs.stamp $(VENV)/examples.stamp
 
-$(VENV)/docs.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+$(VENV)/docs.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what its documentation needs into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[docs]"
-	@touch $@
-
-# Beside the environment's own Triton, in a folder that one test puts on the path of a process.
-$(VENV)/triton-floor.stamp: $(VENV)/test.stamp
-	@echo "installing the lowest Triton allowed into $(VENV)/triton-floor ..."
-	@rm -rf $(VENV)/triton-floor
-	@$(PIP) install $(PIP_ARGS) --no-deps --target $(VENV)/triton-floor "triton==3.3.*"
 	@touch $@
 
 # Beside the other environment: JAX must not decide which versions we are measured with.
@@ -146,6 +158,6 @@ $(OTHERS_VENV)/stamp: $(VENV)/test.stamp
 	@$(BIN)/python -m venv $(OTHERS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(OTHERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
-	@$(OTHERS_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -c constraints.txt \
+	@$(OTHERS_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -c $(VENV)/constraints.txt \
 	  "implicit-attn[integrations]"
 	@touch $@

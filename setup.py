@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 FOLDERS = ("solvers/native", "implicit_attn/kernels/bi_softmax/cpp")
@@ -61,6 +63,14 @@ class BuildEngine(build_ext):
         )
 
 
+class FreshBuild(build):
+    """Build without what an earlier build of the checkout left, such as a module that was removed since."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class EngineWheel(bdist_wheel):
     """A wheel of a platform, for every Python."""
 
@@ -82,5 +92,5 @@ setup(
         )
         for level, flags in LEVELS.items()
     ],
-    cmdclass={"build_ext": BuildEngine, "bdist_wheel": EngineWheel},
+    cmdclass={"build": FreshBuild, "build_ext": BuildEngine, "bdist_wheel": EngineWheel},
 )

@@ -20,10 +20,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
 from tqdm import tqdm
 
-from implicit_attn import DEQ, EquilibriumBlock
+from implicit_attn import DEQ, EquilibriumBlock, apply_norm
 
 DIM, HIDDEN, HEADS = 32, 64, 4
 RATES = (1e-2, 3e-2)
@@ -36,21 +35,21 @@ NONE, OWN, ENCODER, BLOCK = (
 class MyEnergy(nn.Module):
     r"""The energy of a state z, given tokens x: hidden units and attention that both contain the input.
 
-    ``1/2 |z|^2 - 1/2 sum relu(0.7 W z + U x)^2 - sum_hi log sum_j exp((0.7 Q z + q x)_hi . k_hj)``, where
-    the keys ``k_hj`` of head h are made of x and have length 1, and W and Q have spectral norm 1. Each of
-    the last two terms therefore lowers the curvature by at most 0.49, and the energy is convex in z.
+    ``1/2 |z|^2 - 1/2 sum relu(W z + U x)^2 - sum_hi log sum_j exp((Q z + q x)_hi . k_hj)``, where the keys
+    ``k_hj`` of head h are made of x and have length 1, and the spectral norms of W and Q are at most 0.7.
+    Each of the last two terms therefore lowers the curvature by at most 0.49, and the energy is convex in z.
     """
 
     def __init__(self, dim: int, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.W = spectral_norm(nn.Linear(dim, hidden, bias=False))
-        self.Q = spectral_norm(nn.Linear(dim, dim, bias=False))
+        self.W, self.Q = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, dim, bias=False)
         self.U, self.q, self.k = nn.Linear(dim, hidden), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        apply_norm(self, "bound", target=0.7, only=("W", "Q"))
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:  # (B, N, dim), (B, N, dim) -> (B,)
-        hidden = F.relu(0.7 * self.W(z) + self.U(x))
-        queries = (0.7 * self.Q(z) + self.q(x)).unflatten(-1, (self.heads, -1))
+        hidden = F.relu(self.W(z) + self.U(x))
+        queries = (self.Q(z) + self.q(x)).unflatten(-1, (self.heads, -1))
         keys = F.normalize(self.k(x).unflatten(-1, (self.heads, -1)), dim=-1)
         scores = torch.einsum("bihc,bjhc->bhij", queries, keys)
         squares = 0.5 * z.square().sum((1, 2)) - 0.5 * hidden.square().sum((1, 2))
@@ -168,11 +167,13 @@ def own_energy(
     figure, axes = plt.subplots(figsize=(6.4, 3.4))
     for place, row in enumerate(summary):
         (points,) = columns(test, "accuracy", layer=row["layer"])
-        axes.barh(place, row["accuracy"], color="C0" if row["layer"] == OWN else "C4", alpha=0.4)
-        axes.plot(points, [place] * len(points), "o", color="black", markersize=4)
+        color = "C0" if row["layer"] == OWN else "C4"
+        axes.plot(points, [place] * len(points), "o", color=color, markersize=5, alpha=0.7)
+        axes.plot(row["accuracy"], place, "|", color=color, markersize=24, markeredgewidth=3)
     axes.set_yticks(range(len(summary)), [row["layer"] for row in summary])
-    axes.invert_yaxis()
-    axes.set(xlim=(70, 100), xlabel="test accuracy (%): mean, and a dot for each seed")
+    axes.set(
+        ylim=(len(summary) - 0.5, -0.5), xlabel="test accuracy (%): a dot for each seed; |: mean"
+    )
     axes.set_title("8 x 8 digits, one layer")
     return {"summary": summary, "test": test, "validation": validation}, figure
 

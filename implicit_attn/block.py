@@ -25,7 +25,7 @@ from solvers.core.modes import (
     eager,
     in_transform,
 )
-from solvers.core.solution import Goal
+from solvers.core.solution import Goal, apply_policy
 
 EPSILON = 1e-5  # epsilon of the norm of the input
 _TOLERANCE = solvers.Tolerance(1e-3)  # the default
@@ -299,8 +299,9 @@ class EquilibriumBlock(EncoderLayer):
 
         Args:
             src: (B, N, d), or (N, d) for one sample, or (N, B, d) with ``batch_first=False``.
-            src_mask: (N, M) or (B heads, N, M), bool with True at excluded pairs, or floating-point and
-                added to the scores (-inf excludes). M is N, or the number of tokens of the memory.
+            src_mask: (N, M), (B, N, M), (B heads, N, M) or (B or 1, heads or 1, N, M), bool with True at
+                excluded pairs, or floating-point and added to the scores (-inf excludes). M is N, or the
+                number of tokens of the memory.
             src_key_padding_mask: (B, N), bool with True at padding, or floating-point with -inf at padding
                 and 0 elsewhere. The block returns padding unchanged.
             is_causal: like the option ``causal``, for this call.
@@ -480,9 +481,11 @@ class DEQTransformer(EncoderLayer):
         elif isinstance(count, str):
             options: dict[str, Any] = {"tolerance": self._tolerance(tokens)}
             if count == "prefix":
-                z0 = self._by_prefix(x, mask, self._limit(tokens, options["tolerance"]))
-                options |= {"z0": z0, "max_steps": 1}
-            z = self.deq(x, mask, **options)
+                limit = self._limit(tokens, options["tolerance"])
+                options |= {"z0": self._by_prefix(x, mask, limit), "max_steps": 1}
+                z = self._resting(x, mask, limit, options)
+            else:
+                z = self.deq(x, mask, **options)
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
             z = self.deq.unrolled(count, window=window)(x, mask)  # type: ignore[arg-type]
@@ -535,6 +538,30 @@ class DEQTransformer(EncoderLayer):
         )  # fmt: skip
         self.deq.evaluations_before = evaluations.amax(1)
         return latest, evaluations  # the solver's value is a state that was evaluated
+
+    def _resting(
+        self,
+        x: AttentionInput,
+        mask: Tensor | None,
+        limit: solvers.Tolerance,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Return the states ``z0`` themselves, which have converged where their residual is within ``limit``.
+
+        One evaluation measures the residual and is differentiated. Another one would move the tokens, and with
+        one there is no estimate of the error.
+        """
+        solution = self.deq.solve(x, mask, on_failure="ignore", **options)
+        reference = solution.residual_norm / solution.residual.masked_fill(
+            solution.residual == 0, 1
+        )
+        within = solution.residual_norm <= limit.threshold(reference)
+        rests = within & (solution.status == solvers.Status.MAX_STEPS)
+        solution.status = solution.status.masked_fill(rests, int(solvers.Status.CONVERGED))
+        if self.deq.last is not None:
+            self.deq.last.status = solution.status
+        apply_policy(solution, self.deq.on_failure, "fixed-point solve", self.deq)
+        return solution.value
 
     def _by_prefix(
         self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance
@@ -604,15 +631,18 @@ def _allowed_pairs(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Convert ``nn.Transformer``'s pair mask to allowed pairs and a bias of their scores."""
     batch, heads, tokens, keys = shape
-    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
-    if fits and mask.dim() == 3 and mask.shape[0] == batch * heads:
+    given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if given == (batch * heads, tokens, keys):
         mask = mask.unflatten(0, (batch, heads))
-    elif not fits or mask.dim() != 2:
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    elif given not in ((tokens, keys), (batch, tokens, keys)) and given not in [
+        (samples, each, tokens, keys) for samples in (1, batch) for each in (1, heads)
+    ]:
         raise ValueError(
-            f"src_mask must have the shape ({tokens}, {keys}) or ({batch * heads}, {tokens}, {keys}), "
-            f"got {got}"
+            f"src_mask must have the shape (N, M) = ({tokens}, {keys}), (B, N, M) with B = {batch}, "
+            f"(B heads, N, M) with heads = {heads}, or (B or 1, heads or 1, N, M), got {given}"
         )
+    if mask.dim() == 4 and len(mask) < batch:  # solvers take one mask a sample
+        mask = mask.expand(batch, -1, -1, -1)
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():

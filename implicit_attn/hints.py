@@ -1,10 +1,11 @@
-"""Hints for users who use the argument names of ``torch.nn`` or Hugging Face."""
+"""Hints for users who misspell an argument, or use the names of ``torch.nn`` or Hugging Face."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -20,16 +21,27 @@ OURS = {
 }  # fmt: skip
 
 
+def closest_name(name: str, known: Iterable[str]) -> str:
+    """Return a question that suggests the most similar known name, or "" if none is similar."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def hint_names(function: Function) -> Function:
-    """Make ``function`` raise a TypeError with this package's name for arguments of other libraries."""
+    """Make ``function`` raise a TypeError that suggests names for unknown arguments."""
     known = inspect.signature(function).parameters
+    accepts_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        foreign = [name for name in named if name not in known and OURS.get(name) in known]
-        if foreign:
+        unknown = [name for name in named if name not in known]
+        owner = function.__qualname__.removesuffix(".__init__")
+        if foreign := [name for name in unknown if OURS.get(name) in known]:
             hints = ", ".join(f"{name} is called {OURS[name]} here" for name in foreign)
-            raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}: {hints}")
+            raise TypeError(f"{owner}: {hints}")
+        if unknown and not accepts_any:
+            hint = closest_name(unknown[0], known)
+            raise TypeError(f"{owner} has no argument {unknown[0]!r}{hint}")
         return function(*arguments, **named)
 
     return cast(Function, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
@@ -90,8 +92,8 @@ class SpectralNorm(WeightNorm):
     sigma is exact on CPUs and replaced by an upper bound on CUDA devices
     (:func:`implicit_attn.spectral.gram_bound`). Unlike power iteration it is the same in training and
     evaluation and at every read, which a fixed-point map and its derivative require. The weight of a
-    convolution is treated as a matrix (outputs, everything else), whose norm bounds that of the
-    convolution up to a factor.
+    convolution is treated as a matrix (outputs, everything else); the norm of the convolution as an
+    operator may be larger (see :func:`apply_norm`).
 
     Args:
         target: sigma of W; None to learn g, which initially preserves the weight.
@@ -120,9 +122,15 @@ def apply_norm(
     norm          without ``target``                          with ``target``
     ============  ==========================================  ====================================
     "weight"      ``W_i = g_i V_i / |V_i|``, g learned        rows of norm ``target``
-    "spectral"    ``W = g V / sigma(V)``, g learned           ``sigma(W) = target``
-    "bound"       not possible                                ``sigma(W) <= target``
+    "spectral"    ``W = g V / sigma(V)``, g learned           ``sigma(W) = target / sqrt(m)``
+    "bound"       not possible                                ``sigma(W) <= target / sqrt(m)``
     ============  ==========================================  ====================================
+
+    For a linear layer ``m = 1``. For a convolution sigma is that of the matrix (outputs, everything else),
+    and m is the largest number of kernel positions that read the same input, 9 for 3 x 3. The norm of the
+    convolution as an operator is then at most ``target``, because with the patches ``P_i x`` of its input
+    ``sum_i |W P_i x|^2 <= sigma(W)^2 sum_i |P_i x|^2 <= sigma(W)^2 m |x|^2``. This holds for the padding
+    modes "zeros" and "circular"; "reflect" and "replicate" read pixels at the border more often.
 
     Without ``target`` the initial weights do not change. A solve computes every parametrised weight once;
     outside solves use ``torch.nn.utils.parametrize.cached()``. Call this function before you create an
@@ -164,13 +172,30 @@ def apply_norm(
         _check_weight(module, name, layer)
     for layer in chosen.values():
         dim, made = 1 if isinstance(layer, TRANSPOSED) else 0, PARAMETRISATIONS[norm]
-        parametrise(layer, "weight", made(target, dim=dim))
+        size = target
+        if target is not None and norm != "weight":
+            size = target / math.sqrt(_positions(layer))
+        parametrise(layer, "weight", made(size, dim=dim))
     return [_weight_name(name) for name in chosen]
 
 
 PARAMETRISATIONS: dict[str, Any] = {
     "weight": WeightNorm, "spectral": SpectralNorm, "bound": SpectralBound,
 }  # fmt: skip
+
+
+def _positions(layer: nn.Module) -> int:
+    """Return the largest number of kernel positions of a convolution that read the same input, else 1.
+
+    With a stride s and a dilation d along an axis, positions that read the same input lie ``s / gcd(s, d)``
+    apart. A transposed convolution reads every input at every position.
+    """
+    if not isinstance(layer, _ConvNd):
+        return 1
+    if isinstance(layer, TRANSPOSED):
+        return math.prod(layer.kernel_size)
+    axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    return math.prod(math.ceil(size * math.gcd(s, d) / s) for size, s, d in axes)
 
 
 def remove_norm(module: nn.Module) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from solvers.adjoint import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.core.checks import (
@@ -326,7 +325,13 @@ def _nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:
     status = torch.zeros(len(start), dtype=torch.int64, device=start.device)
     none = torch.zeros(len(start), dtype=small_dtype(start.dtype), device=start.device)
     return Solution(
-        value, status, none, none.clone(), steps=status.clone(), evaluations=status.clone(), error=none.clone()
+        value,
+        status,
+        none,
+        none.clone(),
+        steps=status.clone(),
+        evaluations=status.clone(),
+        error=none.clone(),
     )
 
 

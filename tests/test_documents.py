@@ -17,7 +17,7 @@ from torch import nn
 
 from implicit_attn import DEQ
 from solvers import SolveWarning, Tolerance
-from tools.names import listed
+from tools.names import listed, tabulated
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -27,7 +27,7 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if path.relative_to(DOCS).parts[0] != "notebooks"
 )
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", *PAGES]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md", *PAGES]
 # Records of the past, which may name what is gone from the code.
 RECORDS = {"docs/internal/defects.md", "docs/changelog.md"}
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
@@ -146,6 +146,12 @@ def test_its_lines_of_prose_are_short(document: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 110
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "api").glob("*.md")), ids=lambda page: page.stem)
+def test_the_tables_of_an_api_page_are_current(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert text == tabulated(text), "run python -m tools.names"
 
 
 def test_every_public_name_is_on_one_page_of_the_api() -> None:

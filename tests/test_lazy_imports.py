@@ -174,3 +174,24 @@ def test_neither_is_needed_and_what_needs_one_says_so() -> None:
     assert loaded == "[]"
     assert "scipy" in spectrum and "pip install" in spectrum
     assert "torchdeq" in bridge and "pip install" in bridge
+
+
+MODULES = """
+import sys
+import numpy, torch
+
+before = set(sys.modules)
+import implicit_attn
+
+print(len(set(sys.modules) - before))
+implicit_attn.EquilibriumBlock
+own = {name for name in sys.modules if name.split(".")[0] in ("implicit_attn", "solvers")}
+print(len(own))
+"""
+
+
+def test_an_import_loads_few_modules() -> None:
+    """An import loads three modules, and the first use of the block those that a layer needs."""
+    package, block = map(int, run(MODULES))
+    assert package == 3
+    assert block <= 80

@@ -184,6 +184,27 @@ def test_extrapolation_says_what_is_reached() -> None:
     assert reach["L-BFGS"]["to_residual"] < reach["forward"]["to_residual"] <= found.trained
 
 
+def test_a_collapse_lies_within_the_axes_and_a_solver_has_one_colour() -> None:
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+    names = ["forward", "plain forward", "L-BFGS", "Anderson", "Broyden"]
+    curves = [
+        {"method": name, "evaluations": count, "accuracy": right, "loss": 1.0 - right, "residual": right}
+        for name in names for count, right in ((1, 0.5), (10, 0.95), (20, 0.05))
+    ]  # fmt: skip
+    panels = studies.Extrapolation(curves, [], 10).plot().axes
+    for axes, key, scale in zip(
+        panels, ("accuracy", "loss", "residual"), (100, 1, 1), strict=False
+    ):
+        low, high = axes.get_ylim()
+        assert all(low <= scale * row[key] <= high for row in curves)
+    found = studies.convergence(bowl_layer(0.5), rows(4), max_steps=20)
+    colours = [
+        {line.get_label(): line.get_color() for line in axes.lines if line.get_label() in names}
+        for axes in (panels[0], found.plot().axes[0])
+    ]
+    assert colours[0] == colours[1] and len(set(colours[0].values())) == len(names)
+
+
 def test_plain_iteration_is_not_safeguarded() -> None:
     """A step that is too long by half: without its energy the iteration diverges."""
     found = studies.extrapolation(bowl_layer(2.0), rows(4), factor=2)

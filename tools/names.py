@@ -5,12 +5,18 @@ A page lists them in fences, the module on the first line and the names below::
     ```api solvers
     fixed_point Anderson
     ```
+
+Below each fence stands a table of the names, their arguments and first sentences, for readers of a checkout;
+the site shows the whole documentation instead. ``python -m tools.names`` writes the tables.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # A name in code font, alone; a heading or a link is left as it is.
 _CODE = re.compile(r"(?<![\[`\w])`(?P<name>[A-Za-z_][\w.]*\w)`(?![`\]])")
 _BLOCK = re.compile(r"^[ ]*```.*?^[ ]*```$|^#[^\n]*$", flags=re.M | re.S)
-FENCE = re.compile(r"^```api (?P<module>[\w.]+)\n(?P<names>.*?)^```$", flags=re.M | re.S)
+FENCE = re.compile(
+    r"^```api (?P<module>[\w.]+)\n(?P<names>.*?)^```$(?P<table>(?:\n\n\| name \|.*?(?=\n\n|\n?\Z))?)",
+    flags=re.M | re.S,
+)
 
 
 class Listed(NamedTuple):
@@ -31,6 +40,43 @@ class Listed(NamedTuple):
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
+
+
+def tabulated(page: str) -> str:
+    """Return the text of an API page with a current table below each of its fences."""
+
+    def table(found: re.Match[str]) -> str:
+        module, names = importlib.import_module(found["module"]), found["names"].split()
+        fence = f"```api {found['module']}\n{found['names']}```"
+        rows = "\n".join(_row(name, getattr(module, name)) for name in names)
+        return f"{fence}\n\n| name | what it is |\n|---|---|\n{rows}"
+
+    return FENCE.sub(table, page)
+
+
+def _row(name: str, value: object) -> str:
+    """Return a row with the arguments of a function or class, and the first sentence of its docstring."""
+    if not callable(value):
+        return f"| `{name}` | a constant, `{type(value).__name__}` |"
+    words = [_STARS.get(each.kind, "") + each.name for each in _parameters(value)]
+    if len(words) > MOST_ARGUMENTS:
+        words = [*words[:MOST_ARGUMENTS], "..."]
+    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    sentence = _SENTENCE_END.split(text, maxsplit=1)[0].removesuffix("::").removesuffix(":")
+    sentence = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", sentence).replace("``", "`").replace("|", "\\|")
+    return f"| `{name}({', '.join(words)})` | {sentence} |"
+
+
+def _parameters(value: Callable[..., object]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(value).parameters.values())
+    except ValueError:  # a type of C
+        return []
+
+
+MOST_ARGUMENTS = 6  # that a table shows
+_SENTENCE_END = re.compile(r"(?<=[\w)`\"][.:])\s(?=[A-Z`])")
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def listed() -> list[Listed]:
@@ -75,3 +121,8 @@ def link_names(markdown: str) -> str:
         parts += [_CODE.sub(linked, markdown[end : block.start()]), block[0]]
         end = block.end()
     return "".join([*parts, _CODE.sub(linked, markdown[end:])])
+
+
+if __name__ == "__main__":
+    for path in sorted((ROOT / "docs" / "api").glob("*.md")):
+        path.write_text(tabulated(path.read_text("utf-8")), "utf-8")

@@ -1,11 +1,12 @@
 """Runs the notebooks of this folder and writes their pages: text, code, what it printed, its pictures.
 
-    python docs/notebooks/build.py                     # every NAME.py -> NAME.md and NAME-1.png, ...
+    python docs/notebooks/build.py                     # every NAME.py -> NAME.md, NAME.ipynb, NAME-1.png, ...
     python docs/notebooks/build.py own_energy          # one of them
 
 A notebook is a Python file in the percent format, which Jupytext, VS Code and PyCharm open as one: cells
 begin with ``# %%``, or with ``# %% [markdown]`` for text in comments. Its cells share their variables, the
-value of a cell's last line is shown, and so are its figures of matplotlib.
+value of a cell's last line is shown, and so are its figures of matplotlib. The file ``NAME.ipynb`` has
+the same cells without their output and opens in Jupyter and Colab.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,8 +95,33 @@ def build(path: Path, folder: Path) -> str:
         figures = save_figures(path.stem, pictures + 1, folder)
         pictures += len(figures)
         blocks += figures
-    origin = f"*Made by running [{path.name}]({path.name}), which editors open as a notebook.*"
+    origin = (
+        f"*This page was made by running [{path.name}]({path.name}), which editors open as a notebook. "
+        f"[{path.stem}.ipynb]({path.stem}.ipynb) has the same cells for Jupyter and Colab.*"
+    )
     return "\n\n".join([*blocks, origin]) + "\n"
+
+
+def jupyter(path: Path) -> str:
+    """The notebook in Jupyter's format 4.4, after a cell that installs the package."""
+    install = Cell(False, '%pip install --quiet "implicit-attn[examples]"')
+    cells: list[dict[str, Any]] = []
+    for cell in [install, *read_cells(path)]:
+        source = cell.source.splitlines(keepends=True)
+        common = {
+            "cell_type": "markdown" if cell.text else "code",
+            "metadata": {},
+            "source": source,
+        }
+        cells.append(common if cell.text else common | {"execution_count": None, "outputs": []})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    document = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 4,
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def notebooks() -> list[Path]:
@@ -109,4 +136,5 @@ if __name__ == "__main__":
     for name in parser.parse_args().names or known:
         page = known[name].with_suffix(".md")
         page.write_text(build(known[name], HERE), encoding="utf-8")
+        page.with_suffix(".ipynb").write_text(jupyter(known[name]), encoding="utf-8")
         print(page.name)

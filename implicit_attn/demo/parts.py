@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
 
 from implicit_attn.data import ImageData, load, load_sudoku, solve_by_singles
 from implicit_attn.demo.boards import draw_frame, frames_of
@@ -22,6 +21,7 @@ from implicit_attn.demo.restoration import (
 )
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
+from implicit_attn.regularization import apply_norm
 from implicit_attn.studies.study import (
     BLUE,
     DPI,
@@ -136,20 +136,21 @@ def solve_boards(number: int) -> Part:
 
 
 class OwnEnergy(nn.Module):
-    """``1/2 |z|^2 - 1/2 |relu(0.7 W z + U x)|^2 - sum log sum exp((0.7 Q z + q x) k)``, as in the README.
+    """``1/2 |z|^2 - 1/2 |relu(W z + U x)|^2 - sum log sum exp((Q z + q x) k)``, as in the README.
 
     The hidden units and the attention depend on the input x. The keys k are functions of x with length 1, and
-    W and Q have spectral norm 1, so the energy is convex in z, up to the accuracy of the estimated norms.
+    the spectral norms of W and Q are at most 0.7, so the energy is convex in z.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.W, self.Q = (spectral_norm(nn.Linear(dim, dim, bias=False)) for _ in range(2))
+        self.W, self.Q = (nn.Linear(dim, dim, bias=False) for _ in range(2))
         self.U, self.q, self.k = (nn.Linear(dim, dim) for _ in range(3))
+        apply_norm(self, "bound", target=0.7, only=("W", "Q"))
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:  # (B, N, dim), (B, N, dim) -> (B,)
-        hidden = F.relu(0.7 * self.W(z) + self.U(x))
-        scores = (0.7 * self.Q(z) + self.q(x)) @ F.normalize(self.k(x), dim=-1).mT
+        hidden = F.relu(self.W(z) + self.U(x))
+        scores = (self.Q(z) + self.q(x)) @ F.normalize(self.k(x), dim=-1).mT
         return 0.5 * (z.square() - hidden.square()).sum((1, 2)) - scores.logsumexp(-1).sum(1)
 
 

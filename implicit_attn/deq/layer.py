@@ -24,6 +24,7 @@ from implicit_attn.deq.problem import (
     refuse_sharded_parts,
 )
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
+from implicit_attn.hints import closest_name, hint_names
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
 from solvers.checking import refuse_drawing_modules
@@ -100,6 +101,7 @@ class DEQ(nn.Module):
 
     _recorder: Recorder | None = None  # made by compile()
 
+    @hint_names
     def __init__(
         self,
         update: Update | Energy,
@@ -193,7 +195,10 @@ class DEQ(nn.Module):
         """
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
-            raise TypeError(f"unknown options {unknown}; the known options are {list(OPTIONS)}")
+            hint = closest_name(unknown[0], OPTIONS)
+            raise TypeError(
+                f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
+            )
         require_numbers(x)
         f = self._map()
         refuse_sharded_parts(f.parts)
@@ -409,7 +414,7 @@ class UnrolledLayer(nn.Module):
     def _iterate(
         self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, *seeds: Tensor
     ) -> Any:  # fmt: skip
-        layout = Layout.of(start)
+        layout = Layout.of(start, empty=True)
         z = layout.vector(start)
         keep = None
         if mask is not None:
@@ -474,7 +479,7 @@ def bake(module: Module) -> Module:
 def _plain(weight: Tensor, parametrization: nn.Module) -> Tensor:
     """Return a copy of a computed weight as a parameter, trained or frozen like the original, or buffer."""
     originals = list(parametrization.parameters())
-    copied = weight.detach().clone()
+    copied = weight.detach().contiguous().clone()
     if not originals:
         return copied
     return nn.Parameter(copied, requires_grad=any(each.requires_grad for each in originals))

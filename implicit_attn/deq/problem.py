@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from implicit_attn.updates.update import EnergyStep, GradientStep, Update
 from solvers.checking import draws
 from solvers.core.checks import require_finite
 from solvers.core.layout import leaves_of
-from solvers.core.modes import in_transform
+from solvers.core.modes import in_transform, lacks_numbers
 from solvers.core.problem import Sharing
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
@@ -33,7 +34,8 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
     Finiteness is checked on the CPU only, because the check would wait for a GPU.
 
     Returns:
-        ``x``, with a shared matrix of pairs expanded to one per sample.
+        ``x``, with a shared matrix of pairs expanded to one per sample, and with zeros where it was NaN or
+        infinite at masked tokens on the CPU.
     """
     if mask is not None and (
         not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2
@@ -45,8 +47,10 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
         for parameter in part._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 wanted.add(parameter.dtype)
-    # Values are not available to compilers and exporters or inside transforms.
-    has_numbers = not (torch.compiler.is_compiling() or in_transform())
+    # Values are not available to compilers and exporters, inside transforms, or of fake tensors.
+    has_numbers = not (torch.compiler.is_compiling() or in_transform() or lacks_numbers(x))
+    if mask is not None and has_numbers:
+        x = pytree.tree_map(lambda leaf: _finite_at_masked_tokens(leaf, mask), x)
     leaves = [leaf for leaf in leaves_of(x) if isinstance(leaf, Tensor)]
     if isinstance(x, Tensor) and x.dim() == 0:
         raise ValueError("x must have a batch dimension (B, ...), got a tensor without dimensions")
@@ -76,6 +80,17 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
             f"mask must have the batch size of x, {deep[0].shape[0]}, got shape {tuple(mask.shape)}"
         )
     return x
+
+
+def _finite_at_masked_tokens(leaf: Any, mask: Tensor) -> Any:
+    """Return a tensor (B, N, ...) with zeros for NaN and infinity at masked tokens; others unchanged."""
+    if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or not leaf.is_floating_point():
+        return leaf
+    fits = leaf.dim() > 2 and leaf.shape[:2] == mask.shape
+    if not fits or math.isfinite(leaf.detach().sum().item()):
+        return leaf
+    hidden = ~mask.reshape(*mask.shape, *[1] * (leaf.dim() - 2))
+    return leaf.masked_fill(hidden & ~leaf.detach().isfinite(), 0.0)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -135,6 +150,17 @@ def prepares(parts: Modules) -> bool:
     return any(not isinstance(part, EnergyStep) for part in own)  # EnergyStep asks its energy
 
 
+def run_weight_hooks(modules: list[nn.Module]) -> None:
+    """Run the forward pre-hooks of modules that are never called because energies read their weights.
+
+    ``torch.nn.utils.prune`` and ``torch.nn.utils.spectral_norm`` compute a weight in such a hook.
+    """
+    for module in modules:
+        if module._forward_pre_hooks and type(module).forward is nn.Module.forward:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+
+
 _TENSOR = object()  # stands for a tensor
 
 
@@ -153,6 +179,7 @@ class Map:
         self.init, self.symmetric = layer.init, self.update.symmetric
         self.parts: Modules = dict(self.update.named_modules())
         self.walked_modules: list[nn.Module] = list(self.parts.values())
+        run_weight_hooks(self.walked_modules)
         self.masks = SolveMasks(self.walked_modules)
         self.known: tuple[Any, Any] = (
             None,

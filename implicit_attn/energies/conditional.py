@@ -44,6 +44,7 @@ from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.cuda import on_cuda
+from solvers.core.modes import without_autocast
 
 # Score of excluded pairs, whose exponential is zero. A solve does not accept -inf as an input.
 EXCLUDED = -1e30
@@ -146,7 +147,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
         value = self.norm.normalise(value)[0]
         if self.score_norm is not None:
             query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
-        query = query * torch.as_tensor(self.beta_like(query), dtype=query.dtype)
+        beta = self.beta_like(query)
         batch, _, count, _ = query.shape
         key, seen, pairs = fit_keys(given, query, key, seen)
         value = value if value.shape[2] else torch.zeros_like(key)
@@ -154,6 +155,9 @@ class ConditionalAttention(HasHeads, ClosedForm):
         options = self._options(seen, pairs, causal)
         if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
             lse = keyless = None
+            # Beta does not scale the other half of the queries, tau z. As a factor sqrt(beta) of either
+            # side it stays in the range of float16.
+            query, key = ((side * beta**0.5).to(side.dtype) for side in (query, key))
             if not on_cuda(query):  # computed for energies only, which CUDA solves do not need
                 lse = frozen_key_attention(query, key, 1.0, **options)[1]
             if seen is not None:
@@ -166,8 +170,9 @@ class ConditionalAttention(HasHeads, ClosedForm):
         allowed, bias = pairs.intersect(token_pairs(None, causal, count, query.device)).intersect(
             None if seen is None else seen[:, None, None, :]
         )
-        wide = accumulation_dtype(query.dtype)
-        scores, keyless = query.to(wide) @ key.to(wide).mT, None
+        wide, keyless = accumulation_dtype(query.dtype), None
+        with without_autocast(query.device.type):  # which would round the scores to half precision
+            scores = query.to(wide) @ key.to(wide).mT * beta
         if bias is not None:
             scores = scores + bias.to(wide)
         if allowed is not None:
@@ -204,7 +209,8 @@ class ConditionalAttention(HasHeads, ClosedForm):
             attended, lse = self._among_keys(y, context, need_lse)
         else:
             rows, keys = y.to(given.dtype).flatten(0, 1), value.to(given.dtype).flatten(0, 1)
-            scores = torch.baddbmm(given.flatten(0, 1), rows, keys.mT, alpha=self.tau)
+            with without_autocast(y.device.type):
+                scores = torch.baddbmm(given.flatten(0, 1), rows, keys.mT, alpha=self.tau)
             scores = scores.view(given.shape)
             lse = scores.logsumexp(-1) if need_lse else None
             attended = scores.softmax(-1).to(y.dtype) @ value

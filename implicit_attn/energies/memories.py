@@ -78,6 +78,7 @@ class PatternEnergy(TokenEnergy):
         self._store("bias", bias, learnable)
 
     def _store(self, name: str, value: Tensor | None, learnable: bool) -> None:
+        value = None if value is None else value.contiguous()  # safetensors files need it
         if learnable and value is not None:
             setattr(self, name, nn.Parameter(value))
         else:
@@ -135,11 +136,9 @@ class Hopfield(PatternEnergy):
         self.beta = require_positive("beta", beta)
 
     def activate(self, y: Tensor, gates: Tensor | None, need_value: bool) -> Evaluation:
-        scores, value = y * self.beta, None
-        if need_value:
-            wide = y.to(accumulation_dtype(y.dtype)) * self.beta
-            value = wide.logsumexp(-1) / self.beta
-        return value, scores.softmax(-1)
+        scores = y.to(accumulation_dtype(y.dtype)) * self.beta
+        value = scores.logsumexp(-1) / self.beta if need_value else None
+        return value, scores.softmax(-1).to(y.dtype)
 
     def log_partition(self, cooling: int = 1) -> Tensor:
         """Return the differentiable scalar ``log Z`` of one token at temperature ``1 / (cooling beta)``.

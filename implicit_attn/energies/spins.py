@@ -28,6 +28,7 @@ from solvers.core.checks import (
     require_instance,
     require_positive,
 )
+from solvers.core.modes import without_autocast
 from solvers.spins.inputs import no_variance
 from solvers.spins.sites import Site
 
@@ -403,7 +404,9 @@ class BareAttention(Energy):
         )
         self.lam = require_positive("lam", lam)
         if features is not None:
-            features = check_tensor("features", features, "d D", d=dim).detach().clone()
+            features = (
+                check_tensor("features", features, "d D", d=dim).detach().contiguous().clone()
+            )
         self.register_buffer("features", features)
         self.site = require_instance("site", site, Site, "a solvers.Site", optional=True)
         self.width = dim if features is None else features.shape[1]
@@ -491,12 +494,13 @@ class BareAttention(Energy):
                 f"{name}: z must have {len(weight)} sites (N), got shape {tuple(z.shape)}"
             )
         wide = accumulation_dtype(z.dtype)
-        query = self._embed(hide(z, mask).to(wide))
-        keys = torch.einsum("ijab,njb->nija", weight.to(wide), query)
+        with without_autocast(z.device.type):
+            query = self._embed(hide(z, mask).to(wide))
+            keys = torch.einsum("ijab,njb->nija", weight.to(wide), query)
+            scores = self.lam * (keys @ query.unsqueeze(-1)).squeeze(-1)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device).unsqueeze(0)
         speaks = ~own if mask is None else ~own & mask.unsqueeze(1) & mask.unsqueeze(2)
         speaks = speaks | (own & ~speaks.any(-1, keepdim=True))
-        scores = self.lam * (keys @ query.unsqueeze(-1)).squeeze(-1)
         return query, keys, scores.masked_fill(~speaks, -torch.inf)
 
     def _mixture(self, keys: Tensor, scores: Tensor) -> ConditionalMixture:

@@ -124,9 +124,11 @@ class BinaryMemory(nn.Module):
         super().__init__()
         check_spins("patterns", patterns, "P N")
         self.rule = check_rule(rule)
-        self.register_buffer("patterns", patterns.detach().clone())
+        self.register_buffer("patterns", patterns.detach().contiguous().clone())
         learn = PAIR_RULES.get(rule) if isinstance(rule, str) else None
-        self.register_buffer("couplings", None if learn is None else learn(self._wide()))
+        self.register_buffer(
+            "couplings", None if learn is None else learn(self._wide()).contiguous()
+        )
 
     @property
     def sites(self) -> int:

@@ -91,7 +91,7 @@ class Restorer(nn.Module):
         layer: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.register_buffer("mean", mean.detach().clone())
+        self.register_buffer("mean", mean.detach().contiguous().clone())
         options: dict[str, Any] = {"tolerance": 3e-3, "max_steps": 200}
         energy = DataTerm().weighted(factor) + prior
         # The latest operator and its layer, which is not a submodule.

@@ -15,7 +15,7 @@ import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.optional import progress
 from implicit_attn.studies import study
-from implicit_attn.studies.study import BLUE, GREY, LINES, ORANGE, Table
+from implicit_attn.studies.study import BLUE, GREY, LOOKS, ORANGE, Table
 
 DENSE = 1200  # unknowns up to which all eigenvalues are computed
 EXTREMES = 12  # eigenvalues at each end above that
@@ -52,7 +52,8 @@ class Convergence(NamedTuple):
         figure = study.new_figure((13, 8), title)
         (residual, energy), (costs, spectrum) = figure.subplots(2, 2)
         seen = [curve.energy for curve in self.curves.values() if curve.energy is not None]
-        for (name, curve), color in zip(self.curves.items(), LINES, strict=False):
+        for name, curve in self.curves.items():
+            color = LOOKS[name][0]
             # How far below the floor the last step lands says nothing about the solver.
             best = curve.residual.clamp_min(FLOOR)
             study.draw_band(residual, curve.evaluations, best, color, name)
@@ -71,7 +72,7 @@ class Convergence(NamedTuple):
         else:
             study.leave_empty(energy, "this layer has no energy")
         names, spent = ([row[key] for row in self.costs] for key in ("solver", "evaluations"))
-        drawn = costs.barh(names, spent, color=LINES[: len(names)])
+        drawn = costs.barh(names, spent, color=[LOOKS[name][0] for name in names])
         shares = [f"{100 * row['converged']:.0f} %, {row['seconds']:.2g} s" for row in self.costs]
         costs.bar_label(drawn, shares, padding=4, fontsize=8)
         title = f"Evaluations to {self.rtol:g}, or to the limit"

@@ -14,7 +14,7 @@ from implicit_attn.optional import progress
 from implicit_attn.studies.converging import solver_choices
 from implicit_attn.studies.study import (
     GREY,
-    LINES,
+    LOOKS,
     Subject,
     Table,
     leave_empty,
@@ -23,7 +23,6 @@ from implicit_attn.studies.study import (
 )
 
 METHODS = ("forward", "plain forward", "L-BFGS", "Anderson", "Broyden")
-WINDOW = 10.0  # percentage points of accuracy that are drawn below the best
 LABELS = {
     "accuracy": "test accuracy, %", "loss": "test loss (cross-entropy)",
     "residual": "residual of a solve, or last relative change", "energy": "energy (mean)",
@@ -59,16 +58,15 @@ class Extrapolation(NamedTuple):
                 leave_empty(axes, f"no {key} is defined")
                 continue
             scale = 100 if key == "accuracy" else 1
-            for number, name in enumerate(dict.fromkeys(row["method"] for row in self.curves)):
+            for name in dict.fromkeys(row["method"] for row in self.curves):
                 rows = [row for row in known if row["method"] == name]
-                look: Any = {"marker": "osv^D"[number], "markersize": 4, "color": LINES[number]}
+                color, marker = LOOKS[name]
+                look: Any = {"marker": marker, "markersize": 4, "color": color}
                 steps, values = [r["evaluations"] for r in rows], [scale * r[key] for r in rows]
                 axes.plot(steps, values, label=name, **look)
             for place in range(self.trained, most + 1, self.trained):
                 axes.axvline(place, color=GREY, linestyle=":", linewidth=1)
             if key == "accuracy":
-                best = 100 * max(row[key] for row in known)
-                axes.set_ylim(best - WINDOW, best + 0.5)
                 axes.set_title(f"dotted: 1, 2, ... times the {self.trained} of training")
             elif key != "energy":
                 axes.set_yscale("log")

@@ -32,7 +32,18 @@ Table = list[dict[str, Any]]  # rows with the same keys
 DPI = 110
 BATCH = 128
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"
-LINES = [BLUE, ORANGE, GREEN, RED, "#7b4fa3", "#8c6d46", "#c65fa0"]  # one for each solver
+PURPLE, BROWN, PINK = "#7b4fa3", "#8c6d46", "#c65fa0"
+# Colour and marker of each method, the same in all figures.
+LOOKS = {
+    "plain forward": (BLUE, "s"),
+    "forward": (ORANGE, "o"),
+    "gradient, auto step": (GREEN, "P"),
+    "L-BFGS": (RED, "v"),
+    "Anderson": (PURPLE, "^"),
+    "Broyden": (BROWN, "D"),
+    "Newton": (PINK, "X"),
+    "recurrence": (BLUE, "o"),
+}
 
 
 def write_table(path: str | Path, table: Table) -> None:

@@ -26,7 +26,7 @@ from implicit_attn.energies.tokens import (
     visible_input,
 )
 from implicit_attn.kernels.arguments import Pairs, token_pairs
-from implicit_attn.kernels.reference import softmax_over_pairs
+from implicit_attn.kernels.reference import attend
 from implicit_attn.parametrised import parametrise
 from implicit_attn.updates.update import Update
 from solvers import (
@@ -291,8 +291,9 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
 
 def softmax_couplings(query: Tensor, key: Tensor, heads: int, pairs: Tensor | None) -> Tensor:
     """Return ``J`` (B, heads, N, N), float32 or wider, the softmax of ``q_i.k_j`` over allowed pairs."""
-    scores = split_heads(query, heads) @ split_heads(key, heads).mT
-    return softmax_over_pairs(scores.to(accumulation_dtype(scores.dtype)), Pairs(pairs))[0]
+    return attend(
+        split_heads(query, heads), split_heads(key, heads), 1.0, pairs=Pairs(pairs)
+    ).weights
 
 
 CLOSURES = ("gaussian", "naive", "tap", "plefka")

@@ -113,6 +113,8 @@ class EnergyStep(Update):
 
     def __init__(self, energy: Energy, step_size: float = 1.0) -> None:
         super().__init__()
+        if isinstance(energy, Energy) and "_modules" not in vars(energy):
+            raise TypeError(f"{type(energy).__name__}.__init__ must call super().__init__() first")
         self.energy = require_instance("energy", energy, Energy, "an Energy")
         self.step_size = require_positive("step_size", step_size)
 

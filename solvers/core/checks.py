@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,23 @@ LONGEST = 200  # characters of a wrong value in a message
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy, or a tensor without dimensions, as Python's; any other value unchanged.
+
+    A tensor that requires gradients is left as it is, because an option has none.
+    """
+    if isinstance(value, np.generic) or (
+        isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+    ):
+        return value.item()
+    return value
+
+
 def require_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, closed: bool = True
 ) -> float:
     """A number within [low, high] (``closed``) or (low, high]."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not (low <= value <= high) or (not closed and value == low):
@@ -35,6 +49,7 @@ def require_number(
 
 def require_positive(name: str, value: Any, *, zero: bool = False) -> float:
     """A finite number > 0, or with ``zero`` >= 0."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not (0 <= value < math.inf) or (value == 0 and not zero):
@@ -49,6 +64,7 @@ def require_nonnegative(name: str, value: Any) -> float:
 
 def require_count(name: str, value: Any, *, low: int = 1) -> int:
     """An integer >= low."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < low:
@@ -70,6 +86,7 @@ def require_increasing(name: str, value: Any, *, high: int, what: str) -> tuple[
 
 def require_flag(name: str, value: Any, *, optional: bool = False) -> Any:
     """True or False, or None where that is an option."""
+    value = plain_number(value)
     if not isinstance(value, bool) and not (optional and value is None):
         raise TypeError(f"{name} must be True or False{' or None' * optional}, got {value!r}")
     return value

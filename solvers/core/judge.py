@@ -4,8 +4,8 @@ A residual alone says little about the error of the value: where ``f(z) - z`` ch
 be far away, and a scale that grows with the iterate makes any bounded residual look small. Therefore, with the
 residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has converged where
 
-- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_0| / 100)`` with the residual ``r_0`` and
-  the size ``s`` of the start, and
+- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the largest residual
+  ``r_max`` so far and the size ``s = |f(z_0)| + |r_0|`` of the start, and
 - the estimated error is at most ``max(rtol |f(z)|, atol)``.
 
 The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated by the largest gain
@@ -17,8 +17,8 @@ The estimate costs no evaluation, does not depend on the units of ``r``, and is 
 the first step there is none, and only a residual that is zero to rounding has converged.
 
 The residual of a gradient step of an energy, or of a root, is in units of its own. There the error alone
-decides, against ``max(rtol |z|, atol)``, where the residual has fallen to a hundredth of the first one, or at two
-accepted points in a row; with ``rtol = 0`` the residual alone, against ``atol``.
+decides, against ``max(rtol |z|, atol)``: at two accepted points in a row, or at one after at least four steps if the
+residual has fallen to a hundredth. With ``rtol = 0`` the residual alone decides, against ``atol``.
 
 The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. The same
 rule in C++: ``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and ``methods/triton_kernels.py``.
@@ -35,6 +35,7 @@ from solvers.core.rows import Evaluation
 from solvers.core.solution import Tolerance
 
 STEPS = 10  # accepted steps whose gains are remembered
+SURE = 4  # steps after which the estimate for an energy or a root need not be confirmed
 FALLEN = 0.01  # share of the first residual below which the scale of the start no longer counts
 IMPRECISE = 100  # at least so many rounding units, of which half precision has few
 ROUNDINGS = 4  # a residual of so many roundings of f(z) is zero as far as can be told
@@ -56,13 +57,20 @@ class Rule:
         """Share of the first residual that may count as converged."""
         return max(FALLEN, IMPRECISE * self.eps)
 
-    def caps(self, first: Evaluation) -> Tensor:
-        """(B, L) largest residual that may count as converged, whatever becomes of ``|f(z)|``."""
+    def caps(self, point: Evaluation, before: Tensor | None = None) -> Tensor:
+        """(B, L) largest residual that may count as converged, whatever becomes of ``|f(z)|``.
+
+        After the first evaluation (no ``before``) it grows with the largest residual only.
+        """
+        share = self.fallen * point.norms
+        if before is not None:
+            return torch.maximum(before, share)
         if self.unit_free:
-            return self.fallen * first.norms
-        size = torch.maximum(first.references, first.extents())
-        limit = torch.maximum(self.tolerance.threshold(size), 10 * self.eps * size)
-        return torch.maximum(limit, self.fallen * first.norms)
+            return share
+        size = point.references + point.norms
+        return torch.maximum(
+            torch.maximum(self.tolerance.threshold(size), 10 * self.eps * size), share
+        )
 
     def allowed(self, point: Evaluation, caps: Tensor) -> Tensor:
         """(B, L) residual norms that count as converged."""
@@ -89,13 +97,15 @@ class Rule:
             near = near | (point.norms <= ROUNDINGS * self.eps * point.references)
         return near.all(1)
 
-    def converged(self, point: Evaluation, caps: Tensor, near: Tensor, before: Tensor) -> Tensor:
+    def converged(
+        self, point: Evaluation, caps: Tensor, near: Tensor, before: Tensor, gain: Tensor
+    ) -> Tensor:
         """(B,) bool, where the point is ``near`` (B,), and the last accepted one was ``before`` (B,)."""
         if self.unit_free:
             if self.tolerance.rtol == 0:
                 return (point.norms <= self.tolerance.atol).all(1)
-            fallen = (point.norms <= caps).all(1)
-            return near & (before | fallen | (point.norm == 0))
+            sure = (point.norms <= caps) & ((gain > 0).sum(2) >= SURE)
+            return near & (before | sure.all(1) | (point.norm == 0))
         # Far away rounding would hide a residual of this size.
         seen = self.eps * point.references <= caps
         return near & (seen & (point.norms <= self.allowed(point, caps))).all(1)

@@ -66,7 +66,8 @@ class Options:
 
     def rule(self, problem: Problem, first: Evaluation) -> Rule:
         """When a sample has converged."""
-        eps = torch.finfo(self.precision or first.z.dtype).eps
+        kinds = {self.precision or first.z.dtype, *problem.layout.dtypes}
+        eps = max(torch.finfo(kind).eps for kind in kinds)
         return Rule(self.tolerance, eps, problem.unit_free)
 
 
@@ -205,15 +206,18 @@ class Loop:
         if last is not None:
             moved, changed = trial.difference(last)
             # Of a plain step the rate counts, which no oscillation hides: |r| / (|r| - |r'|) = 1 / (1 - rate).
-            fallen = (last.norms - trial.norms).clamp_min(0.0)
-            if self.solver.plain:
-                changed = fallen
-            elif self.solver.window:
-                changed = torch.where((rows.rejections > 0)[:, None], fallen, changed)
-            known = moved > 0 if accepted is None else (moved > 0) & accepted[:, None]
+            fallen = last.norms - trial.norms
+            plain: Any = self.solver.plain or (rows.rejections > 0)[:, None] & (
+                self.solver.window > 0
+            )
+            changed = torch.where((fallen > 0) & plain, fallen, changed)
+            known = moved > self.rule.eps * trial.references  # not only by rounding
+            known = known if accepted is None else known & accepted[:, None]
             slot = count % STEPS
             rows.gains[:, :, slot] = torch.where(known, moved / changed, rows.gains[:, :, slot])
             rows.path = rows.path + moved.where(known, 0.0).sum(1)
+            caps = self.rule.caps(trial, rows.caps)
+            rows.caps = caps if accepted is None else where_rows(accepted, caps, rows.caps)
         if accepted is None or last is None:
             self.current = trial
         else:
@@ -232,7 +236,7 @@ class Loop:
         taken = running if accepted is None else running & accepted
         score, error = self.rule.score(trial, rows.caps), estimated_error(trial, rows.gains)
         near = self.rule.near(trial, error)
-        converged = taken & self.rule.converged(trial, rows.caps, near, rows.near)
+        converged = taken & self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
         rows.near = torch.where(taken, near, rows.near)
         if self.growth is not None:
             growing = self.growth.note(trial, taken)

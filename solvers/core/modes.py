@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from solvers.core.layout import leaves_of
@@ -46,20 +48,25 @@ def require_numbers(*trees: Any) -> None:
 
     These are the tensors of exporters and of ``torch.func``, fake tensors and those on the device "meta".
     """
-    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     reason = ""
     if exporting() or torch._C._get_tracing_state() is not None:
         reason = "torch.export and torch.jit.trace do not support"
     elif in_transform():
         reason = "transforms of torch.func do not support"
-    for leaf in () if reason else leaves_of(trees):
-        if isinstance(leaf, Tensor) and (leaf.is_meta or (fake and fake.is_fake(leaf))):
-            reason = "meta and fake tensors do not support"
+    elif lacks_numbers(trees):
+        reason = "meta and fake tensors do not support"
     if reason:
         raise RuntimeError(
             f"a fixed-point solve decides by numbers when to stop, which {reason}: use a fixed number of "
             "evaluations, layer.unrolled(k) of a DEQ or a loop of evaluations of f"
         )
+
+
+def lacks_numbers(tree: Any) -> bool:
+    """Return whether a tensor is fake or on "meta"."""
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    return any(leaf.is_meta or bool(fake and fake.is_fake(leaf)) for leaf in tensors)
 
 
 def in_transform() -> bool:
@@ -129,8 +136,22 @@ def uncompiled() -> AbstractContextManager[None]:
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
     """Within, attention is computed by torch's plain formula, and compiled functions run uncompiled."""
-    with uncompiled(), PLAIN_ATTENTION:
+    with uncompiled(), PLAIN_ATTENTION, _FusedLayout():
         yield
+
+
+class _FusedLayout(TorchFunctionMode):
+    """Within, attention returns the memory layout of torch's fused kernels, whichever formula computes it.
+
+    The fused kernels return (B, H, N, p) with the strides of (B, N, H, p), so a function may take a view of
+    the transposed result, which the plain formula would not allow.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not scaled_dot_product_attention or result.dim() < 4:
+            return result
+        return result.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def ordinary(tree: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from solvers.core.cuda import on_cuda
-from solvers.core.solution import Status, Tolerance
+from solvers.core.solution import Status
 
 RUNNING = -1  # status of a sample that is still being solved
 # Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
@@ -79,11 +79,6 @@ class Evaluation:
         """(B,) the scale of the whole sample."""
         one = self.references.shape[1] == 1
         return self.references[:, 0] if one else scaled_norm(self.references)
-
-    def extents(self) -> Tensor:
-        """(B, L) norms of z."""
-        z = self.z.detach() if self.view is None else self.view
-        return part_norms(z, self.sizes).to(self.norms.dtype)
 
     def difference(self, last: Evaluation) -> tuple[Tensor, Tensor]:
         """(B, L) norms of the differences of z and of the residual to those of ``last``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import require_choice, require_instance, require_positive
+from solvers.core.checks import plain_number, require_choice, require_instance, require_positive
 from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
@@ -63,6 +63,7 @@ class Tolerance:
 
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
     """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
+    value = plain_number(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Tolerance(rtol=require_positive(name, value, zero=True))
     expected = "a number (rtol), a solvers.Tolerance"

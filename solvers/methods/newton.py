@@ -16,7 +16,6 @@ from solvers.core.rows import Evaluation, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
 from solvers.krylov import CG, GMRES, LINEAR, LinearSolver
 
-
 DENSE = 30  # unknowns up to which the Jacobian is computed as a matrix
 
 
@@ -104,7 +103,7 @@ class Newton(Solver):
             uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
-            spent = (used + self.recordings) * wanted[index]
+            spent = (used + self.recordings * (used > 0)) * wanted[index]
             inputs.products = torch.zeros_like(left)
             if problem.compact:
                 inputs.products = inputs.products.index_add(0, index, spent)
@@ -126,20 +125,17 @@ class Newton(Solver):
         """
         batch, size_of = point.z.shape
         if self.linear is None and size_of <= DENSE and point.energy is None:
-            matrix = torch.eye(size_of, dtype=point.z.dtype, device=point.z.device) - jacobian(
-                problem, point.z
-            )
-            found = torch.linalg.lstsq(
-                matrix.nan_to_num(0.0, 0.0, 0.0), point.residual[:, :, None]
-            ).solution[:, :, 0] if not point.z.is_cuda else torch.linalg.solve_ex(
-                matrix, point.residual[:, :, None]
-            )[0][:, :, 0]
-            found = torch.where(wanted[:, None] & torch.isfinite(found).all(1, True), found, 0)
-            return found, torch.full_like(left, size_of)
+            wanted = wanted & (left >= size_of)
+            if not bool(wanted.any()):
+                return torch.zeros_like(point.z), torch.zeros_like(left)
+            unit = torch.eye(size_of, dtype=point.z.dtype, device=point.z.device)
+            matrix, right = unit - jacobian(problem, point.z), point.residual[:, :, None]
+            found = torch.linalg.solve_ex(matrix, right)[0][:, :, 0]
+            usable = wanted & torch.isfinite(found).all(1)
+            return found.masked_fill(~usable[:, None], 0), torch.where(wanted, size_of, 0)
+        product, dtype = self._product(problem, point), point.z.dtype
         chosen: Any = self.linear  # an instance, since __post_init__
         solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
-        product = self._product(problem, point)
-        dtype = point.z.dtype
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
         run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])

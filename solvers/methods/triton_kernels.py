@@ -125,16 +125,15 @@ def _judge(
                 tl.sqrt(own), tl.sqrt(scales), tl.sqrt(moves), tl.sqrt(changed),
             )  # fmt: skip
             place = row * parts + part
-            # At the first turn, where nothing was accepted before, the moves are z itself.
-            extent = tl.maximum(moves, scales)
+            extent = scales + own
             cap = tl.maximum(tl.maximum(rtol * extent, atol), 10 * eps * extent)
-            cap = tl.maximum(tl.where(free, 0.0, cap), fallen * own)
-            cap = tl.where(first, cap, tl.load(caps + place))
+            cap = tl.where(first, tl.where(free, 0.0, cap), tl.load(caps + place))
+            cap = tl.where(accepted, tl.maximum(cap, fallen * own), cap)
             tl.store(caps + place, cap)
             before = tl.where(first, 0.0, tl.load(norms + place))
             # Of a plain step, which follows a rejection, the rate counts.
-            slower = tl.where(rejected > 0, tl.maximum(before - own, 0.0), changed)
-            known = accepted & (first == 0) & (moves > 0)
+            slower = tl.where((rejected > 0) & (before > own), before - own, changed)
+            known = accepted & (first == 0) & (moves > eps * scales)
             kept = place * S + remembered
             gain = tl.load(gains + kept, (remembered < S) & (first == 0), 0.0)
             newest = tl.where(known, count % S, -1)
@@ -142,12 +141,13 @@ def _judge(
             tl.store(gains + kept, gain, remembered < S)
             length += tl.where(known, moves, 0.0)
             top = tl.max(gain)
+            steps_known = tl.sum(tl.where(gain > 0, 1, 0))
             wrong = tl.where(own == 0, 0.0, tl.where(top == 0, infinite, own * top))
             threshold = tl.maximum(rtol * scales, atol)
             allowed = tl.minimum(threshold, cap)
             near = (wrong <= threshold) | (own <= tl.where(free, 0.0, unit * scales))
             small = (own <= allowed) & (eps * scales <= cap)
-            close, less = close & near, less & (own <= cap)
+            close, less = close & near, less & (own <= cap) & (steps_known >= 4)
             meets = meets & (near & (small | free))
             units = tl.where(free, 1.0, tl.where(allowed == 0, tiny, allowed))
             size_of = tl.where(scales == 0, tiny, scales)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.judge import ROUNDINGS, STEPS, Rule
+from solvers.core.judge import ROUNDINGS, STEPS, SURE, Rule
 from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Evaluation, scaled_norm
@@ -215,29 +215,29 @@ def turn(s: Turns, value: Tensor) -> None:
     extent = part_norms64(s.z if s.mask is None else s.z.where(s.mask, 0.0), sizes)
     scales = torch.where(free, extent, scales)
     norm, scale = norms.norm(dim=1), scales.norm(dim=1)
-    extent = torch.maximum(part_norms64(s.z, sizes), scales)
+    extent = scales + norms
     limits = torch.maximum(torch.maximum(rtol * extent, atol), 10 * eps * extent)
-    limits = torch.maximum(torch.where(free, 0.0, limits), fallen * norms)
-    torch.where(begins, limits, s.caps, out=s.caps)
+    torch.where(begins, torch.where(free, 0.0, limits), s.caps, out=s.caps)
     torch.where(first, divergence * torch.maximum(norm, scale), s.limit, out=s.limit)
     finite = norm + scale < torch.inf
     guarded = (count > 2) & (s.rejections == 0)
     accepted = finite & (first | (norm <= s.limit)) & (~guarded | (norm <= s.bound))
     # Of a plain step, which follows a rejection, the rate counts.
-    rate = (s.norms - norms).clamp_min(0.0)
-    gain = moves / torch.where((s.rejections > 0)[:, None], rate, changed)
-    known = (accepted & ~first & running)[:, None] & (moves > 0)
+    lower = s.norms - norms
+    gain = moves / torch.where((s.rejections > 0)[:, None] & (lower > 0), lower, changed)
+    known = (accepted & ~first & running)[:, None] & (moves > eps * scales)
     here = torch.arange(STEPS, device=s.z.device) == (count % STEPS)[:, None]
     torch.where(known[:, :, None] & here[:, None], gain[:, :, None], s.gains, out=s.gains)
     s.path.add_(moves.where(known, 0.0).sum(1))
     most = s.gains.amax(2)
     error = torch.where(most == 0, torch.inf, norms * most).masked_fill(norms == 0, 0.0)
+    torch.where(accepted[:, None], torch.maximum(s.caps, fallen * norms), s.caps, out=s.caps)
     threshold = torch.maximum(rtol * scales, atol)
     allowed = torch.minimum(threshold, s.caps)
     near = (error <= threshold) | (norms <= torch.where(free, 0.0, rounding_unit * scales))
     small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
     near, before = near.all(1), (s.near > 0) & ~first
-    less = (norms <= s.caps).all(1)
+    less = ((norms <= s.caps) & ((s.gains > 0).sum(2) >= SURE)).all(1)
     meets = near & torch.where(free, before | less | (norm == 0), small)
     s.near.copy_(torch.where(running & accepted, near.int(), s.near))
     converged = accepted & meets

@@ -37,23 +37,34 @@ def levels() -> tuple[str, ...]:
 
 @cache
 def engine() -> ctypes.CDLL | None:
-    """Return the library for this processor, or None if the package was installed without a compiler.
+    """Return the library for this processor, or None where there is none, which is warned of once.
+
+    A package that was installed without a compiler has none, and does not warn.
+    """
+    found, why = load()
+    if found is None and why:
+        message = f"torch is used instead of the native engine, {why}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return found
+
+
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """Load the best library for this processor; if there is none, return the reason, "" without a compiler.
 
     A library that is older than its C++ sources in a checkout is not used, since its records may differ.
     """
     if changed := changed_sources():
-        warnings.warn(
-            f"the native engine is not used because it is older than {', '.join(changed)}: rebuild it "
-            "with `pip install -e .`",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+        older = f"which is older than {', '.join(changed)}"
+        return None, f"{older}: rebuild it with `pip install -e .`"
+    why = ""
     for level in levels():
         path = FOLDER / f"engine_{level}.so"
         if path.exists():
-            return ctypes.CDLL(str(path))
-    return None
+            try:
+                return ctypes.CDLL(str(path)), ""
+            except OSError as error:  # such as a mount without the right to execute
+                why = f"which cannot be loaded ({error})"
+    return None, why
 
 
 def changed_sources() -> list[str]:
@@ -71,12 +82,9 @@ def changed_sources() -> list[str]:
 
 def told() -> str:
     """Return a description of the engine in use."""
-    found = engine()
+    found, why = load()
     if found is None:
-        why = (
-            "its sources have changed" if changed_sources() else "installed without a C++ compiler"
-        )
-        return f"none ({why}): torch is used instead"
+        return f"none, {why or 'installed without a C++ compiler'}: torch is used instead"
     threads = "torch's threads" if THREADS.fork else "one thread"
     return f"{Path(found._name).stem.removeprefix('engine_')}, {threads}"
 

@@ -189,9 +189,8 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     reference = length(reference, part[l].value);
     moved = length(moved, part[l].moved);
     if (first) {
-      const T extent = exact_norm<T>(all.sizes[l], [&](int64_t i) { return trial[at + i]; });
-      const T extreme = std::fmax(extent, part[l].value);
-      caps[l] = std::fmax(std::fmax(std::fmax(rtol * extreme, atol), 10 * eps * extreme), fallen * part[l].residual);
+      const T extent = part[l].value + part[l].residual;
+      caps[l] = std::fmax(std::fmax(std::fmax(rtol * extent, atol), 10 * eps * extent), fallen * part[l].residual);
       for (int64_t j = 0; j < remembered; j++) gains[l * remembered + j] = 0;
     }
   }
@@ -213,10 +212,11 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   for (int64_t l = 0; l < parts; l++) {
     const Norms<T>& own = part[l];
     T *known = gains + l * remembered, largest = 0;
-    if (accepted && !first && own.moved > 0) {
-      const T fall = std::fmax(norms_before[l] - own.residual, T(0));
-      const bool plain = all.kept == 0 || all.rejections[b] > 0;  // whose rate counts
-      known[all.evaluation % remembered] = own.moved / (plain ? fall : own.changed);
+    if (accepted) caps[l] = std::fmax(caps[l], fallen * own.residual);
+    if (accepted && !first && own.moved > eps * own.value) {  // not only by rounding
+      const T fallen = norms_before[l] - own.residual;
+      const bool plain = (all.kept == 0 || all.rejections[b] > 0) && fallen > 0;  // whose rate counts
+      known[all.evaluation % remembered] = own.moved / (plain ? fallen : own.changed);
       *path += own.moved;
     }
     for (int64_t j = 0; j < remembered; j++) largest = std::fmax(largest, known[j]);

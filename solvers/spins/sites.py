@@ -254,7 +254,7 @@ class GaussianSite(Site):
         if isinstance(covariance, nn.Parameter):
             self.sigma = covariance
         else:
-            self.register_buffer("sigma", covariance)
+            self.register_buffer("sigma", covariance.contiguous())
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
         half, factor = self._factors(field, variance)

@@ -110,7 +110,46 @@ def test_causal_masks_are_one_in_every_form() -> None:
     excluded = torch.ones(5, 5, dtype=torch.bool).triu(1)
     for mask, causal in ((None, True), (added, False), (excluded, False), (added, True)):
         torch.testing.assert_close(block(x, mask, is_causal=causal), expected)
-    torch.testing.assert_close(block(x, excluded.expand(4, 5, 5)), expected)  # B heads of them
+    for shape in ((4, 5, 5), (2, 5, 5), (2, 2, 5, 5), (2, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 5)):
+        torch.testing.assert_close(block(x, excluded.expand(shape)), expected)
+
+
+def test_a_mask_belongs_to_its_sample_and_head() -> None:
+    block, x = build(), inputs()
+    torch.manual_seed(0)
+    excluded = (torch.rand(2, 2, 5, 5) < 0.4) & ~torch.eye(5, dtype=torch.bool)
+    expected = block(x, excluded)
+    torch.testing.assert_close(block(x, excluded.flatten(0, 1)), expected)
+    one = block(x, excluded[:, :1])
+    torch.testing.assert_close(block(x, excluded[:, 0]), one)
+    for row in range(2):
+        torch.testing.assert_close(block(x[row], excluded[row]), expected[row])
+        torch.testing.assert_close(block(x[row], excluded[row, 0]), one[row])
+    assert (one - expected).norm() > 1e-3
+
+
+PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "masks",
+    [{}, {"src_key_padding_mask": PADDING}, {"src_mask": torch.ones(5, 5).triu(1).bool()},
+     {"is_causal": True}, {"src_mask": torch.ones(5, 5).bool()}],
+    ids=["none", "padding", "bool", "causal", "no pair"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [EquilibriumBlock, DEQTransformer])
+def test_masks_under_autocast_are_those_of_float32(
+    kind: Any, masks: dict[str, Any], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    block, x = kind(8, 2), inputs().float()
+    expected = block(x, **masks)
+    with torch.autocast("cpu", dtype):
+        result = block(x, **masks)
+        result.square().sum().backward()
+    assert relative_error(result, expected) <= 3e-2
+    assert all(p.grad.isfinite().all() for p in block.parameters() if p.grad is not None)
 
 
 def test_padding_is_left_out_and_comes_out_as_it_went_in() -> None:
@@ -253,7 +292,6 @@ def padding(*lengths: int, tokens: int = 5) -> Tensor:
     return torch.arange(tokens) >= torch.tensor(lengths)[:, None]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_update_is_torchs_encoder_layer_on_the_normalised_sum(
@@ -431,6 +469,11 @@ def argument(message: str, **arguments: Any) -> tuple[Callable[[], object], str]
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
+    option(EquilibriumBlock, "did you mean hidden", hiden=3),
+    option(EquilibriumBlock, "nhead is called heads here", nhead=3),
+    option(EquilibriumBlock, "no argument 'elephant'$", elephant=3),
+    option(EquilibriumBlock, "did you mean max_steps", layer={"max_step": 3}),
+    (lambda: EquilibriumBlock(8, 2)(X, tolerence=1e-2), "did you mean tolerance"),
     option(EquilibriumBlock, "curvature", curvature=(0.6, 0.4)),
     option(EquilibriumBlock, "curvature", curvature=0.5),
     option(EquilibriumBlock, "attention", attention=None, hidden=0),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import solvers
@@ -272,8 +273,7 @@ def test_images_keep_their_layout(init: str) -> None:
 
 def test_what_has_no_numbers_is_told_a_way() -> None:
     layer, block, x = DEQ.from_update(half_tanh), EquilibriumBlock(4, 2), torch.randn(2, 3, 4)
-    deprecated = pytest.warns(DeprecationWarning, match="jit.trace")
-    with deprecated, pytest.raises(RuntimeError, match="unrolled"):
+    with pytest.raises(RuntimeError, match="unrolled"):
         torch.jit.trace(layer, x, check_trace=False)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="fake"):
         layer(torch.randn(2, 3, 4))
@@ -326,3 +326,70 @@ class Squashed(nn.Module):
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return 0.5 * torch.tanh(self.linear(z)) + x
+
+
+def test_an_energy_that_forgets_super_is_told_so() -> None:
+    class Forgetful(Energy):
+        def __init__(self) -> None:
+            self.scale = 1.0
+
+    with pytest.raises(TypeError, match=r"Forgetful.__init__ must call super\(\).__init__\(\)"):
+        DEQ(Forgetful())
+
+
+@pytest.mark.parametrize("filler", [torch.nan, torch.inf])
+def test_what_is_not_finite_at_masked_tokens_is_no_error(filler: float) -> None:
+    torch.manual_seed(0)
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    update = nn.Linear(3, 3)
+    layers = {
+        "energy": DEQ(0.4 * BiSoftmaxAttention(3, heads=1) + Quadratic(), tolerance=1e-6),
+        "update": DEQ.from_update(
+            lambda z, x, mask=None: 0.5 * update(z).tanh() + x, tolerance=1e-6
+        ),
+    }
+    for layer in layers.values():
+        x = torch.randn(2, 4, 3, requires_grad=True)
+        filled = x.detach().masked_fill(~mask[..., None], filler).requires_grad_()
+        results = [layer(each, mask)[mask] for each in (x, filled)]
+        torch.testing.assert_close(results[1], results[0])
+        slopes = [
+            torch.autograd.grad(y.square().sum(), each)[0]
+            for y, each in zip(results, (x, filled), strict=True)
+        ]
+        torch.testing.assert_close(slopes[1][mask], slopes[0][mask])
+        assert (slopes[1][~mask] == 0).all()
+        with pytest.raises(ValueError, match=r"samples \[0\]"):
+            layer(filled.detach().flip(0), mask)
+
+
+def test_hooks_of_pruning_compute_the_weights_that_a_solve_reads() -> None:
+    """The gradient of a pruned weight is that of the weight, times the mask."""
+    x = tokens().float()
+    exact = {"tolerance": 1e-6, "adjoint": Implicit(tolerance=1e-6)}
+    plain, pruned = (EquilibriumBlock(DIM, 2, layer=exact) for _ in range(2))
+    pruned.load_state_dict(plain.state_dict())
+    layers = [block.energy.attention for block in (plain, pruned)]
+    assert layers[0] is not None and layers[1] is not None
+    prune.l1_unstructured(layers[1].query, "weight", 0.5)
+    kept: Any = layers[1].query.weight_mask
+    layers[0].query.weight.data *= kept
+    for step in range(2):  # each with a graph of its own
+        results = [block(x) for block in (plain, pruned)]
+        torch.testing.assert_close(results[1], results[0])
+        for result in results:
+            result.pow(3).sum().backward()
+        slopes: Any = [layers[0].query.weight.grad * kept, layers[1].query.weight_orig.grad]
+        torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=1e-4)
+        assert slopes[1].abs().max() > 0.1 * (step + 1)
+
+
+def test_an_older_spectral_norm_is_that_of_the_projection() -> None:
+    block = EquilibriumBlock(DIM, 2)
+    assert block.energy.attention is not None
+    query: Any = block.energy.attention.query
+    nn.utils.spectral_norm(query, n_power_iterations=200)
+    for _ in range(2):
+        block(tokens().float()).sum().backward()
+    assert torch.linalg.matrix_norm(query.weight, 2).item() == pytest.approx(1.0, abs=1e-4)
+    assert query.weight_orig.grad.abs().max() > 0

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.func import jacfwd, jacrev, jvp, vmap
 
 from cases.deq import LAYERS, make, relative_error, tokens
-from implicit_attn import DEQ, EquilibriumBlock
-from implicit_attn.deq import bake, unroll
-from implicit_attn.energies import FunctionEnergy
+from implicit_attn import DEQ, DEQTransformer, EquilibriumBlock
+from implicit_attn.deq import UnrolledLayer, bake, unroll
+from implicit_attn.energies import AttentionInput, FunctionEnergy, Quadratic
 from solvers import Forward, Solver, Tolerance
 from solvers.core.cuda import forced
 
@@ -65,7 +66,6 @@ def test_a_window_has_the_gradient_of_the_last_evaluations(name: str) -> None:
     assert any(each.abs().max() > 0 for each in found)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["gradient", "kinetic", "by autograd"])
 def test_every_transform(name: str) -> None:
     wave = FunctionEnergy(lambda z, x: (0.5 * (z - x).square() + z.cos() / 3).flatten(1).sum(1))
@@ -170,3 +170,21 @@ def test_an_unrolled_layer_refuses_what_the_layer_refuses() -> None:
 def test_a_wrong_argument_is_refused_by_name(argument: str, call: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=argument):
         call()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
+def test_no_samples_and_no_tokens_have_an_output(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for model in (EquilibriumBlock(8, 2).deq.unrolled(3), DEQTransformer(8, 2)):
+        x = torch.zeros(shape, requires_grad=True)
+        result = model(AttentionInput(tokens=x) if isinstance(model, UnrolledLayer) else x)
+        result.sum().backward()
+        assert result.shape == shape and x.grad is not None
+
+
+def test_shapes_are_computed_of_fake_tensors() -> None:
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    with FakeTensorMode() as mode:
+        layer = DEQ(Quadratic()).unrolled(2)
+        result = layer(torch.randn(2, 5, 8), mode.from_tensor(mask))
+        assert result.shape == (2, 5, 8) and is_fake(result)

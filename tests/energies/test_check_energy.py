@@ -181,6 +181,24 @@ def test_an_input_that_enters_by_its_distance_alone_is_a_warning(energy: Any, wa
     assert [finding.check for finding in report.warnings] == ["proximal"] * warned
 
 
+def test_a_closure_over_float32_tensors_is_checked_in_float32() -> None:
+    weight = nn.Linear(4, 4)
+
+    def right(z: Tensor, x: Tensor) -> Tensor:
+        return (0.5 * z.square() - weight(z + x).cosh().log()).flatten(1).sum(1)
+
+    def wrong(z: Tensor, x: Tensor) -> Tensor:
+        return (0.5 * z.square() - weight(z.detach() + x).cosh().log()).flatten(1).sum(1)
+
+    z, x = STATE.float(), INPUT.float()
+    report = check_energy(right, z, x)
+    assert report.ok and "(in float32" in str(report), str(report)
+    report = check_energy(wrong, z, x)
+    assert [finding.check for finding in report.failures] == ["slope"]
+    assert "(in float32" not in str(check_energy(Right(), z, x))
+    assert not check_energy(right, STATE.double(), INPUT.double()).ok  # the state is not float32
+
+
 def test_the_energy_and_its_inputs_stay_as_they_are() -> None:
     energy, z, x = counts(), STATE.clone().requires_grad_(), INPUT.clone()
     state = torch.random.get_rng_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -362,3 +363,25 @@ def test_bad_inputs_of_hidden_units() -> None:
     for call, error, match in mistakes:
         with pytest.raises(error, match=match):
             call()
+
+
+@pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.parametrize("how", ["half", "autocast"])
+def test_conditional_scores_beyond_half_precision(backend: str, how: str) -> None:
+    """With beta = 1e6 the scores exceed 65504, the largest number of float16.
+
+    The energy of "flash" is a difference of log-sum-exps, in which such scores cancel.
+    """
+    torch.manual_seed(0)
+    energy = ConditionalAttention(DIM, H, beta=1e6, score_norm=None, backend=backend)
+    for projection in (energy.query, energy.key):  # exact in float16, and no scores are equal
+        projection.weight.data.copy_(torch.eye(DIM))
+    z, x = torch.randn(2, 2, 5, DIM).half().float()
+    exact = copy.deepcopy(energy).double().value_and_grad(z.double(), x.double())
+    if how == "half":
+        found = energy.half().value_and_grad(z.half(), x.half())
+    else:
+        with torch.autocast("cpu", torch.float16):
+            found = energy.value_and_grad(z, x)
+    assert relative_error(found[1], exact[1]) <= 1e-2
+    assert backend == "flash" or relative_error(found[0], exact[0]) <= 1e-2

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from cases.energies import relative_error
 from implicit_attn.energies import (
     AttentionInput,
     DenseAssociative,
@@ -312,3 +315,24 @@ def test_samples_have_the_distribution_of_the_tilted_law(name: str) -> None:
         share = (tilted[points <= edge].sum() / tilted.sum()).item()
         slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 3e-3 * (name != "poisson")
         assert abs((h <= edge).double().mean().item() - share) <= slack
+
+
+@pytest.mark.parametrize("kind", [Hopfield, DenseAssociative, EffectiveRBM])
+def test_patterns_that_are_columns_of_a_matrix_can_be_saved(kind: Any, tmp_path: Path) -> None:
+    patterns = torch.randn(5, 8).T
+    assert not patterns.is_contiguous()
+    for learnable in (False, True):
+        energy = kind(patterns, learnable=learnable)
+        safetensors.torch.save_file(energy.state_dict(), tmp_path / "energy.safetensors")
+        kept = safetensors.torch.load_file(tmp_path / "energy.safetensors")
+        assert torch.equal(kept["patterns"], patterns)
+
+
+def test_scores_beyond_half_precision() -> None:
+    """At beta = 1e5 the scores exceed the largest number of float16, 65504."""
+    torch.manual_seed(0)
+    patterns, z = torch.randn(6, 64), torch.randn(2, 5, 64)
+    energy, exact = Hopfield(patterns, beta=1e5).half(), Hopfield(patterns.double(), beta=1e5)
+    expected = exact.value_and_grad(z.half().double())
+    for result, reference in zip(energy.value_and_grad(z.half()), expected, strict=True):
+        assert relative_error(result, reference) <= 5e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
+import json
 import math
 import random
 import re
@@ -588,15 +589,11 @@ def blocks(page: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-LONGEST = "convergence"  # it solves by every solver, for 20 seconds
-NOTEBOOKS = [
-    pytest.param(path, marks=[pytest.mark.slow] if path.stem == LONGEST else [], id=path.stem)
-    for path in BUILDER.notebooks()
-]
+NOTEBOOKS = pytest.mark.parametrize("path", BUILDER.notebooks(), ids=lambda path: path.stem)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS)
+@NOTEBOOKS
 def test_a_notebook_runs_and_its_page_is_of_its_code(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -617,3 +614,13 @@ def test_a_notebook_runs_and_its_page_is_of_its_code(
         assert (NOTEBOOK_FOLDER / link).exists(), link
     index = (NOTEBOOK_FOLDER / "README.md").read_text(encoding="utf-8")
     assert f"]({path.stem}.md)" in index
+
+
+@NOTEBOOKS
+def test_a_jupyter_notebook_has_the_cells_of_its_program(path: Path) -> None:
+    kept = path.with_suffix(".ipynb").read_text(encoding="utf-8")
+    assert kept == BUILDER.jupyter(path), "run make notebooks"
+    install, *cells = json.loads(kept)["cells"]
+    assert "implicit-attn" in "".join(install["source"])
+    sources = [(cell["cell_type"] == "markdown", "".join(cell["source"])) for cell in cells]
+    assert sources == [tuple(cell) for cell in BUILDER.read_cells(path)]

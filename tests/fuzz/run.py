@@ -21,10 +21,11 @@ import tyro
 
 from fuzz import Failure, Family, run_case, solves, truths
 
-Name = Literal["fixed_points", "truths", "linear", "adjoints"]
+Name = Literal["fixed_points", "truths", "errors", "linear", "adjoints"]
 FAMILIES: dict[str, Family] = {
     "fixed_points": solves.check_fixed_point,
     "truths": truths.check_true_value,
+    "errors": truths.check_error,
     "linear": solves.check_linear,
     "adjoints": solves.check_adjoint,
 }

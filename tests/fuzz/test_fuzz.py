@@ -17,7 +17,7 @@ from solvers.core.solution import Solution, Status
 from solvers.linear import LinearLoop
 
 # So many that together they take a few seconds.
-CASES = {"fixed_points": 200, "truths": 150, "linear": 150, "adjoints": 60}
+CASES = {"fixed_points": 200, "truths": 150, "errors": 100, "linear": 150, "adjoints": 60}
 
 
 def broken(name: str, cases: int) -> set[str]:

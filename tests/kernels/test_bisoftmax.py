@@ -132,6 +132,8 @@ def test_a_third_derivative_raises_and_the_reference_has_it(output: int) -> None
             assert torch.autograd.grad(value.square().sum(), z)[0].norm() > 0
 
 
+# opcheck of torch 2.14 reads .grad of tensors that are not leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_registration() -> None:
     z, v, a = recorded(heads=2)
     torch.library.opcheck(ops.forward.operator, (z, BETA, HOLES, True, None, "blocks"))
@@ -141,8 +143,6 @@ def test_registration() -> None:
     torch.library.opcheck(ops.hvp_pullback.operator, detached)
 
 
-# Forward mode itself still scripts its decompositions.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_transforms() -> None:
     z, v, _ = (t.detach() for t in recorded())
     for call in (

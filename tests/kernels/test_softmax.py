@@ -222,8 +222,6 @@ def test_conditional_attention(options: dict[str, Any], given: str) -> None:
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-11)
 
 
-# Forward mode itself still scripts its decompositions.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_choice_and_errors() -> None:
     query, key = problem(127, 129)[0][:2]
     assert explain_frozen_keys(query, key, 0.3).backend == "reference"

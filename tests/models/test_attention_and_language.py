@@ -113,7 +113,6 @@ def test_softmax_attention_is_minus_the_gradient_of_each_tokens_energy() -> None
     assert relative_error(form(z).detach(), -gradient) <= 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("order", [None, 0, 1, 3])
 def test_newton_is_the_step_of_autograds_hessian(order: int | None) -> None:
     temperature, z = 9.0, draw(4)

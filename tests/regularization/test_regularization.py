@@ -56,6 +56,7 @@ LAYERS = {
     "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2)), 0),
     "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3), 1),
 }
+POSITIONS = {"linear": 1, "conv1d": 3, "conv2d": 6, "transposed": 9}
 
 
 def made(name: str) -> tuple[Any, int]:
@@ -82,11 +83,42 @@ def test_norms_of_each_kind_of_layer(name: str) -> None:
         apply_norm(layer := made(name)[0], norm, target=0.7)
         matrix = layer.weight.detach().movedim(dim, 0).flatten(1)
         sizes = matrix.norm(dim=1) if norm == "weight" else torch.linalg.matrix_norm(matrix, ord=2)
-        torch.testing.assert_close(sizes, torch.full_like(sizes, 0.7))
-    largest = sigma(before, dim)
-    for target in (0.5 * largest, 2 * largest):
+        expected = 0.7 if norm == "weight" else 0.7 / POSITIONS[name] ** 0.5
+        torch.testing.assert_close(sizes, torch.full_like(sizes, expected))
+    largest, root = sigma(before, dim), POSITIONS[name] ** 0.5
+    for target in (0.5 * largest * root, 2 * largest * root):
         apply_norm(layer := made(name)[0], "bound", target=target)
-        assert sigma(layer.weight, dim) == pytest.approx(min(target, largest), rel=1e-10)
+        assert sigma(layer.weight, dim) == pytest.approx(min(target / root, largest), rel=1e-10)
+
+
+# Convolutions of inputs (2, 8, 8) or (2, 8).
+CONVOLUTIONS: dict[str, Callable[[], Any]] = {
+    "1d": lambda: nn.Conv1d(2, 3, 3, padding=1, bias=False),
+    "2d": lambda: nn.Conv2d(2, 3, 3, padding=1, bias=False),
+    "circular": lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", bias=False),
+    "groups": lambda: nn.Conv2d(2, 2, 3, groups=2, bias=False),
+    "stride": lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False),
+    "patches": lambda: nn.Conv2d(2, 3, 2, stride=2, bias=False),
+    "dilation": lambda: nn.Conv2d(2, 3, 3, dilation=2, padding=2, bias=False),
+    "stride and dilation": lambda: nn.Conv2d(2, 3, 3, stride=2, dilation=2, bias=False),
+    "transposed": lambda: nn.ConvTranspose2d(2, 3, 3, bias=False),
+    "transposed with a stride": lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, bias=False),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_bound_holds_for_the_convolution_as_an_operator(name: str) -> None:
+    torch.manual_seed(0)
+    layer = CONVOLUTIONS[name]().double()
+    apply_norm(layer, "bound", target=0.9)
+    x, shares = torch.zeros(1, 2, *[8] * (layer.weight.dim() - 2), dtype=torch.float64), []
+    for kernel in (torch.randn_like(layer.weight), torch.ones_like(layer.weight)):
+        layer.weight = 10.0 * kernel
+        jacobian: Any = torch.autograd.functional.jacobian(layer, x)
+        shares.append(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2).item() / 0.9)
+    assert max(shares) <= 1.0 + 1e-9
+    if name in ("circular", "patches"):
+        assert shares[1] == pytest.approx(1.0)  # the bound is attained
 
 
 @pytest.mark.parametrize("trained", [True, False])

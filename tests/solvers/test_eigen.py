@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torchdeq.loss import jac_reg
 
 import solvers
 from cases.solves import matrices, multiply, normal, right_sides
 from implicit_attn import DEQ
-from solvers import Implicit, jacobian_penalty
+from solvers import Implicit, fixed_point, jacobian_penalty
 from solvers.eigen import (
     Spectrum,
     SpectrumError,
@@ -249,3 +251,26 @@ def test_the_radius_of_a_layer_with_masked_tokens() -> None:
     torch.testing.assert_close(
         layer.jacobian_penalty(z, x, mask), torch.full((2,), 0.25, dtype=torch.float64)
     )
+
+
+def test_a_view_of_attention_is_differentiated_twice() -> None:
+    """The plain formula of attention has the memory layout of the fused kernels."""
+    torch.manual_seed(0)
+    weight = torch.randn(16, 48, dtype=torch.float64) / 8
+
+    def attention(z: Tensor, x: Tensor, reshape: bool = False) -> Tensor:
+        parts = ((z + x) @ weight).view(*z.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        query, key, value = parts
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        return 0.5 * (mixed.reshape(z.shape) if reshape else mixed.view(z.shape))
+
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    options: dict[str, Any] = {"tolerance": 1e-10, "solver": "newton"}
+    found = []
+    for reshape in (False, True):
+        f = partial(attention, reshape=reshape)
+        z = fixed_point(f, x, (x,), **options).value
+        penalty = jacobian_penalty(f, z, (x,), samples=None)
+        found.append((z, penalty, spectral_radius(f, z, (x,))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -6,7 +6,9 @@ The two compute alike but for rounding: a count may differ by one where a residu
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,7 +136,9 @@ def test_difficult_samples_keep_their_status_and_budget(
             on_failure="ignore", adjoint=None, tolerance=Tolerance(1e-4, 1e-9), verify=False,
         )  # fmt: skip
         assert (found.evaluations <= 250).all() and found.status[0] == Status.CONVERGED
-        assert (found.evaluations <= seen).all() and seen.max() <= 250
+        if named:  # a second attempt by Newton's method counts products, too
+            assert (found.evaluations <= seen).all()
+        assert seen.max() <= 250
         return found
 
     one, other = both(run)
@@ -179,6 +183,31 @@ def test_every_instruction_set_of_the_engine_gives_the_same_result() -> None:
     for other in found[1:]:
         torch.testing.assert_close(other.value, found[0].value)
         assert torch.equal(other.evaluations, found[0].evaluations)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no library"])
+def test_torch_computes_where_the_engine_cannot_be_loaded(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It warns once, and not where there is no library at all."""
+    start = torch.zeros(3, 2, dtype=F64)
+    expected = fixed_point(torch.cos, start, adjoint=None)
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    for level in native.levels() if content is not None else ():
+        (tmp_path / f"engine_{level}.so").write_bytes(content or b"")
+    native.engine.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [fixed_point(torch.cos, start, adjoint=None) for _ in range(2)]
+        assert native.told().startswith("none")
+    finally:
+        native.engine.cache_clear()
+    assert len(caught) == (content is not None)
+    assert all("cannot be loaded" in str(each.message) for each in caught)
+    for each in found:
+        torch.testing.assert_close(each.value, expected.value)
+        assert torch.equal(each.evaluations, expected.evaluations)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -92,8 +92,6 @@ def test_the_jacobian_is_symmetric(mask: Tensor | None) -> None:
     assert relative_error(jacobian, jacobian.mT) < 1e-12
 
 
-# Forward mode itself still scripts its decompositions.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"cross": True}], ids=str)
 def test_a_query_of_the_transformer_without_keys_attends_to_nothing(options: Any) -> None:
     torch.manual_seed(0)

@@ -10,13 +10,26 @@ from triton.compiler import ASTSource
 
 from solvers.methods import triton_kernels as kernels
 
-SMALL = {"partial", "gram", "weights", "best", "norm_at_best", "limit", "settings"}
-INTEGERS = {"status", "evaluations", "left", "better"}
-NUMBERS = {"size", "chunks", "most"}
+SMALL = {
+    "partial", "gram", "weights", "norms", "caps", "gains", "score", "relative", "norm_at_best", "error",
+    "limit", "bound", "scale", "path", "settings",
+}  # fmt: skip
+INTEGERS = {
+    "status", "evaluations", "left", "flags", "rejections", "pairs", "nearby", "bounds", "first_chunks",
+}  # fmt: skip
+NUMBERS = {"size", "chunks", "most", "parts"}
 
 for state in ("fp32", "fp64"):
     for kernel in (kernels._products, kernels._judge, kernels._combine):
-        constants = {"M": 10, "P": 16, "C": 1024, "R": kernels.REDUCED, "MASKED": True}
+        constants = {
+            "M": 10,
+            "P": 16,
+            "C": 1024,
+            "R": kernels.REDUCED,
+            "MASKED": True,
+            "S": 10,
+            "S2": 16,
+        }
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {}
         for name in kernel.arg_names:

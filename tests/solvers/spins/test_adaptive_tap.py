@@ -132,7 +132,8 @@ def test_a_sample_gets_what_its_unmasked_sites_get_alone(name: str) -> None:
         inside = value.response[i][kept][:, :, kept]
         torch.testing.assert_close(inside, alone.value.response[0], rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(value.log_partition[i], alone.value.log_partition[0])
-        assert together.evaluations[i] == alone.evaluations[0]
+        # The history of the solver is shorter for fewer sites.
+        assert (together.evaluations[i] - alone.evaluations[0]).abs() <= 2
     if not isinstance(site, GaussianSite) and dim > 1:
         assert (value.cavity_variance[0] - value.cavity_variance[1]).abs().max() > 1e-3
 
