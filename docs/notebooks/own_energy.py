@@ -196,7 +196,7 @@ plt.ylabel("relative residual")
 plt.title("Residuals of the test images, one line each")
 
 # %% [markdown]
-# The accuracy is the same at all of them: a rough equilibrium is enough for the class.
+# The accuracy hardly depends on the tolerance: a rough equilibrium is enough for the class.
 #
 # [One energy, many tasks](../guide/restoration.md) exchanges a term after training.
 # [Energies](../guide/energies.md) explains sums, masks and closed-form gradients, and
