@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,17 @@ class EncoderLayer(nn.Module):
         return y if self.batch_first else y.transpose(0, 1)
 
 
+class BlockCache(NamedTuple):
+    """What :meth:`EquilibriumBlock.step` keeps of earlier tokens.
+
+    Attributes:
+        key, value: keys and values of M tokens, (B, heads, M, p).
+    """
+
+    key: Tensor
+    value: Tensor
+
+
 class EquilibriumBlock(EncoderLayer):
     r"""Transformer layer ``x -> x + z*(x)`` with ``z* = argmin_z E(z; rms_norm(x))``.
 
@@ -317,6 +328,39 @@ class EquilibriumBlock(EncoderLayer):
         z = self.deq(x, mask, **options)
         z = self.dropout(z if self.output is None else self.output(z))
         return self._like(src, tokens + z)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: BlockCache | None = None) -> tuple[Tensor, BlockCache]:
+        """Return the outputs of tokens that follow those in the cache, and the cache with all of them.
+
+        Keys and values of a causal block come from its input, so those of earlier tokens never change. The
+        output is that of ``forward`` with all tokens, up to rounding, without gradients.
+
+        Args:
+            tokens: next tokens, one or more: (B, n, d), in the layout of ``src``.
+            cache: cache of the previous call; None at the start of a sequence.
+
+        Raises:
+            ValueError: if the block is not causal.
+
+        Example:
+            >>> block = EquilibriumBlock(8, heads=2, causal=True).eval()
+            >>> x = torch.randn(1, 5, 8)
+            >>> first, cache = block.step(x[:, :4])
+            >>> last, cache = block.step(x[:, 4:], cache)
+            >>> torch.allclose(torch.cat([first, last], 1), block(x), atol=1e-5)
+            True
+        """
+        if not self.causal:
+            raise ValueError("step needs causal=True, got causal=False")
+        src = self._tokens("tokens", tokens, self.dim)
+        x = self.dropout(_normalised(src, None))
+        context, cache = self.energy.extend(x, cache)
+        start = self.deq.update.start(AttentionInput(x), context)
+        options: dict[str, Any] = {"tolerance": self._tolerance(src), "adjoint": None}
+        z = self.deq.solve(context, z0=start, token_rows=True, **options).value
+        output = self.dropout(z if self.output is None else self.output(z))
+        return self._like(tokens, src + output), BlockCache(*cache)
 
     def __repr__(self) -> str:
         """Return the options; the modules are in ``block.deq``."""
@@ -548,8 +592,8 @@ class DEQTransformer(EncoderLayer):
     ) -> Tensor:
         """Return the states ``z0`` themselves, which have converged where their residual is within ``limit``.
 
-        One evaluation measures the residual and is differentiated. Another one would move the tokens, and with
-        one there is no estimate of the error.
+        One evaluation measures the residual and is differentiated. Another one would move the tokens, and
+        with one there is no estimate of the error.
         """
         solution = self.deq.solve(x, mask, on_failure="ignore", **options)
         reference = solution.residual_norm / solution.residual.masked_fill(

@@ -19,12 +19,10 @@ from implicit_attn.deq import DEQ
 from implicit_attn.dropout import VariationalDropout, dropout_seeds
 from implicit_attn.energies.tokens import SpectralBound, accumulation_dtype
 from implicit_attn.parametrised import own_class, parametrise
-from solvers import Implicit, OneStep
 from solvers.core.checks import (
     require_callable,
     require_choice,
     require_count,
-    require_increasing,
     require_instance,
     require_nonnegative,
     require_number,
@@ -41,7 +39,6 @@ __all__ = [
     "dropout_seeds",
     "fixed_point_correction",
     "remove_norm",
-    "states_at",
 ]
 
 # Norms of the weights of whole modules.
@@ -365,27 +362,6 @@ def correction_weights(
     return [gamma**m for m in before]
 
 
-def states_at(
-    layer: DEQ, x: Any, numbers: Sequence[int], mask: Tensor | None = None, *, z0: Any = None
-) -> list[Any]:
-    """Return the layer's states after each of these numbers of evaluations, with gradients.
-
-    The state after k evaluations is ``layer.solve(x, mask, max_steps=k).value``, computed separately. Its
-    gradient is that of the layer's adjoint if it differentiates steps (``Unrolled``, ``Phantom``,
-    ``OneStep``), else that of one step, because the fixed-point equation does not hold there. ``layer.last``
-    does not change. Dropout draws new masks.
-
-    ``numbers`` increase up to ``layer.max_steps``; ``x``, ``mask`` and ``z0`` are those of ``layer.solve``.
-    """
-    require_instance("layer", layer, DEQ, "a DEQ")
-    limits = require_increasing("numbers", numbers, high=layer.max_steps, what="max_steps")
-    options: dict[str, Any] = {"z0": z0, "on_failure": "ignore"}
-    if layer.adjoint is None or isinstance(layer.adjoint, Implicit):
-        options["adjoint"] = OneStep()
-    with _undisturbed([layer]):
-        return [layer.solve(x, mask, max_steps=limit, **options).value for limit in limits]
-
-
 def fixed_point_correction(
     loss: Callable[[Any], Tensor], states: Sequence[Any], weights: Sequence[float] | None = None
 ) -> Tensor:
@@ -395,8 +371,8 @@ def fixed_point_correction(
 
     Args:
         loss: loss of one state, a scalar or a tensor of the same shape for all states.
-        states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*states_at(layer, x, numbers),
-            layer(x)]``.
+        states: z_1, ..., z_n from the first to the solution, n >= 1, such as those of
+            :meth:`implicit_attn.DEQ.supervised`.
         weights: n finite numbers >= 0; None for ``correction_weights(n)``.
 
     Example:
@@ -404,8 +380,8 @@ def fixed_point_correction(
         >>> from implicit_attn import DEQ
         >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
         >>> x = torch.ones(2, 3, 4)
-        >>> every = [*states_at(layer, x, [2, 4]), layer(x)]
-        >>> fixed_point_correction(lambda z: z.square().mean(), every).shape
+        >>> states = list(layer.supervised(x, segments=3, steps=2))
+        >>> fixed_point_correction(lambda z: z.square().mean(), states).shape
         torch.Size([])
 
     Source: Bai, Geng, Savani, Kolter, "Deep Equilibrium Optical Flow Estimation" (2022), section 4.3,

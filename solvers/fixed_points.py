@@ -73,11 +73,12 @@ def fixed_point(
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
-    By default a sample has converged if the residual ``|f(z) - z|`` and the estimated error ``|z* - z|`` are at
-    most ``1e-4 |f(z)|``, in float64, too. The error is estimated as ``|f(z) - z| max_j |dz_j| / |dr_j|`` from the
-    last ten steps dz and changes of the residual dr; it is an estimate, not a bound. The scale ``|f(z)|`` counts
-    only as far as it does not exceed that of the start by far, unless the residual has fallen to a hundredth.
-    For more digits pass a smaller ``tolerance``, such as 1e-10, and a larger ``max_steps``.
+    By default a sample has converged if the residual ``|f(z) - z|`` and the estimated error ``|z* - z|`` are
+    at most ``1e-4 |f(z)|``, in float64, too. The error is estimated as ``|f(z) - z| max_j |dz_j| / |dr_j|``
+    from the last ten steps dz and changes of the residual dr; it is an estimate, not a bound. The scale
+    ``|f(z)|`` counts only as far as it does not exceed that of the start by far, unless the residual has
+    fallen to a hundredth. For more digits pass a smaller ``tolerance``, such as 1e-10, and a larger
+    ``max_steps``.
 
     Args:
         f: map from a state to a state of the same structure, shapes and dtypes that treats samples
@@ -89,13 +90,13 @@ def fixed_point(
             leave the batch, so batched tensors must be passed here (or set ``compact=False``).
             ``f`` may close over tensors that all samples share, such as weights; they receive gradients.
         solver: a :class:`Solver`, its class, or its name such as "anderson". None: ``LBFGS()`` if ``f`` is a
-            gradient step of an energy, else ``Anderson()``; samples that stall or diverge are then solved again
-            from their best iterate by ``Broyden()`` and ``Forward()``, or by ``GradientDescent("auto")`` if
-            there is an energy. A solver that you name has no such fallback.
+            gradient step of an energy, else ``Anderson()``; samples that stall or diverge are then solved
+            again from their best iterate by ``Broyden()`` and ``Forward()``, or by
+            ``GradientDescent("auto")`` if there is an energy. A solver that you name has no such fallback.
         tolerance: largest residual and estimated error, ``max(atol, rtol |f(z)|)`` each: a
             :class:`Tolerance` or a number, its ``rtol``. The residual of a gradient step of an energy has
-            units of its own, so there only the error counts, against ``max(atol, rtol |z|)``, or with rtol = 0
-            only the residual, against atol. Each leaf of a pytree must meet the tolerance by its own norm.
+            units of its own, so there only the error counts, against ``max(atol, rtol |z|)``, or with rtol =
+            0 only the residual, against atol. Each leaf of a pytree must meet the tolerance by its own norm.
             None chooses rtol by the precision in which ``f`` computes, including autocast: 1e-4 for
             float32 and float64, 2e-2 for bfloat16, 1e-2 for float16, and 2e-3 for TF32 on CUDA.
         max_steps: maximum number of evaluations of ``f`` per sample. Each call of ``f`` counts for the
@@ -288,8 +289,8 @@ def root(
     """Solve ``F(z, *args) = 0`` for every sample of a batch, as the fixed point of ``z - F(z)``.
 
     The statuses are those of :func:`fixed_point`. A sample has converged where the estimated error
-    ``|z* - z|`` is at most ``max(atol, rtol |z|)`` with rtol 1e-4. With ``tolerance=Tolerance(0.0, atol)`` it has
-    converged where ``|F(z)| <= atol``.
+    ``|z* - z|`` is at most ``max(atol, rtol |z|)`` with rtol 1e-4. With ``tolerance=Tolerance(0.0, atol)`` it
+    has converged where ``|F(z)| <= atol``.
 
     Args:
         F: map from a state to a state of the same structure and shapes, each sample on its own.

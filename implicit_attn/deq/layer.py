@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from implicit_attn.deq.problem import (
     prepares,
     refuse_sharded_parts,
 )
+from implicit_attn.deq.supervised import supervised_states
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.hints import closest_name, hint_names
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
@@ -347,6 +348,40 @@ class DEQ(nn.Module):
         )
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
+
+    def supervised(
+        self, x: Any, segments: int, steps: int | Sequence[int], *, grad: int = 1, detach: bool = True,
+        mask: Tensor | None = None, z0: Any = None,
+    ) -> Iterator[Any]:  # fmt: skip
+        """Yield the state after each segment of plain iteration ``z <- f(z, x)``, for deep supervision.
+
+        A segment continues from the state of the previous one. The gradient of a state passes through the
+        last ``grad`` evaluations of its segment, or through all previous ones with ``detach=False``. The
+        caller may call ``backward`` and change the weights before it asks for the next state; ``x`` then
+        needs a graph of its own for every segment, so detach it or compute it in the update. Dropout draws
+        new masks for every segment.
+
+        Args:
+            x, mask: input and mask of the layer.
+            segments: number of segments, >= 1.
+            steps: number of evaluations of each segment, or a sequence with one number per segment.
+            grad: number of evaluations at the end of a segment with gradients, at most ``steps``.
+            detach: whether a segment starts from the detached state of the previous one; False needs
+                ``grad`` equal to ``steps``.
+            z0: initial state, instead of ``init``.
+
+        Example:
+            >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
+            >>> states = layer.supervised(torch.ones(2, 3), segments=4, steps=2)
+            >>> [round(float(z[0, 0]), 4) for z in states]
+            [1.4406, 1.4475, 1.4476, 1.4476]
+
+        Source: deep supervision of Jolicoeur-Martineau, "Less is More: Recursive Reasoning with Tiny
+        Networks" (2025), https://arxiv.org/abs/2510.04871; states of Bai, Geng, Savani, Kolter (2022),
+        https://arxiv.org/abs/2204.08442.
+        """
+        options: Any = {"grad": grad, "detach": detach, "mask": mask, "z0": z0}
+        return supervised_states(self, x, segments, steps, **options)
 
 
 class UnrolledLayer(nn.Module):

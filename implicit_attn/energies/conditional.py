@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -144,9 +144,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
             )
         key = project_input(memory, self.key, self.key_bias, heads, seen, name)
         value = project_input(memory, self.value, self.value_bias, heads, seen, name)
-        value = self.norm.normalise(value)[0]
-        if self.score_norm is not None:
-            query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
+        query, key, value = self._normalise(query, key, value)
         beta = self.beta_like(query)
         batch, _, count, _ = query.shape
         key, seen, pairs = fit_keys(given, query, key, seen)
@@ -182,6 +180,42 @@ class ConditionalAttention(HasHeads, ClosedForm):
         return AttentionContext(
             mask=mask, value=value, log_weights=scores.log_softmax(-1), keyless=keyless
         )
+
+    def _normalise(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalised queries, keys and values."""
+        value = self.norm.normalise(value)[0]
+        if self.score_norm is not None:
+            query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
+        return query, key, value
+
+    def extend(
+        self, x: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[AttentionContext, tuple[Tensor, Tensor]]:
+        """Return the context of tokens ``x`` (B, n, k) that follow earlier ones, and all keys and values.
+
+        ``past`` are keys and values (B, H, M, p) of the earlier tokens, or None. The context is that of
+        ``read`` with ``causal=True`` for all M + n tokens, restricted to the last n.
+        """
+        name = type(self).__name__
+        parts = (
+            (self.query, self.query_bias),
+            (self.key, self.key_bias),
+            (self.value, self.value_bias),
+        )
+        query, key, value = self._normalise(
+            *(project_input(x, part, bias, self.heads, None, name) for part, bias in parts)
+        )
+        if past is not None:
+            key, value = (torch.cat(pair, 2) for pair in zip(past, (key, value), strict=True))
+        wide = accumulation_dtype(query.dtype)
+        with without_autocast(query.device.type):
+            scores = query.to(wide) @ key.to(wide).mT * self.beta_like(query)
+        if x.shape[1] > 1:
+            earlier = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device)
+            scores = scores.masked_fill(~earlier.tril(key.shape[2] - x.shape[1]), EXCLUDED)
+        return AttentionContext(value=value, log_weights=scores.log_softmax(-1)), (key, value)
 
     def _options(self, mask: Mask, pairs: Pairs, causal: bool) -> dict[str, Any]:
         given = {"mask": mask, "pairs": pairs.allowed, "bias": pairs.bias}
@@ -294,6 +328,26 @@ class EquilibriumEnergy(SummedEnergy):
         A solve may start at ``-dE_memory/dz(0; x)``, which ``c(x)`` needs anyway.
         """
         given = x if isinstance(x, AttentionInput) else AttentionInput(tokens=x)
+        return self._read(given, mask, lambda tokens: self.attention.prepare(tokens, mask=mask))  # type: ignore[union-attr]
+
+    def extend(
+        self, x: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[AttentionContext, tuple[Tensor, Tensor]]:
+        """Return the context of tokens that follow earlier ones; see :meth:`ConditionalAttention.extend`."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def attend(given: AttentionInput) -> AttentionContext:
+            assert self.attention is not None and given.tokens is not None
+            context, known = self.attention.extend(given.tokens, past)
+            found.append(known)
+            return context
+
+        return self._read(AttentionInput(tokens=x), None, attend), found[0]
+
+    def _read(
+        self, given: AttentionInput, mask: Mask, attend: Callable[[AttentionInput], AttentionContext]
+    ) -> AttentionContext:  # fmt: skip
+        """Return the contexts of attention, made by ``attend`` of its input, and of the memory."""
         tokens, answer = given.tokens, None
         parts: list[Any] = [None]  # the quadratic term has no input
         if isinstance(tokens, Tensor):
@@ -306,7 +360,7 @@ class EquilibriumEnergy(SummedEnergy):
             answer = hide(active @ self.memory.weight, mask).to(tokens.dtype)  # type: ignore[union-attr]
         if self.attention is not None:
             context = tokens if answer is None else self.context(tokens, answer)
-            parts.append(self.attention.prepare(given._replace(tokens=context), mask=mask))
+            parts.append(attend(given._replace(tokens=context)))
         if self.memory is not None:
             parts.append(recalled)
         start = None if answer is None else answer.detach()

@@ -21,6 +21,7 @@ from implicit_attn.models.boards import SudokuModel as SudokuModel
 from implicit_attn.models.boards import learn_groups as learn_groups
 from implicit_attn.models.images import ImageClassifier as ImageClassifier
 from implicit_attn.models.images import MaskedImageModel as MaskedImageModel
+from implicit_attn.models.language import BlockLanguageModel as BlockLanguageModel
 from implicit_attn.models.language import EquilibriumLanguageModel as EquilibriumLanguageModel
 from implicit_attn.models.language import LanguageModel as LanguageModel
 from implicit_attn.models.language import generate as generate

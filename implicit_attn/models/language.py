@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.block import DEQTransformer, Iterations
+from implicit_attn.block import BlockCache, DEQTransformer, EquilibriumBlock, Iterations
 from implicit_attn.data.text import decode, encode
 from implicit_attn.hints import hint_names
 from implicit_attn.models.attention import AttentionForm, build_attention_form
@@ -25,6 +25,7 @@ from solvers.core.checks import (
 
 SCALE = 0.02  # standard deviation of initial weights, as in GPT-2
 INITIAL = ("gpt2", "torch")
+Caches = tuple[BlockCache, ...]  # one per block
 
 
 class AttentionBranch(nn.Module):
@@ -103,14 +104,13 @@ class SymbolModel(nn.Module):
         """Return logits of each next symbol; ``options`` are those of ``mix``."""
         return self.head(self.norm(self.mix(self.tokens(symbols), **options)))
 
-    def tokens(self, symbols: Tensor) -> Tensor:
-        """Return the tokens of symbols, (B, N, d)."""
+    def tokens(self, symbols: Tensor, before: int = 0) -> Tensor:
+        """Return the tokens (B, N, d) of symbols at positions from ``before`` on."""
         require_integers("symbols", symbols, (None,), high=self.vocabulary - 1)
-        if not 1 <= symbols.shape[1] <= self.length:
-            raise ValueError(
-                f"symbols must have a length of 1 to {self.length}, got {symbols.shape[1]}"
-            )
-        return self.dropout(self.embedding(symbols.long()) + self.position[: symbols.shape[1]])
+        last = before + symbols.shape[1]
+        if not before < last <= self.length:
+            raise ValueError(f"symbols must have a length of 1 to {self.length}, got {last}")
+        return self.dropout(self.embedding(symbols.long()) + self.position[before:last])
 
     @hint_names
     def generate(self, prompt: str, count: int, **options: Any) -> str:
@@ -247,6 +247,59 @@ class EquilibriumLanguageModel(SymbolModel):
         return self.block(tokens, iterations=iterations) if len(tokens) else tokens
 
 
+class BlockLanguageModel(SymbolModel):
+    """A language model of causal ``EquilibriumBlock`` layers, which generates with a cache.
+
+    Keys and values of a block depend only on its input, so those of earlier symbols stay as they are, and
+    :func:`generate` solves for the new symbol only.
+
+    Args:
+        vocabulary, dim, length: see ``SymbolModel``.
+        heads: number of attention heads.
+        layers: number of blocks.
+        dropout: dropout probability of tokens in training.
+        options: options of the blocks.
+
+    Shapes: symbols (B, N) -> logits (B, N, V), causal.
+    """
+
+    @hint_names
+    def __init__(
+        self,
+        vocabulary: int,
+        dim: int,
+        heads: int,
+        layers: int,
+        length: int,
+        *,
+        dropout: float = 0.1,
+        **options: Any,
+    ) -> None:
+        super().__init__(vocabulary, dim, length, dropout)
+        self.blocks = nn.ModuleList(
+            EquilibriumBlock(dim, heads, causal=True, **options)
+            for _ in range(require_count("layers", layers))
+        )
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+
+    def mix(self, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            tokens = block(tokens)
+        return tokens
+
+    def step(self, symbols: Tensor, cache: Caches = ()) -> tuple[Tensor, Caches]:
+        """Return the logits (B, n, V) of symbols (B, n) that follow those in the cache, and the new cache.
+
+        See :meth:`implicit_attn.EquilibriumBlock.step`; the cache of an empty sequence is ``()``.
+        """
+        before = cache[0].key.shape[2] if cache else 0
+        tokens, caches = self.tokens(symbols, before), []
+        for block, held in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
+            tokens, held = block.step(tokens, held)  # type: ignore[operator]
+            caches.append(held)
+        return self.head(self.norm(tokens)), tuple(caches)
+
+
 @torch.no_grad()
 @hint_names
 def generate(
@@ -261,11 +314,12 @@ def generate(
 ) -> Tensor:
     """Continue each row of ``prompt`` by ``count`` symbols with ``P(c) = softmax(logits / temperature)``.
 
-    The model receives the last ``model.length`` symbols. It is used in evaluation mode, and its mode is
-    restored afterwards.
+    The model receives the last ``model.length`` symbols; one with a method ``step`` receives each symbol once
+    until they are that many. It is used in evaluation mode, and its mode is restored afterwards.
 
     Args:
-        model: module with ``length`` and ``forward(symbols (B, N)) -> logits (B, N, V)``.
+        model: module with ``length`` and ``forward(symbols (B, N)) -> logits (B, N, V)``, and optionally
+            ``step(symbols, cache) -> (logits, cache)``, see :meth:`BlockLanguageModel.step`.
         prompt: (B, N) integers, N >= 1.
         count: number of symbols to add.
         temperature: temperature >= 0; 0 selects the most probable symbol.
@@ -288,10 +342,15 @@ def generate(
     symbols, length = prompt, int(model.length)  # type: ignore[arg-type]
     options = {} if iterations is None else {"iterations": iterations}
     model.eval()
+    step, cache, known = getattr(model, "step", None), (), 0  # known: symbols in the cache
     try:
         for _ in range(count):
-            logits = model(symbols[:, -length:], **options)[:, -1].float().cpu()
-            drawn = _draw(logits, temperature, most, generator)
+            if step is not None and symbols.shape[1] <= length:
+                logits, cache = step(symbols[:, known:], cache, **options)
+                known = symbols.shape[1]
+            else:
+                logits = model(symbols[:, -length:], **options)
+            drawn = _draw(logits[:, -1].float().cpu(), temperature, most, generator)
             symbols = torch.cat((symbols, drawn.to(symbols)), 1)
     finally:
         for part, training in modes:

@@ -22,7 +22,12 @@ from implicit_attn.models.backbones import (
 )
 from implicit_attn.models.boards import BoardSolver, SudokuModel
 from implicit_attn.models.images import ImageClassifier, MaskedImageModel
-from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
+from implicit_attn.models.language import (
+    BlockLanguageModel,
+    EquilibriumLanguageModel,
+    LanguageModel,
+    SymbolModel,
+)
 from implicit_attn.models.restoration import ImageRestorer
 from implicit_attn.models.spins import SpinClassifier
 from implicit_attn.optional import require
@@ -60,6 +65,7 @@ AROUND: dict[str, Callable[..., nn.Module]] = {  # around a backbone
 WHOLE: dict[str, Model] = {
     "language-model": Model(LanguageModel),
     "equilibrium-language-model": Model(EquilibriumLanguageModel, True),
+    "block-language-model": Model(BlockLanguageModel, True),
     "board-solver": Model(BoardSolver, True),
     "image-restorer": Model(ImageRestorer, True),
     "spin-classifier": Model(SpinClassifier, True),

@@ -111,18 +111,27 @@ class EnergyStep(Update):
 
     monitored = True
 
-    def __init__(self, energy: Energy, step_size: float = 1.0) -> None:
+    step_size: float | nn.Parameter
+
+    def __init__(self, energy: Energy, step_size: float | nn.Parameter = 1.0) -> None:
         super().__init__()
         if isinstance(energy, Energy) and "_modules" not in vars(energy):
             raise TypeError(f"{type(energy).__name__}.__init__ must call super().__init__() first")
         self.energy = require_instance("energy", energy, Energy, "an Energy")
-        self.step_size = require_positive("step_size", step_size)
+        if not isinstance(step_size, nn.Parameter):
+            self.step_size = require_positive("step_size", step_size)
+        elif step_size.dim() != 0:
+            raise ValueError(f"step_size must be a scalar, got shape {tuple(step_size.shape)}")
+        else:
+            require_positive("step_size", step_size.item())
+            self.step_size = step_size
 
     def prepare(self, x: Any, *, mask: Mask = None) -> Any:
         return self.energy.prepare(x, mask=mask)
 
     def extra_repr(self) -> str:
-        return f"step_size={self.step_size}"
+        learned = isinstance(self.step_size, nn.Parameter)
+        return "step_size=learned" if learned else f"step_size={self.step_size}"
 
 
 class GradientStep(EnergyStep):
@@ -133,7 +142,10 @@ class GradientStep(EnergyStep):
 
     Args:
         energy: an :class:`Energy`.
-        step_size: eta > 0.
+        step_size: eta > 0, or a scalar ``nn.Parameter`` to train it with a fixed number of steps
+            (:meth:`implicit_attn.DEQ.unrolled`, :meth:`implicit_attn.DEQ.supervised`). Its implicit
+            gradient is zero at a fixed point. Nothing keeps a trained eta positive: parametrise it or
+            clamp it after optimizer steps.
 
     Example:
         >>> import torch

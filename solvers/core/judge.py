@@ -1,10 +1,11 @@
 """When a sample has converged: its residual and its estimated error, each within the tolerance.
 
-A residual alone says little about the error of the value: where ``f(z) - z`` changes slowly, the fixed point may
-be far away, and a scale that grows with the iterate makes any bounded residual look small. Therefore, with the
-residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has converged where
+A residual alone says little about the error of the value: where ``f(z) - z`` changes slowly, the fixed point
+may be far away, and a scale that grows with the iterate makes any bounded residual look small. Therefore,
+with the residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has converged where
 
-- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the largest residual
+- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the largest
+  residual
   ``r_max`` so far and the size ``s = |f(z_0)| + |r_0|`` of the start, and
 - the estimated error is at most ``max(rtol |f(z)|, atol)``.
 
@@ -13,15 +14,16 @@ The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated b
 
     |z* - z|  ~  |r| max_j |dz_j| / |dr_j|
 
-The estimate costs no evaluation, does not depend on the units of ``r``, and is the same for every solver. Before
-the first step there is none, and only a residual that is zero to rounding has converged.
+The estimate costs no evaluation, does not depend on the units of ``r``, and is the same for every solver.
+Before the first step there is none, and only a residual that is zero to rounding has converged.
 
 The residual of a gradient step of an energy, or of a root, is in units of its own. There the error alone
-decides, against ``max(rtol |z|, atol)``: at two accepted points in a row, or at one after at least four steps if the
-residual has fallen to a hundredth. With ``rtol = 0`` the residual alone decides, against ``atol``.
+decides, against ``max(rtol |z|, atol)``: at two accepted points in a row, or at one after at least four steps
+if the residual has fallen to a hundredth. With ``rtol = 0`` the residual alone decides, against ``atol``.
 
-The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. The same
-rule in C++: ``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and ``methods/triton_kernels.py``.
+The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. The
+same rule in C++: ``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and
+``methods/triton_kernels.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ ROUNDINGS = 4  # a residual of so many roundings of f(z) is zero as far as can b
 class Rule:
     """What a solve asks of its samples.
 
-    ``eps`` is the rounding unit in which f computes. ``unit_free``: the residual is not in units of the state.
+    ``eps`` is the rounding unit in which f computes. ``unit_free``: the residual is not in units of the
+    state.
     """
 
     tolerance: Tolerance

@@ -242,8 +242,8 @@ class Problem:
     ) -> Evaluation:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms.
 
-        For a root, ``gradient`` is F(z). The residual of a root, and that of a gradient step, are computed from it,
-        because the difference to z would be rounded to the size of z.
+        For a root, ``gradient`` is F(z). The residual of a root, and that of a gradient step, are computed
+        from it, because the difference to z would be rounded to the size of z.
         """
         if gradient is None or not self.unit_free:
             residual = value - z

@@ -56,7 +56,8 @@ class Progress:
 class Evaluation:
     """An evaluated point of every sample in the working batch.
 
-    A sample has L parts that are judged one by one: the leaves of its state, or what a ``measure`` shows of it.
+    A sample has L parts that are judged one by one: the leaves of its state, or what a ``measure`` shows of
+    it.
     """
 
     z: Tensor  # (B, D)

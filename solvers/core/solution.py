@@ -30,9 +30,9 @@ _TF32 = 2e-3
 class Tolerance:
     """What residual and estimated error may be: ``max(atol, rtol * |reference|)`` in Euclidean norms.
 
-    The reference is ``f(z)`` for a fixed point, ``z`` for a minimum of an energy or a root, and the right-hand
-    side for a linear system, so the default is independent of scale. Set ``atol`` if the fixed point may be
-    zero. For energies and roots ``rtol=0`` compares the residual alone with ``atol``.
+    The reference is ``f(z)`` for a fixed point, ``z`` for a minimum of an energy or a root, and the
+    right-hand side for a linear system, so the default is independent of scale. Set ``atol`` if the fixed
+    point may be zero. For energies and roots ``rtol=0`` compares the residual alone with ``atol``.
 
     Args:
         rtol: relative tolerance, a finite number >= 0.
@@ -231,7 +231,8 @@ class Solution:
         energy: (B,) energy at ``value``, or None.
         trace: history, if ``record=True``.
         adjoint: report of the backward pass of an implicit adjoint.
-        error: (B,) estimated error ``|z* - value| / |z*|`` of the worst leaf, relative like the tolerance. It is
+        error: (B,) estimated error ``|z* - value| / |z*|`` of the worst leaf, relative like the tolerance. It
+            is
             an estimate from the steps of the solver, not a bound: a direction in which no step was taken is
             not seen. Infinite before the first step; NaN for solvers of other packages, None for a linear
             system.

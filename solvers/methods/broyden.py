@@ -35,8 +35,9 @@ class Broyden(Solver):
         s_k = p / (1 - s_{k-1}.p / |s_{k-1}|^2)
 
     One small triangular system applies the factors. Storage grows with the number of steps, up to
-    ``memory`` vectors; then the method restarts. A point whose residual exceeds those of the last five accepted
-    points is rejected, and the sample takes the step ``z + r`` instead. A sample whose step was rejected, or whose update is nearly singular, restarts individually.
+    ``memory`` vectors; then the method restarts. A point whose residual exceeds those of the last five
+    accepted points is rejected, and the sample takes the step ``z + r`` instead. A sample whose step was
+    rejected, or whose update is nearly singular, restarts individually.
 
     Args:
         memory: number of stored steps, >= 2.

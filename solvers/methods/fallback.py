@@ -1,8 +1,9 @@
 """Second attempts for samples on which the default solver failed.
 
-A sample that stalled or diverged is solved again from its best iterate, by each solver of a short list in turn:
-Broyden's method, whose safeguard lets residuals rise for a while, Newton's method if the map is differentiable,
-then plain steps, which converge wherever the map is a contraction. The default for energies is followed by gradient steps with automatic step sizes.
+A sample that stalled or diverged is solved again from its best iterate, by each solver of a short list in
+turn: Broyden's method, whose safeguard lets residuals rise for a while, Newton's method if the map is
+differentiable, then plain steps, which converge wherever the map is a contraction. The default for energies
+is followed by gradient steps with automatic step sizes.
 """
 
 from __future__ import annotations

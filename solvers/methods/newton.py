@@ -29,9 +29,10 @@ class Newton(Solver):
     ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
 
     Products with J count as evaluations. For at most 30 unknowns, and without an energy, the Jacobian is
-    computed as a matrix by one vector-Jacobian product a row. Otherwise a product with J is one vector-Jacobian
-    product if J is symmetric, else reverse over reverse, for which ``f`` must be twice differentiable. With ``compact=False`` the
-    evaluations of one sample count for all samples that are still running.
+    computed as a matrix by one vector-Jacobian product a row. Otherwise a product with J is one
+    vector-Jacobian product if J is symmetric, else reverse over reverse, for which ``f`` must be twice
+    differentiable. With ``compact=False`` the evaluations of one sample count for all samples that are still
+    running.
 
     Args:
         linear: Krylov solver of the steps; None for CG if J is symmetric, else GMRES(restart=30).
@@ -120,10 +121,10 @@ class Newton(Solver):
     ) -> tuple[Tensor, Tensor]:
         """Return solutions (n, D) of ``(I - J) s = r`` in the ``wanted`` rows and their products.
 
-        For few unknowns J is computed row by row. Otherwise the right-hand side is scaled to ``r / |r|``, because
-        squares of r may overflow or underflow.
+        For few unknowns J is computed row by row. Otherwise the right-hand side is scaled to ``r / |r|``,
+        because squares of r may overflow or underflow.
         """
-        batch, size_of = point.z.shape
+        size_of = point.z.shape[1]
         if self.linear is None and size_of <= DENSE and point.energy is None:
             wanted = wanted & (left >= size_of)
             if not bool(wanted.any()):

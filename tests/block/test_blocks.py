@@ -415,6 +415,40 @@ def test_no_later_token_changes_a_bit_of_an_earlier_one(gradient: Any) -> None:
     assert (slope[:, 6:] == 0.0).all() and (slope[:, :6] != 0.0).any(-1).all()
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"hidden": 0}, {"state_dim": 9, "activation": "gelu"}, {"batch_first": False},
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_with_a_cache_are_the_whole_pass(options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # In float32 rounding may cost a token an evaluation, which must not matter.
+    layer = {"tolerance": 1e-5 if dtype == torch.float32 else 1e-3}
+    block = EquilibriumBlock(12, 3, causal=True, layer=layer, **options).to(dtype).eval()
+    for parameter in block.parameters():
+        parameter.data *= 2.0
+    axis = 1 if block.batch_first else 0
+    x = torch.randn(2, 9, 12, dtype=dtype)
+    x = x if block.batch_first else x.transpose(0, 1)
+    whole, parts, cache = block(x), [], None
+    for chunk in x.split([4, 1, 1, 3], axis):
+        part, cache = block.step(chunk, cache)
+        parts.append(part)
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+    if dtype == torch.float64:
+        close = {"rtol": 1e-11, "atol": 1e-12}
+    torch.testing.assert_close(torch.cat(parts, axis), whole, **close)
+    assert cache is not None and cache.key.shape == (2, 3, 9, cache.key.shape[-1])
+    # A cache is not changed by the steps that follow it, so a sequence may go on in two ways.
+    _, start = block.step(x.narrow(axis, 0, 4))
+    ends = [block.step(x.narrow(axis, place, 1), start)[0] for place in (4, 5, 4)]
+    assert torch.equal(ends[0], ends[2]) and not torch.equal(ends[0], ends[1])
+
+
+def test_steps_need_a_causal_block() -> None:
+    with pytest.raises(ValueError, match="causal"):
+        EquilibriumBlock(8, 2).step(torch.ones(1, 2, 8))
+
+
 def test_tokens_rest_when_their_prefix_has_converged() -> None:
     for gradient in ("all", 2, "implicit"):
         options: dict[str, Any] = {"gradient": gradient}

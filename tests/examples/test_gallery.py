@@ -147,6 +147,13 @@ def rivals_have_equal_parameters(tables: Tables) -> None:
     assert parameters["transformer, equal parameters"] == pytest.approx(ours, rel=0.05)
 
 
+def a_small_network_has_the_parameters_of_the_cell(tables: Tables) -> None:
+    parameters = column(tables["seeds"], "parameters", by="model")
+    ours = parameters["equilibrium, until it converges"]
+    assert parameters["network, equal parameters"] == pytest.approx(ours, rel=0.1)
+    assert set(column(tables["seeds"], "kind")) == {"trees", "circles"}
+
+
 def more_is_known_of_half_than_of_a_quarter(tables: Tables) -> None:
     """By every answer, and each task has a row for each answer."""
     errors = tables["errors"]
@@ -242,6 +249,10 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     ),
     "own_energy": ("--seeds 2 --epochs 1", layers_have_similar_sizes_and_converge),
     "easy_to_hard": ("--size 4 --steps 1 --tests 4 --seeds 1", rivals_have_equal_parameters),
+    "mazes": (
+        "--steps 2 --tests 2 --seeds 1 --largest 15",
+        a_small_network_has_the_parameters_of_the_cell,
+    ),
     "kinetic_vectors": (  # lengths of means stay below the radius
         "--spins 12 --dim 6 --steps 3 --chains 16",
         lambda t: all(0 < length < 1 for length in column(t["lengths"], "length")),
@@ -380,6 +391,44 @@ def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int, load: Load
     assert seen == (distance < depth).tolist()
     assert changed(rings.LayeredRing(8, 2, depth, True)) == (distance <= depth).tolist()
     assert all(changed(rings.LayeredRing(8, 2, depth)))
+
+
+@pytest.mark.parametrize("size", [3, 9, 15])
+def test_paths_through_mazes(size: int, load: Load) -> None:
+    """Without circles the path is what remains when dead ends are filled one after the other."""
+    module = load("mazes")
+    cross = torch.tensor([[[[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]])
+    inside = 0
+    for kind in (module.TREES, module.CIRCLES):
+        mazes = module.draw_mazes(20, size, kind, 0)
+        walls, ends = mazes.inputs[:, :1], mazes.inputs[:, 1:].sum(1, keepdim=True)
+        assert (ends.flatten(1).sum(1) == 2).all() and (walls * ends == 0).all()
+        left = 1 - walls
+        for _ in range(size**2):
+            left = left * ((F.conv2d(left, cross, padding=1) + 9 * ends) > 1)
+        target = mazes.targets[:, None].float()
+        degree = F.conv2d(target, cross, padding=1)
+        # A path: its ends have one neighbour on it, other sites two.
+        assert torch.equal(degree[target > 0], (2 - ends)[target > 0])
+        assert (target <= left).all()
+        if kind == module.TREES:
+            assert torch.equal(target, left)
+        inside += int((target < left).sum())
+    assert inside > 0 or size == 3
+
+
+def test_solves_of_mazes_do_not_depend_on_the_size_of_the_batch(load: Load) -> None:
+    module = load("mazes")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = module.EquilibriumMaze(4, (3, 5), 2)
+    test = module.draw_mazes(3, 9, module.TREES, 0)
+    together = model.solve(test.inputs, 300)
+    assert together.converged.all()
+    for row in range(3):
+        alone = model.solve(test.inputs[row : row + 1], 300)
+        assert int(alone.evaluations) == int(together.evaluations[row])
+        torch.testing.assert_close(alone.value[0], together.value[row])
 
 
 # Images as tokens on circles.

@@ -15,6 +15,7 @@ import solvers
 from cases.energies import relative_error
 from implicit_attn.models import (
     ATTENTION_FORMS,
+    BlockLanguageModel,
     CausalAttention,
     EnergyAttention,
     EquilibriumLanguageModel,
@@ -320,6 +321,38 @@ def test_generated_text() -> None:
     model.train().norm.eval()
     generate(model, prompt, 1)  # leaves every module in its mode
     assert model.training and model.dropout.training and not model.norm.training
+
+
+@pytest.mark.parametrize("length", [30, 9])
+def test_generation_by_steps_is_that_of_the_whole_sequence(length: int) -> None:
+    """Beyond the context length the window moves, and the positions of all symbols change."""
+    torch.manual_seed(0)
+    model = BlockLanguageModel(VOCABULARY, 8, 2, 2, length).double().eval()
+    for parameter in model.parameters():
+        parameter.data *= 1.5
+    prompt, calls = symbols(3, 4), []
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.length, self.model = length, model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return model(ids)
+
+    model.register_forward_hook(lambda module, ids, logits: calls.append(ids[0].shape))
+    found = generate(model, prompt, 20, generator=torch.Generator().manual_seed(0))
+    assert len(calls) == max(0, 23 - length)
+    expected = generate(Whole(), prompt, 20, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found, expected)
+    logits, cache = model.step(found[:, :4])
+    parts = [logits]
+    for k in range(4, 9):
+        logits, cache = model.step(found[:, k : k + 1], cache)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), model(found[:, :9]), rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="symbols must have a length of 1"):
+        model.step(torch.zeros(3, length, dtype=torch.int64), cache)
 
 
 # Mistakes, by what the error says.

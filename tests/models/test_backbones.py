@@ -72,6 +72,9 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int | None, tupl
     "equilibrium language": (
         lambda: models.EquilibriumLanguageModel(7, 8, 2, 6, dropout=0.0), (4, 6), 7, (4, 6, 7),
     ),
+    "blocks language": (
+        lambda: models.BlockLanguageModel(7, 8, 2, 2, 6, dropout=0.0), (4, 6), 7, (4, 6, 7),
+    ),
     "boards": (
         lambda: models.BoardSolver(LINES, 9, 3, features=4, width=6, iterations=4),
         (4, 9), 4, (4, 9, 3),

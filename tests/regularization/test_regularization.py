@@ -25,7 +25,6 @@ from implicit_attn.regularization import (
     dropout_seeds,
     fixed_point_correction,
     remove_norm,
-    states_at,
 )
 from solvers import Anderson, Implicit, OneStep, Tolerance, Unrolled
 
@@ -407,8 +406,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: apply_norm(nn.LazyLinear(3)), "weight"),
     (lambda: SpectralRadii([1.0]), "inputs"),  # type: ignore[arg-type]
     (lambda: SpectralRadii(torch.ones(0, 2)), "inputs"),
-    (lambda: states_at(DEQ.from_update(shifted), tokens(), [3, 1]), "numbers"),
-    (lambda: states_at(shifted, tokens(), [1]), "layer"),  # type: ignore[arg-type]
     (lambda: fixed_point_correction(torch.mean, []), "states"),
     (lambda: fixed_point_correction(torch.mean, torch.ones(2, 3)), "states"),  # type: ignore[arg-type]
     (lambda: fixed_point_correction(torch.mean, [torch.ones(3)] * 2, [1.0]), "weights"),
