@@ -152,9 +152,9 @@ print(f"MyEnergy: test accuracy {accuracy(model):.1%}")
 print(deq.last.summary())
 
 # %% [markdown]
-# The layer learns. (The README trains it longer, to 97.2 %.) `deq.last` holds a status, a residual and a
-# number of evaluations for each test image. After a backward pass, `deq.last.adjoint.solution` has the
-# same for the gradients.
+# The layer learns. (The README trains it longer, to 96.7 %.) `deq.last` holds a status, a residual, an
+# estimated error and a number of evaluations for each test image. After a backward pass,
+# `deq.last.adjoint.solution` has the same for the gradients.
 #
 # ## Without the bounds
 #
@@ -196,7 +196,7 @@ plt.ylabel("relative residual")
 plt.title("Residuals of the test images, one line each")
 
 # %% [markdown]
-# From 1e-1 on the accuracy no longer changes: a rough equilibrium is enough for the class.
+# The accuracy hardly depends on the tolerance: a rough equilibrium is enough for the class.
 #
 # [One energy, many tasks](../guide/restoration.md) exchanges a term after training.
 # [Energies](../guide/energies.md) explains sums, masks and closed-form gradients, and

@@ -50,9 +50,9 @@ class Anderson(Solver):
         >>> options = {"tolerance": tolerance, "max_steps": 500}
         >>> start = torch.zeros(1, 3)
         >>> solvers.fixed_point(f, start, solver=solvers.Anderson(), **options).evaluations
-        tensor([3])
+        tensor([4])
         >>> solvers.fixed_point(f, start, solver=solvers.Forward(), **options).evaluations
-        tensor([168])
+        tensor([229])
 
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
     49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the types are defined by Fang and Saad (2009),
