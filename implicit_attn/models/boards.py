@@ -325,7 +325,7 @@ class BoardSolver(nn.Module):
             raise ValueError(f"window must be <= iterations, {iterations}, got {window}")
         update = BoardUpdate(groups, cells, colours, features, width)
         options: dict[str, Any] = {"solver": Forward(), "max_steps": 8 * self.iterations}
-        options |= {"tolerance": Tolerance(1e-3)} | (layer or {})
+        options |= {"tolerance": Tolerance(1e-2)} | (layer or {})
         self.layer = DEQ(update, **options)
         self.head = nn.Linear(features, 1)
 

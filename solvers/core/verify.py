@@ -22,8 +22,9 @@ def verify(
     """Report the residuals of ``point``, an evaluation at the returned value, in ``solution``.
 
     A converged sample becomes INCONSISTENT where ``|f(z) - z|`` exceeds
-    ``2 max(allowed, residual in the solve)`` by more than rounding. A sample without a finite evaluation
-    keeps its infinite residual.
+    ``2 max(allowed, residual in the solve)`` by more than rounding; also where it exceeds twice the residual in
+    the solve and the error, which grows with it, exceeds twice the tolerance. A sample without a finite
+    evaluation keeps its infinite residual.
 
     Args:
         tolerance: of the solve.
@@ -35,15 +36,18 @@ def verify(
     allowed = torch.maximum(tolerance.threshold(reference), before)
     roundings = 2.0 if precision in HALF else ROUNDINGS
     rounding = roundings * torch.finfo(precision).eps * reference
-    wrong = ~(norm <= SLACK * allowed + rounding) & (solution.status == Status.CONVERGED)
+    wrong = ~(norm <= SLACK * allowed + rounding)
+    if solution.error is not None:  # it is proportional to the residual
+        ratio = torch.where(before > 0, norm / before, 1.0)
+        solution.error = solution.error * ratio
+        far = solution.error * reference > SLACK * tolerance.threshold(reference)
+        wrong = wrong | (far & (norm > SLACK * before + rounding))
+    wrong = wrong & (solution.status == Status.CONVERGED)
     finite = point.finite() & (solution.residual < torch.inf)
     if among is not None:
         wrong, finite = wrong & among, finite & among
     solution.status = torch.where(wrong, int(Status.INCONSISTENT), solution.status)
     relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
-    if solution.error is not None:  # it is proportional to the residual
-        ratio = torch.where((before > 0) & finite, norm / before, 1.0)
-        solution.error = solution.error * ratio
     for name, new in (("residual", relative), ("residual_norm", norm)):
         old = getattr(solution, name)
         setattr(solution, name, torch.where(finite, new.to(old.dtype), old))

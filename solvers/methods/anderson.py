@@ -38,7 +38,7 @@ class Anderson(Solver):
     raises the residual is rejected: the sample takes the step ``z + r`` instead and discards its differences.
 
     Args:
-        memory: number of stored differences, >= 1; at most half of the numbers in a state are used.
+        memory: number of stored differences, >= 1.
         damping: mixing parameter in (0, 2].
         regularization: >= 0; at least the rounding level of the Gram matrix.
 
@@ -73,7 +73,7 @@ class Anderson(Solver):
 
     def init(self, point: Evaluation, problem: Problem) -> Differences:
         batch, size = point.z.shape
-        kept = min(self.memory, (size + 1) // 2)  # more would fit kinks and noise
+        kept = min(self.memory, size)  # more differences than dimensions are dependent
         gram = point.z.new_zeros(batch, kept, kept, dtype=small_dtype(point.z.dtype))
         if torch.is_grad_enabled():
             return Differences(kept, gram, steps=[], changes=[])

@@ -57,7 +57,7 @@ class Turns:
         batch, size = like.shape
         self.max_steps = max_steps
         self.mask = None if mask is None else mask.contiguous()  # the kernels know no strides
-        self.memory = max(1, min(solver.memory, (size + 1) // 2, max_steps - 1))
+        self.memory = max(1, min(solver.memory, size, max_steps - 1))
         self.dtype = like.dtype  # of the points; f is evaluated at rounded ones
         self.fused = (like.is_cuda and launches(like.device)) if fused is None else fused
         self.sizes = sizes or (size,)

@@ -175,7 +175,7 @@ def solve_in_turns(
     start = trial = first.z.contiguous()
     value, first.residual = first.z + first.residual, first.z
     batch, size = start.shape
-    kept, dtype = min(memory, (size + 1) // 2), start.dtype
+    kept, dtype = min(memory, size), start.dtype
     lengths = torch.tensor(first.sizes or (size,), device=start.device)
     parts = len(lengths)
     best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)

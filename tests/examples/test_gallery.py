@@ -621,7 +621,8 @@ def test_losses_agree_with_those_of_torchdeq(name: str, sizes: dict[str, int], l
     assert sum(expected["losses"][6:]) < sum(expected["losses"][:6])
     assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
     assert max(found["residuals"]) <= 1e-3
-    assert sum(found["forward"]) <= sum(expected["forward"])
+    # We also ask for the error, which may take one or two evaluations more.
+    assert sum(found["forward"]) <= sum(expected["forward"]) + 2 * len(found["forward"])
     assert sum(found["backward"]) <= sum(expected["backward"])
 
 
