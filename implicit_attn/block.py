@@ -357,12 +357,12 @@ class EquilibriumBlock(EncoderLayer):
             raise ValueError("step needs causal=True, got causal=False")
         src = self._tokens("tokens", tokens, self.dim)
         x = self.dropout(_normalised(src, None))
-        context, cache = self.energy.extend(x, cache)
+        context, known = self.energy.extend(x, cache)
         start = self.deq.update.start(AttentionInput(x), context)
         options: dict[str, Any] = {"tolerance": self._tolerance(src), "adjoint": None}
         z = self.deq.solve(context, z0=start, token_rows=True, **options).value
         output = self.dropout(z if self.output is None else self.output(z))
-        return self._like(tokens, src + output), BlockCache(*cache)
+        return self._like(tokens, src + output), BlockCache(*known)
 
     def __repr__(self) -> str:
         """Return the options; the modules are in ``block.deq``."""

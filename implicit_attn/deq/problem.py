@@ -276,7 +276,7 @@ class Map:
         return own and not (self.update.monitored or any(part.training for part in changing))
 
 
-class MonitoredMap(Map, solvers.EnergyUpdate):
+class MonitoredMap(Map, solvers.EnergyUpdate):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A monitored update as a ``solvers.EnergyUpdate``."""
 
     def joint(  # type: ignore[override]

@@ -19,6 +19,7 @@ from implicit_attn.studies.study import BLUE, GREY, LOOKS, ORANGE, Table
 
 DENSE = 1200  # unknowns up to which all eigenvalues are computed
 EXTREMES = 12  # eigenvalues at each end above that
+CEILING = 1e3  # largest residual that a figure shows
 FLOOR = 1e-8  # relative residual down to which curves are drawn
 SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no zero
 
@@ -55,7 +56,7 @@ class Convergence(NamedTuple):
         for name, curve in self.curves.items():
             color = LOOKS[name][0]
             # How far below the floor the last step lands says nothing about the solver.
-            best = curve.residual.clamp_min(FLOOR)
+            best = curve.residual.clamp(FLOOR, CEILING)  # infinite relative to a start at zero
             study.draw_band(residual, curve.evaluations, best, color, name)
             if curve.energy is not None:
                 lowest = torch.stack([each.amin(1) for each in seen]).amin(0).unsqueeze(1)

@@ -145,7 +145,8 @@ class Descent(EnergyUpdate):
             )
         pairs = list(zip(points, parts, strict=True))
         found = [torch.zeros_like(t) if g is None else g for t, g in pairs]
-        steps = [t - self.step_size * g for t, g in zip(points, found, strict=True)]
+        step_size: Any = self.step_size
+        steps = [t - step_size * g for t, g in zip(points, found, strict=True)]
         if not outer:
             value, steps = value.detach(), [t.detach() for t in steps]
         rebuild = pytree.tree_unflatten

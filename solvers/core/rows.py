@@ -88,6 +88,7 @@ class Evaluation:
             self.residual.detach() - last.residual.detach(),
         )
         if self.view is not None and self.view_residual is not None:
+            assert last.view is not None and last.view_residual is not None
             z, residual = self.view - last.view, self.view_residual - last.view_residual
         moved, changed = part_norms(z, self.sizes), part_norms(residual, self.sizes)
         return moved.to(self.norms.dtype), changed.to(self.norms.dtype)

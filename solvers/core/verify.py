@@ -22,8 +22,8 @@ def verify(
     """Report the residuals of ``point``, an evaluation at the returned value, in ``solution``.
 
     A converged sample becomes INCONSISTENT where ``|f(z) - z|`` exceeds
-    ``2 max(allowed, residual in the solve)`` by more than rounding; also where it exceeds twice the residual in
-    the solve and the error, which grows with it, exceeds twice the tolerance. A sample without a finite
+    ``2 max(allowed, residual in the solve)`` by more than rounding; also where it exceeds twice the residual
+    in the solve and the error, which grows with it, exceeds twice the tolerance. A sample without a finite
     evaluation keeps its infinite residual.
 
     Args:

@@ -374,6 +374,7 @@ def check_solution(
     tolerance, told = options["tolerance"], {"status": status, "reported": reported, "true": size}
     unit = torch.finfo(problem.dtype).eps
     slack = 4 * (value.shape[1] + 8) * unit
+    assert solution.error is not None
     limit = (tolerance.rtol * reference).clamp_min(tolerance.atol)
     converged, known = solution.converged, torch.isfinite(reported)
     met = size <= limit * (1 + slack) + error * (1 + tolerance.rtol)
