@@ -171,7 +171,9 @@ def own_energy(
         axes.plot(points, [place] * len(points), "o", color=color, markersize=5, alpha=0.7)
         axes.plot(row["accuracy"], place, "|", color=color, markersize=24, markeredgewidth=3)
     axes.set_yticks(range(len(summary)), [row["layer"] for row in summary])
-    axes.set(ylim=(len(summary) - 0.5, -0.5), xlabel="test accuracy (%): a dot for each seed; |: mean")
+    axes.set(
+        ylim=(len(summary) - 0.5, -0.5), xlabel="test accuracy (%): a dot for each seed; |: mean"
+    )
     axes.set_title("8 x 8 digits, one layer")
     return {"summary": summary, "test": test, "validation": validation}, figure
 

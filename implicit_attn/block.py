@@ -19,15 +19,13 @@ from implicit_attn.energies.tokens import hide
 from implicit_attn.hints import hint_names
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
-from solvers.adjoints.kinds import read_adjoint
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
-from solvers.core.cuda import on_cuda
 from solvers.core.modes import (
     autocast_dtype,
     eager,
     in_transform,
 )
-from solvers.core.solution import Goal, read_tolerance
+from solvers.core.solution import Goal
 
 EPSILON = 1e-5  # epsilon of the norm of the input
 _TOLERANCE = solvers.Tolerance(1e-3)  # the default
@@ -116,48 +114,6 @@ class EncoderLayer(nn.Module):
         device = tokens.device
         return Goal(tolerance, tokens.dtype, autocast_dtype(device.type), device).tolerance
 
-    @eager
-    def _token_by_token(
-        self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance, most: int
-    ) -> tuple[Tensor, Tensor]:
-        """Plain iteration in which no bit of a token depends on a later one.
-
-        A token rests when it and all tokens before it have moved by half of the tolerance ``limit``, relative
-        to their own states, or after ``most`` evaluations. Which tokens move is a part of the solver's state.
-
-        Returns:
-            The states (B, N, s), and the evaluations of each token (B, N), which count for the next solve.
-        """
-        f = Map(self.deq)
-        args, z = f.equation(x, mask)
-        seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
-        evaluations, latest = torch.zeros_like(seen, dtype=torch.int64), z
-
-        def advance(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            nonlocal latest
-            z, moves = state[0], state[1] > 0
-            if not moves.any():
-                return state
-            value = f(z, *args)
-            far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
-            before = (far & moves).int().cummax(1).values  # 1 from the first token on that is far
-            latest = torch.where(moves[..., None], value.to(z), z)
-            return latest, (before * seen).to(z)
-
-        def all_rest(state: tuple[Tensor, Tensor]) -> Tensor:
-            nonlocal evaluations
-            evaluations = evaluations + (state[1] > 0)
-            return (state[1] == 0).all(1)
-
-        # Rows of a product may have other bits in a smaller batch, so sequences do not leave.
-        solvers.fixed_point(
-            advance, (z, seen.to(z)), solver=solvers.Forward(), tolerance=0.0, max_steps=most,
-            adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
-            compact=False, on_failure="ignore", verify=False,
-        )  # fmt: skip
-        self.deq.evaluations_before = evaluations.amax(1)
-        return latest, evaluations  # the solver's value is a state that was evaluated
-
     def _arguments(
         self,
         src: Tensor,
@@ -239,12 +195,11 @@ class EquilibriumBlock(EncoderLayer):
         activation: activation of the hidden units, "relu" or "gelu".
         memory_dim: features of the memory's tokens for ``attention="cross"``; None for ``dim``.
         state_dim: features s of the state z; None for d. Otherwise the output is ``x + O z*``.
-        causal: whether token i depends only on the tokens ``j <= i``, bit for bit. The solve is then a plain
-            iteration in which each token stops when it and all tokens before it have converged. If you name
-            a solver, here or in ``layer``, or pass ``record``, ``callback``, ``z0`` or ``stop`` to a call,
-            and after ``block.deq.compile()`` on a GPU and inside transforms of ``torch.func``, the solver's
-            own stopping rule applies: all tokens of a sample share a residual, so later tokens affect
-            earlier ones within the tolerance.
+        causal: whether token i depends only on the tokens ``j <= i``, bit for bit. Each token is then solved
+            on its own, since the tokens interact through the input only. If you pass ``record``, ``callback``
+            or ``stop`` to a call, name a solver that needs an energy, exchange a term of the energy, or after
+            ``block.deq.compile()`` on a GPU, all tokens of a sample share a residual, and later tokens then
+            affect earlier ones within the tolerance.
         curvature: bounds (attention, hidden units) on the curvature, > 0 with a sum < 1. With smaller
             bounds the block is closer to its first gradient step.
         dropout: dropout probability of the input of attention and hidden units and of ``z*``.
@@ -303,25 +258,22 @@ class EquilibriumBlock(EncoderLayer):
         self.deq = DEQ(step, **(layer or {}))
         step.monitored = self.deq.solver is not None and self.deq.solver.needs_energy
 
-    @eager  # what a compiler traces has no numbers, either
     def _options(
         self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the options of the solve; if it is causal, it begins where every token rests."""
+        """Return the options of the solve; if it is causal, each token is a row of its own.
+
+        The energy's tokens interact through the input only.
+        """
         options = super()._options(tokens, x, mask, is_causal, options)
         if not (self.causal or is_causal):
             return options
         chosen = self.deq._options() | options
-        named = ("solver", "z0", "callback", "stop", "bounds")
-        own = bool(chosen.get("record")) or any(chosen.get(name) is not None for name in named)
-        own |= (self.deq._recorder is not None and on_cuda(tokens)) or in_transform()
-        if own or 0 in tokens.shape or chosen["max_steps"] == 1:  # the start is returned
-            return options
-        limit = self._limit(tokens, read_tolerance("tolerance", chosen["tolerance"]))
-        unrolled = isinstance(read_adjoint(chosen["adjoint"]), solvers.Unrolled)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and unrolled):
-            z, _ = self._token_by_token(x, mask, limit, chosen["max_steps"] - 1)
-        return options | {"z0": z, "max_steps": 1}
+        watched = bool(chosen.get("record")) or any(
+            chosen.get(name) is not None for name in ("callback", "stop")
+        )
+        apart = not (watched or self.deq.update.monitored or self.energy.is_replaced)
+        return options | {"token_rows": apart}
 
     @property
     def energy(self) -> EquilibriumEnergy:
@@ -542,6 +494,48 @@ class DEQTransformer(EncoderLayer):
             self.deq.evaluations_before = count
             z = self.deq(x, mask, z0=start, max_steps=1, on_failure="ignore")
         return self._like(src, self.dropout(z))
+
+    @eager
+    def _token_by_token(
+        self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """Plain iteration in which no bit of a token depends on a later one.
+
+        A token rests when it and all tokens before it have moved by half of the tolerance ``limit``, relative
+        to their own states, or after ``most`` evaluations. Which tokens move is a part of the solver's state.
+
+        Returns:
+            The states (B, N, s), and the evaluations of each token (B, N), which count for the next solve.
+        """
+        f = Map(self.deq)
+        args, z = f.equation(x, mask)
+        seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
+        evaluations, latest = torch.zeros_like(seen, dtype=torch.int64), z
+
+        def advance(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            nonlocal latest
+            z, moves = state[0], state[1] > 0
+            if not moves.any():
+                return state
+            value = f(z, *args)
+            far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
+            before = (far & moves).int().cummax(1).values  # 1 from the first token on that is far
+            latest = torch.where(moves[..., None], value.to(z), z)
+            return latest, (before * seen).to(z)
+
+        def all_rest(state: tuple[Tensor, Tensor]) -> Tensor:
+            nonlocal evaluations
+            evaluations = evaluations + (state[1] > 0)
+            return (state[1] == 0).all(1)
+
+        # Rows of a product may have other bits in a smaller batch, so sequences do not leave.
+        solvers.fixed_point(
+            advance, (z, seen.to(z)), solver=solvers.Forward(), tolerance=0.0, max_steps=most,
+            adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
+            compact=False, on_failure="ignore", verify=False,
+        )  # fmt: skip
+        self.deq.evaluations_before = evaluations.amax(1)
+        return latest, evaluations  # the solver's value is a state that was evaluated
 
     def _by_prefix(
         self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance

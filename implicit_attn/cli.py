@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from implicit_attn import __version__
 from implicit_attn.data.files import DATA_VARIABLE, cache_folder
 from implicit_attn.kernels import explain
-from implicit_attn.optional import DISTRIBUTION, installed_version
+from implicit_attn.optional import DISTRIBUTION
 from implicit_attn.weights import pretrained_models, weights_path
 from solvers import native
 
 Rows = Iterator[tuple[str, str]]
-OTHERS = (
-    "numpy",
-    "scipy",
-    "safetensors",
-    "triton",
-    "torchdeq",
-    "matplotlib",
-    "scikit-learn",
-    "tyro",
-)
 SIZES = ((8, 4, 64, 16), (8, 4, 1024, 64))  # batch, heads, tokens, features of a head
 
 
@@ -98,40 +88,13 @@ def weights(path: str | None, name: str | None) -> None:
 
 
 def info() -> None:
-    """Print versions, devices, kernels and folders."""
-    for number, section in enumerate((versions, devices, kernels, folders)):
-        print("\n" * (number > 0) + section.__name__)
+    """Print what torch's own report contains, and the kernels and folders of this package."""
+    print(collect_env.get_pretty_env_info())
+    print(f"\n{DISTRIBUTION} {__version__}, in {Path(__file__).resolve().parents[1]}")
+    for section in (kernels, folders):
+        print(f"\n{section.__name__}")
         for name, text in section():
             print(f"  {name:14} {text}")
-
-
-def versions() -> Rows:
-    """This package, Python, and what the package computes with."""
-    here = Path(__file__).resolve().parents[1]
-    yield DISTRIBUTION, f"{__version__}, in {here}"
-    yield "python", f"{platform.python_version()}, {sys.executable}"
-    yield "system", f"{platform.platform()}"
-    yield "torch", torch.__version__
-    for name in OTHERS:
-        yield name, installed_version(name) or "not installed"
-
-
-def devices() -> Rows:
-    """The processor, its threads, and what else torch computes on."""
-    threads = [f"{torch.get_num_threads()} threads"]
-    for variable in {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        threads.append(f"{variable}={os.environ[variable]}")
-    capability = torch.backends.cpu.get_cpu_capability()
-    yield "cpu", f"{os.cpu_count()} cores, {capability}, {', '.join(threads)}"
-    for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        size = f"{found.total_memory / 2**30:.0f} GiB"
-        yield f"cuda:{number}", f"{found.name}, {size}, compute {found.major}.{found.minor}"
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        yield "cuda", "none found" if built else "none: this torch is built without CUDA"
-    if torch.backends.mps.is_available():
-        yield "mps", "available"
 
 
 def kernels() -> Rows:

@@ -1,9 +1,8 @@
-"""Optional dependencies: imports with helpful errors, progress bars, and installed versions."""
+"""Optional dependencies: imports with helpful errors, and progress bars."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import TypeVar
@@ -35,11 +34,3 @@ def progress(items: Collection[Item], title: str) -> Iterable[Item]:
     except ImportError:
         return items
     return tqdm(items, desc=title, leave=False, disable=None)  # None: silent without a terminal
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, such as ``"torch"``, or None if it is missing."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,33 +1,20 @@
-"""The package ``solvers`` as ``implicit_attn.solvers``, with the same module objects."""
+"""The public names of the package ``solvers``, each imported when it is first asked for."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import solvers
 
 if TYPE_CHECKING:
     from solvers import *  # noqa: F403
 
-
-class _Modules(MetaPathFinder, Loader):
-    """Import ``implicit_attn.solvers.X`` as ``solvers.X``, which Python would otherwise load again."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        own = name.removeprefix("implicit_attn.")
-        if own == name or not own.startswith("solvers.") or importlib.util.find_spec(own) is None:
-            return None
-        return ModuleSpec(name, self)
-
-    def exec_module(self, module: ModuleType) -> None:
-        own = module.__name__.removeprefix("implicit_attn.")
-        sys.modules[module.__name__] = importlib.import_module(own)
+__all__ = list(vars(solvers)["__all__"])
 
 
-sys.meta_path.insert(0, _Modules())
-sys.modules[__name__] = solvers
+def __getattr__(name: str) -> Any:
+    return getattr(solvers, name)
+
+
+def __dir__() -> list[str]:
+    return dir(solvers)

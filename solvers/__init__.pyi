@@ -1,8 +1,10 @@
-from solvers.adjoints.kinds import Adjoint as Adjoint
-from solvers.adjoints.kinds import Implicit as Implicit
-from solvers.adjoints.kinds import OneStep as OneStep
-from solvers.adjoints.kinds import Phantom as Phantom
-from solvers.adjoints.kinds import Unrolled as Unrolled
+from solvers.adjoint import Adjoint as Adjoint
+from solvers.adjoint import Implicit as Implicit
+from solvers.adjoint import OneStep as OneStep
+from solvers.adjoint import Phantom as Phantom
+from solvers.adjoint import Unrolled as Unrolled
+from solvers.checking import UpdateReport as UpdateReport
+from solvers.checking import check_update as check_update
 from solvers.core.loop import Solver as Solver
 from solvers.core.problem import Descent as Descent
 from solvers.core.problem import EnergyUpdate as EnergyUpdate

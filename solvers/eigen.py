@@ -19,7 +19,6 @@ from solvers.core.checks import (
     require_instance,
     require_number,
 )
-from solvers.core.context import constant_weights
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.modes import (
     eager,
@@ -28,11 +27,10 @@ from solvers.core.modes import (
     recording,
     twice_differentiable,
 )
-from solvers.core.problem import JacobianProduct, Problem, gradients, pullback
+from solvers.core.problem import JacobianProduct, Problem, check_energy, gradients, pullback
 from solvers.core.rows import small_dtype
-from solvers.core.solution import check_on_failure, warn_or_raise
-from solvers.core.telling import reduce_error
-from solvers.core.validate import check_energy
+from solvers.core.solution import SolveWarning, check_on_failure
+from solvers.core.telling import reduce_error, warn_user
 
 
 @dataclass
@@ -74,9 +72,8 @@ class Linearization:
         if self.kind == "product":
             z = tree(self.z.detach())
             return replace(problem, f=lambda v, *args: f(z, v, *args)).image
-        weights = constant_weights(problem.modules, repeated=True)
         # Neither a compiled function nor fused attention can be differentiated twice.
-        with recording(), weights, twice_differentiable():
+        with recording(), twice_differentiable():
             problem, point = replace(problem, args=ordinary(problem.args)), ordinary(self.z)
             if in_transform():  # whose tensors know no nested autograd.grad
                 pull = vjp(problem.image, point)[1]
@@ -225,7 +222,9 @@ def spectrum(
             f"eigenvalues of {len(failed)} of {batch} samples were not found, samples "
             f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN in f"
         )
-        warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
+        if on_failure == "raise":
+            raise SpectrumError(message, result)
+        warn_user(message, SolveWarning)
     return result
 
 

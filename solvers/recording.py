@@ -21,9 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
-from solvers.adjoints.kinds import Implicit
-from solvers.adjoints.reads import read_by
-from solvers.core.context import Weights, constant_weights, within
+from solvers.adjoint import Implicit, captured_by
+from solvers.core.context import Weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
@@ -191,8 +190,7 @@ class RecordedSolve:
             }
             runs += [self._linearise, self._adjoint_turn, self._gradients]
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        with constant_weights(self.modules, repeated=True):
-            self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
+        self.graphs = {run.__name__: record(run, self.device, pool) for run in runs}
 
     # --- what is recorded ---
 
@@ -239,7 +237,8 @@ class RecordedSolve:
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
         known = [self.point, *self.inputs, *self.aliases.values()]
-        if read_by(self.image, {id(tensor) for tensor in known})[0]:
+        numbers = {id(tensor) for tensor in known}
+        if any(id(leaf) not in numbers for leaf in captured_by(self.image)):
             raise UnrecordableError("reads a tensor with a graph that is no parameter or input")
 
     def _adjoint_turn(self) -> None:
@@ -288,11 +287,10 @@ class RecordedSolve:
     def solve(self, tolerance: Tolerance) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
         self.turns.set_tolerance(tolerance)
-        with constant_weights(self.modules):
-            self.replay("_start")
-            self._until_done("_turn", self.turns)
-            if isinstance(self.f, EnergyUpdate):
-                self.replay("_compare_energies")
+        self.replay("_start")
+        self._until_done("_turn", self.turns)
+        if isinstance(self.f, EnergyUpdate):
+            self.replay("_compare_energies")
         failed, energy = self.turns.status > int(Status.MAX_STEPS), None
         if isinstance(self.f, EnergyUpdate):  # the ordinary loop has a better method for these
             failed = ~self.descended
@@ -468,12 +466,10 @@ class Recorder:
 def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | None:
     """What to record; None, after a warning where that may be unexpected, for what is not recorded."""
     solver, adjoint = options["solver"], options["adjoint"]
-    watched = bool(options.get("record") or options.get("has_aux"))
-    watched |= any(options.get(name) is not None for name in ("callback", "stop", "bounds"))
+    watched = bool(options.get("record"))
+    watched |= any(options.get(name) is not None for name in ("callback", "stop"))
     if watched or in_transform() or options["max_steps"] < 2:
         return None
-    if options.get("verify"):
-        return _refused("is solved with verify=True", f)
     masks = getattr(f, "masks", None)
     if masks is not None and masks.numbers:
         return _refused("contains a VariationalDropout", f)
@@ -494,7 +490,7 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
 
 def _refused(reason: str, f: Any) -> None:
     message = f"this layer is not recorded as CUDA graphs, because its update {reason}"
-    warn_user(message, RuntimeWarning, f"recording: {reason}", f)
+    warn_user(message, RuntimeWarning, f)
 
 
 def _static(f: Any) -> Any:

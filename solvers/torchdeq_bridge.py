@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_increasing, require_instance
+from solvers.core.checks import require_instance
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, scaled_norm, small_dtype
@@ -65,7 +65,7 @@ class TorchDEQ(ExternalSolver):
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
         infinite = torch.full_like(scaled_norm(start), torch.inf)
-        best, states = Best(start, infinite, infinite, None), dict[int, Best]()
+        best = Best(start, infinite, infinite, None)
         status = torch.full_like(infinite, RUNNING, dtype=torch.int64)
         evaluations, finite, count = torch.zeros_like(status), status == RUNNING, 0
 
@@ -85,8 +85,6 @@ class TorchDEQ(ExternalSolver):
             relative, converged = point.judged(running & finite, options.tolerance)
             better = (running & finite & (relative < best.relative)) | converged
             best = best.updated(better, point, relative)
-            if count in options.states_at:
-                states[count] = best
             evaluations = torch.where(running, count, evaluations)
             status = torch.where(converged, int(Status.CONVERGED), status)
             return z + tau * point.residual.to(z.dtype)
@@ -106,11 +104,7 @@ class TorchDEQ(ExternalSolver):
         ended = torch.where(finite, int(Status.MAX_STEPS), int(Status.DIVERGED))
         status = torch.where(status == RUNNING, ended, status)
         status = torch.where(torch.isfinite(best.relative), status, int(Status.NONFINITE))
-        return Solution(
-            best.value, status, best.relative, best.norm, steps=evaluations,
-            evaluations=evaluations,
-            states=[replace(states.get(number, best)) for number in options.states_at] or None,
-        )  # fmt: skip
+        return Solution(best.value, status, best.relative, best.norm, evaluations, evaluations)
 
 
 class _Finished(Exception):
@@ -121,7 +115,7 @@ def register(name: str, solver: Solver | None = None) -> None:
     """Register one of our solvers with torchdeq, as ``f_solver=name`` or ``b_solver=name``.
 
     The statistics are torchdeq's, measured at the returned value, with our "status" and "evaluations"
-    of each sample. ``indexing`` gives a state for each of its numbers, like ``states_at``.
+    of each sample. ``indexing`` gives a state for each of its numbers, by a solve of its own.
     """
     ours = Anderson() if solver is None else solver
     require_instance("solver", ours, Solver, "a solvers.Solver")
@@ -132,17 +126,21 @@ def register(name: str, solver: Solver | None = None) -> None:
     ) -> tuple[Tensor, list[Tensor], dict[str, Any]]:  # fmt: skip
         if stop_mode not in ("abs", "rel"):
             raise ValueError(f'stop_mode must be "abs" or "rel", got {stop_mode!r}')
-        at = require_increasing("indexing", indexing or (), high=max_iter, what="max_iter")
         tolerance = Tolerance(rtol=tol) if stop_mode == "rel" else Tolerance(rtol=0.0, atol=tol)
-        # torchdeq's functions close over the whole batch, so no sample may leave it.
-        solution = fixed_point(
-            func, x0, solver=ours, tolerance=tolerance, max_steps=max_iter, adjoint=None,
-            compact=False, states_at=at,
-        )  # fmt: skip
-        value, steps = solution.value, int(solution.steps.max())
+
+        def solution(most: int, on_failure: str = "warn") -> Solution:
+            # torchdeq's functions close over the whole batch, so no sample may leave it.
+            return fixed_point(
+                func, x0, solver=ours, tolerance=tolerance, max_steps=most, adjoint=None,
+                compact=False, on_failure=on_failure,
+            )  # fmt: skip
+
+        found = solution(max_iter)
+        value, steps = found.value, int(found.steps.max())
+        states = [solution(number, "ignore").value for number in indexing or ()]
         with torch.no_grad():
             statistics = solver_stat_from_final_step(value, func(value), steps)
-        statistics |= {"status": solution.status, "evaluations": solution.evaluations}
-        return value, list(solution.states or [value]), statistics
+        statistics |= {"status": found.status, "evaluations": found.evaluations}
+        return value, states or [value], statistics
 
     register_solver(name, solve)

@@ -50,9 +50,9 @@ def test_info_names_versions_devices_kernels_and_folders(
     monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
     main(["info"])
     text = capsys.readouterr().out
-    for part in ("versions", "devices", "kernels", "folders", f"{tmp_path}: sudoku"):
+    for part in ("PyTorch version", "Python version", "kernels", "folders", f"{tmp_path}: sudoku"):
         assert part in text
-    assert f"implicit-attn  {implicit_attn.__version__}" in text
+    assert f"implicit-attn {implicit_attn.__version__}" in text
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ solvers.lazy solvers.core solvers.native
 solvers.krylov
 solvers.linear
 solvers.methods
-solvers.adjoints solvers.eigen
+solvers.adjoint solvers.eigen
+solvers.checking
 solvers.fixed_points
 solvers.spins solvers.torchdeq_bridge
 solvers solvers.recording

@@ -23,14 +23,14 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 # Where mutants are made; the tests that are to find one lie in the folder of the same name in tests/.
 PLACES = (
-    "solvers/spins", "solvers/eigen.py", "solvers/krylov.py", "solvers/linear.py", "solvers/adjoints",
+    "solvers/spins", "solvers/eigen.py", "solvers/krylov.py", "solvers/linear.py", "solvers/adjoint.py",
     "solvers/core", "solvers/methods", "solvers/fixed_points.py", "implicit_attn/kernels",
     "implicit_attn/energies", "implicit_attn/updates", "implicit_attn/deq",
     "implicit_attn/regularization.py", "implicit_attn/models", "implicit_attn/data",
 )  # fmt: skip
 TOGETHER = {"solvers/linear": "solvers/krylov"}  # tested in one file
 # Tests of other rooms that look at these, too.
-MORE = {"krylov": "solvers/adjoints", "adjoints": "deq", "core": "solvers", "deq": "block",
+MORE = {"krylov": "solvers/adjoint.py", "adjoint": "deq", "core": "solvers", "deq": "block",
         "kernels": "energies", "updates": "block", "regularization": "block"}  # fmt: skip
 SWAPS = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.MatMult: "*",

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq.problem import (
     Map,
     MonitoredMap,
     PreparingMap,
+    TokenRows,
     batch_and_device,
     check_inputs,
     prepares,
@@ -26,27 +26,24 @@ from implicit_attn.deq.problem import (
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.hints import closest_name, hint_names
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
-from solvers.adjoints.kinds import read_adjoint
+from solvers.adjoint import read_adjoint
+from solvers.checking import refuse_drawing_modules
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
-from solvers.core.context import constant_weights
+from solvers.core.context import Weights, within
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout
 from solvers.core.modes import (
     eager,
-    in_transform,
-    refuse_export,
-    refuse_shapes,
+    require_numbers,
 )
 from solvers.core.solution import check_on_failure, read_tolerance
 from solvers.core.telling import warn_user
-from solvers.core.validate import refuse_drawing_modules
-from solvers.fixed_points import read_solver, without_aux
+from solvers.fixed_points import read_solver
 from solvers.recording import Recorder
 
 Module = TypeVar("Module", bound=nn.Module)
 OPTIONS = (
-    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop", "has_aux",
-    "bounds",
+    "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop",
 )  # fmt: skip
 
 
@@ -73,9 +70,6 @@ class DEQ(nn.Module):
         compact: whether finished samples leave the batch; False if the update contains batched tensors.
         verify: whether to evaluate the update again at the returned value; see :func:`solvers.fixed_point`.
         stop: rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
-        has_aux: whether the update returns ``(f(z, x), aux)``. ``layer.solve(x).aux`` is the auxiliary output
-            at the returned value, and ``last.aux`` the same without gradients.
-        bounds: box ``(low, high)`` that the state must not leave, for gradient methods.
         eval_max_steps, eval_tolerance: values of max_steps and tolerance in evaluation mode; None for the
             same values.
 
@@ -119,10 +113,8 @@ class DEQ(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
         compact: bool = True,
-        verify: bool | None = None,
+        verify: bool = True,
         stop: Callable[[Any], Tensor] | None = None,
-        has_aux: bool = False,
-        bounds: tuple[Any, Any] | None = None,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
@@ -147,9 +139,8 @@ class DEQ(nn.Module):
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
-        self.verify = require_flag("verify", verify, optional=True)
+        self.verify = require_flag("verify", verify)
         self.stop = require_callable("stop", stop, optional=True)
-        self.has_aux, self.bounds = require_flag("has_aux", has_aux), bounds
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
@@ -171,7 +162,7 @@ class DEQ(nn.Module):
 
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
         """Return the fixed point for the input ``x``, like the initial state; options as in ``solve``."""
-        refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
+        require_numbers()
         return self.solve(x, mask, **options).value
 
     @eager
@@ -183,6 +174,7 @@ class DEQ(nn.Module):
         z0: Any = None,
         record: bool = False,
         callback: Callable[[solvers.Progress], object] | None = None,
+        token_rows: bool = False,
         **options: Any,
     ) -> solvers.Solution:
         """Return the :class:`solvers.Solution`, whose ``value`` has the gradients of ``forward``.
@@ -192,8 +184,10 @@ class DEQ(nn.Module):
             z0: initial state, instead of ``init``.
             record: whether to keep the trace of residuals and energies.
             callback: function called after every evaluation.
+            token_rows: whether each token (dim 1 of a state (B, N, d)) is solved on its own: tokens of
+                the update must not see each other's states.
             options: options of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
-                stop, has_aux, bounds) for this solve.
+                stop) for this solve.
 
         Raises:
             TypeError, ValueError: if an argument is invalid.
@@ -205,21 +199,18 @@ class DEQ(nn.Module):
             raise TypeError(
                 f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
             )
-        refuse_shapes(x)
+        require_numbers(x)
         f = self._map()
         refuse_sharded_parts(f.parts)
         x = check_inputs(x, mask, f.parts, z0)
         seeds = f.seeds(z0, x)
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        solution = self._run(f, x, mask, seeds, z0, options)
+        with parametrize.cached() if f.changes_weights else nullcontext():
+            solution = self._run(f, x, mask, seeds, z0, options, token_rows)
         f.masks.require_called(self.update)
         solution.evaluations = solution.evaluations + before
-        if not in_transform():  # tensors of a transform must not be stored
-            self.last = replace(solution, value=None)
-            if solution.aux is not None:
-                self.last.aux = pytree.tree_map(_detached, solution.aux)
-            self._seeds = seeds
+        self.last, self._seeds = replace(solution, value=None), seeds
         if self.observer is not None:
             self.observer(x, mask, solution)
         return solution
@@ -228,7 +219,8 @@ class DEQ(nn.Module):
         return MonitoredMap(self) if self.update.monitored else Map(self)
 
     def _run(
-        self, f: Map, x: Any, mask: Tensor | None, seeds: Tensor | None, z0: Any, options: dict[str, Any]
+        self, f: Map, x: Any, mask: Tensor | None, seeds: Tensor | None, z0: Any, options: dict[str, Any],
+        rows: bool,
     ) -> solvers.Solution:  # fmt: skip
         """Return the solution by recordings, where there are any, or by the ordinary loop."""
         recorder, given = self._recorder, {"module": self.update, **options}
@@ -243,6 +235,8 @@ class DEQ(nn.Module):
         if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
             refuse_drawing_modules(f.parts.items(), "the update")
         solution = None if recorder is None else recorder(f, start, args, **given)
+        if solution is None and rows and isinstance(start, Tensor) and start.numel():
+            return TokenRows(f, start, args).solve(start, mask, options)
         return solvers.fixed_point(f, start, args, **options) if solution is None else solution
 
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
@@ -261,7 +255,6 @@ class DEQ(nn.Module):
                 "DEQ.compile() has no effect because this layer is not on a CUDA device: its solves "
                 "run as before",
                 UserWarning,
-                "compile",
                 self,
             )
 
@@ -309,7 +302,7 @@ class DEQ(nn.Module):
                     "this batch size: solve for x first, or call eval()"
                 )
         args, _ = f.equation(x, mask, seeds, z)
-        return (without_aux(f) if self.has_aux else f), args
+        return f, args
 
     def _options(self) -> dict[str, Any]:
         """Return the options of :func:`solvers.fixed_point` in the current mode."""
@@ -349,20 +342,11 @@ class DEQ(nn.Module):
         Args:
             evaluations, damping, window: see :class:`implicit_attn.deq.UnrolledLayer`.
         """
-        if self.bounds is not None:
-            raise ValueError(
-                "unrolled(k) does not know the layer's bounds: clamp in the update instead"
-            )
         fixed = UnrolledLayer(
-            self.update, evaluations, init=self.init, damping=damping, window=window,
-            has_aux=self.has_aux,
-        )  # fmt: skip
+            self.update, evaluations, init=self.init, damping=damping, window=window
+        )
         fixed.training = self.training  # not .train(), which would set the shared update's mode
         return fixed
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class UnrolledLayer(nn.Module):
@@ -384,7 +368,6 @@ class UnrolledLayer(nn.Module):
         damping: damping factor a, in (0, 2].
         window: number of last evaluations that gradients pass through (truncated back-propagation);
             None for all.
-        has_aux: whether the update returns a pair, whose second part is dropped.
 
     Shapes: those of the layer. ``forward`` takes (x, mask) and optionally ``z0``. Inputs are checked as
     by the layer, except for NaN inside compilers and exporters.
@@ -406,12 +389,10 @@ class UnrolledLayer(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         damping: float = 1.0,
         window: int | None = None,
-        has_aux: bool = False,
     ) -> None:
         super().__init__()
         self.update, self.init = update, init
         self.evaluations = require_count("evaluations", evaluations)
-        self.has_aux = require_flag("has_aux", has_aux)
         self.damping = require_number("damping", damping, low=0.0, high=2.0, closed=False)
         self.window = evaluations if window is None else require_count("window", window)
 
@@ -419,17 +400,16 @@ class UnrolledLayer(nn.Module):
         """Return ``z_k`` for the input ``x``, with the structure of the initial state."""
         f = Map(self)
         x = check_inputs(x, mask, f.parts, z0)
-        with _weights_once(f.walked_modules):
+        with _weights_once():
             args, start = f.equation(x, mask, f.seeds(z0, x), z0)
             if not prepares(f.parts):  # modules in ``prepare``, called once, may draw
                 refuse_drawing_modules(f.parts.items(), "the update")
-            step: Any = without_aux(f) if self.has_aux else f
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
                 # The weights are computed again without a graph.
-                with torch.no_grad(), _weights_once(f.walked_modules):
-                    start = self._iterate(early, step, start, *args)
-            return self._iterate(self.evaluations - early, step, start, *args)
+                with torch.no_grad(), _weights_once():
+                    start = self._iterate(early, f, start, *args)
+            return self._iterate(self.evaluations - early, f, start, *args)
 
     def _iterate(
         self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, *seeds: Tensor
@@ -463,14 +443,14 @@ class UnrolledLayer(nn.Module):
         return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
-def _weights_once(modules: list[nn.Module]) -> AbstractContextManager[Any]:
+def _weights_once() -> AbstractContextManager[Any]:
     """Compute parametrised weights once inside the context.
 
     It has no effect while Dynamo traces, which merges equal computations itself.
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    return constant_weights(modules)
+    return within(weights=Weights())
 
 
 def bake(module: Module) -> Module:

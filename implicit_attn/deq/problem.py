@@ -18,10 +18,11 @@ from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, Update
+from solvers.checking import draws
 from solvers.core.checks import require_finite
 from solvers.core.layout import leaves_of
 from solvers.core.modes import in_transform, lacks_numbers
-from solvers.core.validate import draws
+from solvers.core.problem import Sharing
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
@@ -189,6 +190,16 @@ class Map:
         """What a recording depends on besides the map's type."""
         return self.places
 
+    @property
+    def changes_weights(self) -> bool:
+        """Whether reading a weight changes it, as torch's ``spectral_norm`` does in training mode."""
+        return any(
+            [
+                part.training and part._buffers and "parametrizations." in name
+                for name, part in self.parts.items()
+            ]
+        )
+
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
         if x is not self.known[0]:
             self.rebuild(x)
@@ -265,6 +276,44 @@ class MonitoredMap(Map, solvers.EnergyUpdate):
             self.rebuild(x)
         with nullcontext() if seeds is None else self.masks.within(seeds):
             return self.update.joint(z, self.known[1], mask=mask)
+
+
+class TokenRows(Sharing):
+    """The map of a layer whose tokens do not see each other's states: each token is a row of its own.
+
+    A token then stops by its own residual, and no bit of it depends on another token's state.
+    """
+
+    def __init__(self, f: Map, start: Tensor, args: tuple[Any, ...]) -> None:
+        self.leaves, self.spec = pytree.tree_flatten(args)
+        super().__init__(f, *(leaf for leaf in self.leaves if isinstance(leaf, Tensor)))
+        self.update, self.shape, self.symmetric = f.update, start.shape, f.symmetric
+        self.named = [f.layer]  # in a list, as the layer is no part of this module
+
+    @property
+    def layer(self) -> nn.Module:
+        """The layer that warnings name."""
+        return self.named[0]
+
+    def forward(self, z: Tensor, *args: Any) -> Tensor:
+        tensors = iter(self.shared)
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        value = self.f(z.view(self.shape), *pytree.tree_unflatten(leaves, self.spec))
+        return value.reshape(z.shape)
+
+    def solve(
+        self, start: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> solvers.Solution:
+        """Solve from ``start`` (B, N, d); the solution speaks of the samples."""
+        tokens = start.shape[:2]
+        options = options | {"mask": None if mask is None else mask.reshape(-1, 1)}
+        options |= {"compact": False}
+        found = solvers.fixed_point(self, start.reshape(-1, 1, start.shape[-1]), **options)
+        found.value = found.value.view(self.shape)
+        for name in ("status", "residual", "steps", "evaluations"):
+            setattr(found, name, getattr(found, name).view(tokens).amax(1))
+        found.residual_norm = found.residual_norm.view(tokens).norm(dim=1)
+        return found
 
 
 class PreparingMap(Map):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,60 +12,19 @@ from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, FunctionEnergy
 from implicit_attn.energies.tokens import Mask, check_values
+from solvers.checking import Finding, UpdateReport
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.layout import Layout
 from solvers.core.modes import twice_differentiable
 
 
-class Finding(NamedTuple):
-    """One check: whether it passed (None if it was skipped), an explanation and the relative error.
-
-    A check with a ``warning`` has passed, but the layer may learn little.
-    """
-
-    check: str
-    passed: bool | None
-    text: str
-    error: float | None = None
-    warning: bool = False
-
-    def __str__(self) -> str:
-        mark = "warn" if self.warning else {True: "ok", False: "FAIL", None: "-"}[self.passed]
-        size = "" if self.error is None else f" (relative error {self.error:.1e})"
-        return f"{mark:<5}{self.check:<14}{self.text}{size}"
-
-
-@dataclass(frozen=True)
-class EnergyReport:
+class EnergyReport(UpdateReport):
     """The findings of :func:`implicit_attn.energies.check_energy`; ``print(report)`` shows them.
 
     Attributes:
         name: name of the energy.
         findings: one per check, with ``check``, ``passed``, ``text``, ``error`` and ``warning``.
     """
-
-    name: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether no check failed; skipped checks do not count."""
-        return not self.failures
-
-    @property
-    def failures(self) -> tuple[Finding, ...]:
-        """Findings of failed checks."""
-        return tuple(finding for finding in self.findings if finding.passed is False)
-
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """Findings of passed checks with a warning."""
-        return tuple(finding for finding in self.findings if finding.warning)
-
-    def __str__(self) -> str:
-        done = sum(finding.passed is not None for finding in self.findings)
-        head = f"{self.name}: {done - len(self.failures)} of {done} checks passed"
-        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
 
 def check_energy(

@@ -17,14 +17,15 @@ from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models.images import grid_positions
 from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
-from solvers import Solution, SolveError, Tolerance
+from solvers import Solution, SolveError, SolveWarning, Tolerance
 from solvers.core.checks import (
     require_choice,
     require_count,
     require_integers,
     require_number,
 )
-from solvers.core.solution import check_on_failure, warn_or_raise
+from solvers.core.solution import check_on_failure
+from solvers.core.telling import warn_user
 from solvers.methods.steps import Forward
 
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques
@@ -413,7 +414,9 @@ class BoardSolver(nn.Module):
                 f"{wrong} of {len(boards)} boards are not consistent: a group repeats a colour. "
                 'Allow guesses (guesses=8 with stop="consistent") or raise max_steps'
             )
-            warn_or_raise(SolveError(message, found), policy, "inconsistent boards", self)
+            if policy == "raise":
+                raise SolveError(message, found)
+            warn_user(message, SolveWarning, self)
         return found
 
     def _guess(

@@ -43,21 +43,22 @@ def exporting() -> bool:
     return bool(_IS_EXPORTING())
 
 
-def refuse_export(instead: str) -> None:
-    """Raise RuntimeError, naming what to export ``instead``, while a solve is exported or traced."""
+def require_numbers(*trees: Any) -> None:
+    """Raise RuntimeError where tensors do not show their numbers, by which a solve decides when to stop.
+
+    These are the tensors of exporters and of ``torch.func``, fake tensors and those on the device "meta".
+    """
+    reason = ""
     if exporting() or torch._C._get_tracing_state() is not None:
+        reason = "torch.export and torch.jit.trace do not support"
+    elif in_transform():
+        reason = "transforms of torch.func do not support"
+    elif lacks_numbers(trees):
+        reason = "meta and fake tensors do not support"
+    if reason:
         raise RuntimeError(
-            "a fixed-point solve stops depending on its residuals, which torch.export does not support: "
-            f"export a fixed number of evaluations instead, {instead}"
-        )
-
-
-def refuse_shapes(tree: Any) -> None:
-    """Raise RuntimeError for tensors that have a shape and no numbers: fake ones, and those on "meta"."""
-    if lacks_numbers(tree):
-        raise RuntimeError(
-            "a fixed-point solve decides by numbers, which meta and fake tensors lack: for shapes "
-            "evaluate the function once, or use layer.unrolled(1)"
+            f"a fixed-point solve decides by numbers when to stop, which {reason}: use a fixed number of "
+            "evaluations, layer.unrolled(k) of a DEQ or a loop of evaluations of f"
         )
 
 

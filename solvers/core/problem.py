@@ -5,29 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.context import Weights, modules_of
 from solvers.core.layout import Layout, check_like, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
 from solvers.core.rows import Evaluation, norms
-from solvers.core.solution import Goal
-from solvers.core.validate import (
-    OVERWRITES,
-    check_energy,
-    constant_inputs,
-    constant_norms,
-    random_state,
-    refuse_forward_mode,
-    refuse_random,
-)
 
 JacobianProduct = Callable[[Tensor], Tensor]
 
@@ -47,12 +35,7 @@ def gradients(
     if not output.requires_grad:
         return [None] * len(variables)
     options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    try:
-        return list(torch.autograd.grad(output, variables, cotangent, **options))
-    except RuntimeError as error:
-        if "leaf node was passed" in str(error):  # by hooks of torch's ModuleTracker
-            error.args = (f"{error}\n{_TRACKED}",)
-        raise
+    return list(torch.autograd.grad(output, variables, cotangent, **options))
 
 
 def pullback(
@@ -135,6 +118,27 @@ class Descent(EnergyUpdate):
         return rebuild(steps, spec), value, rebuild(found, spec)
 
 
+class Sharing(nn.Module):
+    """The map ``f(z, *args, *shared)`` of tensors that all samples share, which may be results.
+
+    As those of the parameters of a module, their derivatives are available in any order.
+    """
+
+    def __init__(self, f: Callable[..., Any], *shared: Tensor | None) -> None:
+        super().__init__()
+        self.f, self.number = f, len(shared)
+        for place, tensor in enumerate(shared):
+            self._parameters[f"shared{place}"] = tensor  # type: ignore[assignment]
+
+    @property
+    def shared(self) -> list[Any]:
+        """The tensors, or what stands in their places."""
+        return [self._parameters[f"shared{number}"] for number in range(self.number)]
+
+    def forward(self, z: Any, *args: Any) -> Any:
+        return self.f(z, *args, *self.shared)
+
+
 @dataclass(eq=False)
 class Problem:
     """``z = f(z)`` on a working batch of rows.
@@ -150,19 +154,12 @@ class Problem:
     # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
     # they enter no norm.
     mask: Tensor | None = None
-    bounds: tuple[Tensor, Tensor] | None = None  # (D,) each, onto which f is projected
     symmetric: bool = False  # the Jacobian of f is symmetric
     compact: bool = True  # rows may be taken out
-    # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
-    recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     batch: int = 0  # samples before rows were taken out; 0 if none were
-    random: Any = None  # states of the random generators before the first evaluation
-    goal: Goal | None = None  # of the call of fixed_point
-    modules: list[nn.Module] = field(default_factory=list)  # that f may call
-    weights: Weights | None = None  # that the solve shares with what differentiates it
-    traced: bool = (
-        False  # within a transform of torch.func, where tensors do not show their numbers
-    )
+
+    bounds: ClassVar[None] = None
+    traced: ClassVar[bool] = False
 
     @classmethod
     def of(
@@ -186,7 +183,6 @@ class Problem:
             mask=None if mask is None else layout.mask_vector(mask, first),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
-            modules=modules_of(f),
         )
 
     @property
@@ -202,56 +198,61 @@ class Problem:
     ) -> Evaluation:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms."""
         residual = value - z
-        if self.bounds is not None and gradient is not None:
-            low, high = self.bounds  # what pushes against a bound is no force
-            held = ((z <= low) & (gradient > 0)) | ((z >= high) & (gradient < 0))
-            gradient = gradient.masked_fill(held, 0)
         if self.mask is not None:
             zero = residual.new_zeros(())
             residual = torch.where(self.mask, residual, zero)
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        norm, reference = norms(residual.detach(), value.detach(), traced=self.traced)
+        norm, reference = norms(residual.detach(), value.detach())
         return Evaluation(z, residual, norm, reference, energy, gradient)
 
     def projected(self, z: Tensor) -> Tensor:
-        """z (B, D) within the bounds; masked coordinates, and all without bounds, stay."""
-        if self.bounds is None:
-            return z
-        inside = torch.clamp(z, *self.bounds)
-        return inside if self.mask is None else torch.where(self.mask, inside, z)
+        return z
 
     def evaluate_first(self, z: Tensor) -> Evaluation:
-        """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
-
-        Raises:
-            ValueError: if f works in place on its inputs, which keep their numbers, draws random
-                numbers that its value or energy depends on, or normalises over the batch.
-        """
-        self.random = random_state(z.device)
-        with constant_inputs(z, self.args), constant_norms(self.modules):
-            point = self.evaluate(z)
-        refuse_forward_mode(point.residual)
-        if random_state(z.device) != self.random:
-            refuse_random(self.evaluate, point)
+        """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
+        tensors = [
+            t for t in leaves_of(self.args) if isinstance(t, Tensor) and not t.is_inference()
+        ]
+        versions = [t._version for t in tensors]
+        point = self.evaluate(z)
+        if versions != [t._version for t in tensors]:
+            raise ValueError(OVERWRITES.format("its inputs"))
         return point
 
-    def check_last(self, z: Tensor) -> None:
-        """Raise ValueError where random numbers change f at the solution.
-
-        At the start they may not: dropout leaves zeros alone, and ``RReLU`` draws below zero only.
-        """
-        if self.random is not None and random_state(z.device) != self.random:
-            with torch.no_grad():
-                refuse_random(self.evaluate, self.evaluate(z.detach()))
-
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(f(z), E(z), dE/dz)``; None for what there is not."""
-        return self._run(self._call, z)
+    def joint(
+        self, z: Tensor, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(f(z), E(z), dE/dz)``; None for what there is not, or is not asked for."""
+        state, energy, gradient = self.layout.tree(z), None, None
+        version, cast = None if z.is_inference() else z._version, self.autocast is not None
+        try:
+            with torch.autocast(z.device.type, self.autocast) if cast else nullcontext():
+                if energies and self.energy is None and isinstance(self.f, EnergyUpdate):
+                    output, energy, gradient = self.f.joint(state, *self.args)
+                else:
+                    output = self.f(state, *self.args)
+                    if energies and self.energy is not None:
+                        energy = self.energy(state, *self.args)
+                if version is not None and z._version != version:
+                    raise ValueError(OVERWRITES.format("its input"))
+                if energy is not None:
+                    check_energy(energy, len(z))
+                alone = isinstance(output, Tensor) and isinstance(state, Tensor)
+                same = alone and output.shape == state.shape and output.dtype == state.dtype
+                if not (same and output.device == state.device):
+                    check_like(self.layout.ordered(output), state, "f(z)", "z0", cast=cast)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self.batch:  # then f has most likely closed over the whole batch
+                hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
+                error.args = (f"{error}\n{hint}", *error.args[1:])
+            raise
+        gradient = None if gradient is None else self.layout.vector(gradient)
+        return self.layout.vector(output).to(z.dtype), energy, gradient
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""
-        return self._run(partial(self._call, energies=False), z)[0]
+        return self.joint(z, energies=False)[0]
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
@@ -259,51 +260,6 @@ class Problem:
             return self.image(z)
         constant = z.detach()
         return torch.where(self.mask, self.image(torch.where(self.mask, z, constant)), constant)
-
-    def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
-        try:
-            mode: Any = nullcontext()
-            if self.autocast is not None:
-                mode = torch.autocast(z.device.type, self.autocast)
-            with mode:
-                if self.recorder is not None and torch.is_grad_enabled():
-                    return self.recorder(function, z)
-                if torch.is_inference_mode_enabled():  # which refuses to change tensors of its own
-                    with torch.inference_mode(False), torch.no_grad():
-                        return function(z)
-                version = z._version
-                result = function(z)
-                if z._version != version:
-                    raise ValueError(OVERWRITES.format("its input"))
-                return result
-        except (RuntimeError, ValueError, IndexError) as error:
-            if "Inplace update to inference tensor" in str(error):
-                raise ValueError(OVERWRITES.format("its input")) from error
-            if self.batch:  # then f has most likely closed over the whole batch
-                hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
-                error.args = (f"{error}\n{hint}", *error.args[1:])
-            raise
-
-    def _call(
-        self, z: Tensor, energies: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        tree, energy, gradient = self.layout.tree(z), None, None
-        if energies and isinstance(self.f, EnergyUpdate) and self.energy is None:
-            output, energy, gradient = self.f.joint(tree, *self.args)
-        else:
-            output = self.f(tree, *self.args)
-            if energies and self.energy is not None:
-                energy = self.energy(tree, *self.args)
-        if energy is not None:
-            check_energy(energy, len(z))
-        gradient = None if gradient is None else self.layout.vector(gradient)
-        alone = isinstance(output, Tensor) and isinstance(tree, Tensor)
-        same = alone and output.shape == tree.shape and output.dtype == tree.dtype
-        if not (same and output.device == tree.device):
-            cast = self.autocast is not None
-            check_like(self.layout.ordered(output), tree, "f(z)", "z0", cast=cast)
-        value = self.layout.vector(output).to(z.dtype)
-        return value if self.bounds is None else self.projected(value), energy, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -332,20 +288,20 @@ class Problem:
             return pullback(image, weight)
 
 
-class VectorProblem(Problem):
-    """A map of vectors (B, D), made here, of which nothing need be asked."""
+def check_energy(energy: Any, batch: int) -> None:
+    """Raise TypeError or ValueError unless ``energy`` is a tensor of one number per sample."""
+    if not isinstance(energy, Tensor):
+        raise TypeError(f"energy must return a tensor of shape ({batch},), got {type(energy)}")
+    if tuple(energy.shape) != (batch,):
+        raise ValueError(
+            f"energy must return one number per sample, shape ({batch},), got shape "
+            f"{tuple(energy.shape)}; do not sum over the batch"
+        )
 
-    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.f(z), None, None
 
-    def image(self, z: Tensor) -> Tensor:
-        return self.f(z)
-
-
-_TRACKED = (
-    "FlopCounterMode and ModuleTracker cannot follow the backward pass of Implicit() where a module is "
-    "called with a weight, as parametrizations are: count with adjoint=OneStep() or Phantom(), or "
-    "layer.unrolled(k)"
+OVERWRITES = (
+    "f must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
+    "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"
 )
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "

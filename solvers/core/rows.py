@@ -61,6 +61,11 @@ class Evaluation:
     energy: Tensor | None = None  # (B,)
     gradient: Tensor | None = None  # (B, D) of the energy, None where only its value is known
 
+    def detached(self) -> Evaluation:
+        """The same numbers without a graph."""
+        energy, gradient = (None if t is None else t.detach() for t in (self.energy, self.gradient))
+        return replace(self, residual=self.residual.detach(), energy=energy, gradient=gradient)
+
     def relative(self) -> Tensor:
         """(B,) relative residual ``|f(z) - z| / |f(z)|``."""
         tiny = torch.finfo(self.norm.dtype).tiny  # where f(z) = 0, not where it is subnormal

@@ -316,9 +316,8 @@ _ADVICE = {
     "couplings of spins",
     Status.CONTRADICTORY: "the given values, couplings and fields of -inf contradict each other",
     Status.INCONSISTENT: "evaluated with the whole batch, the returned value has another residual than in "
-    "the solve: if rows influence each other inside the function, they are one sample (pass x[None]); if "
-    "an argument is not batched, the function must close over it; and the function must not change between "
-    "calls",
+    "the solve: rows that influence each other are one sample (pass z[None] and their arguments alike), and "
+    "the function must not change between calls; solvers.check_update(f, z, *args) examines it",
 }
 
 
@@ -326,9 +325,9 @@ _ADVICE = {
 LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
 _BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
 _REPELS = (
-    "the residual did not fall: if the map is not a contraction, more steps do not help; bound its "
-    f"weights with {_BOUND}, normalise the input, or damp the iteration with Anderson(damping=0.3); see "
-    "docs/guide/failing.md, 'Look at the map'"
+    "the residual did not fall: solvers.check_update(f, z, *args) examines the map; if it is not a "
+    f"contraction, more steps do not help: bound its weights with {_BOUND}, normalise the input, or damp "
+    "the iteration with Anderson(damping=0.3); see docs/guide/failing.md, 'Look at the map'"
 )
 _VANISHING = (
     "|f(z)| vanishes with the residual, so the fixed point seems to be zero, where a relative tolerance "
@@ -352,8 +351,8 @@ def apply_policy(
     """Warn, raise (:class:`SolveError`) or do nothing about samples that neither converged nor were stopped.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
-    warning points at the user's line, names the layer, and is shown once for each set of statuses and
-    ``f``, the function or layer that failed.
+    warning points at the user's line, names the class of the layer ``f``, and contains no numbers, so that
+    Python shows it once.
     """
     if on_failure == "ignore" or solution.all_converged():
         return
@@ -363,7 +362,7 @@ def apply_policy(
     told: list[str] = []  # where the residual has not fallen, more steps are no cure
     if vanishing:
         told = [_VANISHING]
-    elif what.startswith("fixed-point solve"):
+    elif what.startswith("fixed-point solve") and "INCONSISTENT" not in failures:
         unsolved = [int(Status.MAX_STEPS), int(Status.STALLED), int(Status.DIVERGED)]
         same = torch.isin(solution.status, solution.status.new_tensor(unsolved))
         same = same & (solution.residual > LARGE) & (solution.evaluations >= MANY)
@@ -374,15 +373,7 @@ def apply_policy(
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("the energy may be unbounded below")
     advice += told
-    message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
-    warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)
-
-
-def warn_or_raise(error: Exception, on_failure: str, cause: str, f: object = None) -> None:
-    """Raise ``error``, or warn with its message, once for each ``cause`` and ``f``.
-
-    The warning is a :class:`SolveWarning`.
-    """
+    head, tail = f"{what} left samples unconverged", f"({'; '.join(advice)})"
     if on_failure == "raise":
-        raise error
-    warn_user(str(error), SolveWarning, cause, f)
+        raise SolveError(f"{head}: {solution.summary()} {tail}", solution)
+    warn_user(f"{head}: {', '.join(failures)} {tail}", SolveWarning, f)

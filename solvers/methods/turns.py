@@ -197,7 +197,7 @@ def launches(device: torch.device) -> bool:
         message = (
             f"solvers run without Triton's kernels on {device}, which cannot be launched: {reason}"
         )
-        warn_user(message, RuntimeWarning, "turns")
+        warn_user(message, RuntimeWarning)
         return False
     return True
 

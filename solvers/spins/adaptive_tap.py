@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.adjoints.kinds import Adjoint
+from solvers.adjoint import Adjoint
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -43,7 +43,7 @@ from solvers.core.checks import (
 )
 from solvers.core.loop import Solver, SolverInput
 from solvers.core.modes import eager, without_autocast
-from solvers.core.problem import Problem
+from solvers.core.problem import Problem, Sharing
 from solvers.core.rows import Evaluation, where_rows
 from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.fixed_points import fixed_point
@@ -273,32 +273,34 @@ def solve_theory(
 
     ``options`` are those of :func:`solvers.fixed_point`.
     """
-    matrix, site = (
-        model.matrix,
-        model.site,
-    )  # a solve finds the tensors that its function closes over
+    site = model.site
 
-    def naive_step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
+    def naive_step(mean: Tensor, field: Tensor, mask: Tensor | None, matrix: Tensor) -> Tensor:
         h = CoupledSites(matrix, field, site, mask).cavity_field(mean, None)
         return site.mean(h, no_variance(mean))
 
-    def second_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
+    def second_step(
+        state: SpinState, field: Tensor, mask: Tensor | None, matrix: Tensor
+    ) -> SpinState:
         own = CoupledSites(matrix, field, site, mask)
         mean, covariance = own.moments(*state)
         return SpinState(mean, own.onsager_variance(covariance).expand_as(state.cavity_variance))
 
-    def adaptive_step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
-        # A solve substitutes the computed tensors that torch's operators read, here by a view.
-        return _adaptive_step(*state, CoupledSites(matrix.view_as(matrix), field, site, mask))
+    def adaptive_step(
+        state: SpinState, field: Tensor, mask: Tensor | None, matrix: Tensor
+    ) -> SpinState:
+        return _adaptive_step(*state, CoupledSites(matrix, field, site, mask))
 
     options = options | {"args": (model.field, model.mask), "mask": model.mask}
     if order == "adaptive":
-        return fixed_point(adaptive_step, _definite_start(start, model), **options)
+        return fixed_point(
+            Sharing(adaptive_step, model.matrix), _definite_start(start, model), **options
+        )
     if start is None:
         start = SpinState(torch.zeros_like(model.field), no_variance(model.field).clone())
     if order == "second":
-        return fixed_point(second_step, start, **options)
-    solution = fixed_point(naive_step, start.mean, **options)
+        return fixed_point(Sharing(second_step, model.matrix), start, **options)
+    solution = fixed_point(Sharing(naive_step, model.matrix), start.mean, **options)
     solution.value = SpinState(solution.value, no_variance(model.field))
     return solution
 

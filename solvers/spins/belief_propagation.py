@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.adjoints.kinds import Adjoint, read_adjoint
+from solvers.adjoint import Adjoint, read_adjoint
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -40,6 +40,7 @@ from solvers.core.checks import (
 )
 from solvers.core.layout import take
 from solvers.core.modes import eager, without_autocast
+from solvers.core.problem import Sharing
 from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
 from solvers.fixed_points import fixed_point
 from solvers.methods.steps import Forward
@@ -317,6 +318,12 @@ class Messages:
         mean = found.sum(2, keepdim=True) / left.sum(2, keepdim=True).clamp_min(1)
         return torch.where(left if live is None else left & live.unsqueeze(2), found - mean, 0.0)
 
+    def with_blocks(
+        self, messages: Tensor, evidence: Evidence, blocks: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """Make one parallel step with these blocks and weights."""
+        return replace(self, blocks=blocks, weights=weights)(messages, evidence)
+
     def __call__(self, messages: Tensor, evidence: Evidence) -> Tensor:
         """Make one parallel step, (B, 2E, d) -> (B, 2E, d)."""
         return self.normalised(self.raw(self.cavity_fields(messages, evidence), evidence), evidence)
@@ -534,7 +541,8 @@ def belief_propagation(
         # Messages are normalised again, because the constraints of the earlier result may differ.
         first = step.normalised(where_left(first, evidence.messages), evidence)
         solve = fixed_point if len(edges) else _nothing_to_solve
-        solution = solve(step, first, (evidence,), **options)
+        shared = Sharing(step.with_blocks, step.blocks, step.weights)
+        solution = solve(shared, first, (evidence,), **options)
         messages = solution.value
         mean = marginals(step, messages, evidence, clamped).to(field.dtype)
         log_z = None
@@ -549,7 +557,7 @@ def belief_propagation(
     return solution
 
 
-def _nothing_to_solve(step: Messages, start: Tensor, args: Any, **options: Any) -> Solution:
+def _nothing_to_solve(step: Sharing, start: Tensor, args: Any, **options: Any) -> Solution:
     """Return the solution for sites without any edge."""
     zeros = start.new_zeros(len(start))
     counts = torch.zeros(len(start), dtype=torch.long, device=start.device)

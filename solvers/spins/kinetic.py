@@ -24,6 +24,7 @@ from torch import Tensor
 from solvers.core.checks import require_choice, require_count, require_finite, require_instance
 from solvers.core.context import maybe_any
 from solvers.core.modes import without_autocast
+from solvers.core.problem import Sharing
 from solvers.core.solution import Solution, Tolerance, check_on_failure
 from solvers.fixed_points import fixed_point
 from solvers.spins.inputs import (
@@ -479,12 +480,16 @@ def steady_state(
     field = zero_masked(field, mask)
     apart = couplings.dim() == 3
 
-    def rule(mean: Tensor, field: Tensor, own: Tensor | None, mask: Tensor | None) -> Tensor:
-        return _map(mean, field, couplings if own is None else own, site, closure, mask)
+    def rule(mean: Tensor, field: Tensor, mask: Tensor | None, couplings: Tensor) -> Tensor:
+        return _map(mean, field, couplings, site, closure, mask)
 
-    return fixed_point(
-        rule, start, (field, couplings if apart else None, mask), mask=mask, **options
-    )
+    def rule_of_own(mean: Tensor, field: Tensor, couplings: Tensor, mask: Tensor | None) -> Tensor:
+        return _map(mean, field, couplings, site, closure, mask)
+
+    if apart:
+        args: tuple[Any, ...] = (field, couplings, mask)
+        return fixed_point(rule_of_own, start, args, mask=mask, **options)
+    return fixed_point(Sharing(rule, couplings), start, (field, mask), mask=mask, **options)
 
 
 class GlauberRun(NamedTuple):

@@ -75,7 +75,6 @@ def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch
     assert saved["implicit", 2] == saved["implicit", 12] > 0
     for way in ("unrolled", "transformer layers"):
         assert saved[way, 12] > 2 * saved[way, 2], way
-    assert saved["unrolled, checkpointed", 12] < 0.7 * saved["unrolled", 12]
 
 
 def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

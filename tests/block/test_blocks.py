@@ -256,6 +256,22 @@ def test_a_causal_block_is_solved_and_differentiated() -> None:
     assert block.last is not None and (block.last.evaluations == 3).all()
 
 
+def test_a_causal_block_has_second_derivatives() -> None:
+    """Also by its weights, which its tokens share; as the solve of whole samples has them."""
+    block, x = build(causal=True), inputs().requires_grad_()
+    leaves, found = [x, *block.parameters()], []
+    options: dict[str, Any] = {"tolerance": 1e-11, "max_steps": 400}
+    for apart in (True, False):
+        if not apart:
+            options |= {"callback": lambda progress: None}  # solves whole samples
+        value = block.solve(x, **options).value
+        first = torch.autograd.grad(value.pow(3).sum(), leaves, create_graph=True)
+        size = torch.stack([slope.square().sum() for slope in first]).sum()
+        found.append(torch.autograd.grad(size, leaves))
+    for mine, theirs in zip(*found, strict=True):
+        assert relative_error(mine, theirs) <= 1e-6
+
+
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 

@@ -544,7 +544,7 @@ def _adjoint(draw: Draw, kind: str) -> solvers.Adjoint:
         steps, damping = random.randint(1, 6), random.uniform(0.2, 1.2)
         return draw.note("kind", solvers.Phantom(steps, damping))
     if kind == "unrolled":
-        return draw.note("kind", solvers.Unrolled(checkpoint=draw.chance(0.5)))
+        return draw.note("kind", solvers.Unrolled())
     if kind == "one step":
         return solvers.OneStep()
     linear = random.choice((None, solvers.GMRES(10)))

@@ -329,7 +329,7 @@ def test_masks_are_fair_coins(p: float) -> None:
 
 @pytest.mark.parametrize(
     "adjoint",
-    [EXACT["adjoint"], Unrolled(checkpoint=True), OneStep()],
+    [EXACT["adjoint"], Unrolled(), OneStep()],
     ids=str,
 )
 def test_gradients_are_those_of_the_thinned_map(adjoint: Any) -> None:

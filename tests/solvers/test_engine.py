@@ -91,7 +91,7 @@ def test_the_engine_decides_as_the_loop(
         calls = 0
         found = fixed_point(
             f, torch.zeros_like(shift), (shift,), solver=solver, tolerance=Tolerance(rtol),
-            max_steps=max_steps, mask=mask, on_failure="ignore", adjoint=None,
+            max_steps=max_steps, mask=mask, on_failure="ignore", adjoint=None, verify=False,
         )  # fmt: skip
         assert calls == found.evaluations.max() <= max_steps
         return found
@@ -133,7 +133,7 @@ def test_difficult_samples_keep_their_status_and_budget(
         seen.zero_()
         found = fixed_point(
             f, start, (torch.arange(4),), solver=solver if named else None, max_steps=250,
-            on_failure="ignore", adjoint=None, tolerance=Tolerance(1e-4, 1e-9),
+            on_failure="ignore", adjoint=None, tolerance=Tolerance(1e-4, 1e-9), verify=False,
         )  # fmt: skip
         assert (found.evaluations <= 250).all() and found.status[0] == Status.CONVERGED
         assert (found.evaluations <= seen).all() and seen.max() <= 250

@@ -58,7 +58,7 @@ def visited(solver: solvers.Solver, steps: int) -> list[Tensor]:
         return z @ matrix.mT + offset
 
     fixed_point(f, start[None], solver=solver, max_steps=steps, tolerance=0.0,
-                adjoint=None, on_failure="ignore")  # fmt: skip
+                adjoint=None, on_failure="ignore", verify=False)  # fmt: skip
     return points
 
 

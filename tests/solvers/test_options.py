@@ -1,4 +1,4 @@
-"""Options of a solve: a stopping rule, auxiliary outputs, bounds; and roots of F(z) = 0."""
+"""Options of a solve: a stopping rule; maps that clamp; and roots of F(z) = 0."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import solvers
 from cases.solves import normal
 from implicit_attn import DEQ
-from solvers import Descent, Status, fixed_point, root
+from solvers import Status, fixed_point, root
 
 
 def step(z: Tensor, x: Tensor) -> Tensor:
@@ -79,68 +79,17 @@ def test_a_layer_stops_by_its_rule() -> None:
         torch.func.grad(lambda x: layer(x).sum())(x)
 
 
-# --- has_aux ---
-
-
-class Counted(nn.Module):
-    """A map that also returns what it computes on the way, each sample's and one number of all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4).double()
-
-    def forward(self, z: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        inner = self.linear(z)
-        return 0.5 * torch.tanh(inner) + x, {"inner": inner, "mean": inner.mean()}
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-def test_auxiliary_output_is_that_of_the_returned_value(gradients: bool) -> None:
-    cell, x = Counted(), normal(5, 4) * torch.logspace(-2, 1, 5)[:, None]
-    with torch.set_grad_enabled(gradients):
-        found = fixed_point(cell, torch.zeros_like(x), (x,), has_aux=True, tolerance=1e-10)
-    expected = cell(found.value.detach(), x)[1]
-    torch.testing.assert_close(found.aux["inner"].detach(), expected["inner"].detach())
-    assert found.aux["mean"].requires_grad == gradients
-    assert fixed_point(step, x, (x,)).aux is None
-
-
-def test_gradients_pass_through_the_auxiliary_output() -> None:
-    cell, x = Counted(), normal(3, 4).requires_grad_()
-    layer = DEQ.from_update(cell, has_aux=True, tolerance=1e-12, max_steps=100)
-    inputs = [x, *layer.parameters()]
-    found = torch.autograd.grad(layer.solve(x).aux["inner"].pow(3).sum(), inputs)
-    z = x
-    for _ in range(100):
-        z = cell(z, x)[0]
-    exact = torch.autograd.grad(cell(z, x)[1]["inner"].pow(3).sum(), inputs)
-    torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8)
-    assert not layer.last.aux["inner"].requires_grad  # type: ignore[union-attr]
-    assert layer.jacobian_penalty(x.detach(), x.detach()).shape == (3,)
-    torch.testing.assert_close(layer.unrolled(100)(x), z)
-
-
-# --- bounds ---
+# --- a box, by clamping in f ---
 
 MATRIX = normal(4, 4, seed=1) @ normal(4, 4, seed=1).T + torch.eye(4, dtype=torch.float64)
 
 
-def quadratic(z: Tensor, target: Tensor) -> Tensor:
-    return 0.5 * (z @ MATRIX * z).sum(1) - (target * z).sum(1)
-
-
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize(
-    "solver",
-    [None, "forward", "gradientdescent", solvers.GradientDescent(0.5, momentum=0.5, nesterov=True)],
-)
-def test_projected_descent_finds_the_minimum_in_a_box(solver: Any, compact: bool) -> None:
+def test_a_map_that_clamps_finds_the_minimum_in_a_box() -> None:
     """And a coordinate that is held at a bound has no gradient: the others have that of the free system."""
     target = (3 * normal(6, 4, seed=2)).requires_grad_()
     found = fixed_point(
-        Descent(quadratic, 0.08), torch.full((6, 4), 9.0).double(), (target,), bounds=(-0.5, 0.8),
-        solver=solver, tolerance=1e-10, max_steps=3000, compact=compact,
+        lambda z, target: (z - 0.08 * (z @ MATRIX - target)).clamp(-0.5, 0.8),
+        torch.full((6, 4), 9.0).double(), (target,), solver="forward", tolerance=1e-10, max_steps=3000,
     )  # fmt: skip
     assert found.converged.all()
     weights, value = normal(6, 4, seed=3), found.value.detach()
@@ -154,20 +103,6 @@ def test_projected_descent_finds_the_minimum_in_a_box(solver: Any, compact: bool
         expected, inside = torch.zeros(4, dtype=torch.float64), free[row]
         expected[inside] = torch.linalg.solve(MATRIX[inside][:, inside], weights[row][inside])
         torch.testing.assert_close(gradient[row], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_bounds_of_each_coordinate_and_of_one_side() -> None:
-    x = normal(3, 2, 4)
-    low = torch.linspace(-1, 1, 4).double()
-    layer = DEQ.from_energy(lambda z, x: (z - x).square().sum((1, 2)), bounds=(low, None))
-    torch.testing.assert_close(layer(x), torch.maximum(x, low))
-    plain = fixed_point(step, x, (x,), bounds=(None, 0.1))
-    torch.testing.assert_close(plain.value, step(plain.value, x).clamp(max=0.1), rtol=0, atol=1e-3)
-    mask = torch.tensor([[True, False]]).expand(3, 2)
-    held = fixed_point(step, x - 9, (x,), bounds=(0.0, 1.0), mask=mask)
-    assert torch.equal(held.value[:, 1], x[:, 1] - 9) and (held.value[:, 0] >= 0).all()
-    with pytest.raises(ValueError, match="bounds"):
-        layer.unrolled(3)
 
 
 # --- root ---
@@ -199,8 +134,3 @@ def test_an_equation_without_a_root_is_named() -> None:
         root(lambda z: z.sum(1, keepdim=True), torch.ones(2, 3))
     with pytest.raises(TypeError, match="energy"):
         root(lambda z: z, torch.ones(2, 3), energy=lambda z: z.sum(1))
-
-
-def test_an_empty_batch_has_the_states_that_were_asked_for() -> None:
-    found = fixed_point(lambda z: 0.1 * z + 1, torch.zeros(0, 4), states_at=(1, 3))
-    assert [state.shape for state in found.states] == [(0, 4), (0, 4)]

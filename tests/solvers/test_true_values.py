@@ -15,8 +15,6 @@ from cases.solves import normal
 from implicit_attn import DEQ, EquilibriumBlock
 from solvers import Tolerance, fixed_point
 
-pytestmark = pytest.mark.verifies
-
 
 def true_residuals(f: Any, z: Tensor, *args: Tensor) -> Tensor:
     value = f(z, *args)
@@ -24,8 +22,8 @@ def true_residuals(f: Any, z: Tensor, *args: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
-    """With ``compact=False`` the samples of a batch may be the nodes of a graph."""
+def test_rows_that_influence_each_other_are_one_sample(scale: float) -> None:
+    """The nodes of a graph have exact gradients as ``z[None]``; as samples they are INCONSISTENT or fail."""
     nodes = 30
     adjacency = (normal(nodes, nodes) > 1.3).double()
     adjacency = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
@@ -40,11 +38,29 @@ def test_rows_coupled_by_a_closure_have_exact_gradients(scale: float) -> None:
         z = f(z, x)
     losses = scale * torch.logspace(-3, 3, nodes)
     (exact,) = torch.autograd.grad((losses[:, None] * z.square()).sum(), weight)
-    found = fixed_point(f, x, (x,), solver="forward", compact=False, tolerance=1e-7, max_steps=200)
+    found = fixed_point(f, x[None], (x[None],), solver="forward", tolerance=1e-7, max_steps=200)
     assert found.converged.all()
-    (gradient,) = torch.autograd.grad((losses[:, None] * found.value.square()).sum(), weight)
+    loss = (losses[:, None] * found.value.square()).sum()
+    (gradient,) = torch.autograd.grad(loss, weight)
     assert found.adjoint.solution is not None and found.adjoint.solution.converged.all()
     torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_rows_that_influence_each_other_are_inconsistent(gradients: bool) -> None:
+    """At every solve, and the advice names ``z[None]``."""
+    x = normal(40, 3) * torch.logspace(-3, 0.5, 40)[:, None]
+    x.requires_grad_(gradients)
+    for _ in range(12):
+        with pytest.warns(solvers.SolveWarning, match=r"z\[None\]"):
+            found = fixed_point(
+                lambda z, x: 0.5 * z + 0.3 * z.mean(0) + x, torch.zeros_like(x), (x,),
+                solver="forward", max_steps=200,
+            )  # fmt: skip
+        assert "INCONSISTENT" in found.statuses
+        value = found.value.detach()
+        residuals = true_residuals(lambda z, x: 0.5 * z + 0.3 * z.mean(0) + x, value, x.detach())
+        torch.testing.assert_close(found.residual, residuals.double(), rtol=1e-6, atol=1e-9)
 
 
 class Cell(nn.Module):
@@ -78,37 +94,9 @@ def test_an_adjoint_that_leaves_float16_gives_nan() -> None:
     weight = (0.3 * normal(8, 8)).half()
     x = (0.01 * normal(4, 8, seed=1)).half().requires_grad_()
     y = DEQ.from_update(lambda z, x: torch.tanh(z @ weight) + x)(x)
-    y.backward(torch.full_like(y, 60_000.0))
+    with pytest.warns(solvers.SolveWarning, match="adjoint"):
+        y.backward(torch.full_like(y, 60_000.0))
     assert x.grad is not None and x.grad.isnan().all()
-
-
-def test_a_coupled_batch_is_solved_alike_whether_it_is_watched_or_not() -> None:
-    x = normal(12, 4) * torch.logspace(-2, 0, 12)[:, None]
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        return x + 0.5 * torch.tanh(z + 0.5 * z.mean(0, keepdim=True))
-
-    options: dict[str, Any] = {"compact": False, "adjoint": None, "max_steps": 400}
-    plain = fixed_point(f, x, (x,), **options)
-    watching: list[dict[str, Any]] = [{"record": True}, {"callback": lambda progress: None}]
-    for watched in watching:
-        found = fixed_point(f, x, (x,), **(options | watched))
-        assert found.statuses == plain.statuses == ["CONVERGED"] * 12
-        assert (true_residuals(f, found.value, x) <= 2e-4).all()
-
-
-def test_solves_are_counted_for_each_set_of_captured_functions() -> None:
-    """After eight solves not every one is checked again, but another function begins anew."""
-    x = normal(40, 3) * torch.logspace(-3, 0.5, 40)[:, None]
-
-    def solved(net: Any) -> solvers.Solution:
-        f = (lambda act, net: lambda z, x: act(net(z, x)))(torch.tanh, net)
-        options: Any = {"max_steps": 200, "on_failure": "ignore", "adjoint": None}
-        return fixed_point(f, torch.zeros_like(x), (x,), solver="forward", **options)
-
-    for _ in range(9):
-        solved(lambda z, x: 0.5 * z + x)
-    assert "INCONSISTENT" in solved(lambda z, x: 0.5 * z + 0.3 * z.mean(0) + x).statuses
 
 
 def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
@@ -129,12 +117,12 @@ def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
     x = torch.ones(2, 3)
     gc.disable()
     try:
-        unrolled = solvers.Unrolled(checkpoint=True)
-        given = x.clone().requires_grad_()
-        fixed_point(f, torch.zeros(2, 3), (given,), adjoint=unrolled).value.sum().backward()
-        torch.func.grad(lambda x: fixed_point(f, torch.zeros(2, 3), (x,)).value.sum())(x)
-        kept = [made for made in seen if made() is not None]
-        assert len(seen) > 10 and len(kept) <= 1  # checkpoints keep the first
+        for adjoint in (solvers.Implicit(), solvers.OneStep(), solvers.Unrolled()):
+            given = x.clone().requires_grad_()
+            found = fixed_point(f, torch.zeros(2, 3), (given,), adjoint=adjoint)
+            found.value.sum().backward()
+            del found
+        assert len(seen) > 10 and not [made for made in seen if made() is not None]
     finally:
         gc.enable()
 
@@ -155,12 +143,36 @@ def test_batched_backward_passes_name_what_works() -> None:
     layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
     x = normal(1, 3).requires_grad_()
     y = layer(x)
-    with pytest.raises(RuntimeError, match="jacrev"):
+    with pytest.raises(RuntimeError, match="unrolled"):
         torch.autograd.grad(y, x, torch.eye(3).view(3, 1, 3), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("verify", [None, True, False])
-def test_verifying_is_an_option(verify: bool | None) -> None:
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_solve_is_verified_with_one_evaluation(verify: bool, gradients: bool) -> None:
+    """The evaluation that the adjoint records is that one."""
+    calls = 0
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 0.5 * torch.cos(z) + x
+
+    start, counts = torch.tensor([[0.45, 0.45], [5.0, -9.0]]), set()  # one leaves early
+    found = fixed_point(torch.cos, start, adjoint=None)
+    x = torch.zeros(2, 2, requires_grad=gradients)
+    for _ in range(40):
+        calls = 0
+        with torch.set_grad_enabled(gradients):
+            found = fixed_point(f, start, (x,), verify=verify)
+        counts.add(calls - int(found.evaluations.max()))
+    assert counts == {int(verify or gradients)}
+    with pytest.raises(TypeError, match="verify"):
+        fixed_point(f, start, (x,), verify=1)  # type: ignore[arg-type]
+    assert found.residual.max() <= Tolerance().rtol
+
+
+def test_a_solve_whose_last_evaluation_was_at_the_value_makes_no_other() -> None:
     calls = 0
 
     def f(z: Tensor) -> Tensor:
@@ -168,17 +180,8 @@ def test_verifying_is_an_option(verify: bool | None) -> None:
         calls += 1
         return 0.5 * torch.cos(z)
 
-    start, counts = torch.tensor([[0.45, 0.45], [5.0, -9.0]]), []  # one leaves early
-    found = fixed_point(torch.cos, start, adjoint=None)
-    for _ in range(40):
-        calls = 0
-        found = fixed_point(f, start, adjoint=None, verify=verify)
-        counts.append(calls - int(found.evaluations.max()))
-    due = [2] + [int(n < 8 or n % 32 == 31) for n in range(1, 40)]
-    assert counts == {None: due, True: [2] * 40, False: [0] * 40}[verify]
-    with pytest.raises(TypeError, match="verify"):
-        fixed_point(f, start, verify=1)  # type: ignore[arg-type]
-    assert found.residual.max() <= Tolerance().rtol
+    found = fixed_point(f, torch.full((3, 2), 0.4), adjoint=None)
+    assert found.converged.all() and calls == int(found.evaluations.max())
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (0,)])
@@ -213,6 +216,7 @@ def test_a_sample_without_a_finite_jacobian_keeps_its_failure_to_itself() -> Non
 
     x = normal(8, 3)
     x[0] = 0
-    together = gradient(x)
+    with pytest.warns(solvers.SolveWarning, match="adjoint"):
+        together = gradient(x)
     assert together[0].isnan().all()
     torch.testing.assert_close(together[1:], gradient(x[1:]), rtol=1e-6, atol=1e-8)

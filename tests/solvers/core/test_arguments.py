@@ -303,19 +303,10 @@ CALLS: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("LBFGS", ValueError, {"solver": LBFGS()}),
     ("LBFGS", ValueError, {"solver": LBFGS(), "energy": lambda z, *args: z.sum(1)}),
     ("callback", TypeError, {"callback": 3}),
-    ("states_at", ValueError, {"states_at": [2, 2]}),
-    ("states_at", ValueError, {"states_at": [2, 31], "max_steps": 30}),
-    ("states_at", TypeError, {"states_at": [2.0]}),
-    ("states_at", TypeError, {"states_at": 5}),
-    ("bounds", ValueError, {"bounds": (1, 0)}),
-    ("bounds", ValueError, {"bounds": (torch.nan, 1)}),
-    ("bounds", TypeError, {"bounds": 1.0}),
-    ("bounds", ValueError, {"bounds": (0, 1), "solver": "anderson"}),
+    ("verify", TypeError, {"verify": None}),
     ("stop", TypeError, {"stop": lambda z: Z0[:, 0]}),
     ("stop", TypeError, {"stop": lambda z: Z0[:2, 0] > 0}),
     ("stop", TypeError, {"stop": lambda z: True}),
-    ("has_aux", TypeError, {"has_aux": True}),
-    ("has_aux", ValueError, {"has_aux": True, "f": Descent(lambda z, *args: z.square().sum(1))}),
     ("z0", TypeError, {"z0": Z0 + 0j}),
 ]
 
@@ -356,7 +347,6 @@ OPTIONS: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("tolerance", TypeError, lambda: Implicit(tolerance=[0.1])),  # type: ignore[arg-type]
     ("max_steps", ValueError, lambda: Implicit(max_steps=0)),
     ("on_failure", ValueError, lambda: Implicit(on_failure=NONE_SUCH)),
-    ("states", TypeError, lambda: Implicit(states=Unrolled())),  # type: ignore[arg-type]
     ("steps", ValueError, lambda: Phantom(steps=0)),
     ("step_size", ValueError, lambda: Descent(lambda z: z.sum(1), 0.0)),
     ("energy", TypeError, lambda: Descent(3)),  # type: ignore[arg-type]

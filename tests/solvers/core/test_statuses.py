@@ -205,7 +205,7 @@ def test_evaluations_are_the_times_that_f_saw_the_sample(solver: str, name: str)
     counter = kind(f, problem.batch)
     solution = fixed_point(
         counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver], tolerance=1e-6,
-        max_steps=60, adjoint=None, on_failure="ignore",
+        max_steps=60, adjoint=None, on_failure="ignore", verify=False,
     )  # fmt: skip
     assert solution.evaluations.tolist() == counter.seen.tolist()
     assert (solution.evaluations <= 60).all()
@@ -256,7 +256,9 @@ def test_second_attempts_solve_and_count_where_squares_leave_the_range(scale: fl
         calls += 1
         return z @ matrix.mT + offset
 
-    solution = fixed_point(f, offset, tolerance=Tolerance(1e-2), max_steps=50, adjoint=None)
+    solution = fixed_point(
+        f, offset, tolerance=Tolerance(1e-2), max_steps=50, verify=False, adjoint=None
+    )
     assert solution.converged.all() and solution.evaluations.tolist() == [calls]
 
 
@@ -280,7 +282,7 @@ def test_newton_counts_its_products_and_keeps_the_cap(max_steps: int) -> None:
 
     solution = fixed_point(
         f, problem.z0, problem.args, solver=Newton(), max_steps=max_steps,
-        adjoint=None, on_failure="ignore", tolerance=1e-8,
+        adjoint=None, on_failure="ignore", tolerance=1e-8, verify=False,
     )  # fmt: skip
     spent = int(solution.evaluations)
     assert products + int(solution.steps) <= spent <= max_steps

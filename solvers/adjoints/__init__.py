@@ -1,1 +1,0 @@
-"""Gradients of a fixed point: implicit, unrolled, phantom and one-step."""
