@@ -24,7 +24,7 @@ REQUIREMENTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard sol
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-processors test-all fuzz lint format types api docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
+.PHONY: help demo test test-slow test-processors test-all fuzz lint format types api docs docs-serve bench clean bench-jax dist dist-test integrations \
 	notebooks
 
 help: ## show this list
@@ -52,7 +52,6 @@ test-processors: $(VENV)/test.stamp ## the engine and the kernels as other proce
 	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/test_engine.py tests/deq/test_threads_and_processes.py
 
 test-all: ## everything that is run before a release
-	if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) triton-floor; fi
 	$(MAKE) test test-slow test-processors integrations
 	$(MAKE) fuzz ARGS="--cases 2000"
 
@@ -99,8 +98,6 @@ notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (A
 integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face, Lightning and Accelerate
 	OMP_NUM_THREADS=1 $(OTHERS_VENV)/bin/python -m pytest tests/examples/test_integrations.py $(ARGS)
 
-triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
-
 clean: ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-torch-* $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info solvers/native/lib .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -145,13 +142,6 @@ $(VENV)/dev.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 $(VENV)/docs.stamp: $(VENV)/constraints.txt $(REQUIREMENTS)
 	@echo "installing the package and what its documentation needs into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[docs]"
-	@touch $@
-
-# Beside the environment's own Triton, in a folder that one test puts on the path of a process.
-$(VENV)/triton-floor.stamp: $(VENV)/test.stamp
-	@echo "installing the lowest Triton allowed into $(VENV)/triton-floor ..."
-	@rm -rf $(VENV)/triton-floor
-	@$(PIP) install $(PIP_ARGS) --no-deps --target $(VENV)/triton-floor "triton==3.3.*"
 	@touch $@
 
 # Beside the other environment: JAX must not decide which versions we are measured with.
