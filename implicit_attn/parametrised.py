@@ -42,6 +42,14 @@ def _adapt(made: Any, name: str) -> None:
     made.__reduce_ex__ = _reduce
 
 
+def changes_when_read(module: nn.Module) -> bool:
+    """Return whether a parametrisation of a user may change its buffers when its weight is read."""
+    if type(module).__reduce_ex__ is _reduce:  # made by ``parametrise``
+        return False
+    parts: Any = module.parametrizations
+    return any(part.training and part._buffers for part in parts.modules())
+
+
 def own_class(module: nn.Module) -> None:
     """Give a parametrised module a class that is not shared with its copies."""
     if parametrize.is_parametrized(module):

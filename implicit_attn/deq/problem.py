@@ -17,6 +17,7 @@ import solvers
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
+from implicit_attn.parametrised import changes_when_read
 from implicit_attn.updates.update import EnergyStep, Update
 from solvers.checking import draws
 from solvers.core.checks import require_finite
@@ -193,12 +194,8 @@ class Map:
     @property
     def changes_weights(self) -> bool:
         """Whether reading a weight changes it, as torch's ``spectral_norm`` does in training mode."""
-        return any(
-            [
-                part.training and part._buffers and "parametrizations." in name
-                for name, part in self.parts.items()
-            ]
-        )
+        homes = [part for part in self.parts.values() if "parametrizations" in part._modules]
+        return any([changes_when_read(part) for part in homes])
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
         if x is not self.known[0]:
