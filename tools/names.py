@@ -12,6 +12,7 @@ the site shows the whole documentation instead. ``python -m tools.names`` writes
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import inspect
@@ -56,15 +57,23 @@ def tabulated(page: str) -> str:
 
 def _row(name: str, value: object) -> str:
     """Return a row with the arguments of a function or class, and the first sentence of its docstring."""
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        return (
+            f"| `{name}` | {_first_sentence(value)} |"  # the signature depends on Python's version
+        )
     if not callable(value):
         return f"| `{name}` | a constant, `{type(value).__name__}` |"
     words = [_STARS.get(each.kind, "") + each.name for each in _parameters(value)]
     if len(words) > MOST_ARGUMENTS:
         words = [*words[:MOST_ARGUMENTS], "..."]
+    return f"| `{name}({', '.join(words)})` | {_first_sentence(value)} |"
+
+
+def _first_sentence(value: object) -> str:
+    """Return the first sentence of a docstring as Markdown for a table."""
     text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
     sentence = _SENTENCE_END.split(text, maxsplit=1)[0].removesuffix("::").removesuffix(":")
-    sentence = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", sentence).replace("``", "`").replace("|", "\\|")
-    return f"| `{name}({', '.join(words)})` | {sentence} |"
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", sentence).replace("``", "`").replace("|", "\\|")
 
 
 def _parameters(value: Callable[..., object]) -> list[inspect.Parameter]:

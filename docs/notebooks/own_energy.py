@@ -81,7 +81,8 @@ class Wells(nn.Module):
         return 0.5 * (z - x).square().sum((1, 2)) - wells
 
 
-model = fit(lambda: DEQ.from_energy(Wells(), tolerance=1e-3, on_failure="ignore"))
+quiet = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
+model = fit(lambda: DEQ.from_energy(Wells(), tolerance=1e-3, **quiet))
 print(f"Wells: test accuracy {accuracy(model):.1%}")
 print(model.layer.last.summary())
 
@@ -159,11 +160,11 @@ print(deq.last.summary())
 # ## Without the bounds
 #
 # Without bounds on W and Q, nothing keeps the energy convex or even bounded below. We train such a network
-# for 3 epochs and count the statuses of all solves; `on_failure="ignore"` turns off the warning.
+# for 3 epochs and count the statuses of all solves; `quiet` turns off the warnings.
 
 # %%
 statuses = []
-free = Residual(MyEnergy(bounded=False), on_failure="ignore")
+free = Residual(MyEnergy(bounded=False), **quiet)
 free.deq.observer = lambda x, mask, solution: statuses.append(solution.status)
 other = fit(lambda: free, epochs=3)
 print(f"without bounds: test accuracy {accuracy(other):.1%}")
