@@ -171,7 +171,16 @@ class RecordedSolve:
             None if mask is None else self.layout.mask_vector(mask, start).contiguous().clone()
         )
         self.z0 = start.clone()
-        self.turns = Turns(self.z0, options.solver, options.max_steps, mask=self.mask)
+        kinds = {*self.layout.dtypes, options.autocast if options.used else None} - {None}
+        given: dict[str, Any] = {
+            "mask": self.mask,
+            "sizes": self.layout.sizes,
+            "eps": max(torch.finfo(kind).eps for kind in kinds),
+        }
+        gradient_step = isinstance(f, EnergyUpdate) and f.step_size is not None
+        self.turns = Turns(
+            self.z0, options.solver, options.max_steps, unit_free=gradient_step, **given
+        )
         self.weights = Weights()  # parametrised weights, computed once a solve
         self.caller, self.module, self.modules = _Caller(f, module), module, list(module.modules())
         runs: list[Callable[[], object]] = [self._start, self._turn]
@@ -179,7 +188,7 @@ class RecordedSolve:
             runs.append(self._compare_energies)
         if options.adjoint is not None:
             most, method = options.adjoint.max_steps, Anderson()
-            self.adjoint_turns = Turns(self.z0, method, max(most, 2), mask=self.mask)
+            self.adjoint_turns = Turns(self.z0, method, max(most, 2), **given)
             self.cotangent = torch.zeros_like(self.turns.z)
             # f reads aliases of the parameters: the nodes of autograd that belong to the parameters
             # themselves live on the ordinary stream, which a recording may not touch.
@@ -467,7 +476,7 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
     """What to record; None, after a warning where that may be unexpected, for what is not recorded."""
     solver, adjoint = options["solver"], options["adjoint"]
     watched = bool(options.get("record"))
-    watched |= any(options.get(name) is not None for name in ("callback", "stop"))
+    watched |= any(options.get(name) is not None for name in ("callback", "stop", "measure"))
     if watched or in_transform() or options["max_steps"] < 2:
         return None
     masks = getattr(f, "masks", None)

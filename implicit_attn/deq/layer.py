@@ -45,6 +45,7 @@ from solvers.recording import Recorder
 Module = TypeVar("Module", bound=nn.Module)
 OPTIONS = (
     "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop",
+    "measure",
 )  # fmt: skip
 
 
@@ -71,6 +72,7 @@ class DEQ(nn.Module):
         compact: whether finished samples leave the batch; False if the update contains batched tensors.
         verify: whether to evaluate the update again at the returned value; see :func:`solvers.fixed_point`.
         stop: rule ``stop(z) -> (B,) bool`` that ends samples as STOPPED, see :func:`solvers.fixed_point`.
+        measure: ``measure(z)``, what is compared in the place of the state, see :func:`solvers.fixed_point`.
         eval_max_steps, eval_tolerance: values of max_steps and tolerance in evaluation mode; None for the
             same values.
 
@@ -116,6 +118,7 @@ class DEQ(nn.Module):
         compact: bool = True,
         verify: bool = True,
         stop: Callable[[Any], Tensor] | None = None,
+        measure: Callable[[Any], Any] | None = None,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
@@ -142,6 +145,7 @@ class DEQ(nn.Module):
         self.compact = require_flag("compact", compact)
         self.verify = require_flag("verify", verify)
         self.stop = require_callable("stop", stop, optional=True)
+        self.measure = require_callable("measure", measure, optional=True)
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before: int | Tensor = 0
@@ -188,7 +192,7 @@ class DEQ(nn.Module):
             token_rows: whether each token (dim 1 of a state (B, N, d)) is solved on its own: tokens of
                 the update must not see each other's states.
             options: options of the layer (solver, tolerance, max_steps, adjoint, on_failure, compact, verify,
-                stop) for this solve.
+                stop, measure) for this solve.
 
         Raises:
             TypeError, ValueError: if an argument is invalid.

@@ -365,7 +365,7 @@ def test_the_default_solver_solves_textbook_problems(problems: list[Collected]) 
         blind = problem.name in ("penalty_2_4", "powell_badly_scaled")
         assert true or near or blind or not bool(solution.converged.all()), problem.name
         assert int(solution.evaluations) <= BUDGET
-        if not true:
+        if not (true or near):
             missed.add(problem.name)
     assert missed <= UNSOLVED
 

@@ -134,3 +134,25 @@ def test_an_equation_without_a_root_is_named() -> None:
         root(lambda z: z.sum(1, keepdim=True), torch.ones(2, 3))
     with pytest.raises(TypeError, match="energy"):
         root(lambda z: z, torch.ones(2, 3), energy=lambda z: z.sum(1))
+
+
+def test_a_measure_is_compared_in_the_place_of_the_state() -> None:
+    """Half of the state only accumulates the other half, and the direction of the rest converges."""
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        a, b = z[:, :3], z[:, 3:]
+        return torch.cat([0.5 * torch.tanh(a) + x, b + 1.0], 1)
+
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    start = torch.zeros(5, 6, dtype=torch.float64)
+    plain = fixed_point(f, start, (x,), on_failure="ignore", adjoint=None)
+    assert not plain.converged.any()
+    found = fixed_point(f, start, (x,), measure=lambda z: z[:, :3], tolerance=1e-8, adjoint=None)
+    assert found.converged.all()
+    first = found.value[:, :3]
+    torch.testing.assert_close(0.5 * torch.tanh(first) + x, first, rtol=1e-7, atol=0)
+    layer = DEQ.from_update(f, measure=lambda z: z[:, :3], init=lambda x: start)
+    layer(x)
+    assert layer.last is not None and layer.last.converged.all()
+    with pytest.raises(ValueError, match="measure must return tensors of batch size 5"):
+        fixed_point(f, start, (x,), measure=lambda z: z.sum(0))
