@@ -9,7 +9,7 @@ import solvers
 if TYPE_CHECKING:
     from solvers import *  # noqa: F403
 
-__all__ = list(vars(solvers)["__all__"])
+__all__ = list(vars(solvers)["__all__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
