@@ -62,7 +62,7 @@ class EnergyUpdate(ABC):
         step_size: of a gradient step ``f(z) = z - step_size dE/dz``, whose residual is computed from the
             gradient itself; None for other maps.
         modulus: constant of strong convexity of the energy in z, (B,) or a number, where it is known: then
-            ``|z - z*| <= |dE/dz| / modulus`` is reported as :attr:`Solution.bound`. None otherwise.
+            ``|z - z*| <= |dE/dz| / modulus`` is reported as ``Solution.bound``. None otherwise.
     """
 
     symmetric: bool = False
@@ -103,7 +103,7 @@ class Descent(EnergyUpdate):
         energy: ``energy(z, *args) -> (B,)``.
         step_size: positive number; it does not change the stationary points.
         modulus: constant of strong convexity of the energy in z, if it is known: solutions then have a
-            :attr:`Solution.bound`.
+            ``Solution.bound``.
 
     Raises:
         ValueError: if the energy does not return one number per sample or does not depend on z.
