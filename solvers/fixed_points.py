@@ -160,7 +160,9 @@ def fixed_point(
     args = (args,) if isinstance(args, Tensor) else args
     minimises, automatic = isinstance(f, EnergyUpdate) and energy is None, solver is None
     solver = read_solver(solver)
-    if solver is None:
+    if solver is None and isinstance(f, RootUpdate):
+        solver = _NEWTON
+    elif solver is None:
         solver = _LBFGS if minimises and getattr(f, "symmetric", False) else _ANDERSON
     if solver.needs_energy and not minimises:
         raise ValueError(
@@ -296,8 +298,9 @@ def root(
         F: map from a state to a state of the same structure and shapes, each sample on its own.
         z0: initial state, a tensor (B, ...) or a pytree of them.
         args: further inputs of ``F``, batched along dim 0.
-        solver: None for Newton's method, which needs an F that autograd differentiates twice. The other
-            solvers need a derivative of F near 1.
+        solver: None for Newton's method, followed by Anderson's and Broyden's for samples that stall or
+            diverge. Newton's method needs an F that autograd differentiates, twice for more than 30 unknowns.
+            The other solvers work best where the derivative of F is near 1.
         adjoint: by default ``Implicit(GMRES())``: with ``J = dF/dz`` and the gradient g of the loss by z it
             solves ``J^T u = g``; the gradient of an input is ``-(dF/dinput)^T u``.
         options: the other options of :func:`fixed_point`, except ``energy``.
@@ -315,7 +318,6 @@ def root(
     require_callable("F", F)
     if "energy" in options:
         raise TypeError("root takes no energy")
-    solver = _NEWTON if solver is None else solver
     return fixed_point(RootUpdate(F), z0, args, solver=solver, adjoint=adjoint, **options)
 
 

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from solvers.core.loop import Loop, Options, Solver
-from solvers.core.problem import Problem
+from solvers.core.problem import Problem, RootUpdate
 from solvers.core.rows import merge_rows, scatter_rows
 from solvers.core.solution import Solution, Status, Trace
+from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
 from solvers.methods.newton import Newton
 from solvers.methods.steps import Forward, GradientDescent
 
 MAPS: tuple[Solver, ...] = (Broyden(), Newton(), Forward())
+ROOTS: tuple[Solver, ...] = (Anderson(), Broyden())
 ENERGIES: tuple[Solver, ...] = (GradientDescent("auto"),)
 GIVEN_UP = (Status.STALLED, Status.DIVERGED, Status.NONFINITE)
 
@@ -34,7 +36,8 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
     """
     if torch.is_grad_enabled():
         return solution
-    for solver in ENERGIES if problem.has_energy else MAPS:
+    roots = isinstance(problem.f, RootUpdate)
+    for solver in ENERGIES if problem.has_energy else ROOTS if roots else MAPS:
         status, spent = solution.status, solution.evaluations
         failed = torch.isfinite(solution.residual) & torch.isin(status, status.new_tensor(GIVEN_UP))
         spent = spent if problem.compact else spent.max().expand_as(spent)
