@@ -187,7 +187,7 @@ def fixed_point(
     # Parametrised weights are computed once, with a graph for the evaluation that is differentiated.
     with within(weights=Weights(graded=graded and not unrolled)):
         cached = graded and parametrize._cache_enabled > 0
-        solution, verified = _solve(
+        solution, last = _solve(
             problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
         )
 
@@ -199,9 +199,9 @@ def fixed_point(
             assert adjoint is not None
             checks = check if verify else None
             solution.value = adjoint.attach(problem, start, solution, goal, checks)
-        elif verify and not verified:
+        elif verify:
             with torch.no_grad(), without_autocast(start.device.type):
-                check(problem.evaluate(solution.value))
+                check(problem.evaluate(solution.value) if last is None else last())
     modulus: Any = getattr(f, "modulus", None)
     if modulus is not None:  # |dE/dz| = |f(z) - z| / step_size
         size = scaled_norm(solution.value.detach()).clamp_min(torch.finfo(start.dtype).tiny)
@@ -226,8 +226,8 @@ def _solve(
     *,
     unrolled: bool,
     cached: bool,
-) -> tuple[Solution, bool]:
-    """Solve from ``start`` (B, D), and return whether the last evaluation was at the returned value.
+) -> tuple[Solution, Callable[[], Evaluation] | None]:
+    """Solve from ``start`` (B, D); also return the last evaluation if it was at the returned value.
 
     The solver's own algebra runs without autocast, which :class:`Problem` restores around f, and outside of
     inference mode, whose tensors do not count changes in place. If the solver was chosen automatically,
@@ -246,7 +246,7 @@ def _solve(
         start = start if unrolled else start.detach()
         if isinstance(solver, ExternalSolver):
             solution = solver.run(problem, start, options)
-            return (solve_failed(problem, solution, options) if automatic else solution), False
+            return (solve_failed(problem, solution, options) if automatic else solution), None
         with goal.watching(), torch.set_grad_enabled(unrolled or cached):
             points = [problem.evaluate_first(start)]
         if cached and not unrolled:
@@ -257,7 +257,7 @@ def _solve(
         # Popped, so that the loop can free it when it has moved on.
         solution, last = iterate(problem, points.pop(), solver, options, automatic=automatic)
         if solution.all_converged():
-            return solution, last is not None
+            return solution, last
         if automatic:
             solution = solve_failed(problem, solution, options)
         if not solution.all_converged():
@@ -266,7 +266,7 @@ def _solve(
             fallen = (solution.status == Status.MAX_STEPS) | (solution.status == Status.STALLED)
             fallen = fallen & (solution.residual > LARGE) & (reference < VANISHED * first)
             goal.vanishing = bool(fallen.any())
-        return solution, False
+        return solution, None
 
 
 def _refuse_forward_mode(value: Tensor) -> None:
