@@ -93,11 +93,12 @@ class Rule:
         scores = point.norms / allowed.masked_fill(allowed == 0, limits.tiny)
         return scores.clamp_max(limits.max).amax(1)
 
-    def near(self, point: Evaluation, error: Tensor) -> Tensor:
-        """(B,) bool: the errors (B, L) are within the tolerance."""
+    def near(self, point: Evaluation, caps: Tensor, error: Tensor) -> Tensor:
+        """(B,) bool: the errors (B, L) are within the tolerance, or the residual is rounding."""
         near = error <= self.tolerance.threshold(point.references)
         if not self.unit_free:
-            near = near | (point.norms <= ROUNDINGS * self.eps * point.references)
+            rounding = ROUNDINGS * self.eps * point.references
+            near = near | (point.norms <= rounding) & (rounding <= caps)
         return near.all(1)
 
     def converged(

@@ -145,7 +145,8 @@ def _judge(
             wrong = tl.where(own == 0, 0.0, tl.where(top == 0, infinite, own * top))
             threshold = tl.maximum(rtol * scales, atol)
             allowed = tl.minimum(threshold, cap)
-            near = (wrong <= threshold) | (own <= tl.where(free, 0.0, unit * scales))
+            rounded = (own <= unit * scales) & (unit * scales <= cap) & (free == 0)
+            near = (wrong <= threshold) | rounded
             small = (own <= allowed) & (eps * scales <= cap)
             close, less = close & near, less & (own <= cap) & (steps_known >= 4)
             meets = meets & (near & (small | free))

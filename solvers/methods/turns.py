@@ -234,7 +234,8 @@ def turn(s: Turns, value: Tensor) -> None:
     torch.where(accepted[:, None], torch.maximum(s.caps, fallen * norms), s.caps, out=s.caps)
     threshold = torch.maximum(rtol * scales, atol)
     allowed = torch.minimum(threshold, s.caps)
-    near = (error <= threshold) | (norms <= torch.where(free, 0.0, rounding_unit * scales))
+    unit = rounding_unit * scales
+    near = (error <= threshold) | ((norms <= unit) & (unit <= s.caps) & ~free)
     small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
     near, before = near.all(1), (s.near > 0) & ~first
     less = ((norms <= s.caps) & ((s.gains > 0).sum(2) >= SURE)).all(1)
