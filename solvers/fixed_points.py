@@ -91,7 +91,7 @@ def fixed_point(
             ``f`` may close over tensors that all samples share, such as weights; they receive gradients.
         solver: a :class:`Solver`, its class, or its name such as "anderson". None: ``LBFGS()`` if ``f`` is a
             gradient step of an energy, else ``Anderson()``; samples that stall or diverge are then solved
-            again from their best iterate by ``Broyden()`` and ``Forward()``, or by
+            again from their best iterate by ``Broyden()``, ``Newton()`` and ``Forward()``, or by
             ``GradientDescent("auto")`` if there is an energy. A solver that you name has no such fallback.
         tolerance: largest residual and estimated error, ``max(atol, rtol |f(z)|)`` each: a
             :class:`Tolerance` or a number, its ``rtol``. The residual of a gradient step of an energy has

@@ -5,8 +5,7 @@ may be far away, and a scale that grows with the iterate makes any bounded resid
 with the residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has converged where
 
 - ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the largest
-  residual
-  ``r_max`` so far and the size ``s = |f(z_0)| + |r_0|`` of the start, and
+  residual ``r_max`` so far and the size ``s = |f(z_0)| + |r_0|`` of the start, and
 - the estimated error is at most ``max(rtol |f(z)|, atol)``.
 
 The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated by the largest gain

@@ -205,8 +205,8 @@ class Loop:
         rows, trial, accepted, last = self.rows, self.trial, self.accepted, self.current
         if last is not None:
             moved, changed = trial.difference(last)
-            # Of a plain step the rate counts, which no oscillation hides: |r| / (|r| - |r'|) = 1 / (1 -
-            # rate).
+            # Of a plain step the rate counts, which no oscillation hides:
+            # |r| / (|r| - |r'|) = 1 / (1 - rate).
             fallen = last.norms - trial.norms
             plain: Any = self.solver.plain or (rows.rejections > 0)[:, None] & (
                 self.solver.window > 0
