@@ -40,10 +40,10 @@ def errors(name: str, outcome: Outcome) -> Tensor:
     return relative(outcome.value, family(name)[1]).nan_to_num(nan=torch.inf) / TOLERANCE
 
 
-def false(name: str) -> dict[str, int]:
-    """The number of CONVERGED samples with an error above ten tolerances, by solver."""
+def false(name: str, slack: float = SLACK) -> dict[str, int]:
+    """The number of CONVERGED samples with an error above ten tolerances (``slack``), by solver."""
     own = {n: o for n, o in outcomes(name).items() if not n.startswith("plain")}
-    return {n: int((o.converged & (errors(name, o) > SLACK)).sum()) for n, o in own.items()}
+    return {n: int((o.converged & (errors(name, o) > slack)).sum()) for n, o in own.items()}
 
 
 def share(name: str, solver: str = "default") -> float:
