@@ -84,7 +84,7 @@ class TorchDEQ(ExternalSolver):
             point = problem.evaluate(own)
             finite = point.finite()  # an overflowed f(z) would make any residual look small
             rule = options.rule(problem, point)
-            caps = rule.caps(point, caps)
+            caps = rule.caps(point) if caps is None else caps
             # torchdeq tells nothing of an error: the residual alone decides.
             within = (point.norms <= rule.allowed(point, caps)).all(1)
             score, relative = rule.score(point, caps), point.relative()

@@ -4,8 +4,8 @@ A residual alone says little about the error of the value: where ``f(z) - z`` ch
 may be far away, and a scale that grows with the iterate makes any bounded residual look small. Therefore,
 with the residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has converged where
 
-- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the largest
-  residual ``r_max`` so far and the size ``s = |f(z_0)| + |r_0|`` of the start, and
+- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_0| / 100)`` with the first residual
+  ``r_0`` and the size ``s = |f(z_0)| + |r_0|`` of the start, and
 - the estimated error is at most ``max(rtol |f(z)|, atol)``.
 
 The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated by the largest gain
@@ -59,20 +59,21 @@ class Rule:
         """Share of the first residual that may count as converged."""
         return max(FALLEN, IMPRECISE * self.eps)
 
-    def caps(self, point: Evaluation, before: Tensor | None = None) -> Tensor:
-        """(B, L) largest residual that may count as converged, whatever becomes of ``|f(z)|``.
-
-        After the first evaluation (no ``before``) it grows with the largest residual only.
-        """
-        share = self.fallen * point.norms
-        if before is not None:
-            return torch.maximum(before, share)
+    def caps(self, first: Evaluation) -> Tensor:
+        """(B, L) largest residual that may count as converged, whatever becomes of ``|f(z)|``."""
+        share = self.fallen * first.norms
         if self.unit_free:
             return share
-        size = point.references + point.norms
-        return torch.maximum(
-            torch.maximum(self.tolerance.threshold(size), 10 * self.eps * size), share
-        )
+        size = first.references + first.norms
+        limit = torch.maximum(self.tolerance.threshold(size), 10 * self.eps * size)
+        return torch.maximum(limit, share)
+
+    def grown(self, point: Evaluation, caps: Tensor, start: Tensor) -> Tensor:
+        """(B, L) the same after another point, for parts that start at zero and are driven by others.
+
+        They grow with the residual, at most to the size (B,) of the whole ``start``.
+        """
+        return torch.maximum(caps, self.fallen * torch.minimum(point.norms, start[:, None]))
 
     def allowed(self, point: Evaluation, caps: Tensor) -> Tensor:
         """(B, L) residual norms that count as converged."""

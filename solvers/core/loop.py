@@ -217,7 +217,7 @@ class Loop:
             slot = count % STEPS
             rows.gains[:, :, slot] = torch.where(known, moved / changed, rows.gains[:, :, slot])
             rows.path = rows.path + moved.where(known, 0.0).sum(1)
-            caps = self.rule.caps(trial, rows.caps)
+            caps = self.rule.grown(trial, rows.caps, rows.limit / DIVERGENCE)
             rows.caps = caps if accepted is None else where_rows(accepted, caps, rows.caps)
         if accepted is None or last is None:
             self.current = trial

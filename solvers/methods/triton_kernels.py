@@ -128,7 +128,8 @@ def _judge(
             extent = scales + own
             cap = tl.maximum(tl.maximum(rtol * extent, atol), 10 * eps * extent)
             cap = tl.where(first, tl.where(free, 0.0, cap), tl.load(caps + place))
-            cap = tl.where(accepted, tl.maximum(cap, fallen * own), cap)
+            start_size = far / tl.load(settings + 9)
+            cap = tl.where(accepted, tl.maximum(cap, fallen * tl.minimum(own, start_size)), cap)
             tl.store(caps + place, cap)
             before = tl.where(first, 0.0, tl.load(norms + place))
             # Of a plain step, which follows a rejection, the rate counts.

@@ -231,7 +231,8 @@ def turn(s: Turns, value: Tensor) -> None:
     s.path.add_(moves.where(known, 0.0).sum(1))
     most = s.gains.amax(2)
     error = torch.where(most == 0, torch.inf, norms * most).masked_fill(norms == 0, 0.0)
-    torch.where(accepted[:, None], torch.maximum(s.caps, fallen * norms), s.caps, out=s.caps)
+    grown = torch.maximum(s.caps, fallen * norms.minimum((s.limit / divergence)[:, None]))
+    torch.where(accepted[:, None], grown, s.caps, out=s.caps)
     threshold = torch.maximum(rtol * scales, atol)
     allowed = torch.minimum(threshold, s.caps)
     unit = rounding_unit * scales

@@ -212,7 +212,8 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   for (int64_t l = 0; l < parts; l++) {
     const Norms<T>& own = part[l];
     T *known = gains + l * remembered, largest = 0;
-    if (accepted) caps[l] = std::fmax(caps[l], fallen * own.residual);
+    const T start = *limit / static_cast<T>(all.divergence);  // the size of the whole start
+    if (accepted) caps[l] = std::fmax(caps[l], fallen * std::fmin(own.residual, start));
     if (accepted && !first && own.moved > eps * own.value) {  // not only by rounding
       const T fallen = norms_before[l] - own.residual;
       const bool plain = (all.kept == 0 || all.rejections[b] > 0) && fallen > 0;  // whose rate counts
