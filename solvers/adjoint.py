@@ -375,7 +375,7 @@ class Linearization:
         problem = replace(self.problem, args=pytree.tree_unflatten(leaves, self.spec))
         module = module_of(self.problem.f)
         if module is not None and self.names:
-            caller = _Caller(self.problem.f, module)
+            caller = Caller(self.problem.f, module)
             weights = {f"module.{n}": t for n, t in zip(self.names, given, strict=True)}
             problem.f = lambda *args: functional_call(caller, weights, args)
         return problem.masked_map(z)
@@ -606,7 +606,7 @@ def module_of(f: Any) -> nn.Module | None:
     return next((home for home in homes if isinstance(home, nn.Module)), None)
 
 
-class _Caller(nn.Module):
+class Caller(nn.Module):
     """Calls ``f``, so that ``functional_call`` can replace the parameters of its module."""
 
     def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:

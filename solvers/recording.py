@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
-from solvers.adjoint import Implicit, captured_by
+from solvers.adjoint import Caller, Implicit, captured_by
 from solvers.core.context import Weights, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
@@ -113,17 +113,6 @@ def _warm_up(run: Callable[[], object], device: torch.device) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
-class _Caller(nn.Module):
-    """Calls a function, so that ``functional_call`` can replace the parameters of its module."""
-
-    def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.called = module, [f]
-
-    def forward(self, *args: Any) -> Any:
-        return self.called[0](*args)
-
-
 @runtime_checkable
 class Prepares(Protocol):
     """A map ``f(z, *args)`` that prepares its arguments, once for a recorded solve."""
@@ -182,7 +171,7 @@ class RecordedSolve:
             self.z0, options.solver, options.max_steps, unit_free=gradient_step, **given
         )
         self.weights = Weights()  # parametrised weights, computed once a solve
-        self.caller, self.module, self.modules = _Caller(f, module), module, list(module.modules())
+        self.caller, self.module, self.modules = Caller(f, module), module, list(module.modules())
         runs: list[Callable[[], object]] = [self._start, self._turn]
         if isinstance(f, EnergyUpdate):
             runs.append(self._compare_energies)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,18 +69,6 @@ def require_count(name: str, value: Any, *, low: int = 1) -> int:
     if value < low:
         raise ValueError(f"{name} must be >= {low}, got {value}")
     return value
-
-
-def require_increasing(name: str, value: Any, *, high: int, what: str) -> tuple[int, ...]:
-    """Increasing integers within [1, high], none or more; ``what`` is the name of the bound."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a sequence of integers, got {value!r}")
-    numbers = tuple(require_count(f"{name}[{place}]", each) for place, each in enumerate(value))
-    if any(later <= earlier for earlier, later in pairwise(numbers)):
-        raise ValueError(f"{name} must be strictly increasing, got {list(numbers)}")
-    if numbers and numbers[-1] > high:
-        raise ValueError(f"{name} must be at most {what}={high}, got {list(numbers)}")
-    return numbers
 
 
 def require_flag(name: str, value: Any, *, optional: bool = False) -> Any:

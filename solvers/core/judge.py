@@ -4,8 +4,8 @@ A residual alone says little about the error of the value: where ``f(z) - z`` ch
 may be far away, and a scale that grows with the iterate makes any bounded residual look small. Therefore,
 with the residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has converged where
 
-- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_0| / 100)`` with the first residual
-  ``r_0`` and the size ``s = |f(z_0)| + |r_0|`` of the start, and
+- ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the size
+  ``s = |f(z_0)| + |r_0|`` of the start and the largest residual ``r_max`` so far, up to that size, and
 - the estimated error is at most ``max(rtol |f(z)|, atol)``.
 
 The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated by the largest gain

@@ -355,19 +355,35 @@ class Problem:
         Raises RuntimeError where autograd finds no dependence on anything.
         """
         with recording(), twice_differentiable():
-            point = ordinary(z).detach().requires_grad_()
-            output = replace(self, args=ordinary(self.args)).masked_map(point)
-            if not output.requires_grad:
-                raise RuntimeError(
-                    "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
-                    "has no Jacobian: use a solver that needs none, such as Anderson()"
-                )
+            point, output = self._recorded(z)
             if self.symmetric:
                 return pullback(output, point)
             # Reverse over reverse: J v is the pullback of J^T weight with respect to weight.
             weight = torch.zeros_like(output).requires_grad_()
             image = gradients(output, [point], weight, create_graph=True)[0]
             return pullback(image, weight)
+
+    def jacobian(self, z: Tensor) -> Tensor:
+        """``J(z)`` (B, D, D) at z (B, D), by one vector-Jacobian product a row.
+
+        Raises RuntimeError where autograd finds no dependence on anything.
+        """
+        with recording():
+            point, output = self._recorded(z)
+            product = pullback(output, point)
+            units = torch.eye(z.shape[1], dtype=output.dtype, device=z.device)
+            return torch.stack([product(unit.expand_as(output)) for unit in units], 1).detach()
+
+    def _recorded(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """z (B, D) as a leaf, and ``f(z)`` recorded from it."""
+        point = ordinary(z).detach().requires_grad_()
+        output = replace(self, args=ordinary(self.args)).masked_map(point)
+        if not output.requires_grad:
+            raise RuntimeError(
+                "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
+                "has no Jacobian: use a solver that needs none, such as Anderson()"
+            )
+        return point, output
 
 
 def check_energy(energy: Any, batch: int) -> None:

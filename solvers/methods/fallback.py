@@ -51,7 +51,7 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
         try:
             again = Loop(part, first, solver, options, spent[index]).run()
         except RuntimeError:
-            if isinstance(solver, Newton):  # the map has no derivative
+            if isinstance(solver, Newton):  # the map has no derivative, or no second one
                 continue
             raise
         solution = _with(solution, again, index, failed)

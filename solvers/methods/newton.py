@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
 from solvers.core.loop import Solver, SolverInput
-from solvers.core.modes import ordinary, recording
-from solvers.core.problem import JacobianProduct, Problem, pullback
+from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Evaluation, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
 from solvers.krylov import CG, GMRES, LINEAR, LinearSolver
@@ -130,7 +129,7 @@ class Newton(Solver):
             if not bool(wanted.any()):
                 return torch.zeros_like(point.z), torch.zeros_like(left)
             unit = torch.eye(size_of, dtype=point.z.dtype, device=point.z.device)
-            matrix, right = unit - jacobian(problem, point.z), point.residual[:, :, None]
+            matrix, right = unit - problem.jacobian(point.z), point.residual[:, :, None]
             found = torch.linalg.solve_ex(matrix, right)[0][:, :, 0]
             usable = wanted & torch.isfinite(found).all(1)
             return found.masked_fill(~usable[:, None], 0), torch.where(wanted, size_of, 0)
@@ -145,21 +144,6 @@ class Newton(Solver):
             run.absorb(along - product(along.to(dtype)).to(working))
             run.running = run.running & (run.used < left[:, None])
         return (run.result()[0] * size).to(dtype), run.used.flatten()
-
-
-def jacobian(problem: Problem, z: Tensor) -> Tensor:
-    """Return ``df/dz`` (B, D, D) at z (B, D), by one vector-Jacobian product a row."""
-    with recording():
-        point = ordinary(z).detach().requires_grad_()
-        output = replace(problem, args=ordinary(problem.args)).masked_map(point)
-        if not output.requires_grad:
-            raise RuntimeError(
-                "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
-                "has no Jacobian: use a solver that needs none, such as Anderson()"
-            )
-        product = pullback(output, point)
-        units = torch.eye(z.shape[1], dtype=output.dtype, device=z.device)
-        return torch.stack([product(unit.expand_as(output)) for unit in units], 1).detach()
 
 
 @dataclass
