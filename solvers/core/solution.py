@@ -231,13 +231,12 @@ class Solution:
         energy: (B,) energy at ``value``, or None.
         trace: history, if ``record=True``.
         adjoint: report of the backward pass of an implicit adjoint.
-        error: (B,) estimated error ``|z* - value| / |z*|`` of the worst leaf, relative like the tolerance. It
-            is
-            an estimate from the steps of the solver, not a bound: a direction in which no step was taken is
-            not seen. Infinite before the first step; NaN for solvers of other packages, None for a linear
-            system.
+        error: (B,) estimated error ``|z* - value| / |z*|`` of the worst leaf, relative like the tolerance.
+            It is an estimate from the steps of the solver, not a bound: a direction in which no step was
+            taken is not seen. Infinite before the first step; NaN for solvers of other packages, None for a
+            linear system.
         bound: (B,) upper bound on the relative error ``|z* - value| / |value|``, where the energy has a known
-            modulus of strong convexity: ``|dE/dz| / modulus``. Otherwise None.
+            modulus of strong convexity: ``|dE/dz| / modulus``, apart from rounding in f. Otherwise None.
 
     Example:
         >>> import solvers
@@ -299,11 +298,11 @@ class Solution:
         )
 
     def _worst_error(self) -> str:
-        if self.bound is not None:
-            return f", error at most {self.bound.max().item():.2e}"
+        """Return the part of the summary about errors."""
+        bound = "" if self.bound is None else f" (at most {self.bound.max().item():.2e})"
         if self.error is None or bool(self.error.isnan().any()):
-            return ""
-        return f", estimated error {self.error.max().item():.2e}"
+            return bound
+        return f", estimated error {self.error.max().item():.2e}{bound}"
 
     def __repr__(self) -> str:
         """Return the summary and the shape of the value."""

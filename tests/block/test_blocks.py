@@ -564,4 +564,4 @@ def test_the_bound_of_an_equilibrium_block_bounds_its_error(scale: float) -> Non
             error = (found.value - exact).flatten(1).norm(dim=1)
             assert found.bound is not None
             assert (error <= found.bound * found.value.flatten(1).norm(dim=1) * (1 + 1e-6)).all()
-    assert "error at most" in found.summary()
+    assert "(at most " in found.summary()
