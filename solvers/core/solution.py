@@ -137,7 +137,7 @@ _LONGEST = 120  # characters of the shapes that ``repr`` shows
 
 
 class Status(IntEnum):
-    """How the solve of one sample ended.
+    """How the solve of one sample ended; ``advice`` says what to try then.
 
     * ``CONVERGED``: the residual and the estimated error of the value are within the tolerance.
     * ``MAX_STEPS``: the maximum number of evaluations was reached.
@@ -157,14 +157,29 @@ class Status(IntEnum):
       tolerance.
     """
 
+    advice: str
+
+    def __new__(cls, value: int, advice: str = "") -> Status:
+        status = int.__new__(cls, value)
+        status._value_, status.advice = value, advice
+        return status
+
     CONVERGED = 0
-    MAX_STEPS = 1
-    STALLED = 2
-    DIVERGED = 3
-    NONFINITE = 4
-    INDEFINITE = 5
-    CONTRADICTORY = 6
-    INCONSISTENT = 7
+    MAX_STEPS = 1, "raise max_steps, loosen the tolerance or use another solver"
+    STALLED = 2, "the tolerance may lie below rounding, or the problem may be singular"
+    DIVERGED = 3, "damp the iteration or use a safeguarded solver"
+    NONFINITE = 4, "an input or an evaluation contained NaN or infinity"
+    INDEFINITE = (
+        5,
+        "a matrix is not positive definite: use MINRES() instead of CG(), weaken the couplings of spins",
+    )
+    CONTRADICTORY = 6, "the given values, couplings and fields of -inf contradict each other"
+    INCONSISTENT = (
+        7,
+        "evaluated with the whole batch, the returned value has another residual than in the solve: rows "
+        "that influence each other are one sample (pass z[None] and their arguments alike), and the function "
+        "must not change between calls; solvers.check_update(f, z, *args) examines it",
+    )
     STOPPED = 8
 
 
@@ -319,20 +334,6 @@ class Solution:
         return f"{type(self).__name__}({summary}; value {shown})"
 
 
-_ADVICE = {
-    Status.MAX_STEPS: "raise max_steps, loosen the tolerance or use another solver",
-    Status.STALLED: "the tolerance may lie below rounding, or the problem may be singular",
-    Status.DIVERGED: "damp the iteration or use a safeguarded solver",
-    Status.NONFINITE: "an input or an evaluation contained NaN or infinity",
-    Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
-    "couplings of spins",
-    Status.CONTRADICTORY: "the given values, couplings and fields of -inf contradict each other",
-    Status.INCONSISTENT: "evaluated with the whole batch, the returned value has another residual than in "
-    "the solve: rows that influence each other are one sample (pass z[None] and their arguments alike), and "
-    "the function must not change between calls; solvers.check_update(f, z, *args) examines it",
-}
-
-
 # Not of a status, but of a residual that is as large as ever.
 LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
 _BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
@@ -381,7 +382,7 @@ def apply_policy(
         if bool(same.any()):
             told = [_REPELS if solution.energy is None else _NO_DESCENT]
     replaced = ("MAX_STEPS", "DIVERGED") if told else ()
-    advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]
+    advice = [Status[name].advice for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("the energy may be unbounded below")
     advice += told
