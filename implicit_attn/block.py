@@ -12,7 +12,7 @@ import solvers
 from implicit_attn.deq import DEQ, UnrolledLayer
 from implicit_attn.deq.problem import Map
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
-from implicit_attn.energies.energy import is_prepared
+from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.energies.tokens import hide
@@ -386,7 +386,8 @@ class _BlockStep(GradientStep):
     energy: EquilibriumEnergy
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        context = x if is_prepared(x, mask) else self.prepare(x, mask=mask)
+        read = isinstance(x, AttentionContext) and (mask is None or x.mask is not None)
+        context = x if read else self.prepare(x, mask=mask)
         if self.energy.is_replaced or self.step_size != 1.0:
             return super().forward(z, context)
         return self.energy.unit_step(z, context)

@@ -27,24 +27,23 @@ def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> Non
 def _adapt(made: Any, name: str) -> None:
     """Let the class read its weight ``name`` once a solve, and let its modules be pickled."""
     known: property = made.__dict__[name]
+    assert known.fget is not None
+    compute = known.fget
 
     def read(module: Any) -> Tensor:
-        weights = CONTEXT.weights
         # A compiler cannot trace the variables of a thread, and merges equal computations itself.
-        if weights is None or torch.compiler.is_dynamo_compiling():
-            assert known.fget is not None
-            return known.fget(module)
-        parametrization = module.parametrizations[name]
-        found = weights.computed.get(id(parametrization))
-        return weights.read(parametrization) if found is None else found[1]
+        if torch.compiler.is_dynamo_compiling():
+            return compute(module)
+        computed = CONTEXT.weights.get(id(module.parametrizations[name]))
+        return compute(module) if computed is None else computed
 
     setattr(made, name, property(read, known.fset))
-    made.__reduce_ex__ = _reduce
+    made.computed_once, made.__reduce_ex__ = True, _reduce
 
 
 def changes_when_read(module: nn.Module) -> bool:
     """Return whether a parametrisation of a user may change its buffers when its weight is read."""
-    if type(module).__reduce_ex__ is _reduce:  # made by ``parametrise``
+    if getattr(module, "computed_once", False):
         return False
     parts: Any = module.parametrizations
     return any(part.training and part._buffers for part in parts.modules())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_count, require_kind, require_number
-from solvers.core.layout import Layout, leaves_of
+from solvers.core.context import weights_of, within
+from solvers.core.layout import Layout, tensors_of
 from solvers.core.loop import Options
 from solvers.core.modes import twice_differentiable, uncompiled, without_autocast
 from solvers.core.problem import JacobianProduct, Problem, pullback
@@ -180,7 +182,9 @@ class Implicit(_AtSolution):
     def own_tolerance(self, forward: Tolerance) -> Tolerance:
         """Return the tolerance of the linear solve after a solve to the tolerance ``forward``."""
         chosen: Any = self.tolerance  # a Tolerance or None, since __post_init__
-        return chosen or Tolerance(rtol=forward.rtol or 1e-6)
+        if chosen is not None or (forward.rtol and not forward.atol):
+            return chosen or forward
+        return Tolerance(rtol=forward.rtol or 1e-6)
 
 
 class Iterated(_AtSolution):
@@ -292,7 +296,7 @@ class Linearization:
     def attach(self) -> Tensor:
         """Return the point with its gradient."""
         self.leaves, self.spec = pytree.tree_flatten(self.problem.args)
-        sources = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        sources = list(filter(torch.is_tensor, self.leaves))
         module = module_of(self.problem.f)
         for name, parameter in () if module is None else module.named_parameters():
             if parameter.requires_grad:
@@ -459,7 +463,7 @@ class _Attached(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         g = given[0] if len(given) == 1 else given[0] + given[1]
         if not torch.is_grad_enabled():
-            return None, None, linear.solve(g), *(None for _ in needed)
+            return None, None, linear.solve(g), *[None] * len(needed)
         z, *sources = ctx.saved_tensors  # raises if one of them was changed in place
         return None, None, None, *linear.differentiable(g, z, sources, needed)
 
@@ -520,7 +524,7 @@ def _point(z: Tensor, args: Any) -> Tensor:
     Its node lies above those of ``args``: a product with the Jacobian, ``autograd.grad(image, point)``, then
     visits the graph of f only, and not that of the model in front of f. No gradient is accumulated for z.
     """
-    above = [t for t in leaves_of(args) if isinstance(t, Tensor) and t.grad_fn is not None]
+    above = [t for t in tensors_of(args) if t.grad_fn is not None]
     return _Point.apply(z.detach().requires_grad_(), *above)  # type: ignore[no-any-return]
 
 
@@ -581,8 +585,8 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     Raises RuntimeError if an argument or a parameter does, but the image of f does not.
     """
     module = module_of(problem.f)
-    trained = any(isinstance(t, Tensor) and t.requires_grad for t in leaves_of(problem.args))
-    trained = trained or (module is not None and any(p.requires_grad for p in module.parameters()))
+    read = tensors_of(problem.args) + ([] if module is None else list(module.parameters()))
+    trained = any(map(_requires_grad, read))
     if image.requires_grad:
         return trained or bool(captured_by(image, stop=type(point.grad_fn)))
     if trained:
@@ -593,17 +597,23 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     return False
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 def module_of(f: Any) -> nn.Module | None:
     """Return the module that ``f`` is, calls as ``update`` or ``energy``, or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    homes = (
+    homes = [
         f,
         getattr(f, "update", None),
         getattr(f, "energy", None),
         getattr(f, "__self__", None),
-    )
-    return next((home for home in homes if isinstance(home, nn.Module)), None)
+    ]
+    for home in homes:
+        if isinstance(home, nn.Module):
+            return home
+    return None
 
 
 class Caller(nn.Module):
@@ -614,4 +624,5 @@ class Caller(nn.Module):
         self.module, self.called = module, [f]
 
     def forward(self, *args: Any) -> Any:
-        return self.called[0](*args)
+        with within(weights=weights_of(self.module.modules())):
+            return self.called[0](*args)

@@ -15,12 +15,10 @@ from torch.nn.utils import parametrize
 from solvers.adjoint import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.core.checks import (
     require_callable,
-    require_count,
     require_finite,
-    require_flag,
     require_kind,
+    require_options,
 )
-from solvers.core.context import Weights, within
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
@@ -147,14 +145,11 @@ def fixed_point(
     """
     require_numbers(z0)
     require_callable("f", f)
-    require_callable("energy", energy, optional=True)
-    require_callable("callback", callback, optional=True)
-    require_callable("stop", stop, optional=True)
-    require_callable("measure", measure, optional=True)
-    require_count("max_steps", max_steps)
-    require_flag("compact", compact)
-    require_flag("record", record)
-    require_flag("verify", verify)
+    require_options(
+        {"energy": energy, "callback": callback, "stop": stop, "measure": measure},
+        {"compact": compact, "record": record, "verify": verify},
+        {"max_steps": max_steps},
+    )
     check_on_failure(on_failure)
     tolerance, adjoint = read_tolerance("tolerance", tolerance), read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
@@ -184,24 +179,22 @@ def fixed_point(
         return _nothing(problem, start, graded)
     unrolled = graded and isinstance(adjoint, Unrolled)
     options = Options(goal.tolerance, max_steps, record, callback, stop=stop)
-    # Parametrised weights are computed once, with a graph for the evaluation that is differentiated.
-    with within(weights=Weights(graded=graded and not unrolled)):
-        cached = graded and parametrize._cache_enabled > 0
-        solution, last = _solve(
-            problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
-        )
+    cached = graded and parametrize._cache_enabled > 0
+    solution, last = _solve(
+        problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
+    )
 
-        def check(point: Evaluation, among: Tensor | None = None) -> None:
-            allowed = Tolerance(0.0, goal.tolerance.atol) if problem.unit_free else goal.tolerance
-            verify_value(solution, point, allowed, goal.precision, among)
+    def check(point: Evaluation, among: Tensor | None = None) -> None:
+        allowed = Tolerance(0.0, goal.tolerance.atol) if problem.unit_free else goal.tolerance
+        verify_value(solution, point, allowed, goal.precision, among)
 
-        if graded:
-            assert adjoint is not None
-            checks = check if verify else None
-            solution.value = adjoint.attach(problem, start, solution, goal, checks)
-        elif verify:
-            with torch.no_grad(), without_autocast(start.device.type):
-                check(problem.evaluate(solution.value) if last is None else last())
+    if graded:
+        assert adjoint is not None
+        checks = check if verify else None
+        solution.value = adjoint.attach(problem, start, solution, goal, checks)
+    elif verify:
+        with torch.no_grad(), without_autocast(start.device.type):
+            check(problem.evaluate(solution.value) if last is None else last())
     modulus: Any = getattr(f, "modulus", None)
     if modulus is not None:  # |dE/dz| = |f(z) - z| / step_size
         size = scaled_norm(solution.value.detach()).clamp_min(torch.finfo(start.dtype).tiny)
@@ -342,11 +335,9 @@ def _check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
     """Check batch sizes, devices and finiteness of the inputs."""
     first = leaves_of(z0)[0]
     check_args(args, len(first), first.device, "z0", "f")
-    named = {"z0": z0, **{f"args[{position}]": value for position, value in enumerate(args)}}
-    for name, tree in named.items():
-        for leaf in leaves_of(tree):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                require_finite(name, leaf)
+    require_finite("z0", *leaves_of(z0))
+    for position, argument in enumerate(args):
+        require_finite(f"args[{position}]", *leaves_of(argument))
 
 
 KINDS = (Anderson, Broyden, Forward, GradientDescent, LBFGS, Newton)

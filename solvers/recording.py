@@ -16,13 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import solvers
 from solvers.adjoint import Caller, Implicit, captured_by
-from solvers.core.context import Weights, within
+from solvers.core.context import weights_of, within
 from solvers.core.layout import Layout
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate
@@ -170,7 +169,6 @@ class RecordedSolve:
         self.turns = Turns(
             self.z0, options.solver, options.max_steps, unit_free=gradient_step, **given
         )
-        self.weights = Weights()  # parametrised weights, computed once a solve
         self.caller, self.module, self.modules = Caller(f, module), module, list(module.modules())
         runs: list[Callable[[], object]] = [self._start, self._turn]
         if isinstance(f, EnergyUpdate):
@@ -193,12 +191,9 @@ class RecordedSolve:
     # --- what is recorded ---
 
     def _start(self) -> None:
-        self.weights.computed.clear()
+        with torch.no_grad(), self._autocast(), within(recording=True):
+            self.weights = weights_of(self.modules)
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
-            for part in filter(parametrize.is_parametrized, self.modules):
-                lists: Any = part.parametrizations
-                for name in lists:
-                    getattr(part, name)
             self.map, self.prepared = self.f, self._args()
             if isinstance(self.f, Prepares):
                 self.map, self.prepared, start = self.f.begin(*self.prepared)
@@ -226,11 +221,7 @@ class RecordedSolve:
     def _linearise(self) -> None:
         self.point = self.turns.kept.to(self.dtype).detach().clone().requires_grad_()
         free = self.point if self.mask is None else self.point.where(self.mask, self.point.detach())
-        with (
-            torch.enable_grad(),
-            self._autocast(),
-            within(recording=True, weights=Weights()),
-        ):
+        with torch.enable_grad(), self._autocast(), within(recording=True):
             image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,6 @@ from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
 from solvers.checking import refuse_drawing_modules
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
-from solvers.core.context import Weights, within
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout
 from solvers.core.modes import (
@@ -47,6 +47,7 @@ OPTIONS = (
     "solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact", "verify", "stop",
     "measure",
 )  # fmt: skip
+_read_options = attrgetter(*OPTIONS)
 
 
 class DEQ(nn.Module):
@@ -204,14 +205,13 @@ class DEQ(nn.Module):
             raise TypeError(
                 f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
             )
-        require_numbers(x)
         f = self._map()
         refuse_sharded_parts(f.parts)
         x = check_inputs(x, mask, f.parts, z0)
         seeds = f.seeds(z0, x)
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        with parametrize.cached() if f.changes_weights else nullcontext():
+        with parametrize.cached() if f.changes_weights else nullcontext(), f.weights_once():
             solution = self._run(f, x, mask, seeds, z0, options, token_rows)
         f.masks.require_called(self.update)
         solution.evaluations = solution.evaluations + before
@@ -311,7 +311,7 @@ class DEQ(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """Return the options of :func:`solvers.fixed_point` in the current mode."""
-        chosen = {name: getattr(self, name) for name in OPTIONS}
+        chosen: dict[str, Any] = dict(zip(OPTIONS, _read_options(self), strict=True))
         if not self.training:
             if self.eval_max_steps is not None:
                 chosen["max_steps"] = self.eval_max_steps
@@ -439,14 +439,14 @@ class UnrolledLayer(nn.Module):
         """Return ``z_k`` for the input ``x``, with the structure of the initial state."""
         f = Map(self)
         x = check_inputs(x, mask, f.parts, z0)
-        with _weights_once():
+        with f.weights_once():
             args, start = f.equation(x, mask, f.seeds(z0, x), z0)
             if not prepares(f.parts):  # modules in ``prepare``, called once, may draw
                 refuse_drawing_modules(f.parts.items(), "the update")
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
                 # The weights are computed again without a graph.
-                with torch.no_grad(), _weights_once():
+                with torch.no_grad(), f.weights_once():
                     start = self._iterate(early, f, start, *args)
             return self._iterate(self.evaluations - early, f, start, *args)
 
@@ -480,16 +480,6 @@ class UnrolledLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"evaluations={self.evaluations}, damping={self.damping}"
-
-
-def _weights_once() -> AbstractContextManager[Any]:
-    """Compute parametrised weights once inside the context.
-
-    It has no effect while Dynamo traces, which merges equal computations itself.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return nullcontext()
-    return within(weights=Weights())
 
 
 def bake(module: Module) -> Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from implicit_attn.parametrised import changes_when_read
 from implicit_attn.updates.update import EnergyStep, GradientStep, Update
 from solvers.checking import draws
 from solvers.core.checks import require_finite
-from solvers.core.layout import leaves_of
+from solvers.core.context import weights_of, within
+from solvers.core.layout import tensors_of
 from solvers.core.modes import in_transform, lacks_numbers
 from solvers.core.problem import Sharing
 
@@ -51,7 +52,7 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
     has_numbers = not (torch.compiler.is_compiling() or in_transform() or lacks_numbers(x))
     if mask is not None and has_numbers:
         x = pytree.tree_map(lambda leaf: _finite_at_masked_tokens(leaf, mask), x)
-    leaves = [leaf for leaf in leaves_of(x) if isinstance(leaf, Tensor)]
+    leaves = tensors_of(x)
     if isinstance(x, Tensor) and x.dim() == 0:
         raise ValueError("x must have a batch dimension (B, ...), got a tensor without dimensions")
     for leaf in leaves:
@@ -71,10 +72,10 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
                 f"{leaf.dtype}; convert one of them with .to()"
             )
     # A matrix may be one of pairs that all samples share, so the batch size is read from a deeper tensor.
-    deep = [leaf for leaf in leaves if leaf.dim() > 2] or _tensors(z0)
+    deep = [leaf for leaf in leaves if leaf.dim() > 2] or _batched(z0)
     if deep or mask is not None:
         x = _expand_pairs(x, deep[0].shape[0] if deep else len(mask))  # type: ignore[arg-type]
-    deep = deep or _tensors(x)
+    deep = deep or _batched(x)
     if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
         raise ValueError(
             f"mask must have the batch size of x, {deep[0].shape[0]}, got shape {tuple(mask.shape)}"
@@ -93,9 +94,9 @@ def _finite_at_masked_tokens(leaf: Any, mask: Tensor) -> Any:
     return leaf.masked_fill(hidden & ~leaf.detach().isfinite(), 0.0)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _batched(tree: Any) -> list[Tensor]:
     """Return the tensors of a pytree that have a batch dimension."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim()]
+    return list(filter(Tensor.dim, tensors_of(tree)))
 
 
 def _expand_pairs(x: Any, batch: int) -> Any:
@@ -104,6 +105,8 @@ def _expand_pairs(x: Any, batch: int) -> Any:
     ``x`` is an ``AttentionInput``, or a pytree that contains some. Solvers only accept tensors (B, ...).
     """
     if isinstance(x, Tensor) or x is None:
+        return x
+    if isinstance(x, AttentionInput) and x.pairs is None and x.pair_bias is None:
         return x
 
     def expanded(part: Any) -> Any:
@@ -120,7 +123,7 @@ def _expand_pairs(x: Any, batch: int) -> Any:
 
 def batch_and_device(*trees: Any) -> tuple[int, torch.device]:
     """Return batch size and device of the first tensor in ``trees``."""
-    first = next((t for tree in trees for t in _tensors(tree)), None)
+    first = next((t for tree in trees for t in _batched(tree)), None)
     if first is None:
         raise TypeError("x must contain a tensor (B, ...) when the update has dropout, got none")
     return first.shape[0], first.device
@@ -208,7 +211,16 @@ class Map:
     def changes_weights(self) -> bool:
         """Whether reading a weight changes it, as torch's ``spectral_norm`` does in training mode."""
         homes = [part for part in self.parts.values() if "parametrizations" in part._modules]
-        return any([changes_when_read(part) for part in homes])
+        return any(map(changes_when_read, homes))
+
+    def weights_once(self) -> AbstractContextManager[object]:
+        """Compute the parametrised weights of the update, which are read within the context.
+
+        It has no effect while Dynamo traces, which merges equal computations itself.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return nullcontext()
+        return within(weights=weights_of(self.walked_modules))
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
         if x is not self.known[0]:
@@ -235,8 +247,8 @@ class Map:
         with nullcontext() if seeds is None else self.masks.within(seeds):
             prepared = self.update.prepare(x, mask=mask)
         start = self._start(x, prepared) if z0 is None else z0
-        found = _tensors(start)
-        for leaf in _tensors(x) if found else ():  # without a tensor the solver raises an error
+        found = _batched(start)
+        for leaf in tensors_of(x) if found else ():  # without a tensor the solver raises an error
             # A matrix may be shared by all samples, such as pairs (N, N).
             if leaf.dim() > 2 and leaf.shape[0] != found[0].shape[0]:
                 raise ValueError(
@@ -245,7 +257,7 @@ class Map:
                 )
         if isinstance(prepared, AttentionContext):  # solvers handle a flat tuple faster
             leaves, spec = pytree.tree_flatten(prepared)
-            prepared = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            prepared = tuple(filter(torch.is_tensor, leaves))
             self.places = [_TENSOR if isinstance(t, Tensor) else t for t in leaves], spec
         return (prepared, mask) if seeds is None else (prepared, mask, seeds), start
 
@@ -267,7 +279,7 @@ class Map:
 
         All tensors of ``x`` must be batched, as arguments of ``f`` are, and ``init`` must be a name.
         """
-        leaves = [leaf for leaf in leaves_of(x) if isinstance(leaf, Tensor)]
+        leaves = tensors_of(x)
         sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves}
         if not isinstance(self.init, str) or len(sizes) != 1 or None in sizes:
             return False
@@ -320,7 +332,7 @@ class TokenRows(Sharing):
         options |= {"compact": False}
         found = solvers.fixed_point(self, start.reshape(-1, 1, start.shape[-1]), **options)
         found.value = found.value.view(self.shape)
-        for name in ("status", "residual", "steps", "evaluations"):
+        for name in ("status", "residual", "error", "steps", "evaluations"):
             setattr(found, name, getattr(found, name).view(tokens).amax(1))
         found.residual_norm = found.residual_norm.view(tokens).norm(dim=1)
         return found

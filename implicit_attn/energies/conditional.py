@@ -39,9 +39,11 @@ from implicit_attn.energies.tokens import (
     project,
     split_heads,
     sum_samples,
+    visible_input,
 )
-from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key_attention
+from implicit_attn.kernels import check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
+from implicit_attn.kernels.dispatch import choose_frozen_keys
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.cuda import on_cuda
 from solvers.core.modes import without_autocast
@@ -137,13 +139,16 @@ class ConditionalAttention(HasHeads, ClosedForm):
         name, heads = type(self).__name__, self.heads
         width = self.key.weight.shape[1] if self.cross else None
         tokens, given, memory, seen = read_input(x, mask, name, width)
-        query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
-        if self.cross and memory.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"{name}: x.memory must have the batch size of x.tokens, {len(query)}, got {len(memory)}"
-            )
-        key = project_input(memory, self.key, self.key_bias, heads, seen, name)
-        value = project_input(memory, self.value, self.value_bias, heads, seen, name)
+        visible = visible_input(tokens, self.query.weight, mask, name, tokens=True)
+        if self.cross and memory.shape[0] != visible.shape[0]:
+            wanted = f"the batch size of x.tokens, {len(visible)}"
+            raise ValueError(f"{name}: x.memory must have {wanted}, got {len(memory)}")
+        source = visible
+        if memory is not tokens:
+            source = visible_input(memory, self.key.weight, seen, name, tokens=True)
+        query = project(visible, self.query.weight, self.query_bias, heads, mask)
+        key = project(source, self.key.weight, self.key_bias, heads, seen)
+        value = project(source, self.value.weight, self.value_bias, heads, seen)
         query, key, value = self._normalise(query, key, value)
         beta = self.beta_like(query)
         batch, _, count, _ = query.shape
@@ -151,7 +156,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
         value = value if value.shape[2] else torch.zeros_like(key)
         causal = self.causal and count > 0
         options = self._options(seen, pairs, causal)
-        if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
+        if choose_frozen_keys(query, key, self.backend).backend != "reference":
             lse = keyless = None
             # Beta does not scale the other half of the queries, tau z. As a factor sqrt(beta) of either
             # side it stays in the range of float16.
@@ -185,10 +190,9 @@ class ConditionalAttention(HasHeads, ClosedForm):
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised queries, keys and values."""
-        value = self.norm.normalise(value)[0]
         if self.score_norm is not None:
-            query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
-        return query, key, value
+            query, key = self.score_norm.normalise(query)[0], self.score_norm.normalise(key)[0]
+        return query, key, self.norm.normalise(value)[0]
 
     def extend(
         self, x: Tensor, past: tuple[Tensor, Tensor] | None
@@ -328,7 +332,7 @@ class EquilibriumEnergy(SummedEnergy):
         A solve may start at ``-dE_memory/dz(0; x)``, which ``c(x)`` needs anyway.
         """
         given = x if isinstance(x, AttentionInput) else AttentionInput(tokens=x)
-        return self._read(given, mask, lambda tokens: self.attention.prepare(tokens, mask=mask))  # type: ignore[union-attr]
+        return self._read(given, mask, None if self.attention is None else self.attention.read)
 
     def extend(
         self, x: Tensor, past: tuple[Tensor, Tensor] | None
@@ -336,7 +340,7 @@ class EquilibriumEnergy(SummedEnergy):
         """Return the context of tokens that follow earlier ones; see :meth:`ConditionalAttention.extend`."""
         found: list[tuple[Tensor, Tensor]] = []
 
-        def attend(given: AttentionInput) -> AttentionContext:
+        def attend(given: AttentionInput, mask: Mask) -> AttentionContext:
             assert self.attention is not None and given.tokens is not None
             context, known = self.attention.extend(given.tokens, past)
             found.append(known)
@@ -345,8 +349,11 @@ class EquilibriumEnergy(SummedEnergy):
         return self._read(AttentionInput(tokens=x), None, attend), found[0]
 
     def _read(
-        self, given: AttentionInput, mask: Mask, attend: Callable[[AttentionInput], AttentionContext]
-    ) -> AttentionContext:  # fmt: skip
+        self,
+        given: AttentionInput,
+        mask: Mask,
+        attend: Callable[[AttentionInput, Mask], AttentionContext] | None,
+    ) -> AttentionContext:
         """Return the contexts of attention, made by ``attend`` of its input, and of the memory."""
         tokens, answer = given.tokens, None
         parts: list[Any] = [None]  # the quadratic term has no input
@@ -355,12 +362,12 @@ class EquilibriumEnergy(SummedEnergy):
             tokens = hide(tokens, mask)
         recalled: Any = None
         if self.memory is not None:
-            recalled = self.memory.prepare(tokens, mask=mask)
+            recalled = self.memory.read(tokens, mask)
             active = self.memory.activate(recalled.query, recalled.gates, False)[1]
             answer = hide(active @ self.memory.weight, mask).to(tokens.dtype)  # type: ignore[union-attr]
-        if self.attention is not None:
+        if attend is not None:
             context = tokens if answer is None else self.context(tokens, answer)
-            parts.append(attend(given._replace(tokens=context)))
+            parts.append(attend(given._replace(tokens=context), mask))
         if self.memory is not None:
             parts.append(recalled)
         start = None if answer is None else answer.detach()
@@ -369,8 +376,9 @@ class EquilibriumEnergy(SummedEnergy):
     def unit_step(self, z: Tensor, x: AttentionContext) -> Tensor:
         """Return ``z - dE/dz`` (B, N, s) in fewer operations, unless a part has been replaced."""
         parts, mask, step = x.parts, x.mask, None
-        first: Any = self.memory if self.attention is None else self.attention
-        check_state(z, parts[1], type(self).__name__, first.dim, self.attention is not None)
+        if x.start is None or z.shape != x.start.shape:
+            first: Any = self.memory if self.attention is None else self.attention
+            check_state(z, parts[1], type(self).__name__, first.dim, self.attention is not None)
         visible = z if mask is None else hide(z, mask)
         if self.attention is not None:
             weight = self.attention.state.weight

@@ -295,7 +295,7 @@ def project(
     """
     if added is None or added.dim() == 1:
         y = F.linear(z, weight, added)
-        return split_heads(y if added is None else hide(y, mask), heads)
+        return split_heads(y if added is None or mask is None else hide(y, mask), heads)
     if heads is not None:
         return split_heads(F.linear(z, weight), heads) + added
     # The matrix product also adds, which saves a pass over the features.

@@ -24,7 +24,6 @@ from implicit_attn.kernels.arguments import (
     wide_dtype,
 )
 from implicit_attn.kernels.bi_softmax import ops
-from solvers.core import modes
 from solvers.core.checks import require_choice
 from solvers.core.cuda import on_cuda
 
@@ -190,7 +189,7 @@ def frozen_key_attention(
     x, number, factor = _at_number(query, beta, 1.0)
     key = key if factor is None else key.to(x.dtype)
     lse: Tensor | None
-    if _log("frozen keys", _choose_frozen_keys(x, key, backend)) == "reference":
+    if _log("frozen keys", choose_frozen_keys(x, key, backend)) == "reference":
         if causal:
             order = token_pairs(None, True, x.shape[2], x.device)
             given = (given or Pairs()).intersect(order)
@@ -239,7 +238,7 @@ def explain_frozen_keys(
     It raises the same errors without computing anything.
     """
     _checked(query, key, beta, mask, pairs, bias, backend, causal)
-    return _choose_frozen_keys(query, key, backend)
+    return choose_frozen_keys(query, key, backend)
 
 
 def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
@@ -283,7 +282,7 @@ def _choose_bisoftmax(
         return Choice("reference", "only the dense formula supports pairs and biases")
     if backend == "reference":
         return Choice(backend, "asked for")
-    if torch.compiler.is_compiling() and not modes.exporting():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return Choice(backend, "compiled: the operator checks its input when it runs")
     if backend != "auto":
         refuse_transforms(backend, z, *others)
@@ -303,7 +302,8 @@ def _choose_bisoftmax(
     return Choice("blocks", f"{size}: blocks of rows fit into the cache and need no N x N matrix")
 
 
-def _choose_frozen_keys(query: Tensor, key: Tensor, backend: str) -> Choice:
+def choose_frozen_keys(query: Tensor, key: Tensor, backend: str) -> Choice:
+    """Return the backend of ``frozen_key_attention`` for these arguments, which have been checked."""
     cuda = on_cuda(query)
     unsupported = not cuda and query.device.type != "cpu"
     if backend == "flash" and unsupported:

@@ -86,6 +86,21 @@ def require_callable(name: str, value: Any, *, optional: bool = False) -> Any:
     return value
 
 
+def require_options(
+    callables: dict[str, Any], flags: dict[str, Any], counts: dict[str, Any]
+) -> None:
+    """Check options at once: things to call or None, flags, and integers >= 1."""
+    for name, value in callables.items():
+        if value is not None and not callable(value):
+            require_callable(name, value, optional=True)
+    for name, value in flags.items():
+        if type(value) is not bool:
+            require_flag(name, value)
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            require_count(name, value)
+
+
 def require_instance(
     name: str, value: Any, kind: Any, expected: str, *, optional: bool = False
 ) -> Any:
@@ -104,6 +119,8 @@ def require_kind(
 
     Names are those of the classes in any case: "anderson".
     """
+    if isinstance(value, kind) or (optional and value is None):
+        return value
     names = {each.__name__.lower(): each for each in known}
     if isinstance(value, str):
         if value.lower() not in names:
@@ -119,18 +136,23 @@ def require_kind(
     return require_instance(name, value, kind, expected, optional=optional)
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
-    """No NaN or infinity in a tensor (B, ...) or (); not on a GPU, where asking would wait for the device."""
-    tensor = tensor.detach()
-    # The sum alone may overflow.
-    if tensor.device.type != "cpu" or math.isfinite(tensor.sum().item()):
-        return
-    if tensor.dim() == 0:
-        raise ValueError(f"{name} must be finite, got {tensor.item()}")
-    bad = ~torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1)
-    if bool(bad.any()):
-        rows = torch.nonzero(bad).flatten().tolist()
-        raise ValueError(f"{name} must be finite, got NaN or infinity in samples {rows[:10]}")
+def require_finite(name: str, *leaves: Any) -> None:
+    """No NaN or infinity in floating-point tensors (B, ...) or (); other leaves count as finite.
+
+    Tensors on a GPU are not examined, because that would wait for the device.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        # The sum alone may overflow.
+        if leaf.device.type != "cpu" or math.isfinite(leaf.detach().sum().item()):
+            continue
+        if leaf.dim() == 0:
+            raise ValueError(f"{name} must be finite, got {leaf.item()}")
+        bad = ~torch.isfinite(leaf.detach()).reshape(leaf.shape[0], -1).all(1)
+        if bool(bad.any()):
+            rows = torch.nonzero(bad).flatten().tolist()
+            raise ValueError(f"{name} must be finite, got NaN or infinity in samples {rows[:10]}")
 
 
 def require_integers(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from solvers.core.modes import in_transform
 
@@ -17,9 +16,11 @@ from solvers.core.modes import in_transform
 class _Context(threading.local):
     """The record of one thread; outside of a solve it holds nothing."""
 
-    weights: Weights | None = None  # parametrised weights that the innermost solve has computed
     masks: Any = None  # of the variational dropout of the innermost solve, with its seeds
     recording: bool = False  # a CUDA graph is being recorded
+
+    def __init__(self) -> None:
+        self.weights: dict[int, Tensor] = {}  # that the innermost solve has computed, by id
 
 
 CONTEXT = _Context()
@@ -44,25 +45,18 @@ def maybe_any(mask: Tensor) -> bool:
     return CONTEXT.recording or in_transform() or bool(mask.any())
 
 
-@dataclass(eq=False)
-class Weights:
-    """The weights of :func:`implicit_attn.parametrised.parametrise` that one solve has computed.
+def weights_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """Compute the weights of :func:`implicit_attn.parametrised.parametrise`, by the id of each.
 
-    Each is computed once. With ``graded`` it has a graph even if the solve computes it without gradients, so
-    that the evaluation that is differentiated can use it.
-
-    ``torch.nn.utils.parametrize.cached()`` does the same for all threads at once, so that a training would
-    share the graphs of its weights with other threads. It still serves the parametrizations of a user.
+    With ``within(weights=...)`` a solve computes each once, with a graph where the caller records. Those of
+    ``torch.nn.utils.parametrize`` are left to its ``cached()``, which serves all threads at once.
     """
-
-    computed: dict[int, tuple[Callable[[], Tensor], Tensor]] = field(default_factory=dict)
-    graded: bool = False
-
-    def read(self, parametrization: Callable[[], Tensor]) -> Tensor:
-        """The weight, which is computed at the first call."""
-        found = self.computed.get(id(parametrization))
-        if found is None:
-            with torch.set_grad_enabled(self.graded or torch.is_grad_enabled()):
-                found = (parametrization, parametrization())
-            self.computed[id(parametrization)] = found
-        return found[1]
+    computed: dict[int, Tensor] = {}
+    inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inference else nullcontext():
+        for module in modules:
+            if "parametrizations" in module._modules and getattr(module, "computed_once", False):
+                for part in module._modules["parametrizations"].values():  # type: ignore[union-attr,operator]
+                    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
+                        computed[id(part)] = part()
+    return computed

@@ -26,6 +26,11 @@ def leaves_of(tree: Any) -> list[Any]:
     return found
 
 
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the leaves that are tensors."""
+    return list(filter(torch.is_tensor, leaves_of(tree)))
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a pytree of tensors (B, ...) lies in a matrix (B, D).
@@ -39,6 +44,9 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
     dtype: torch.dtype  # of the matrix: the leaves' common one
     last: tuple[bool, ...]  # leaves whose channels, dim 1, lie last in memory
+    sizes: tuple[int, ...]  # numbers of each leaf in a row of the matrix; empty for one leaf
+    # Without the batch dimension, of a state that is one tensor in the usual order of memory.
+    only: torch.Size | None
 
     @classmethod
     def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
@@ -50,12 +58,10 @@ class Layout:
         _check_leaves(leaves, name, empty)
         dtypes = tuple([t.dtype for t in leaves])
         dtype, shapes = reduce(torch.promote_types, dtypes), tuple([t.shape[1:] for t in leaves])
-        return cls(spec, shapes, dtypes, dtype, tuple(map(_channels_last, leaves)))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of each leaf in a row of the matrix; empty for one leaf."""
-        return tuple(prod(shape) for shape in self.shapes) if len(self.shapes) > 1 else ()
+        last: tuple[bool, ...] = tuple(map(_channels_last, leaves))
+        only = shapes[0] if spec.is_leaf() and not last[0] else None
+        sizes = tuple(map(prod, shapes)) if len(shapes) > 1 else ()
+        return cls(spec, shapes, dtypes, dtype, last, sizes, only)
 
     def scalars(self, batch: int) -> str:
         """What a message says where a vector (B,) may have been meant as one problem."""
@@ -80,8 +86,8 @@ class Layout:
 
     def tree(self, vector: Tensor) -> Any:
         """(B, D) -> pytree, each leaf in its own shape and, of several leaves, dtype."""
-        if self.spec.is_leaf() and not self.last[0]:
-            return vector.reshape(vector.shape[0], *self.shapes[0])
+        if self.only is not None:
+            return vector.reshape(vector.shape[0], *self.only)
         parts, leaves = vector.split([prod(shape) for shape in self.shapes], dim=1), []
         for part, shape, dtype, moved in zip(
             parts, self.shapes, self.dtypes, self.last, strict=True

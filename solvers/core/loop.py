@@ -67,7 +67,7 @@ class Options:
     def rule(self, problem: Problem, first: Evaluation) -> Rule:
         """When a sample has converged."""
         kinds = {self.precision or first.z.dtype, *problem.layout.dtypes}
-        eps = max(torch.finfo(kind).eps for kind in kinds)
+        eps = max([torch.finfo(kind).eps for kind in kinds])
         return Rule(self.tolerance, eps, problem.unit_free)
 
 

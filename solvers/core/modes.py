@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 from solvers.core.layout import leaves_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Lower torch versions do not tell an export from a compilation.
-_IS_EXPORTING: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def eager(function: Function) -> Function:
@@ -29,18 +27,11 @@ def eager(function: Function) -> Function:
     A solver loop branches on values at every step, where a compiler would break its graph anyway.
     """
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
-        return cast(Function, torch.compiler.disable(function))
     # A compiler neither follows a call of the function nor compiles what runs within.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
-
-
-def exporting() -> bool:
-    """Whether ``torch.export`` is recording a program."""
-    return bool(_IS_EXPORTING())
 
 
 def require_numbers(*trees: Any) -> None:
@@ -49,7 +40,7 @@ def require_numbers(*trees: Any) -> None:
     These are the tensors of exporters and of ``torch.func``, fake tensors and those on the device "meta".
     """
     reason = ""
-    if exporting() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         reason = "torch.export and torch.jit.trace do not support"
     elif in_transform():
         reason = "transforms of torch.func do not support"
@@ -65,8 +56,10 @@ def require_numbers(*trees: Any) -> None:
 def lacks_numbers(tree: Any) -> bool:
     """Return whether a tensor is fake or on "meta"."""
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
-    return any(leaf.is_meta or bool(fake and fake.is_fake(leaf)) for leaf in tensors)
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Tensor) and (leaf.is_meta or (fake and fake.is_fake(leaf))):
+            return True
+    return False
 
 
 def in_transform() -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.layout import Layout, check_like, leaves_of, take
+from solvers.core.layout import Layout, check_like, leaves_of, take, tensors_of
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
 from solvers.core.rows import Evaluation, norms
 
@@ -218,20 +219,13 @@ class Problem:
             compact=compact,
         )
 
-    @property
-    def has_energy(self) -> bool:
-        return self.energy is not None or isinstance(self.f, EnergyUpdate)
-
-    @property
-    def gradient_step(self) -> float | Tensor | None:
-        """The step size if f is a gradient step of an energy."""
+    def __post_init__(self) -> None:
         own = self.energy is None and isinstance(self.f, EnergyUpdate)
-        return self.f.step_size if own else None  # type: ignore[attr-defined]
-
-    @property
-    def unit_free(self) -> bool:
-        """Whether the residual is in units of its own: that of an energy's gradient step, or of a root."""
-        return isinstance(self.f, RootUpdate) or self.gradient_step is not None
+        self.has_energy = own or self.energy is not None
+        # The step size, if f is a gradient step of an energy.
+        self.gradient_step: Any = self.f.step_size if own else None  # type: ignore[attr-defined]
+        # Whether the residual is in units of its own: that of an energy's gradient step, or of a root.
+        self.unit_free = isinstance(self.f, RootUpdate) or self.gradient_step is not None
 
     def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
@@ -251,8 +245,7 @@ class Problem:
         elif isinstance(self.f, RootUpdate):
             residual, gradient = -gradient, None
         else:
-            step_size: Any = self.gradient_step
-            residual = gradient * -step_size
+            residual = gradient * -self.gradient_step
         scale = z if self.unit_free else value
         if self.mask is not None:
             zero = residual.new_zeros(())
@@ -288,12 +281,10 @@ class Problem:
 
     def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
-        tensors = [
-            t for t in leaves_of(self.args) if isinstance(t, Tensor) and not t.is_inference()
-        ]
-        versions = [t._version for t in tensors]
+        tensors = [t for t in tensors_of(self.args) if not t.is_inference()]
+        versions = list(map(_version, tensors))
         point = self.evaluate(z)
-        if versions != [t._version for t in tensors]:
+        if versions != list(map(_version, tensors)):
             raise ValueError(OVERWRITES.format("its inputs"))
         return point
 
@@ -304,7 +295,8 @@ class Problem:
 
         For a root the last one is F(z).
         """
-        state, energy, gradient = self.layout.tree(z), None, None
+        shape, energy, gradient = self.layout.only, None, None
+        state = self.layout.tree(z) if shape is None else z.reshape(len(z), *shape)
         version, cast = None if z.is_inference() else z._version, self.autocast is not None
         try:
             with torch.autocast(z.device.type, self.autocast) if cast else nullcontext():
@@ -320,9 +312,12 @@ class Problem:
                     raise ValueError(OVERWRITES.format("its input"))
                 if energy is not None:
                     check_energy(energy, len(z))
-                alone = isinstance(output, Tensor) and isinstance(state, Tensor)
-                same = alone and output.shape == state.shape and output.dtype == state.dtype
-                if not (same and output.device == state.device):
+                same = (
+                    isinstance(output, Tensor) and isinstance(state, Tensor)
+                    and output.shape == state.shape and output.dtype == state.dtype
+                    and output.device == state.device
+                )  # fmt: skip
+                if not same:
                     check_like(self.layout.ordered(output), state, "f(z)", "z0", cast=cast)
         except (RuntimeError, ValueError, IndexError) as error:
             if self.batch:  # then f has most likely closed over the whole batch
@@ -330,7 +325,10 @@ class Problem:
                 error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
         gradient = None if gradient is None else self.layout.vector(gradient)
-        return self.layout.vector(output).to(z.dtype), energy, gradient
+        value = (
+            output.reshape(z.shape) if same and shape is not None else self.layout.vector(output)
+        )
+        return value.to(z.dtype), energy, gradient
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""
@@ -397,6 +395,7 @@ def check_energy(energy: Any, batch: int) -> None:
         )
 
 
+_version = attrgetter("_version")  # of a tensor, which changes in place raise
 OVERWRITES = (
     "f must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
     "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"

@@ -63,11 +63,16 @@ class Tolerance:
 
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
     """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
+    if value is None or isinstance(value, Tolerance):
+        return value
     value = plain_number(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Tolerance(rtol=require_positive(name, value, zero=True))
     expected = "a number (rtol), a solvers.Tolerance"
     return require_instance(name, value, Tolerance, expected, optional=True)
+
+
+_DEFAULT = Tolerance()
 
 
 class Goal:
@@ -99,7 +104,7 @@ class Goal:
         name, least = str(self.precision).removeprefix("torch."), HALF.get(self.precision, 0.0)
         if self.precision == torch.float32 and on_cuda(self.device) and uses_tf32():
             name, least = "TF32", _TF32
-        self.tolerance = self.given or Tolerance(rtol=least or Tolerance.rtol)
+        self.tolerance = self.given or (Tolerance(rtol=least) if least else _DEFAULT)
         self.what = "fixed-point solve"
         if not self.tolerance.atol and self.tolerance.rtol < least:
             self.what += f" in {name}, which may not reach rtol={self.tolerance.rtol:g},"
