@@ -450,7 +450,7 @@ class _Attached(torch.autograd.Function):
     def forward(
         ctx: Any, linear: Linearization, z: Tensor, image: Tensor, *sources: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.linear, value = linear, z.clone()
+        ctx.linear, value = linear, z.view_as(z)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(value, *sources)
         return z.clone(), value

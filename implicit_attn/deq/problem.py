@@ -256,7 +256,7 @@ class Map:
                     f"got shape {tuple(leaf.shape)}"
                 )
         if isinstance(prepared, AttentionContext):  # solvers handle a flat tuple faster
-            leaves, spec = pytree.tree_flatten(prepared)
+            leaves, spec = pytree.tree_flatten(prepared._replace(start=None))
             prepared = tuple(filter(torch.is_tensor, leaves))
             self.places = [_TENSOR if isinstance(t, Tensor) else t for t in leaves], spec
         return (prepared, mask) if seeds is None else (prepared, mask, seeds), start

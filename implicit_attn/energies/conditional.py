@@ -376,8 +376,9 @@ class EquilibriumEnergy(SummedEnergy):
     def unit_step(self, z: Tensor, x: AttentionContext) -> Tensor:
         """Return ``z - dE/dz`` (B, N, s) in fewer operations, unless a part has been replaced."""
         parts, mask, step = x.parts, x.mask, None
-        if x.start is None or z.shape != x.start.shape:
-            first: Any = self.memory if self.attention is None else self.attention
+        first: Any = self.memory if self.attention is None else self.attention
+        known = None if self.memory is None else parts[-1].query  # (B, N, hidden)
+        if known is None or z.shape != (*known.shape[:-1], first.dim):
             check_state(z, parts[1], type(self).__name__, first.dim, self.attention is not None)
         visible = z if mask is None else hide(z, mask)
         if self.attention is not None:

@@ -16,7 +16,6 @@ from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     Evaluation,
-    clear_rows,
     combine,
     inner_products,
     small_dtype,
@@ -133,6 +132,7 @@ class Differences:
     changes: Tensor | list[Tensor]  # dR
     last: Evaluation | None = None  # None before the first step
     count: int = 0  # differences made so far
+    forgotten: Tensor | None = None  # (B, m) bool, differences that no longer count; None: all do
 
     @property
     def filled(self) -> int:
@@ -146,6 +146,9 @@ class Differences:
 
     def remember(self, step: Tensor, change: Tensor) -> None:
         self.count += 1
+        if self.forgotten is not None:
+            self.forgotten = self.forgotten.clone()  # autograd may have saved it
+            self.forgotten[:, self.newest] = False
         for kept, new in ((self.steps, step), (self.changes, change)):
             if isinstance(kept, list):
                 kept[self.newest : self.newest + 1] = [new]
@@ -154,10 +157,14 @@ class Differences:
 
     def products(self, vector: Tensor) -> Tensor:
         """(B, k) inner products of the changes with a vector (B, D)."""
-        if not isinstance(self.changes, list):
-            return inner_products(self.changes[:, : self.filled], vector)
-        wide = vector.to(self.gram.dtype)
-        return torch.stack([(each.to(wide.dtype) * wide).sum(1) for each in self.changes], 1)
+        if isinstance(self.changes, list):
+            wide = vector.to(self.gram.dtype)
+            found = torch.stack([(each.to(wide.dtype) * wide).sum(1) for each in self.changes], 1)
+        else:
+            found = inner_products(self.changes[:, : self.filled], vector)
+        if self.forgotten is None:
+            return found
+        return found.masked_fill(self.forgotten[:, : self.filled], 0.0)
 
     def subtracted(self, start: Tensor, weights: Tensor) -> Tensor:
         """``start - sum_j weights_j step_j``, (B, D)."""
@@ -171,8 +178,5 @@ class Differences:
         """Drop the history of the rows (B,) bool whose accelerated step was rejected."""
         unit = torch.eye(self.kept, dtype=self.gram.dtype, device=self.gram.device)
         self.gram = where_rows(rows, unit.expand_as(self.gram), self.gram)
-        for kept in (self.steps, self.changes):
-            if isinstance(kept, list):
-                kept[:] = [where_rows(rows, torch.zeros_like(each), each) for each in kept]
-            else:
-                clear_rows(kept, rows)
+        every = rows[:, None].expand(-1, self.kept)
+        self.forgotten = every if self.forgotten is None else self.forgotten | every
