@@ -41,7 +41,7 @@ class Layout:
     last: tuple[bool, ...]  # leaves whose channels, dim 1, lie last in memory
 
     @classmethod
-    def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
+    def of(cls, state: Any, name: str = "z0", *, empty: bool = True) -> Layout:
         """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``.
 
         ``empty``: it may have no sample, or no number in a sample.
