@@ -227,12 +227,12 @@ OF_NO_FIELD: dict[str, Callable[[Tensor], Any]] = {
     ),
     "naive": lambda J: solvers.adaptive_tap(J, NONE, site=SITE, order="naive").value.mean,
     "annealing": lambda J: (
-        solvers.adaptive_tap(J, NONE, site=SITE, inverse_temperature=[0.5, 1]).value
+        solvers.adaptive_tap(J, NONE, site=SITE, inverse_temperature=[0.5, 1]).value.mean
     ),
     "gibbs": lambda J: solvers.gibbs(J, NONE, site=SITE, sweeps=2),
     "steady_state": lambda J: solvers.steady_state(NONE, J[..., 0, 0], site=SITE).value,
     "kinetic_step": lambda J: solvers.kinetic_step(NONE, NONE, J[..., 0, 0], site=SITE),
-    "spherical_saddle": lambda J: solvers.spherical_saddle(J[..., 0, 0], NONE).value,
+    "spherical_saddle": lambda J: solvers.spherical_saddle(J[..., 0, 0], NONE).value.mean,
 }
 
 
