@@ -37,7 +37,6 @@ from implicit_attn.kernels.arguments import Pairs
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.modes import (
     PLAIN_ATTENTION,
-    exporting,
     in_transform,
     ordinary,
     recording,
@@ -656,7 +655,7 @@ def _by_transform(
 
     There ``torch.func.grad`` is supported, while new leaves of a graph cannot be created.
     """
-    if exporting() and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
             "an energy that is differentiated automatically cannot be exported with strict=True; "
             "export with strict=False, torch's default"

@@ -59,7 +59,7 @@ def traced(*tensors: Tensor) -> bool:
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     """Return the dense formula if no other backend supports the active differentiation, else None."""
-    if modes.exporting():
+    if torch.compiler.is_exporting():
         return Choice("reference", "inside torch.export, which supports standard operators only")
     if any(map(has_tangent, tensors)):
         return Choice("reference", "only the dense formula supports forward-mode differentiation")

@@ -24,7 +24,6 @@ from implicit_attn.kernels.arguments import (
     wide_dtype,
 )
 from implicit_attn.kernels.bi_softmax import ops
-from solvers.core import modes
 from solvers.core.checks import require_choice
 from solvers.core.cuda import on_cuda
 
@@ -283,7 +282,7 @@ def _choose_bisoftmax(
         return Choice("reference", "only the dense formula supports pairs and biases")
     if backend == "reference":
         return Choice(backend, "asked for")
-    if torch.compiler.is_compiling() and not modes.exporting():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return Choice(backend, "compiled: the operator checks its input when it runs")
     if backend != "auto":
         refuse_transforms(backend, z, *others)

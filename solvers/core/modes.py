@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 from solvers.core.layout import leaves_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Lower torch versions do not tell an export from a compilation.
-_IS_EXPORTING: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def eager(function: Function) -> Function:
@@ -29,8 +27,6 @@ def eager(function: Function) -> Function:
     A solver loop branches on values at every step, where a compiler would break its graph anyway.
     """
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
-        return cast(Function, torch.compiler.disable(function))
     # A compiler neither follows a call of the function nor compiles what runs within.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = frames._FrameAction.SKIP
@@ -38,9 +34,10 @@ def eager(function: Function) -> Function:
     return function
 
 
-def exporting() -> bool:
-    """Whether ``torch.export`` is recording a program."""
-    return bool(_IS_EXPORTING())
+def compiles_backward() -> bool:
+    """Whether torch compiles backward passes (compiled autograd), which it takes apart before they run."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.compiled_autograd_enabled
 
 
 def require_numbers(*trees: Any) -> None:
@@ -49,7 +46,7 @@ def require_numbers(*trees: Any) -> None:
     These are the tensors of exporters and of ``torch.func``, fake tensors and those on the device "meta".
     """
     reason = ""
-    if exporting() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         reason = "torch.export and torch.jit.trace do not support"
     elif in_transform():
         reason = "transforms of torch.func do not support"
