@@ -583,7 +583,7 @@ class DEQTransformer(EncoderLayer):
             adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
             compact=False, on_failure="ignore", verify=False,
         )  # fmt: skip
-        self.deq.evaluations_before = evaluations.amax(1)
+        self.deq.evaluations_before = evaluations.amax(1) if evaluations.numel() else 0
         return latest, evaluations  # the solver's value is a state that was evaluated
 
     def _resting(
@@ -621,7 +621,9 @@ class DEQTransformer(EncoderLayer):
                 'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
             )
         with torch.no_grad():
-            z, self.evaluations = self._token_by_token(x, mask, limit, self.deq.max_steps)
+            z, self.evaluations = self._token_by_token(
+                x, mask, limit, max(self.deq.max_steps - 1, 1)
+            )
         return z
 
     def _count(self, iterations: Iterations) -> int | str:

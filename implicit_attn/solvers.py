@@ -1,15 +1,11 @@
-"""The public names of the package ``solvers``, each imported when it is first asked for."""
+"""The public names and the modules of the package ``solvers``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import solvers
-
-if TYPE_CHECKING:
-    from solvers import *  # noqa: F403
-
-__all__ = list(vars(solvers)["__all__"])  # pyright: ignore[reportUnsupportedDunderAll]
+from solvers import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:

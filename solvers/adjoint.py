@@ -27,7 +27,13 @@ from solvers.core.checks import require_count, require_kind, require_number
 from solvers.core.context import weights_of, within
 from solvers.core.layout import Layout, tensors_of
 from solvers.core.loop import Options
-from solvers.core.modes import twice_differentiable, uncompiled, without_autocast
+from solvers.core.modes import (
+    compiles_backward,
+    eager,
+    twice_differentiable,
+    uncompiled,
+    without_autocast,
+)
 from solvers.core.problem import JacobianProduct, Problem, pullback
 from solvers.core.rows import Evaluation, merge_rows, scaled_norm, small_dtype
 from solvers.core.solution import (
@@ -292,9 +298,13 @@ class Linearization:
     leaves: list[Any] = field(default_factory=list)  # of problem.args
     spec: Any = None  # the structure of problem.args
     names: list[str] = field(default_factory=list)  # of the parameters of f, if it is a module
+    compiled: bool = False  # the graph of ``image`` is not there when the backward pass runs
 
     def attach(self) -> Tensor:
         """Return the point with its gradient."""
+        if compiles_backward():  # which takes no None for the gradient of a source
+            self.compiled = True
+            return _Attached.apply(self, self.point.detach(), self.image)[0]
         self.leaves, self.spec = pytree.tree_flatten(self.problem.args)
         sources = list(filter(torch.is_tensor, self.leaves))
         module = module_of(self.problem.f)
@@ -304,6 +314,7 @@ class Linearization:
                 sources.append(parameter)
         return _Attached.apply(self, self.point.detach(), self.image, *sources)[0]
 
+    @eager
     def solve(self, g: Tensor, image: Tensor | None = None, point: Tensor | None = None) -> Tensor:
         """Return u (B, D) with ``u = g + J^T u``; NaN for samples without a finite solution."""
         if _functorch.is_batchedtensor(g) or _functorch.is_legacy_batchedtensor(g):
@@ -311,8 +322,12 @@ class Linearization:
                 "a backward pass through a fixed point does not support vmap (is_grads_batched, "
                 "vectorize=True): compute one backward pass per row, or differentiate layer.unrolled(k)"
             )
-        image, point = (self.image, self.point) if image is None else (image, point)
-        assert point is not None
+        if image is None or point is None:
+            image, point = self.image, self.point
+            if self.compiled:
+                with torch.enable_grad():
+                    point = point.detach().requires_grad_()
+                    image = self.problem.masked_map(point)
         g = g if self.kept is None else g.masked_fill(~self.kept[:, None], 0.0)
         wide = small_dtype(g.dtype)
         size = scaled_norm(g).to(wide)
@@ -464,6 +479,11 @@ class _Attached(torch.autograd.Function):
         g = given[0] if len(given) == 1 else given[0] + given[1]
         if not torch.is_grad_enabled():
             return None, None, linear.solve(g), *[None] * len(needed)
+        if linear.compiled:
+            raise RuntimeError(
+                "a fixed point has first derivatives only within compiled autograd: set "
+                "torch._dynamo.config.compiled_autograd = False"
+            )
         z, *sources = ctx.saved_tensors  # raises if one of them was changed in place
         return None, None, None, *linear.differentiable(g, z, sources, needed)
 
@@ -525,6 +545,7 @@ def _point(z: Tensor, args: Any) -> Tensor:
     visits the graph of f only, and not that of the model in front of f. No gradient is accumulated for z.
     """
     above = [t for t in tensors_of(args) if t.grad_fn is not None]
+    above = [] if compiles_backward() else above  # which takes no None for a gradient
     return _Point.apply(z.detach().requires_grad_(), *above)  # type: ignore[no-any-return]
 
 

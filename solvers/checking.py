@@ -97,7 +97,7 @@ def check_update(f: Callable[..., Any], z: Any, *args: Any, strict: bool = False
     """
     require_callable("f", f)
     require_flag("strict", strict)
-    layout, first = Layout.of(z, "z"), leaves_of(z)[0]
+    layout, first = Layout.of(z, "z", empty=False), leaves_of(z)[0]
     check_args(args, len(first), first.device, "z", "f")
     probe = _Probe(f, layout, z, args)
     devices = [first.device.index or 0] if first.device.type == "cuda" else []

@@ -96,6 +96,8 @@ class Linearization:
         product = self.product()
         units = torch.eye(self.z.shape[1], dtype=self.z.dtype, device=self.z.device)
         rows = [product(unit.repeat(len(self.z), 1)).detach() for unit in units]
+        if not rows:
+            return self.z.new_zeros(len(self.z), 0, 0)
         # A pullback of the i-th unit vector is the i-th row, a product with it the i-th column.
         return torch.stack(rows, dim=1 if self.kind == "map" else 2)
 
@@ -165,7 +167,8 @@ def spectrum(
         f: the function that is linearised, see ``kind``; each sample on its own.
         z: state, a tensor (B, ...) or a pytree of them.
         args: further inputs of ``f``, pytrees of tensors batched along dim 0.
-        what: "largest_magnitude", or the smallest and the largest, "extremes", of a symmetric ``J``.
+        what: "largest_magnitude", 0 for samples without unknowns; or the smallest and the largest,
+            "extremes", of a symmetric ``J``.
         kind: "map": ``f(z, *args) -> like z``, J its Jacobian; "energy": ``f(z, *args) -> (B,)``, J
             its Hessian; "product": ``f(z, v, *args) -> like z`` is the product ``J v`` itself.
         count: eigenvalues wanted (at each end).
@@ -197,9 +200,10 @@ def spectrum(
     batch, size = linear.z.shape
     if symmetric and kind != "energy":
         linear.require_symmetric()
-    dense = method == "dense" or (method == "auto" and size <= DENSE_SIZE)
+    empty = linear.z.numel() == 0
+    dense = method == "dense" or empty or (method == "auto" and size <= DENSE_SIZE)
     smallest = (2 * count if symmetric else count) if dense else 2 * count + 3
-    if size < smallest:
+    if size < smallest and (size or symmetric):
         raise ValueError(
             f"count={count} with method={'dense' if dense else 'arpack'!r} needs at least {smallest} "
             f"unknowns per sample, got {size}"
@@ -266,6 +270,8 @@ Arrays = tuple[Any, ...]  # NumPy: eigenvalues (B, k), then (B,): residual, conv
 
 def _dense(linear: Linearization, count: int, symmetric: bool) -> Arrays:
     matrix = linear.dense().double().cpu().numpy()
+    if not matrix.shape[1]:
+        matrix = numpy.zeros((len(matrix), count, count))
     finite = numpy.isfinite(matrix).all(axis=(1, 2))
     matrix[~finite] = 0
     find = numpy.linalg.eigh if symmetric else numpy.linalg.eig
@@ -379,7 +385,8 @@ def jacobian_penalty(
         images = map(linear.product(create_graph=True), vectors)
         # A sum of squares overflows in float16.
         squares = [image.to(small_dtype(dtype)).square().sum(1) for image in images]
+        nothing = torch.zeros(shape[0], dtype=small_dtype(dtype), device=device)
         keep = linear.problem.mask
-        counted = shape[1] if keep is None else keep.sum(1).clamp_min(1)
-        result = torch.stack(squares).sum(0) / (counted * (samples or 1))
+        counted = max(shape[1], 1) if keep is None else keep.sum(1).clamp_min(1)
+        result = sum(squares, nothing) / (counted * (samples or 1))
     return result if torch.is_grad_enabled() else result.detach()

@@ -23,7 +23,7 @@ from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem, RootUpdate
-from solvers.core.rows import Evaluation, Progress, scaled_norm, small_dtype
+from solvers.core.rows import Evaluation, Progress, scaled_norm
 from solvers.core.solution import (
     LARGE,
     Goal,
@@ -168,7 +168,7 @@ def fixed_point(
         raise ValueError(
             f"{solver!r} runs its own loop, without energy, record, callback and stop: remove them"
         )
-    layout = Layout.of(z0, empty=True)
+    layout = Layout.of(z0)
     _check_inputs(z0, args)
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
@@ -318,17 +318,7 @@ def _nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:
     """Return the solution of an empty state, with a graph to the tensors that ``f`` reads."""
     with torch.set_grad_enabled(graded):
         value = problem.layout.tree(problem.masked_map(start))
-    status = torch.zeros(len(start), dtype=torch.int64, device=start.device)
-    none = torch.zeros(len(start), dtype=small_dtype(start.dtype), device=start.device)
-    return Solution(
-        value,
-        status,
-        none,
-        none.clone(),
-        steps=status.clone(),
-        evaluations=status.clone(),
-        error=none.clone(),
-    )
+    return Solution.of_nothing(value, start)
 
 
 def _check_inputs(z0: Any, args: tuple[Any, ...]) -> None:

@@ -263,6 +263,8 @@ def solve_linear(
         check_like(x0, b, "x0", "b")
     with torch.no_grad():
         right = layout.vector(b).to(torch.promote_types(layout.dtype, torch.float32))
+        if right.numel() == 0:
+            return Solution.of_nothing(layout.tree(right.to(layout.dtype)), right)
         options = (tolerance, chosen, max_steps, compact, record, callback)
         loop = LinearLoop(matvec, args, layout, right, *options)
         solution = loop.run(None if x0 is None else layout.vector(x0))

@@ -17,7 +17,7 @@ from torch import nn
 
 from implicit_attn import DEQ
 from solvers import SolveWarning, Tolerance
-from tools.names import listed, tabulated
+from tools.names import listed, public_names, tabulated
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -165,7 +165,7 @@ def test_every_public_name_is_on_one_page_of_the_api() -> None:
     missing = [
         f"{path}.{name}"
         for path, module in packages.items()
-        for name in getattr(module, "__all__", ())
+        for name in public_names(module)
         if not isinstance(getattr(module, name), ModuleType)
         and (id(getattr(module, name)), name) not in pages
     ]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module may import from its own line and from the lines above it in this list.
 LAYERS = """
-solvers.lazy solvers.core solvers.native
+solvers.core solvers.native
 solvers.krylov
 solvers.linear
 solvers.methods

@@ -12,6 +12,7 @@ the site shows the whole documentation instead. ``python -m tools.names`` writes
 
 from __future__ import annotations
 
+import ast
 import enum
 import functools
 import importlib
@@ -19,6 +20,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +43,15 @@ class Listed(NamedTuple):
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """Return the names of ``__all__``, or those that are imported as themselves, ``import DEQ as DEQ``."""
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    imports = ast.walk(ast.parse(inspect.getsource(module)))
+    aliases = [a for node in imports if isinstance(node, ast.ImportFrom) for a in node.names]
+    return {alias.name for alias in aliases if alias.name == alias.asname}
 
 
 def tabulated(page: str) -> str:

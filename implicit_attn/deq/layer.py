@@ -453,7 +453,7 @@ class UnrolledLayer(nn.Module):
     def _iterate(
         self, count: int, f: Callable[..., Any], start: Any, x: Any, mask: Tensor | None, *seeds: Tensor
     ) -> Any:  # fmt: skip
-        layout = Layout.of(start, empty=True)
+        layout = Layout.of(start)
         z = layout.vector(start)
         keep = None
         if mask is not None:

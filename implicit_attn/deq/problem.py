@@ -137,8 +137,7 @@ def refuse_sharded_parts(parts: Modules) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # no module is sharded
         return
-    newer = (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
-    kinds = (fsdp.FullyShardedDataParallel, *newer)
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     if any(isinstance(part, kinds) for part in parts.values()):
         raise ValueError(
             "the update must not contain modules sharded by FSDP, because processes evaluate it different "

@@ -78,7 +78,7 @@ def check_energy(
     require_flag("strict", strict)
     require_count("seed", seed, low=0)
     energy = energy if isinstance(energy, Energy) else FunctionEnergy(energy)
-    layout, first = Layout.of(z, "z"), pytree.tree_leaves(z)[0]
+    layout, first = Layout.of(z, "z", empty=False), pytree.tree_leaves(z)[0]
     if mask is not None:
         layout.mask_vector(mask, first)
     findings: list[Finding] = []

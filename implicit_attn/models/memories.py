@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
-from scipy.special import wrightomega
 from torch import Tensor, nn
 
 from implicit_attn.energies import Hopfield
@@ -236,9 +234,6 @@ def check_spins(name: str, spins: Any, shape: str, **wanted: Any) -> None:
         raise ValueError(f"{name} must contain only +1 and -1")
 
 
-_root: Any = brentq  # its annotations include a second result
-
-
 class Fit(NamedTuple):
     """Result of :func:`fit_patterns`.
 
@@ -341,6 +336,9 @@ def _maximise(shares: Tensor, beta: float) -> Tensor:
     ``log w - c / w^2 = level`` with ``c = beta |s|^2 / 2`` and one level for all patterns, each w is a
     Lambert function of the level, and the only unknown is the level for which w sums to 1.
     """
+    from scipy.optimize import brentq  # loads hundreds of modules
+    from scipy.special import wrightomega
+
     strength = (beta * shares.square().sum(1)).clamp_min(torch.finfo(torch.float64).tiny)  # 2 c
     double = strength.cpu().numpy()
     logarithm = np.log(double)
@@ -354,7 +352,8 @@ def _maximise(shares: Tensor, beta: float) -> Tensor:
     count = len(double)
     ends = -math.log(count) - 0.5 * double * count**2  # the levels at which each w is 1 / M
     low, high = float(ends.min()) - 1e-6, float(ends.max()) + 1e-6
-    level = _root(log_total, low, high, xtol=1e-14)
+    root: Any = brentq  # its annotations include a second result
+    level = root(log_total, low, high, xtol=1e-14)
     weight = torch.from_numpy(np.exp(log_weight(level))).to(shares)
     return shares / weight.unsqueeze(1)
 

@@ -30,9 +30,7 @@ def forced() -> Iterator[None]:
 
 def uses_tf32() -> bool:
     """Whether CUDA devices round the factors of float32 matrix products to TF32."""
-    products = torch.backends.cuda.matmul
-    precision = getattr(products, "fp32_precision", None)  # torch 2.9 and later
-    return bool(products.allow_tf32) if precision is None else precision == "tf32"
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 # A compiler cannot trace the backend's settings and takes their value at the time of tracing.

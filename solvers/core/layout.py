@@ -49,7 +49,7 @@ class Layout:
     only: torch.Size | None
 
     @classmethod
-    def of(cls, state: Any, name: str = "z0", *, empty: bool = False) -> Layout:
+    def of(cls, state: Any, name: str = "z0", *, empty: bool = True) -> Layout:
         """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``.
 
         ``empty``: it may have no sample, or no number in a sample.

@@ -34,6 +34,12 @@ def eager(function: Function) -> Function:
     return function
 
 
+def compiles_backward() -> bool:
+    """Whether torch compiles backward passes (compiled autograd), which it takes apart before they run."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.compiled_autograd_enabled
+
+
 def require_numbers(*trees: Any) -> None:
     """Raise RuntimeError where tensors do not show their numbers, by which a solve decides when to stop.
 

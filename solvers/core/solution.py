@@ -280,6 +280,14 @@ class Solution:
     error: Tensor | None = None
     bound: Tensor | None = None
 
+    @classmethod
+    def of_nothing(cls, value: Any, like: Tensor) -> Solution:
+        """Return a converged solution for a state ``like`` (B, D) without samples or without numbers."""
+        none = like.new_zeros(len(like), dtype=torch.promote_types(like.dtype, torch.float32))
+        zeros = [none.clone() for _ in range(3)]
+        counts = [none.long() for _ in range(3)]
+        return cls(value, counts[0], zeros[0], zeros[1], counts[1], counts[2], error=zeros[2])
+
     def all_converged(self) -> bool:
         """Return whether every sample converged. The host reads this once from a CUDA device."""
         status = self.status

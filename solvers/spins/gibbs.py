@@ -83,8 +83,9 @@ def gibbs(
         field = field.unsqueeze(0)
     check_inputs(couplings, field, None)
     if chains is None:
-        chains = max(len(field), len(start) if start is not None and start.dim() == 3 else 1)
-    shape = (require_count("chains", chains), field.shape[1], field.shape[2])
+        started = len(start) if start is not None and start.dim() == 3 else 1
+        chains = len(field) if len(field) != 1 else started
+    shape = (require_count("chains", chains, low=0), field.shape[1], field.shape[2])
     if len(field) not in (1, chains):
         raise ValueError(f"field must have the batch size 1 or {chains} (chains), got {len(field)}")
     clamped = torch.zeros(shape[:2], dtype=torch.bool, device=field.device)

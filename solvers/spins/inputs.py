@@ -69,8 +69,9 @@ def check_inputs(couplings: Any, field: Any, mask: Any, scalar: bool = False) ->
 def check_field(field: Any) -> tuple[int, ...]:
     """Check that ``field`` is a floating-point tensor (B, N, d) and return its shape."""
     _check_floating("field", field)
-    if field.dim() != 3 or 0 in field.shape:
-        raise ValueError(f"field must have a nonempty shape (B, N, d), got {tuple(field.shape)}")
+    if field.dim() != 3 or 0 in field.shape[1:]:
+        got = tuple(field.shape)
+        raise ValueError(f"field must have a shape (B, N, d) with N and d of at least 1, got {got}")
     return tuple(field.shape)
 
 

@@ -225,8 +225,8 @@ class SphereLaw(LargeSphereLaw):
 def drive(couplings: Tensor, values: Tensor) -> Tensor:
     """Return ``sum_j J_ij v_j`` for ``values`` (B, N, k); shared couplings need one matrix product."""
     if couplings.dim() == 2:
-        rows = values.mT.reshape(-1, values.shape[1]) @ couplings.mT
-        return rows.view(len(values), -1, values.shape[1]).mT
+        columns = values.mT
+        return (columns.flatten(0, 1) @ couplings.mT).view(columns.shape).mT
     return couplings @ values
 
 

@@ -42,7 +42,7 @@ def newton_step(
     columns = half.view(batch, sites * dim, sites, dim).permute(0, 2, 3, 1).contiguous()
     correction, failed = _correction(columns @ columns.mT - variance, site_factor)
     definite = (definite & ~failed.any(1))[:, None, None]
-    flat = residual.reshape(residual.shape[0], -1, 1)
+    flat = residual.flatten(1).unsqueeze(-1)
     inner = torch.linalg.solve_triangular(factor.mT, half @ flat, upper=True)
     step = residual - (site_factor @ inner.view(*residual.shape, 1)).squeeze(-1)
     step = torch.where(definite, step, torch.nan)

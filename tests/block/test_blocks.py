@@ -485,6 +485,7 @@ def test_prefixes_that_do_not_converge_are_reported() -> None:
     assert strict.deq.evaluations_before == 0  # or the next solve would count these
     with pytest.warns(solvers.SolveWarning), torch.no_grad():
         loose(inputs())
+    assert loose.last is not None and loose.last.evaluations.max() == loose.deq.max_steps
     with pytest.raises(ValueError):
         loose(inputs())  # not with gradients
     with pytest.raises(ValueError):

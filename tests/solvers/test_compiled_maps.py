@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from solvers import Anderson, Descent, Implicit, Newton, Unrolled, fixed_point
+from solvers import Anderson, Descent, Implicit, Newton, OneStep, Phantom, Unrolled, fixed_point
 
 pytestmark = [  # inside torch's compiler
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 
@@ -77,3 +78,40 @@ def test_a_compiled_energy_has_derivatives(solver: Any, adjoint: Any) -> None:
         value = fixed_point(descent, x.detach(), (x,), solver=solver, adjoint=adjoint).value
         results.append(torch.autograd.grad(value.square().sum(), [x, weight]))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(), OneStep(), Phantom(2), Unrolled()], ids=repr)
+def test_compiled_autograd_has_the_same_gradients(adjoint: Any) -> None:
+    model, front = Map(), nn.Linear(5, 5).double()
+    weights = [*model.parameters(), *front.parameters()]
+
+    def step(x: Tensor) -> None:
+        inputs = front(x)
+        value = fixed_point(model, torch.zeros_like(inputs), (inputs,), adjoint=adjoint).value
+        value.square().sum().backward()
+
+    def gradients(run: Callable[[Tensor], None]) -> list[Tensor]:
+        for weight in weights:
+            weight.grad = None
+        run(sample(0).detach())
+        assert all(weight.grad is not None for weight in weights)
+        return [weight.grad for weight in weights if weight.grad is not None]
+
+    plain = gradients(step)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.testing.assert_close(gradients(torch.compile(step, backend="eager")), plain)
+
+
+def test_compiled_autograd_has_no_second_derivatives_of_a_fixed_point() -> None:
+    model, x = Map(), sample(0)
+
+    def step() -> None:
+        value = fixed_point(model, torch.zeros_like(x), (x,)).value
+        (slope,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(RuntimeError, match="first derivatives only"),
+    ):
+        torch.compile(step, backend="eager")()

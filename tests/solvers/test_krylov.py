@@ -325,7 +325,6 @@ def test_trace_and_callback(solver: LinearSolver) -> None:
 
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"matvec": 3}, TypeError, "matvec"),
-    ({"b": torch.ones(0, 4)}, ValueError, r"\bb\b"),
     ({"b": torch.ones(3, 4, dtype=torch.int64)}, TypeError, r"\bb\b"),
     ({"b": [1.0]}, TypeError, r"\bb\b"),
     ({"b": (torch.ones(3, 4), torch.ones(2, 4))}, ValueError,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import solvers
 from cases.solves import normal
-from implicit_attn import DEQ, EquilibriumBlock
+from implicit_attn import DEQ, EquilibriumBlock, check_energy
 from solvers import Tolerance, fixed_point
 
 
@@ -194,6 +196,49 @@ def test_an_empty_batch_has_an_empty_solution_with_a_graph(
     assert found.value.shape == shape and found.status.shape == shape[:1]
     assert found.value.requires_grad == gradients and found.converged.all()
     assert DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)(x).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (0,)])
+def test_other_public_functions_take_an_empty_batch(shape: tuple[int, ...]) -> None:
+    x, b, size = torch.randn(shape, requires_grad=True), shape[0], math.prod(shape[1:])
+    zero = solvers.root(lambda z, x: z - x, torch.zeros(shape), (x,))
+    zero.value.sum().backward()
+    assert zero.value.shape == shape and x.grad is not None
+    for solver in ("cg", "minres", "gmres"):
+        linear = solvers.solve_linear(lambda v: 2 * v, x, solver=solver, record=True)
+        assert linear.value.shape == shape and linear.converged.shape == (b,)
+
+    def half(z: Tensor) -> Tensor:
+        return 0.5 * z
+
+    assert torch.equal(solvers.spectral_radius(half, x), torch.zeros(b, dtype=torch.float64))
+    assert solvers.jacobian(half, x).shape == (b, size, size)
+    for samples in (1, None):
+        assert torch.equal(solvers.jacobian_penalty(half, x, samples=samples), torch.zeros(b))
+    for check in (solvers.check_update, check_energy):
+        with pytest.raises(ValueError, match="z must contain at least one"):
+            check(half, x)
+
+
+SITE, NONE = solvers.IsingSite(), torch.zeros(0, 4, 1)
+OF_NO_FIELD: dict[str, Callable[[Tensor], Any]] = {
+    "adaptive_tap": lambda J: (
+        solvers.adaptive_tap(J, NONE, site=SITE, log_partition=True).value.mean
+    ),
+    "naive": lambda J: solvers.adaptive_tap(J, NONE, site=SITE, order="naive").value.mean,
+    "annealing": lambda J: (
+        solvers.adaptive_tap(J, NONE, site=SITE, inverse_temperature=[0.5, 1]).value.mean
+    ),
+    "gibbs": lambda J: solvers.gibbs(J, NONE, site=SITE, sweeps=2),
+    "steady_state": lambda J: solvers.steady_state(NONE, J[..., 0, 0], site=SITE).value,
+    "kinetic_step": lambda J: solvers.kinetic_step(NONE, NONE, J[..., 0, 0], site=SITE),
+    "spherical_saddle": lambda J: solvers.spherical_saddle(J[..., 0, 0], NONE).value.mean,
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_FIELD)
+def test_spins_take_an_empty_batch(name: str) -> None:
+    assert len(OF_NO_FIELD[name](torch.zeros(4, 4, 1, 1))) == 0
 
 
 def test_a_fixed_point_at_zero_is_told_to_give_atol() -> None:

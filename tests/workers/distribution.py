@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("implicit_attn", "solvers")
 OURS = ("implicit_attn", "implicit-attn", "__editable__", "solvers")
 # Of the tests of the sdist: what a user would miss first, in seconds.
-TESTS = ("tests/test_lazy_imports.py", "tests/test_command.py")
+TESTS = ("tests/test_public_names.py", "tests/test_command.py")
 WHERE = """
 import sys, implicit_attn, solvers
 from pathlib import Path
@@ -208,7 +208,7 @@ def main(dist: Path) -> None:
         for file in ("runs/demo/one-energy.png", "runs/demo/own-energy.png"):
             assert (work / file).read_bytes().startswith(b"\x89PNG"), file
         # The tests alone, without the packages beside them.
-        for name in ("tests", "pyproject.toml"):
+        for name in ("tests", "tools", "pyproject.toml"):
             shutil.move(str(sources / name), str(work / name))
         run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
     print("the distributions are whole")
