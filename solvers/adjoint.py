@@ -52,7 +52,7 @@ from solvers.methods.anderson import Anderson
 from solvers.methods.iterate import iterate
 
 _ANDERSON = Anderson(memory=20)
-# Number of products after which a Krylov method continues with the samples that Anderson has not solved.
+# Least number of products after which GMRES continues with the samples that Anderson has not solved.
 FIRST_TRY = 50
 # Receives an evaluation at the returned value, and (B,) bool samples that it is about (None: all).
 Check = Callable[[Evaluation, Tensor | None], None]
@@ -130,9 +130,10 @@ class Implicit(_AtSolution):
     ``f``; if ``f`` captures another tensor that requires grad, they raise RuntimeError.
 
     Args:
-        solver: linear solver, its class or its name (``"gmres"``). None: Anderson acceleration of
-            ``u = g + J^T u`` with memory 20; samples unsolved after ``max(50, max_steps / 2)`` products
-            continue with MINRES if J is symmetric and with GMRES otherwise.
+        solver: linear solver, its class or its name (``"gmres"``), such as ``CG(preconditioner=M)``, where M
+            approximates the inverse of ``I - J^T``. None: Anderson acceleration of ``u = g + J^T u`` with
+            memory 20. If J is symmetric, samples unsolved after 20 products continue with MINRES; otherwise
+            those unsolved after ``max(50, max_steps / 2)`` continue with GMRES.
         tolerance: tolerance of the linear solve relative to ``|g|``; None uses the forward
             solve's ``rtol``, or 1e-6 if that is 0.
         max_steps: maximum number of products with ``J^T`` per sample.
@@ -180,8 +181,13 @@ class Implicit(_AtSolution):
         kept: Tensor | None,
     ) -> Tensor:
         tolerance = self.own_tolerance(goal.tolerance)
+        solver: Any = self.solver  # an instance or None, since __post_init__
+        own = self
+        if solver is not None and solver.preconditioner is not None:
+            vectors = replace(solver, preconditioner=solver.on_vectors(problem.layout))
+            own = replace(self, solver=vectors)
         linear = Linearization(
-            self, problem, point, image, tolerance, solution.adjoint, kept=kept, origin=problem.f
+            own, problem, point, image, tolerance, solution.adjoint, kept=kept, origin=problem.f
         )
         return linear.attach()
 
@@ -190,7 +196,7 @@ class Implicit(_AtSolution):
         chosen: Any = self.tolerance  # a Tolerance or None, since __post_init__
         if chosen is not None or (forward.rtol and not forward.atol):
             return chosen or forward
-        return Tolerance(rtol=forward.rtol or 1e-6)
+        return Tolerance(forward.rtol or 1e-6, patience=forward.patience)
 
 
 class Iterated(_AtSolution):
@@ -370,7 +376,9 @@ class Linearization:
             return by_krylov(unit, solver=chosen, max_steps=most)
         problem = Problem(lambda u: unit + image(u), Layout.of(unit), compact=False)
         first = problem.point(torch.zeros_like(unit), unit)  # needs no product
-        tries = min(most, max(FIRST_TRY, most // 2))
+        # MINRES needs the fewest products that are possible; Anderson's are as few up to its memory.
+        symmetric = self.problem.symmetric
+        tries = min(most, _ANDERSON.memory if symmetric else max(FIRST_TRY, most // 2))
         found, _ = iterate(problem, first, _ANDERSON, Options(allowed, tries + 1))
         found.evaluations, found.steps = found.evaluations - 1, found.steps - 1
         unsolved = not found.all_converged()
@@ -380,7 +388,7 @@ class Linearization:
         # A right-hand side of zero keeps the solved samples out of the second attempt.
         open_rows = ~found.converged
         b, x0 = (t.where(open_rows[:, None], 0.0) for t in (unit, found.value))
-        method = MINRES() if self.problem.symmetric else GMRES()
+        method = MINRES() if symmetric else GMRES()
         second = by_krylov(b, solver=method, max_steps=left, x0=x0)
         better = open_rows & (second.residual_norm < found.residual_norm)
         steps = found.steps + second.steps * open_rows
@@ -451,7 +459,7 @@ def scaled_tolerance(tolerance: Tolerance, size: Tensor) -> tuple[Tensor, Tolera
     scale = tolerance.threshold(size) / (limit or 1.0)
     if not limit:
         scale = size
-    return scale.masked_fill(scale == 0, 1.0), Tolerance(rtol=limit, atol=limit)
+    return scale.masked_fill(scale == 0, 1.0), replace(tolerance, rtol=limit, atol=limit)
 
 
 class _Attached(torch.autograd.Function):

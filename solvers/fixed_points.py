@@ -35,7 +35,7 @@ from solvers.core.solution import (
     read_tolerance,
 )
 from solvers.core.verify import verify as verify_value
-from solvers.krylov import GMRES
+from solvers.krylov import GMRES, MINRES
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
 from solvers.methods.fallback import solve_failed
@@ -45,7 +45,7 @@ from solvers.methods.newton import Newton
 from solvers.methods.steps import Forward, GradientDescent
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
-_NEWTON, _BY_GMRES = Newton(), Implicit(GMRES())  # of roots
+_NEWTON, _BY_GMRES, _BY_MINRES = Newton(), Implicit(GMRES()), Implicit(MINRES())  # of roots
 VANISHED = 1e-2  # |f(z)| against the first residual, below which the fixed point may be zero
 
 
@@ -279,6 +279,7 @@ def root(
     *,
     solver: Solver | type[Solver] | str | None = None,
     adjoint: Adjoint | type[Adjoint] | str | None = _BY_GMRES,
+    symmetric: bool = False,
     **options: Any,
 ) -> Solution:
     """Solve ``F(z, *args) = 0`` for every sample of a batch, as the fixed point of ``z - F(z)``.
@@ -295,7 +296,12 @@ def root(
             diverge. Newton's method needs an F that autograd differentiates, twice for more than 30 unknowns.
             The other solvers work best where the derivative of F is near 1.
         adjoint: by default ``Implicit(GMRES())``: with ``J = dF/dz`` and the gradient g of the loss by z it
-            solves ``J^T u = g``; the gradient of an input is ``-(dF/dinput)^T u``.
+            solves ``J^T u = g``; the gradient of an input is ``-(dF/dinput)^T u``. With ``symmetric`` the
+            default is ``Implicit(MINRES())``.
+        symmetric: whether ``dF/dz`` is symmetric, as that of the gradient of a function. Newton's method and
+            the adjoint then use MINRES, and a product with the Jacobian takes one pass backward. For a
+            preconditioner M of ``dF/dz`` pass ``solver=Newton(MINRES(preconditioner=M))`` and
+            ``adjoint=Implicit(MINRES(preconditioner=M))``, or CG for a positive definite derivative.
         options: the other options of :func:`fixed_point`, except ``energy``.
 
     Raises:
@@ -311,7 +317,10 @@ def root(
     require_callable("F", F)
     if "energy" in options:
         raise TypeError("root takes no energy")
-    return fixed_point(RootUpdate(F), z0, args, solver=solver, adjoint=adjoint, **options)
+    if require_flag("symmetric", symmetric) and adjoint is _BY_GMRES:
+        adjoint = _BY_MINRES
+    f = RootUpdate(F, symmetric=symmetric)
+    return fixed_point(f, z0, args, solver=solver, adjoint=adjoint, **options)
 
 
 def _nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:

@@ -22,7 +22,7 @@ from solvers.core.solution import (
     check_on_failure,
     read_tolerance,
 )
-from solvers.krylov import LINEAR, KrylovRun, LinearSolver, norm
+from solvers.krylov import LINEAR, KrylovRun, LinearSolver, VectorMap, identity, norm
 
 
 def power_of_two(vectors: Tensor) -> Tensor:
@@ -89,31 +89,37 @@ class LinearLoop:
             trace=None if self.columns is None else Trace(torch.stack(self.columns, dim=1)),
         )
 
-    def _product(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    def _product(self, rows: Tensor) -> VectorMap:
         """``matvec`` for the samples ``rows``, as a map of matrices (n, D); it gets the dtypes of ``b``."""
-        batch, layout = len(self.b), self.layout
+        batch = len(self.b)
         args = self.args if len(rows) == batch else take(self.args, rows, batch)
+        return self._mapped(self.layout.vector_map(lambda v: self.matvec(v, *args), "matvec"))
 
-        def product(vectors: Tensor) -> Tensor:
-            sent = layout.tree(vectors.to(layout.dtype))
+    def _mapped(self, function: VectorMap) -> VectorMap:
+        """``function``, scaled against subnormal numbers, whose errors say if it got a part of the batch."""
+
+        def mapped(vectors: Tensor) -> Tensor:
+            unit = power_of_two(vectors) if self.narrow else None
             try:
-                received = self.matvec(sent, *args)
+                return function(vectors) if unit is None else function(vectors / unit) * unit
             except (RuntimeError, ValueError, IndexError) as error:
-                if len(vectors) < batch:
+                number, batch = len(vectors), len(self.b)
+                if number < batch:
                     error.args = (
-                        f"{error}\nmatvec was called with the {len(vectors)} of {batch} unsolved samples. "
-                        "Pass batched tensors that it closes over in args=(...), or use compact=False.",
+                        f"{error}\nThe function was called with the {number} of {batch} unsolved samples. "
+                        "Pass batched tensors that matvec closes over in args=(...), or use compact=False.",
                     )
                 raise
-            check_like(received, sent, "matvec(v)", "v")
-            return layout.vector(received).detach().to(vectors.dtype)
 
-        return product
+        return mapped
 
     def _cycle(self, rows: Tensor) -> None:
         """Run the Krylov method until every one of the samples ``rows`` has stopped."""
         product, last = self._product(rows), self.max_steps - 1 - self.evaluations
-        run = self.solver.start(self.r[rows], self.target[rows], self.status[rows] == RUNNING)
+        precondition = self.solver.on_vectors(self.layout)
+        precondition = precondition if precondition is identity else self._mapped(precondition)
+        active = self.status[rows] == RUNNING
+        run = self.solver.start(self.r[rows], self.target[rows], active, precondition)
         ends = set(last[rows].flatten().tolist())
         for step in count():
             if step in ends:  # the last product is for the residual
@@ -128,8 +134,7 @@ class LinearLoop:
                 product = self._product(rows)
             active = run.running
             sent = run.direction if running == len(rows) else torch.where(active, run.direction, 0)
-            unit = power_of_two(sent) if self.narrow else None  # against subnormal numbers
-            run.absorb(product(sent) if unit is None else product(sent / unit) * unit)
+            run.absorb(product(sent))
             self._note(rows, active, run.residual_norm)
         self._verify(run, rows)
 

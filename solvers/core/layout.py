@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -96,6 +97,20 @@ class Layout:
             leaf = part.reshape(vector.shape[0], *(shape[1:] + shape[:1] if moved else shape))
             leaves.append(leaf.movedim(-1, 1) if moved else leaf)
         return pytree.tree_unflatten(leaves, self.spec)
+
+    def vector_map(self, function: Callable[[Any], Any], name: str) -> Callable[[Tensor], Tensor]:
+        """``function``, which maps pytrees to their like, as a map of matrices (n, D) of any floating dtype.
+
+        Messages about its result speak of ``name``. The map records no gradient.
+        """
+
+        def mapped(vectors: Tensor) -> Tensor:
+            sent = self.tree(vectors.to(self.dtype))
+            received = self.ordered(function(sent))
+            check_like(received, sent, f"{name}(v)", "v")
+            return self.vector(received).detach().to(vectors.dtype)
+
+        return mapped
 
     def mask_vector(self, mask: Any, like: Tensor) -> Tensor:
         """The mask (B, D) bool of a mask (B, N), or of a pytree of them, for the batch of ``like`` (B, ...).

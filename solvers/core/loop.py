@@ -64,6 +64,12 @@ class Options:
         """Whether more is asked for than a solution."""
         return bool(self.record or self.callback or self.stop)
 
+    @property
+    def patience(self) -> int:
+        """Evaluations without progress after which a sample has stalled; with ``stop`` none ever does."""
+        patience = self.tolerance.patience
+        return self.max_steps + 1 if patience is None or self.stop is not None else patience
+
     def rule(self, problem: Problem, first: Evaluation) -> Rule:
         """When a sample has converged."""
         kinds = {self.precision or first.z.dtype, *problem.layout.dtypes}
@@ -128,8 +134,8 @@ class ExternalSolver(Solver):
 
 
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
-PATIENCE = 100  # evaluations without progress after which a sample has stalled
-PROGRESS = 1e-3  # share by which the best residual must fall meanwhile,
+# Share by which the best residual must fall within the patience of the tolerance,
+PROGRESS = 1e-3
 DRIFT = 0.5  # unless the sample has come as far as this share of the length of its path
 
 
@@ -161,8 +167,6 @@ class Loop:
         self.growth = None if first.energy is None else Growth.start(first)
         self.rows = _start(first, self.rule, solver.window, spent)
         self.trace: Trace | None = None
-        # With a rule to stop, samples go on up to max_steps.
-        self.patience = PATIENCE if options.stop is None else options.max_steps + 1
         self.latest = first.z.detach()  # states of all samples of the caller, for rule and callback
         self.uneven = spent is not None  # rows may have made different numbers of evaluations
 
@@ -264,7 +268,7 @@ class Loop:
             status = self._give_up(status, accepted, count)
         over = (rows.evaluations >= options.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
-        if count % self.patience == 0:
+        if count % options.patience == 0:
             status = self._find_stalled(status)
         if self.growth is not None and bool(self.growth.diverging.any()):
             failed = self.growth.diverging & running & (status > Status.CONVERGED)

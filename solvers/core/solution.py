@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import plain_number, require_choice, require_instance, require_positive
+from solvers.core.checks import (
+    plain_number,
+    require_choice,
+    require_count,
+    require_instance,
+    require_positive,
+)
 from solvers.core.cuda import on_cuda, uses_tf32
 from solvers.core.modes import uncompiled
 from solvers.core.telling import reduce_error, warn_user
@@ -37,10 +43,14 @@ class Tolerance:
     Args:
         rtol: relative tolerance, a finite number >= 0.
         atol: absolute tolerance, a finite number >= 0.
+        patience: number of evaluations in which a sample must make progress, an integer >= 1: it ends as
+            STALLED if meanwhile its residual, relative to what is allowed, has not fallen by 0.1 % below the
+            best before, its energy has not fallen, and its iterate has not kept to one direction. None:
+            samples go on up to ``max_steps``.
 
     Raises:
-        TypeError: if one is not a number.
-        ValueError: if one is negative, infinite or NaN.
+        TypeError: if a tolerance is not a number, or patience is not an integer.
+        ValueError: if a tolerance is negative, infinite or NaN, or patience is below 1.
 
     Example:
         >>> import torch
@@ -50,10 +60,13 @@ class Tolerance:
 
     rtol: float = 1e-4
     atol: float = 0.0
+    patience: int | None = field(default=100, kw_only=True)
 
     def __post_init__(self) -> None:
         require_positive("rtol", self.rtol, zero=True)
         require_positive("atol", self.atol, zero=True)
+        if self.patience is not None:
+            require_count("patience", self.patience)
 
     def threshold(self, reference: Tensor) -> Tensor:
         """Return the largest residual norm (B,) that counts as converged for reference norms (B,)."""
@@ -146,8 +159,8 @@ class Status(IntEnum):
 
     * ``CONVERGED``: the residual and the estimated error of the value are within the tolerance.
     * ``MAX_STEPS``: the maximum number of evaluations was reached.
-    * ``STALLED``: in 100 evaluations neither the residual nor the energy fell, and the iterate did not keep
-      moving in one direction.
+    * ``STALLED``: in ``Tolerance.patience`` evaluations, 100 by default, neither the residual nor the energy
+      fell, and the iterate did not keep moving in one direction.
     * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved away while
       the residual did not decrease, so the energy may be unbounded below.
     * ``NONFINITE``: no evaluation was finite.
@@ -171,7 +184,11 @@ class Status(IntEnum):
 
     CONVERGED = 0
     MAX_STEPS = 1, "raise max_steps, loosen the tolerance or use another solver"
-    STALLED = 2, "the tolerance may lie below rounding, or the problem may be singular"
+    STALLED = (
+        2,
+        "the tolerance may lie below rounding, or the problem may be singular; where progress is slow, raise "
+        "Tolerance(patience=...)",
+    )
     DIVERGED = 3, "damp the iteration or use a safeguarded solver"
     NONFINITE = 4, "an input or an evaluation contained NaN or infinity"
     INDEFINITE = (

@@ -13,7 +13,7 @@ from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import JacobianProduct, Problem
 from solvers.core.rows import Evaluation, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
-from solvers.krylov import CG, GMRES, LINEAR, LinearSolver
+from solvers.krylov import CG, GMRES, LINEAR, MINRES, LinearSolver
 
 DENSE = 30  # unknowns up to which the Jacobian is computed as a matrix
 
@@ -34,7 +34,8 @@ class Newton(Solver):
     running.
 
     Args:
-        linear: Krylov solver of the steps; None for CG if J is symmetric, else GMRES(restart=30).
+        linear: Krylov solver of the steps, with a ``preconditioner`` for ``I - J`` if you have one. None: for
+            a symmetric J, CG if there is an energy and MINRES otherwise; else GMRES(restart=30).
         forcing: largest relative residual of the linear solves, in (0, 1).
 
     Source: Dembo, Eisenstat and Steihaug, "Inexact Newton methods", SIAM J. Numer. Anal. 19 (1982),
@@ -135,10 +136,13 @@ class Newton(Solver):
             return found.masked_fill(~usable[:, None], 0), torch.where(wanted, size_of, 0)
         product, dtype = self._product(problem, point), point.z.dtype
         chosen: Any = self.linear  # an instance, since __post_init__
-        solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
+        # CG ends at directions in which an energy is concave; a symmetric root need not have an energy.
+        symmetric = MINRES() if point.energy is None else CG()
+        solver: LinearSolver = chosen or (symmetric if problem.symmetric else GMRES(restart=30))
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
-        run = solver.start(point.residual / size, forcing.to(working)[:, None], wanted[:, None])
+        limit, precondition = forcing.to(working)[:, None], solver.on_vectors(problem.layout)
+        run = solver.start(point.residual / size, limit, wanted[:, None], precondition)
         while bool(run.running.any()):
             along = torch.where(run.running, run.direction, 0)
             run.absorb(along - product(along.to(dtype)).to(working))

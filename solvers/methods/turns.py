@@ -21,7 +21,7 @@ from torch import Tensor
 
 from solvers.core.cuda import on_cuda
 from solvers.core.judge import ROUNDINGS, STEPS, SURE, Rule
-from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
+from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Evaluation, scaled_norm
 from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
@@ -368,10 +368,10 @@ def solve_on_cuda(
             kept = torch.where(turns.better, energy, kept)
         if not int(turns.left):
             break
-        if number % PATIENCE == 0:
+        if number % options.patience == 0:
             stuck = (turns.status == RUNNING) & (turns.score > (1 - PROGRESS) * milestone)
             stuck = stuck & ~(scaled_norm(turns.base - anchor) > DRIFT * turns.path)
-            if number > PATIENCE and bool(stuck.any()):
+            if number > options.patience and bool(stuck.any()):
                 return None, None  # stalled
             milestone, anchor = turns.score.clone(), turns.base.clone()
             turns.path.zero_()

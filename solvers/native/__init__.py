@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.judge import ROUNDINGS, STEPS
-from solvers.core.loop import DIVERGENCE, DRIFT, PATIENCE, PROGRESS, Options
+from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import MODERATE_ABOVE, RUNNING, Evaluation, shrinks
 from solvers.core.solution import Solution
@@ -194,13 +194,13 @@ def solve_in_turns(
     }  # fmt: skip
     if problem.mask is not None:
         arrays["mask"] = problem.mask.contiguous()
-    if options.max_steps >= 2 * PATIENCE:  # before that no sample stalls
+    if options.max_steps >= 2 * options.patience:  # before that no sample stalls
         arrays["anchor"] = torch.empty_like(start)
     damping, ridge, tiny = numbers
     record = _Turns(
         **{name: array.data_ptr() for name, array in arrays.items()}, fork=THREADS.fork,
         threads=THREADS.number, rows=batch, size=size, kept=kept, max_steps=options.max_steps,
-        patience=PATIENCE, parts=parts, remembered=STEPS, rtol=tolerance.rtol, atol=tolerance.atol,
+        patience=options.patience, parts=parts, remembered=STEPS, rtol=tolerance.rtol, atol=tolerance.atol,
         damping=damping, ridge=ridge, tiny=tiny, divergence=DIVERGENCE, moderate=MODERATE_ABOVE[dtype],
         eps=rule.eps, fallen=rule.fallen, roundings=ROUNDINGS, progress=PROGRESS, drift=DRIFT,
     )  # fmt: skip
