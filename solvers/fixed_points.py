@@ -16,6 +16,7 @@ from solvers.adjoint import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.core.checks import (
     require_callable,
     require_finite,
+    require_flag,
     require_kind,
     require_options,
 )
