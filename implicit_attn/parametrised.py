@@ -1,4 +1,4 @@
-"""Parametrised weights that a solve computes once, of modules that can be saved and pickled whole."""
+"""Parametrised weights that a layer computes once per solve, of modules that can be saved and pickled whole."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from solvers.core.context import CONTEXT
 
 
 def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> None:
-    """Register a parametrization whose weight is computed once per solve.
+    """Register a parametrization whose weight a layer computes once per solve.
 
-    This is ``torch.nn.utils.parametrize.register_parametrization`` with two differences. A solve computes the
-    weight at its first evaluation only. And ``module`` can still be pickled: torch gives a parametrised
+    This is ``torch.nn.utils.parametrize.register_parametrization`` with two differences. A layer computes the
+    weight before it solves and passes it on in a record of the thread. And ``module`` can still be pickled: torch gives a parametrised
     module a dynamic class, which cannot be pickled, and here loading the module recreates the class. A copy
     of a module shares its class, so adding a property also creates a new class for the module.
     """
@@ -25,7 +25,7 @@ def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> Non
 
 
 def _adapt(made: Any, name: str) -> None:
-    """Let the class read its weight ``name`` once a solve, and let its modules be pickled."""
+    """Let the class read a weight that the layer has computed, and let its modules be pickled."""
     known: property = made.__dict__[name]
     assert known.fget is not None
     compute = known.fget

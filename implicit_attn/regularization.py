@@ -129,8 +129,8 @@ def apply_norm(
     ``sum_i |W P_i x|^2 <= sigma(W)^2 sum_i |P_i x|^2 <= sigma(W)^2 m |x|^2``. This holds for the padding
     modes "zeros" and "circular"; "reflect" and "replicate" read pixels at the border more often.
 
-    Without ``target`` the initial weights do not change. A solve computes every parametrised weight once;
-    outside solves use ``torch.nn.utils.parametrize.cached()``. Call this function before you create an
+    Without ``target`` the initial weights do not change. A layer computes every parametrised weight once per
+    solve; elsewhere use ``torch.nn.utils.parametrize.cached()``. Call this function before you create an
     optimizer, because it replaces the parameters (``parametrizations.weight.original...``).
 
     Args:

@@ -215,8 +215,8 @@ class SpectralBound(nn.Module):
     """Parametrisation ``W -> W min(1, bound / sigma)`` with the largest singular value ``sigma``.
 
     It is differentiable and the same in training and evaluation. On CUDA devices sigma is replaced by the
-    upper bound :func:`implicit_attn.spectral.gram_bound`. Each read of the weight recomputes sigma; a
-    solve, like ``torch.nn.utils.parametrize.cached()``, reads it once.
+    upper bound :func:`implicit_attn.spectral.gram_bound`. Each read of the weight recomputes sigma,
+    except in a solve of a layer, which computes it once.
 
     Args:
         bound: finite number > 0.
