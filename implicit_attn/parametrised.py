@@ -1,4 +1,4 @@
-"""Parametrised weights that a layer computes once per solve, of modules that can be saved and pickled whole."""
+"""Parametrised weights that a layer computes once per solve; their modules can be pickled whole."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> Non
     """Register a parametrization whose weight a layer computes once per solve.
 
     This is ``torch.nn.utils.parametrize.register_parametrization`` with two differences. A layer computes the
-    weight before it solves and passes it on in a record of the thread. And ``module`` can still be pickled: torch gives a parametrised
-    module a dynamic class, which cannot be pickled, and here loading the module recreates the class. A copy
-    of a module shares its class, so adding a property also creates a new class for the module.
+    weight before it solves and passes it on in a record of the thread. And ``module`` can still be pickled:
+    torch gives a parametrised module a dynamic class, which cannot be pickled, and here loading the module
+    recreates the class. A copy of a module shares its class, so adding a property also creates a new class
+    for the module.
     """
     own_class(module)
     parametrize.register_parametrization(module, name, parametrization)
