@@ -211,7 +211,7 @@ class DEQ(nn.Module):
         seeds = f.seeds(z0, x)
         options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
-        with parametrize.cached() if f.changes_weights else nullcontext(), f.weights_once():
+        with parametrize.cached() if f.changes_weights else nullcontext():
             solution = self._run(f, x, mask, seeds, z0, options, token_rows)
         f.masks.require_called(self.update)
         solution.evaluations = solution.evaluations + before
@@ -236,13 +236,16 @@ class DEQ(nn.Module):
             if solution is not None:
                 return solution
             recorder = None
-        args, start = f.equation(x, mask, seeds, z0)
-        if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
-            refuse_drawing_modules(f.parts.items(), "the update")
-        solution = None if recorder is None else recorder(f, start, args, **given)
-        if solution is None and rows and isinstance(start, Tensor) and start.numel():
-            return TokenRows(f, start, args).solve(start, mask, options)
-        return solvers.fixed_point(f, start, args, **options) if solution is None else solution
+        with f.weights_once():
+            args, start = f.equation(x, mask, seeds, z0)
+            if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
+                refuse_drawing_modules(f.parts.items(), "the update")
+            solution = None if recorder is None else recorder(f, start, args, **given)
+            if solution is not None:
+                return solution
+            if rows and isinstance(start, Tensor) and start.numel():
+                return TokenRows(f, start, args).solve(start, mask, options)
+            return solvers.fixed_point(f, start, args, **options)
 
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
         """Record the solve and its gradients as CUDA graphs and replay them.
