@@ -95,7 +95,7 @@ dist-test: dist ## install what was built into an empty environment outside of t
 notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (ARGS="own_energy" for one)
 	$(BIN)/python docs/notebooks/build.py $(ARGS)
 
-integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face, Lightning and Accelerate
+integrations: $(OTHERS_VENV)/stamp ## test the examples with other libraries: timm, Hugging Face and more
 	OMP_NUM_THREADS=1 $(OTHERS_VENV)/bin/python -m pytest tests/examples/test_integrations.py $(ARGS)
 
 clean: ## remove the environments and caches; runs/ stays
@@ -154,7 +154,7 @@ $(JAX_VENV)/stamp: benchmarks/jax_peers/requirements.txt $(VENV)/python.stamp
 # An environment on top of the first one, which keeps its packages: those of the integrations are many,
 # and some import each other wherever they find them.
 $(OTHERS_VENV)/stamp: $(VENV)/test.stamp
-	@echo "installing timm, Hugging Face, Lightning and Accelerate into $(OTHERS_VENV) ..."
+	@echo "installing the libraries of examples/integrations into $(OTHERS_VENV) ..."
 	@$(BIN)/python -m venv $(OTHERS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(OTHERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"

@@ -3,10 +3,9 @@
     python examples/published/energy_based_transformer.py
 
 For every position the state is a vector of logits z. A step descends a learned energy of the distribution
-``p = softmax(z)`` given the previous characters, ``z <- p - alpha dE/dp``, with a learned step size
-alpha. Training puts the cross entropy on the state after each of three steps and differentiates through
-each step, so it needs second derivatives of the energy. The layer continues until the distributions do
-not change.
+``p = softmax(z)`` given the previous characters, ``z <- p - alpha dE/dp``, with a learned step size alpha.
+Training puts the cross entropy on the state after each of three steps and differentiates through each step,
+so it needs second derivatives of the energy. The layer continues until the distributions do not change.
 
 Source: https://arxiv.org/abs/2507.02092, code https://github.com/alexiglad/EBT.
 """

@@ -68,9 +68,8 @@ def main(dim: int = 100, steps: int = 600, seed: int = 0) -> list[Row]:
     begin(seed)
     model, rows = Classifier(dim), []
     images, labels = train_on_digits(model, steps, batch=64, rate=3e-3)
-    x = model.inject(images.flatten(1))
+    linear, x = model.cell.linear, model.inject(images.flatten(1))
     options = {"max_steps": 2000, "adjoint": Implicit(on_failure="ignore")}
-    linear = model.cell.linear
     splitting = lambda z, x: F.relu(z - 0.05 * (z - linear(z) - x))  # noqa: E731
     # The step also scales the residual.
     forward_backward = DEQ.from_update(splitting, init="zeros", tolerance=5e-6)

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from implicit_attn import DEQ
 from implicit_attn.regularization import apply_norm
 
-Maps = dict[str, Tensor]  # "fine" (B, C, 8, 8) and "coarse" (B, 2 C, 4, 4)
 conv = partial(nn.Conv2d, kernel_size=3, padding=1, bias=False)
 
 
@@ -37,7 +36,7 @@ class Block(nn.Module):
 
 
 class Cell(nn.Module):
-    """A block at each resolution, then the fusion of both."""
+    """A block at each resolution, "fine" (B, C, 8, 8) and "coarse" (B, 2 C, 4, 4), then their fusion."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class Cell(nn.Module):
             nn.init.constant_(norm.get_parameter("weight"), 0.2)
         apply_norm(self)  # weight norm of the convolutions
 
-    def forward(self, z: Maps, x: Maps) -> Maps:
+    def forward(self, z: dict[str, Tensor], x: dict[str, Tensor]) -> dict[str, Tensor]:
         fine, coarse = (self.blocks[name](z[name], x[name]) for name in ("fine", "coarse"))
         up = F.interpolate(self.up(coarse), scale_factor=2.0)
         sums = {"fine": fine + up, "coarse": coarse + self.down(fine)}

@@ -1,4 +1,4 @@
-"""The examples with timm, Hugging Face, Lightning, Accelerate and a graph: trained, saved, resumed."""
+"""The examples with other libraries: trained, saved, resumed, compared."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import solvers
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
-# timm and transformers import torchvision. Next to torch for CPUs, the torchvision of PyPI does not load, and
-# its import fails at two operators. Nothing here calls them, so their schemas are enough.
+# timm, transformers and deepinv import torchvision. Next to torch for CPUs, the torchvision of PyPI does not
+# load, and its import fails at two operators. Nothing here calls them, so their schemas are enough.
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -40,10 +42,12 @@ _KEPT = _name_missing_operators()  # its operators live as long as it does
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "integrations"
 NEEDS = {
     "accelerate_digits": ("accelerate", "sklearn"),
+    "deepinv_deblurring": ("deepinv", "sklearn"),
     "graph_nodes": ("sklearn",),
     "hub_mixin": ("huggingface_hub", "safetensors"),
     "hugging_face": ("transformers", "accelerate", "sklearn"),
     "lightning_digits": ("lightning", "sklearn"),
+    "padded_graphs": ("torch_geometric",),
     "timm_vit": ("timm", "sklearn"),
 }
 # Deprecations within the libraries that are integrated, and what they say about small runs.
@@ -53,6 +57,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|exists and is not empty)"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
     pytest.mark.filterwarnings("ignore:.*pin_memory"),
+    pytest.mark.filterwarnings("ignore:No explicit prior"),
 ]
 
 
@@ -189,3 +194,42 @@ def test_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {"each node alone", "graph"}
     assert found["graph"] > found["each node alone"] + 0.1
     assert "of the edges within a class" in capsys.readouterr().out
+
+
+def test_deepinv(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layer has deepinv's solution, and the gradient of a long loop of its iteration in float64."""
+    module = example("deepinv_deblurring")
+    result = module.main(channels=4, steps=2, limit=48)
+    assert "deepinv, Anderson" in capsys.readouterr().out
+    theirs, ours = (result["results"][name][0] for name in ("deepinv", "layer"))
+    assert (ours - theirs).norm() < 0.01 * theirs.norm()
+    layer, denoiser, operator = (
+        result[name].double() for name in ("layer", "denoiser", "operator")
+    )
+    y = images().double()
+    options = {"tolerance": 1e-10, "max_steps": 500, "adjoint": solvers.Implicit(tolerance=1e-10)}
+    found, unrolled = layer(y, **options), operator.A_adjoint(y)
+    for _ in range(600):
+        unrolled = layer.update(unrolled, y)
+    torch.testing.assert_close(found, unrolled, rtol=1e-7, atol=1e-8)
+    weights = list(denoiser.parameters())
+    gradients, expected = (
+        torch.autograd.grad(z.square().sum(), weights) for z in (found, unrolled)
+    )
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_padded_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Padding changes nothing, and the equilibrium classifies nodes that two convolutions do not reach."""
+    module = example("padded_graphs")
+    result = module.main(steps=60, longest=10)
+    assert capsys.readouterr().out.count("% of the nodes") == 2
+    accuracy = result["accuracy"]
+    assert accuracy["equilibrium"] > accuracy["two convolutions"] + 0.1
+    batch, model = module.chains(4, 9), result["equilibrium"]
+    assert len({graph.num_nodes for graph in batch.to_data_list()}) > 1
+    model.layer.tolerance = solvers.Tolerance(1e-6)
+    graphs = batch.to_data_list()
+    alone = [model(g.x, g.edge_index, torch.zeros_like(g.y)) for g in graphs]
+    together = model(batch.x, batch.edge_index, batch.batch)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
