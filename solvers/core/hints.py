@@ -1,4 +1,4 @@
-"""Hints for users who misspell an argument, or use the names of ``torch.nn`` or Hugging Face."""
+"""Hints for users who misspell an argument, or use its name in another library."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ OURS = {
     "num_layers": "layers", "num_hidden_layers": "layers", "n_layer": "layers",
     "vocab_size": "vocabulary", "max_position_embeddings": "length",
     "max_new_tokens": "count", "top_k": "most",
+    "tol": "tolerance", "f_tol": "tolerance", "max_iter": "max_steps", "maxiter": "max_steps",
+    "f_max_iter": "max_steps", "max_iterations": "max_steps", "f_solver": "solver", "method": "solver",
 }  # fmt: skip
 
 
 def closest_name(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the most similar known name, or "" if none is similar."""
-    close = difflib.get_close_matches(name, list(known), 1)
+    """Return a question that suggests a known name of this meaning or spelling, or "" if there is none."""
+    known = list(known)
+    close = [own] if (own := OURS.get(name)) in known else difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -35,11 +38,13 @@ def hint_names(function: Function) -> Function:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         unknown = [name for name in named if name not in known]
+        if not unknown:
+            return function(*arguments, **named)
         owner = function.__qualname__.removesuffix(".__init__")
         if foreign := [name for name in unknown if OURS.get(name) in known]:
             hints = ", ".join(f"{name} is called {OURS[name]} here" for name in foreign)
             raise TypeError(f"{owner}: {hints}")
-        if unknown and not accepts_any:
+        if not accepts_any:
             hint = closest_name(unknown[0], known)
             raise TypeError(f"{owner} has no argument {unknown[0]!r}{hint}")
         return function(*arguments, **named)
