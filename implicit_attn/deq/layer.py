@@ -240,7 +240,8 @@ class DEQ(nn.Module):
             recorder = None
         with f.weights_once():
             args, start = f.equation(x, mask, seeds, z0)
-            if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
+            # Modules in ``prepare``, which is called once, may draw.
+            if args[0] is x and not prepares(f.parts):
                 refuse_drawing_modules(f.parts.items(), "the update")
             solution = None if recorder is None else recorder(f, start, args, **given)
             if solution is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,23 +23,27 @@ OURS = {
 }  # fmt: skip
 
 
-def closest_name(name: str, known: Iterable[str]) -> str:
+def closest_name(name: str, known: Collection[str]) -> str:
     """Return a question that suggests a known name of this meaning or spelling, or "" if there is none."""
-    known = list(known)
-    close = [own] if (own := OURS.get(name)) in known else difflib.get_close_matches(name, known, 1)
+    close = (
+        [own]
+        if (own := OURS.get(name)) in known
+        else difflib.get_close_matches(name, sorted(known), 1)
+    )
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def hint_names(function: Function) -> Function:
     """Make ``function`` raise a TypeError that suggests names for unknown arguments."""
-    known = inspect.signature(function).parameters
-    accepts_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    parameters = inspect.signature(function).parameters
+    accepts_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    known = frozenset(parameters)
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        unknown = [name for name in named if name not in known]
-        if not unknown:
+        if known.issuperset(named):
             return function(*arguments, **named)
+        unknown = [name for name in named if name not in known]
         owner = function.__qualname__.removesuffix(".__init__")
         if foreign := [name for name in unknown if OURS.get(name) in known]:
             hints = ", ".join(f"{name} is called {OURS[name]} here" for name in foreign)
