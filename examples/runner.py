@@ -3,6 +3,7 @@
 import argparse
 import csv
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from implicit_attn import studies
 
 Table = list[dict[str, Any]]  # the rows have the same keys
 Result = tuple[dict[str, Table], Figure]
+SHORT = 40  # rows of a table that is printed
 COLOURS = ["#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"]  # C0 to C4: blue to grey
 
 mpl.use("Agg")
@@ -51,14 +53,16 @@ def run(main: Callable[..., Result], words: Sequence[str] | None = None) -> dict
         main.__doc__ = "\n    ".join(lines)
         tables, figure = tyro.cli(main, args=others, description=note)
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"{folder.name}.png")
+        short = {name: rows for name, rows in tables.items() if len(rows) <= SHORT}
+        text = {"Comment": json.dumps(short)}  # a picture carries the numbers that are printed
+        figure.savefig(folder / f"{folder.name}.png", metadata=text)
     plt.close(figure)
     for name, rows in tables.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-        if len(rows) <= 40:
+        if name in short:
             print(f"\n{name}", *rows[0], sep="\t")
             for row in rows:
                 values = (f"{v:.4g}" if isinstance(v, float) else v for v in row.values())

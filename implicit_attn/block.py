@@ -16,10 +16,10 @@ from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.energies.tokens import hide
-from implicit_attn.hints import hint_names
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.core.hints import hint_names
 from solvers.core.modes import (
     autocast_dtype,
     eager,
@@ -140,6 +140,7 @@ class EncoderLayer(nn.Module):
         keys = count if memory is None else memory.shape[1]
         if src_mask is not None:
             pairs, bias = _allowed_pairs(src_mask, (batch, self.heads, count, keys))
+            bias = bias if bias is None else bias.to(tokens.dtype)
         if is_causal and not self.causal:
             if self.attention == "cross":
                 raise ValueError('is_causal=True needs attention="self", got "cross"')
@@ -322,6 +323,11 @@ class EquilibriumBlock(EncoderLayer):
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
             options: options of :meth:`implicit_attn.DEQ.solve` for this call.
         """
+        if "mask" in options:
+            raise TypeError(
+                "the masks of a block are src_mask and src_key_padding_mask, True at what they exclude: pass "
+                "src_key_padding_mask=~mask instead of mask=mask"
+            )
         tokens, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )

@@ -20,6 +20,7 @@ from solvers.core.checks import (
     require_kind,
     require_options,
 )
+from solvers.core.hints import hint_names
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
@@ -50,6 +51,7 @@ _NEWTON, _BY_GMRES, _BY_MINRES = Newton(), Implicit(GMRES()), Implicit(MINRES())
 VANISHED = 1e-2  # |f(z)| against the first residual, below which the fixed point may be zero
 
 
+@hint_names
 @eager
 def fixed_point(
     f: Callable[..., Any],

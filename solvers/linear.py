@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_callable, require_count, require_flag, require_kind
+from solvers.core.hints import hint_names
 from solvers.core.layout import Layout, check_args, check_like, leaves_of, take
 from solvers.core.modes import eager
 from solvers.core.rows import RUNNING, SHRINK, Progress, ratio, true_rows
@@ -201,6 +202,7 @@ class LinearLoop:
             self.callback(Progress(self.noted, column, None, int(running.sum())))
 
 
+@hint_names
 @eager
 def solve_linear(
     matvec: Callable[..., Any],

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from implicit_attn import DEQ
@@ -227,6 +230,56 @@ def test_the_examples_of_a_module_run(name: str) -> None:
         runner.run(test, out=report.append)
     assert runner.failures == 0, "".join(report)
     assert runner.tries > 0
+
+
+def of_solvers(table: str, key: str) -> Callable[[Any], list[str]]:
+    """The numbers ``key`` of four solvers, from the tables of a picture."""
+
+    def read(tables: Any) -> list[str]:
+        rows = {row.get("solver") or row["method"]: row for row in tables[table]}
+        return [f"{rows[n][key]:.0f}" for n in ("forward", "L-BFGS", "Anderson", "Broyden")]
+
+    return read
+
+
+def of_layer(name: str) -> Callable[[Any], list[str]]:
+    def read(tables: Any) -> list[str]:
+        (row,) = (row for row in tables["summary"] if row["layer"] == name)
+        return ["{accuracy:.1f} ({least:.1f} to {most:.1f})".format(**row)]
+
+    return read
+
+
+# A picture, the first cell of a row of docs/models.md, and the cells that follow.
+CLAIMS: list[tuple[str, str, Callable[[Any], list[str]]]] = [
+    ("equilibrium-extrapolation", "to the test accuracy", of_solvers("reach", "to_accuracy")),
+    ("equilibrium-extrapolation", "to forward iteration's", of_solvers("reach", "to_loss")),
+    ("equilibrium-convergence", "to a residual and an", of_solvers("costs", "evaluations")),
+    ("gallery/own-energy", "*no layer*", of_layer("no layer")),
+    ("gallery/own-energy", "your own energy", of_layer("your own energy")),
+    ("gallery/own-energy", "*`nn.Trans", of_layer("nn.TransformerEncoderLayer")),
+    ("gallery/own-energy", "`Equil", of_layer("EquilibriumBlock")),
+]
+
+
+@pytest.mark.parametrize(("picture", "first", "read"), CLAIMS)
+def test_a_table_has_the_numbers_of_its_picture(
+    picture: str, first: str, read: Callable[[Any], list[str]]
+) -> None:
+    """examples/runner.py writes the tables into the picture that it draws of them."""
+    with Image.open(DOCS / f"{picture}.png") as image:
+        expected = read(json.loads(str(image.info["Comment"])))
+    rows = [line.strip("| ").split(" | ") for line in text_of("docs/models.md").splitlines()]
+    assert expected in [row[1 : 1 + len(expected)] for row in rows if row[0].startswith(first)]
+
+
+def test_no_picture_stands_there_twice() -> None:
+    seen: dict[bytes, Path] = {}
+    for path in sorted(DOCS.rglob("*.png")):
+        with Image.open(path) as image:
+            pixels = image.convert("RGB").tobytes()
+        assert pixels not in seen, f"{path} is {seen[pixels]}"
+        seen[pixels] = path
 
 
 def test_each_defect_has_a_number_and_a_test() -> None:

@@ -24,7 +24,7 @@ solvers.checking
 solvers.fixed_points
 solvers.spins solvers.torchdeq_bridge
 solvers solvers.recording
-implicit_attn.optional implicit_attn.parametrised implicit_attn.hints implicit_attn.solvers
+implicit_attn.optional implicit_attn.parametrised implicit_attn.solvers
 implicit_attn.kernels implicit_attn.spectral
 implicit_attn.energies implicit_attn.dropout
 implicit_attn.updates

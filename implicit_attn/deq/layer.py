@@ -26,12 +26,12 @@ from implicit_attn.deq.problem import (
 )
 from implicit_attn.deq.supervised import supervised_states
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
-from implicit_attn.hints import closest_name, hint_names
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
 from solvers.checking import refuse_drawing_modules
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.cuda import on_cuda
+from solvers.core.hints import closest_name, hint_names
 from solvers.core.layout import Layout
 from solvers.core.modes import (
     eager,
@@ -202,6 +202,8 @@ class DEQ(nn.Module):
         before, self.evaluations_before = self.evaluations_before, 0
         if unknown := sorted(set(options) - set(OPTIONS)):
             hint = closest_name(unknown[0], OPTIONS)
+            if "src_key_padding_mask" in unknown:
+                hint = "; pass mask=~src_key_padding_mask, True at the tokens to keep"
             raise TypeError(
                 f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
             )
@@ -238,7 +240,8 @@ class DEQ(nn.Module):
             recorder = None
         with f.weights_once():
             args, start = f.equation(x, mask, seeds, z0)
-            if args[0] is x and not prepares(f.parts):  # modules in ``prepare``, called once, may draw
+            # Modules in ``prepare``, which is called once, may draw.
+            if args[0] is x and not prepares(f.parts):
                 refuse_drawing_modules(f.parts.items(), "the update")
             solution = None if recorder is None else recorder(f, start, args, **given)
             if solution is not None:

@@ -25,6 +25,7 @@ from solvers.core.context import weights_of, within
 from solvers.core.layout import tensors_of
 from solvers.core.modes import in_transform, lacks_numbers
 from solvers.core.problem import Sharing
+from solvers.core.telling import warn_user
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
@@ -51,6 +52,12 @@ def check_inputs(x: Any, mask: Tensor | None, parts: Modules, z0: Any = None) ->
     # Values are not available to compilers and exporters, inside transforms, or of fake tensors.
     has_numbers = not (torch.compiler.is_compiling() or in_transform() or lacks_numbers(x))
     if mask is not None and has_numbers:
+        if mask.device.type == "cpu" and mask.numel() and not bool(mask.any(1).all()):
+            warn_user(
+                "the mask leaves no token of some samples. The mask of a DEQ is True at the tokens to keep; "
+                "src_key_padding_mask of a block is True at padding",
+                UserWarning,
+            )
         x = pytree.tree_map(lambda leaf: _finite_at_masked_tokens(leaf, mask), x)
     leaves = tensors_of(x)
     if isinstance(x, Tensor) and x.dim() == 0:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from implicit_attn.block import BlockCache, DEQTransformer, EquilibriumBlock, Iterations
 from implicit_attn.data.text import decode, encode
-from implicit_attn.hints import hint_names
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.update import DescentStep
 from solvers.core.checks import (
@@ -22,6 +21,7 @@ from solvers.core.checks import (
     require_nonnegative,
     require_number,
 )
+from solvers.core.hints import hint_names
 
 SCALE = 0.02  # standard deviation of initial weights, as in GPT-2
 INITIAL = ("gpt2", "torch")

@@ -66,7 +66,7 @@ class Convergence(NamedTuple):
         residual.set(xlabel="evaluations per sample", yscale="log")
         residual.set_ylabel("best relative residual |f(z) - z| / |f(z)|")
         residual.set_title("Residual (median; band: 10 % to 90 %)")
-        residual.legend(frameon=False, fontsize=8)
+        residual.legend(framealpha=0.9, fontsize=8)
         energy.set(xlabel="evaluations per sample", title="Energy")
         if seen:
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")

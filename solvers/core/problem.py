@@ -402,5 +402,6 @@ OVERWRITES = (
 )
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "
-    "the whole batch, pass that tensor in args=(...), or set compact=False."
+    "the whole batch, pass that tensor in args=(...), or set compact=False. If args contain a tensor that "
+    "all samples share, let f close over it instead."
 )

@@ -232,11 +232,16 @@ class Trace:
         energy: (B, T) energy at the same points, or None without an energy.
         accepted: (B, T) bool, True if the evaluated point became the current iterate (a
             safeguarded solver may reject trial points), or None if every point was accepted.
+        attempt: (B, T) int64, 0 at points of the solver and 1, 2, ... at those of the fallback solvers that
+            :func:`solvers.fixed_point` and :func:`solvers.root` list, in that order; None if there were none.
+            Each attempt begins at the best iterate so far, whose energy may exceed that of the last step.
+            Within an attempt the energy of accepted points never rises, up to rounding.
     """
 
     residual: Tensor
     energy: Tensor | None = None
     accepted: Tensor | None = None
+    attempt: Tensor | None = None
 
 
 @dataclass
@@ -415,6 +420,10 @@ def apply_policy(
     advice = [Status[name].advice for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("the energy may be unbounded below")
+    if "NONFINITE" in failures and solution.energy is not None:
+        advice.append(
+            "the derivative of a finite energy may be infinite, as that of sqrt or norm at 0"
+        )
     advice += told
     head, tail = f"{what} left samples unconverged", f"({'; '.join(advice)})"
     if on_failure == "raise":

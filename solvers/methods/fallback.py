@@ -37,7 +37,8 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
     if torch.is_grad_enabled():
         return solution
     roots = isinstance(problem.f, RootUpdate)
-    for solver in ENERGIES if problem.has_energy else ROOTS if roots else MAPS:
+    solvers = ENERGIES if problem.has_energy else ROOTS if roots else MAPS
+    for number, solver in enumerate(solvers, 1):
         status, spent = solution.status, solution.evaluations
         failed = torch.isfinite(solution.residual) & torch.isin(status, status.new_tensor(GIVEN_UP))
         spent = spent if problem.compact else spent.max().expand_as(spent)
@@ -54,7 +55,9 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
             if isinstance(solver, Newton):  # the map has no derivative, or no second one
                 continue
             raise
+        trace = _joined(solution, again, index, failed, number)
         solution = _with(solution, again, index, failed)
+        solution.trace = trace
     return solution
 
 
@@ -75,12 +78,13 @@ def _with(solution: Solution, again: Solution, index: Tensor, failed: Tensor) ->
     merged.steps = solution.steps + torch.where(
         spent, scatter_rows(again.steps, index, batch, 0), 0
     )
-    merged.trace = _joined(solution, again, index)
     return merged
 
 
-def _joined(solution: Solution, again: Solution, index: Tensor) -> Trace | None:
-    """Return the traces of both attempts, one after the other in each row."""
+def _joined(
+    solution: Solution, again: Solution, index: Tensor, failed: Tensor, number: int
+) -> Trace | None:
+    """Return the traces up to the attempt of this ``number``, one after the other in each ``failed`` row."""
     first, second = solution.trace, again.trace
     if first is None or second is None:
         return first
@@ -91,7 +95,8 @@ def _joined(solution: Solution, again: Solution, index: Tensor) -> Trace | None:
         wide = before.new_full((len(before), max(width, before.shape[1])), fill)
         wide[:, : before.shape[1]] = before
         for row, start, values in zip(index.tolist(), spent.tolist(), after, strict=True):
-            wide[row, start : start + len(values)] = values
+            if failed[row]:
+                wide[row, start : start + len(values)] = values
         return wide
 
     return Trace(
@@ -102,4 +107,11 @@ def _joined(solution: Solution, again: Solution, index: Tensor) -> Trace | None:
         None
         if first.accepted is None or second.accepted is None
         else join(first.accepted, second.accepted, False),
+        join(
+            torch.zeros_like(first.residual, dtype=torch.int64)
+            if first.attempt is None
+            else first.attempt,
+            torch.full_like(second.residual, number, dtype=torch.int64),
+            0,
+        ),
     )

@@ -449,6 +449,12 @@ def test_steps_need_a_causal_block() -> None:
         EquilibriumBlock(8, 2).step(torch.ones(1, 2, 8))
 
 
+def test_a_half_precision_mask_of_scores_is_one_of_the_dtype_of_the_tokens() -> None:
+    block, mask = EquilibriumBlock(8, 2).double(), torch.randn(5, 5).half()
+    x = inputs(2, 5)
+    assert torch.equal(block(x, src_mask=mask), block(x, src_mask=mask.double()))
+
+
 def test_tokens_rest_when_their_prefix_has_converged() -> None:
     for gradient in ("all", 2, "implicit"):
         options: dict[str, Any] = {"gradient": gradient}
@@ -523,6 +529,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     option(DEQTransformer, "layer", gradient=2, layer={"adjoint": None}),
     option(DEQTransformer, "activation", activation="tanh"),
     option(DEQTransformer, "heads", heads=3),
+    argument("src_key_padding_mask=~mask", mask=torch.ones(2, 5).bool()),
     argument("src_mask", src_mask=torch.zeros(4, 4)),
     argument("src_mask", src_mask=torch.zeros(5, 5, dtype=torch.long)),
     argument("padding", src_key_padding_mask=torch.ones(2, 5)),

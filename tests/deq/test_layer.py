@@ -66,6 +66,10 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     option("max_itr", max_itr=3),
     (lambda: make("gradient").solve(tokens(), max_itr=3), "max_itr"),
     (lambda: DEQ.from_energy(well, max_itr=3), "max_itr"),
+    (lambda: make("gradient")(tokens(), src_key_padding_mask=None), "mask=~src_key_padding_mask"),
+    (lambda: solvers.fixed_point(torch.cos, tokens(), tolerence=1), "did you mean tolerance"),  # type: ignore[call-arg]
+    (lambda: solvers.root(torch.sin, tokens(), tol=1), "tol is called tolerance here"),
+    (lambda: solvers.solve_linear(torch.abs, tokens(), maxiter=1), "maxiter is called max_steps here"),  # type: ignore[call-arg]
     option("max_steps", max_steps=0),
     option("tolerance", tolerance="1e-3"),
     option("solver", solver="andersen"),

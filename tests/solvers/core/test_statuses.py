@@ -124,6 +124,29 @@ def test_the_energy_never_rises(solver: str, name: str) -> None:
     assert not (solution.status == Status.NONFINITE).any()
 
 
+def test_the_trace_says_where_a_second_attempt_begins() -> None:
+    """At the start, where the slope was smallest; the first attempt had come to a lower energy, at a kink."""
+
+    def energy(z: Tensor) -> Tensor:
+        return torch.maximum(1.5 - z.square() / 6, 0.2 * z.abs() - 0.1).sum(1)
+
+    start = torch.tensor([[0.01], [0.02], [-0.015]], dtype=torch.float64)
+    solution = fixed_point(
+        Descent(energy), start, record=True, adjoint=None, max_steps=600, on_failure="ignore"
+    )
+    trace = solution.trace
+    assert trace is not None and trace.energy is not None and trace.accepted is not None
+    assert trace.attempt is not None and trace.attempt.unique().tolist() == [0, 1]
+    assert (solution.steps == trace.accepted.sum(1)).all()
+    for energies, accepted, attempt in zip(
+        trace.energy, trace.accepted, trace.attempt, strict=True
+    ):
+        first, second = (energies[accepted & (attempt == number)] for number in (0, 1))
+        assert second[0] > first[-1]
+        for taken in (first, second):
+            assert (taken[1:] <= taken[:-1] + 8 * EPS * taken[:-1].abs()).all()
+
+
 @pytest.mark.parametrize("fails", [torch.nan, torch.inf])
 def test_an_energy_that_is_not_finite_at_the_start_is_nonfinite(fails: float) -> None:
     def energy(z: Tensor) -> Tensor:
@@ -134,6 +157,15 @@ def test_an_energy_that_is_not_finite_at_the_start_is_nonfinite(fails: float) ->
         lambda z: 0.5 * z + 0.1, z0, energy=energy, adjoint=None, on_failure="ignore"
     )
     assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+
+
+def test_a_warning_names_a_derivative_that_is_infinite() -> None:
+    def energy(z: Tensor) -> Tensor:
+        return z.norm(dim=1).sqrt() + z.square().sum(1)
+
+    with pytest.warns(solvers.SolveWarning, match="sqrt or norm at 0"):
+        solution = fixed_point(Descent(energy), torch.zeros(2, 3))
+    assert solution.statuses == ["NONFINITE"] * 2
 
 
 def test_an_energy_that_rises_along_every_step_is_reported_as_stalled() -> None:

@@ -1,11 +1,11 @@
-"""Hints for users who misspell an argument, or use the names of ``torch.nn`` or Hugging Face."""
+"""Hints for users who misspell an argument, or use its name in another library."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -18,28 +18,37 @@ OURS = {
     "num_layers": "layers", "num_hidden_layers": "layers", "n_layer": "layers",
     "vocab_size": "vocabulary", "max_position_embeddings": "length",
     "max_new_tokens": "count", "top_k": "most",
+    "tol": "tolerance", "f_tol": "tolerance", "max_iter": "max_steps", "maxiter": "max_steps",
+    "f_max_iter": "max_steps", "max_iterations": "max_steps", "f_solver": "solver", "method": "solver",
 }  # fmt: skip
 
 
-def closest_name(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the most similar known name, or "" if none is similar."""
-    close = difflib.get_close_matches(name, list(known), 1)
+def closest_name(name: str, known: Collection[str]) -> str:
+    """Return a question that suggests a known name of this meaning or spelling, or "" if there is none."""
+    close = (
+        [own]
+        if (own := OURS.get(name)) in known
+        else difflib.get_close_matches(name, sorted(known), 1)
+    )
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def hint_names(function: Function) -> Function:
     """Make ``function`` raise a TypeError that suggests names for unknown arguments."""
-    known = inspect.signature(function).parameters
-    accepts_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    parameters = inspect.signature(function).parameters
+    accepts_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    known = frozenset(parameters)
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
+        if known.issuperset(named):
+            return function(*arguments, **named)
         unknown = [name for name in named if name not in known]
         owner = function.__qualname__.removesuffix(".__init__")
         if foreign := [name for name in unknown if OURS.get(name) in known]:
             hints = ", ".join(f"{name} is called {OURS[name]} here" for name in foreign)
             raise TypeError(f"{owner}: {hints}")
-        if unknown and not accepts_any:
+        if not accepts_any:
             hint = closest_name(unknown[0], known)
             raise TypeError(f"{owner} has no argument {unknown[0]!r}{hint}")
         return function(*arguments, **named)
