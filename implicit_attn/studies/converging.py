@@ -66,7 +66,8 @@ class Convergence(NamedTuple):
         residual.set(xlabel="evaluations per sample", yscale="log")
         residual.set_ylabel("best relative residual |f(z) - z| / |f(z)|")
         residual.set_title("Residual (median; band: 10 % to 90 %)")
-        residual.legend(framealpha=0.9, fontsize=8)
+        known = residual.get_legend_handles_labels()
+        figure.legend(*known, loc="outside lower center", ncols=len(self.curves) + 1, frameon=False)
         energy.set(xlabel="evaluations per sample", title="Energy")
         if seen:
             energy.set(ylabel="energy above the lowest reached (median)", yscale="log")
