@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from solvers import (
     root,
     solve_linear,
 )
+from solvers.core.cuda import forced
 
 SCALES = torch.logspace(0, 2, 40, dtype=torch.float64)
 
@@ -262,6 +264,25 @@ def test_patience_loosens_the_rule_that_ends_a_stalled_sample(
         assert solution.converged.all()
         assert (solution.value["t"] == 3).all() and (solution.value["u"].abs() < 1e-3).all()
         assert ((solution.evaluations > 300) & (solution.evaluations < 330)).all()
+
+
+@pytest.mark.parametrize("way", ["engine", "loop", "turns"])
+def test_patience_holds_in_each_engine(way: str) -> None:
+    """A map that jumps over its fixed point: the residual stays above 0.6."""
+
+    def solve(patience: int | None) -> Any:
+        with forced() if way == "turns" else nullcontext():
+            return fixed_point(
+                lambda z: torch.where(z > 0.3, -1.0, 1.0), torch.tensor([[0.5, 0.1], [0.2, 0.9]]),
+                solver="anderson", max_steps=400, record=way == "loop", adjoint=None,
+                tolerance=Tolerance(1e-6, patience=patience), on_failure="ignore",
+            )  # fmt: skip
+
+    for patience in (50, 100):
+        assert solve(patience).statuses == ["STALLED"] * 2
+        assert solve(patience).evaluations.tolist() == [2 * patience] * 2
+    for slow in (300, None):
+        assert solve(slow).statuses == ["MAX_STEPS"] * 2
 
 
 def test_patience_is_a_number_of_evaluations_and_holds_for_the_adjoint() -> None:
