@@ -254,7 +254,7 @@ class DEQ(nn.Module):
         Example:
             >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
             >>> values = torch.empty(1000, 3)
-            >>> for indices, solution in layer.stream(torch.randn(10, 100, 3), slots=64):
+            >>> for indices, solution in layer.stream(torch.randn(1000, 3).split(100), slots=64):
             ...     values[indices] = solution.value
         """
         options = self._chosen(options)
