@@ -18,14 +18,16 @@ def interleaved(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
     share: float = 0.5,
+    *,
+    warm_up: bool = True,
 ) -> dict[str, float]:
     """Seconds of each, run in turns of changing order, so that a noisy machine is noisy for all of them.
 
     A ``share`` of the times is shorter than the result: the median, or less, as other processes only add.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for run in contestants.values():
-        run()  # warm up
+    for run in contestants.values() if warm_up else ():
+        run()
     turns, order = list(contestants.items()), random.Random(0)
     for _ in range(rounds):
         order.shuffle(turns)

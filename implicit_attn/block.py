@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +98,26 @@ class EncoderLayer(nn.Module):
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         return self.deq.solve(x, mask, **self._options(tokens, x, mask, is_causal, options))
+
+    def stream(
+        self, inputs: Iterable[Any], *, slots: int = 128, masked: bool = False, **options: Any
+    ) -> Iterator[tuple[Tensor, solvers.Solution]]:
+        """Solve all samples of ``inputs`` in slots that are refilled; see :meth:`implicit_attn.DEQ.stream`.
+
+        The solutions are those of the state, as in :meth:`solve`.
+
+        Args:
+            inputs: batches ``src`` of tokens, or one of them.
+            masked: whether each batch is a pair ``(src, src_key_padding_mask)``.
+            slots, options: see :meth:`implicit_attn.DEQ.stream`.
+        """
+        source = iter([inputs] if isinstance(inputs, Tensor) else inputs)
+        for first in source:
+            pairs = ((each if masked else (each, None)) for each in chain([first], source))
+            made = (self._arguments(src, None, padding) for src, padding in pairs)
+            options = {"tolerance": self._tolerance(first[0] if masked else first), **options}
+            batches = ((x, mask) if masked else x for _, x, mask in made)
+            yield from self.deq.stream(batches, slots=slots, masked=masked, **options)
 
     def _options(
         self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]

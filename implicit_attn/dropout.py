@@ -142,7 +142,8 @@ class SolveMasks:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         active = [m for m in modules if isinstance(m, VariationalDropout) and m.active]
         self.numbers = {id(module): number for number, module in enumerate(active)}
-        self.known: dict[Any, tuple[Tensor, Tensor]] = {}  # the seeds and the mask that they gave
+        # The seeds, their version and the mask that they gave: a queue writes new seeds over old ones.
+        self.known: dict[Any, tuple[Tensor, int, Tensor]] = {}
         self.called: set[int] = set()  # numbers
 
     def within(self, seeds: Tensor) -> AbstractContextManager[None]:
@@ -156,11 +157,17 @@ class SolveMasks:
             return module.mask(h, seeds, number)
         key = number, h.shape[1:], h.dtype
         known = self.known.get(key)
-        if known is None or known[0] is not seeds or h.shape[:1] != seeds.shape:
+        version = seeds._version
+        if (
+            known is None
+            or known[0] is not seeds
+            or known[1] != version
+            or h.shape[:1] != seeds.shape
+        ):
             with torch.inference_mode(False):
-                known = seeds, module.mask(h, seeds, number)
+                known = seeds, version, module.mask(h, seeds, number)
             self.known[key] = known
-        return known[1]
+        return known[2]
 
     def require_called(self, update: nn.Module) -> None:
         """Raise ValueError if a module of the update was not called in the solve."""

@@ -44,6 +44,7 @@ from solvers.methods.lbfgs import LBFGS as LBFGS
 from solvers.methods.newton import Newton as Newton
 from solvers.methods.steps import Forward as Forward
 from solvers.methods.steps import GradientDescent as GradientDescent
+from solvers.queues import solve_queue as solve_queue
 from solvers.spins.adaptive_tap import AdaptiveTAP as AdaptiveTAP
 from solvers.spins.adaptive_tap import SpinMarginals as SpinMarginals
 from solvers.spins.adaptive_tap import SpinState as SpinState

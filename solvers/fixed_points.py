@@ -156,6 +156,51 @@ def fixed_point(
     check_on_failure(on_failure)
     tolerance, adjoint = read_tolerance("tolerance", tolerance), read_adjoint(adjoint)
     args = (args,) if isinstance(args, Tensor) else args
+    solver, automatic = choose_solver(f, energy, solver)
+    if isinstance(solver, ExternalSolver) and (energy or record or callback or stop):
+        raise ValueError(
+            f"{solver!r} runs its own loop, without energy, record, callback and stop: remove them"
+        )
+    layout = Layout.of(z0)
+    check_inputs(z0, args)
+    start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
+    problem = Problem.of(f, energy, z0, args, mask, compact, layout)
+    problem.measure = measure
+    goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
+    graded = adjoint is not None and torch.is_grad_enabled()
+    if start.numel() == 0:
+        return nothing(problem, start, graded)
+    unrolled = graded and isinstance(adjoint, Unrolled)
+    options = Options(goal.tolerance, max_steps, record, callback, stop=stop)
+    cached = graded and parametrize._cache_enabled > 0
+    solution, last = _solve(
+        problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
+    )
+
+    def check(point: Evaluation, among: Tensor | None = None) -> None:
+        verify_value(solution, point, goal.allowed(problem.unit_free), goal.precision, among)
+
+    if graded:
+        assert adjoint is not None
+        checks = check if verify else None
+        solution.value = adjoint.attach(problem, start, solution, goal, checks)
+    elif verify:
+        with torch.no_grad(), without_autocast(start.device.type):
+            check(problem.evaluate(solution.value) if last is None else last())
+    set_bound(solution, f)
+    if solution.value.untyped_storage().data_ptr() == start.untyped_storage().data_ptr():
+        solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
+    solution.value = layout.tree(solution.value)
+    what = goal.what + layout.scalars(len(start))
+    what = what.replace("fixed-point", "root") if isinstance(f, RootUpdate) else what
+    apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
+    return solution
+
+
+def choose_solver(
+    f: Callable[..., Any], energy: Callable[..., Tensor] | None, solver: Any
+) -> tuple[Solver, bool]:
+    """Return the solver, and whether it is the default one for ``f``, which has second attempts."""
     minimises, automatic = isinstance(f, EnergyUpdate) and energy is None, solver is None
     solver = read_solver(solver)
     if solver is None and isinstance(f, RootUpdate):
@@ -167,49 +212,18 @@ def fixed_point(
             f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
             "EnergyUpdate, for example solvers.Descent(energy)"
         )
-    if isinstance(solver, ExternalSolver) and (energy or record or callback or stop):
-        raise ValueError(
-            f"{solver!r} runs its own loop, without energy, record, callback and stop: remove them"
-        )
-    layout = Layout.of(z0)
-    _check_inputs(z0, args)
-    start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
-    problem = Problem.of(f, energy, z0, args, mask, compact, layout)
-    problem.measure = measure
-    goal = Goal(tolerance, start.dtype, problem.autocast, start.device)
-    graded = adjoint is not None and torch.is_grad_enabled()
-    if start.numel() == 0:
-        return _nothing(problem, start, graded)
-    unrolled = graded and isinstance(adjoint, Unrolled)
-    options = Options(goal.tolerance, max_steps, record, callback, stop=stop)
-    cached = graded and parametrize._cache_enabled > 0
-    solution, last = _solve(
-        problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
-    )
+    return solver, automatic
 
-    def check(point: Evaluation, among: Tensor | None = None) -> None:
-        allowed = Tolerance(0.0, goal.tolerance.atol) if problem.unit_free else goal.tolerance
-        verify_value(solution, point, allowed, goal.precision, among)
 
-    if graded:
-        assert adjoint is not None
-        checks = check if verify else None
-        solution.value = adjoint.attach(problem, start, solution, goal, checks)
-    elif verify:
-        with torch.no_grad(), without_autocast(start.device.type):
-            check(problem.evaluate(solution.value) if last is None else last())
+def set_bound(solution: Solution, f: object) -> None:
+    """Set the bound on the error of a solution (B, D), where the energy of f has a known modulus."""
     modulus: Any = getattr(f, "modulus", None)
-    if modulus is not None:  # |dE/dz| = |f(z) - z| / step_size
-        size = scaled_norm(solution.value.detach()).clamp_min(torch.finfo(start.dtype).tiny)
-        step_size: Any = getattr(f, "step_size", None) or 1.0
-        solution.bound = solution.residual_norm / (step_size * modulus) / size
-    if solution.value.untyped_storage().data_ptr() == start.untyped_storage().data_ptr():
-        solution.value = solution.value.clone()  # the start was the solution; z0 stays the caller's
-    solution.value = layout.tree(solution.value)
-    what = goal.what + layout.scalars(len(start))
-    what = what.replace("fixed-point", "root") if isinstance(f, RootUpdate) else what
-    apply_policy(solution, on_failure, what, f, vanishing=goal.vanishing)
-    return solution
+    if modulus is None:
+        return
+    value = solution.value.detach()
+    size = scaled_norm(value).clamp_min(torch.finfo(value.dtype).tiny)
+    step_size: Any = getattr(f, "step_size", None) or 1.0  # |dE/dz| = |f(z) - z| / step_size
+    solution.bound = solution.residual_norm / (step_size * modulus) / size
 
 
 def _solve(
@@ -326,14 +340,14 @@ def root(
     return fixed_point(f, z0, args, solver=solver, adjoint=adjoint, **options)
 
 
-def _nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:
+def nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:
     """Return the solution of an empty state, with a graph to the tensors that ``f`` reads."""
     with torch.set_grad_enabled(graded):
         value = problem.layout.tree(problem.masked_map(start))
     return Solution.of_nothing(value, start)
 
 
-def _check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
+def check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
     """Check batch sizes, devices and finiteness of the inputs."""
     first = leaves_of(z0)[0]
     check_args(args, len(first), first.device, "z0", "f")

@@ -23,8 +23,9 @@ import solvers
 from solvers.adjoint import Caller, Implicit, captured_by
 from solvers.core.context import weights_of, within
 from solvers.core.layout import Layout
+from solvers.core.loop import Options as LoopOptions
 from solvers.core.modes import autocast_dtype, in_transform
-from solvers.core.problem import EnergyUpdate
+from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.solution import (
     AdjointReport,
     Goal,
@@ -35,7 +36,7 @@ from solvers.core.solution import (
 )
 from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
-from solvers.methods.turns import Turns, descended
+from solvers.methods.turns import Rows, Turns, descended
 
 KEPT = 8  # recordings of a layer, for different shapes, that are kept
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -194,7 +195,7 @@ class RecordedSolve:
         with torch.no_grad(), self._autocast(), within(recording=True):
             self.weights = weights_of(self.modules)
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
-            self.map, self.prepared = self.f, self._args()
+            self.map, self.prepared = self.f, self.arguments()
             if isinstance(self.f, Prepares):
                 self.map, self.prepared, start = self.f.begin(*self.prepared)
                 self.z0.copy_(self.layout.vector(start))
@@ -216,13 +217,15 @@ class RecordedSolve:
     def _energy(self, z: Tensor) -> Tensor:
         assert isinstance(self.f, EnergyUpdate)
         with within(weights=self.weights):
-            return self.f.joint(self._state(z), *self._args())[1]
+            return self.f.joint(self._state(z), *self.arguments())[1]
 
     def _linearise(self) -> None:
         self.point = self.turns.kept.to(self.dtype).detach().clone().requires_grad_()
         free = self.point if self.mask is None else self.point.where(self.mask, self.point.detach())
         with torch.enable_grad(), self._autocast(), within(recording=True):
-            image = functional_call(self.caller, self.aliases, (self._state(free), *self._args()))
+            image = functional_call(
+                self.caller, self.aliases, (self._state(free), *self.arguments())
+            )
             value = self.layout.vector(image)
             self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
         known = [self.point, *self.inputs, *self.aliases.values()]
@@ -250,7 +253,8 @@ class RecordedSolve:
     def _state(self, z: Tensor) -> Any:
         return self.layout.tree(z.to(self.dtype))
 
-    def _args(self) -> Any:
+    def arguments(self) -> Any:
+        """The arguments of f in the places where the recordings read them."""
         return pytree.tree_unflatten(self.leaves, self.spec)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -309,6 +313,31 @@ class RecordedSolve:
             self.replay(name)
             if not int(turns.left):
                 return
+
+
+class RecordedRows(Rows):
+    """The rows of a queue, whose turns are replayed; new samples are written over the recorded inputs."""
+
+    def __init__(self, recorded: RecordedSolve, problem: Problem, tolerance: Tolerance) -> None:
+        problem = replace(problem, args=recorded.arguments(), mask=recorded.mask)
+        turns = recorded.turns
+        patience = LoopOptions(tolerance, turns.max_steps).patience
+        super().__init__(problem, turns, recorded.dtype, patience)
+        self.recorded = recorded
+        self.turns.set_tolerance(tolerance)
+        recorded.replay("_start")
+
+    def evaluate(self) -> None:
+        """A turn evaluates the map itself."""
+
+    def turn(self) -> None:
+        with on_device(self.recorded.device):
+            self.recorded.replay("_turn")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """The current CUDA device; nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Recorded(torch.autograd.Function):
@@ -398,9 +427,31 @@ class Recorder:
         # What is made in inference mode could not be used by a training later.
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         outside = torch.inference_mode(False) if inference else nullcontext()
-        device = torch.cuda.device(chosen.device) if chosen.device.type == "cuda" else nullcontext()
-        with outside, torch.set_grad_enabled(grad), device:
+        with outside, torch.set_grad_enabled(grad), on_device(chosen.device):
             return self._recorded(f, z0, args, module, chosen, options)
+
+    def rows(
+        self,
+        f: Any,
+        problem: Problem,
+        start: Tensor,
+        goal: Goal,
+        *,
+        module: nn.Module,
+        **options: Any,
+    ) -> RecordedRows | None:
+        """The rows of a queue that begin at ``start`` (n, D); None where the turns are not recorded.
+
+        Those of an energy are not, because a queue solves them by L-BFGS. The recording belongs to the queue,
+        since other calls would write over its samples.
+        """
+        z0, args = problem.layout.tree(start), problem.args
+        chosen = None if isinstance(f, EnergyUpdate) else _options(f, options, z0, args)
+        if chosen is None:
+            return None
+        with on_device(chosen.device):
+            recorded = _record(f, z0, args, module, chosen, options)
+            return None if recorded is None else RecordedRows(recorded, problem, goal.tolerance)
 
     def _recorded(
         self, f: Any, z0: Any, args: Any, module: nn.Module, chosen: Options, options: dict[str, Any]

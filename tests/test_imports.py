@@ -22,6 +22,7 @@ solvers.methods
 solvers.adjoint solvers.eigen
 solvers.checking
 solvers.fixed_points
+solvers.queues
 solvers.spins solvers.torchdeq_bridge
 solvers solvers.recording
 implicit_attn.optional implicit_attn.parametrised implicit_attn.solvers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -24,6 +24,7 @@ from implicit_attn.deq.problem import (
     prepares,
     refuse_sharded_parts,
 )
+from implicit_attn.deq.stream import solve_stream
 from implicit_attn.deq.supervised import supervised_states
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
@@ -200,18 +201,11 @@ class DEQ(nn.Module):
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
         before, self.evaluations_before = self.evaluations_before, 0
-        if unknown := sorted(set(options) - set(OPTIONS)):
-            hint = closest_name(unknown[0], OPTIONS)
-            if "src_key_padding_mask" in unknown:
-                hint = "; pass mask=~src_key_padding_mask, True at the tokens to keep"
-            raise TypeError(
-                f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
-            )
+        options = self._chosen(options)
         f = self._map()
         refuse_sharded_parts(f.parts)
         x = check_inputs(x, mask, f.parts, z0)
         seeds = f.seeds(z0, x)
-        options = self._options() | options
         options |= {"mask": mask, "record": record, "callback": callback}
         with parametrize.cached() if f.changes_weights else nullcontext():
             solution = self._run(f, x, mask, seeds, z0, options, token_rows)
@@ -221,6 +215,65 @@ class DEQ(nn.Module):
         if self.observer is not None:
             self.observer(x, mask, solution)
         return solution
+
+    def stream(
+        self,
+        inputs: Iterable[Any],
+        *,
+        slots: int = 128,
+        masked: bool = False,
+        start: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[Tensor, solvers.Solution]]:
+        """Solve all samples of ``inputs``, ``slots`` of them at a time, and yield those that have ended.
+
+        When samples end, the next ones take their slots. This pays where the numbers of evaluations differ,
+        because no sample waits for the slowest one of its batch; see :func:`solvers.solve_queue`. A stream
+        has no gradients, and it neither sets ``last`` nor calls ``observer``. After :meth:`compile` its turns
+        are recorded once and replayed, except for energies, which it solves by L-BFGS.
+
+        Args:
+            inputs: batches x of any sizes, such as those of a ``DataLoader``, or one tensor. All samples have
+                the same shapes: pad smaller ones and pass masks. An error of the iterator is raised after the
+                samples before it have been yielded.
+            slots: number of samples that are solved at a time, >= 1.
+            masked: whether each batch is a pair ``(x, mask)``.
+            start: function ``x -> z0`` of initial states, instead of ``init``.
+            options: options of the layer for this call, except for ``adjoint`` and ``compact``. The rule
+                ``stop`` is called with the states of the samples in the slots, ``stop(z)``, or also with
+                their inputs, ``stop(z, x)``.
+
+        Yields:
+            ``(indices, solution)``: the positions (n,) of some samples among all samples of ``inputs``, and
+            their :class:`solvers.Solution`, in the order in which they end.
+
+        Raises:
+            TypeError, ValueError: if an argument is invalid.
+            solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
+
+        Example:
+            >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
+            >>> values = torch.empty(1000, 3)
+            >>> for indices, solution in layer.stream(torch.randn(1000, 3).split(100), slots=64):
+            ...     values[indices] = solution.value
+        """
+        options = self._chosen(options)
+        require_flag("masked", masked)
+        require_callable("start", start, optional=True)
+        f = self._map()
+        refuse_sharded_parts(f.parts)
+        return solve_stream(f, inputs, masked, start, slots, options, self._recorder)
+
+    def _chosen(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of the layer, and of a call in their place."""
+        if unknown := sorted(set(options) - set(OPTIONS)):
+            hint = closest_name(unknown[0], OPTIONS)
+            if "src_key_padding_mask" in unknown:
+                hint = "; pass mask=~src_key_padding_mask, True at the tokens to keep"
+            raise TypeError(
+                f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
+            )
+        return self._options() | options
 
     def _map(self) -> Map:
         return MonitoredMap(self) if self.update.monitored else Map(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -371,6 +372,7 @@ class BoardSolver(nn.Module):
         *,
         stop: str = "consistent",
         guesses: int = 0,
+        slots: int = 64,
         on_failure: str | None = None,
         **options: Any,
     ) -> BoardSolution:
@@ -386,10 +388,12 @@ class BoardSolver(nn.Module):
             guesses: maximum number of guesses for a board that is not consistent. Guess k is a copy of the
                 puzzle in which the cell with the k-th largest entropy of its logits has its most probable
                 colour. The copy is solved in the same way, and its answer is used if it is consistent.
+            slots: with "consistent", the number of boards that are solved at a time. Other boards and guesses
+                wait in a queue, see :meth:`DEQ.stream`.
             on_failure: "warn", "raise" or "ignore" boards that are not consistent or, with "converged", do
                 not converge; None for the layer's option.
-            options: options of :meth:`DEQ.solve`. With "consistent" the default is plain iteration without
-                gradients, to a tolerance of 0.
+            options: options of :meth:`DEQ.solve`, or with "consistent" of :meth:`DEQ.stream`, which has no
+                gradients; there the default is plain iteration to a tolerance of 0.
 
         Returns:
             A :class:`BoardSolution`, which ``print`` draws. With "consistent" a board is STOPPED where it, or
@@ -404,10 +408,10 @@ class BoardSolver(nn.Module):
             raise ValueError(f"guesses > 0 needs stop='consistent', got {stop!r}")
         policy = self.layer.on_failure if on_failure is None else on_failure
         check_on_failure(policy)
-        if stop == "converged":
-            options["on_failure"] = policy
-        found = self._solve(boards, stop, options)
-        self._guess(found, boards, guesses, options)
+        if stop == "converged" or len(boards) == 0:
+            found = self._solve(boards, options | {"on_failure": policy})
+        else:
+            found = self._search(boards, guesses, require_count("slots", slots), options)
         wrong = int((~found.consistent).sum())
         if wrong and policy != "ignore":
             message = (
@@ -419,34 +423,52 @@ class BoardSolver(nn.Module):
             warn_user(message, SolveWarning, self)
         return found
 
-    def _guess(
-        self, found: BoardSolution, boards: Tensor, guesses: int, options: dict[str, Any]
-    ) -> None:
-        """Guess for boards that are not consistent, and write consistent answers into ``found``."""
-        first = found.value
-        entropy = torch.special.entr(first.softmax(-1)).sum(-1).masked_fill(boards > 0, -1.0)
-        order, favourites = entropy.argsort(1, descending=True), first.argmax(-1) + 1
-        for number in range(guesses):
-            unknown = (boards == 0).sum(1) > number
-            unsolved = (~found.consistent & unknown).nonzero().squeeze(1)
-            if len(unsolved) == 0:
-                break
-            cells = order[unsolved, number].unsqueeze(1)
-            chosen = favourites[unsolved].gather(1, cells).to(boards.dtype)
-            copies = self._solve(boards[unsolved].scatter(1, cells, chosen), "consistent", options)
-            found.guesses[unsolved] += 1
-            found.evaluations[unsolved] += copies.evaluations
-            agree, parts = copies.consistent, ("value", "status", "residual", "residual_norm")
-            for name in (*parts, "steps", "digits", "consistent"):
-                old, new = getattr(found, name), getattr(copies, name)
-                setattr(found, name, old.index_put((unsolved[agree],), new[agree]))
+    def _search(
+        self, boards: Tensor, guesses: int, slots: int, options: dict[str, Any]
+    ) -> BoardSolution:
+        """Solve boards (B, N) until they are consistent; copies with a guess enter the same queue."""
+        plain: dict[str, Any] = {"solver": Forward(), "tolerance": 0.0, "on_failure": "ignore"}
+        options = plain | options | {"stop": self._agrees, "slots": slots}
+        queue, found = _Copies(self, boards, slots), dict[str, Tensor]()
+        tries = torch.zeros(len(boards), dtype=torch.int64, device=boards.device)
+        evaluations = torch.zeros_like(tries)
+        order = favourites = torch.zeros_like(boards, dtype=torch.int64)
+        while queue.waiting:  # at the end of a stream copies may be left
+            for index, solution in self.layer.stream(queue, **options):
+                number, puzzles = queue.copies(index)
+                logits = self._clamped(self.classify(solution.value), puzzles)
+                digits, consistent = self._digits(logits, puzzles)
+                names = [each.name for each in fields(Solution) if each.name != "evaluations"]
+                parts = {name: getattr(solution, name) for name in names}
+                parts |= {"value": logits, "digits": digits, "consistent": consistent}
+                first = tries[number] == 0
+                taken = number[first | consistent]
+                for name, part in parts.items():
+                    if isinstance(part, Tensor):
+                        whole = found.setdefault(name, part.new_zeros(len(boards), *part.shape[1:]))
+                        whole[taken] = part[first | consistent]
+                entropy = torch.special.entr(logits[first].softmax(-1)).sum(-1)
+                entropy = entropy.masked_fill(puzzles[first] > 0, -1.0)
+                order = order.index_copy(0, number[first], entropy.argsort(1, descending=True))
+                favourites = favourites.index_copy(0, number[first], logits[first].argmax(-1) + 1)
+                evaluations[number] += solution.evaluations
+                tries[number] += 1
+                unknown = (boards[number] == 0).sum(1)
+                again = ~consistent & (tries[number] <= guesses) & (unknown >= tries[number])
+                number = number[again]
+                cells = order[number].gather(1, tries[number, None] - 1)
+                chosen = favourites[number].gather(1, cells).to(boards.dtype)
+                queue.add(number, boards[number].scatter(1, cells, chosen))
+        return BoardSolution(**found, evaluations=evaluations, guesses=tries - 1)  # type: ignore[arg-type]
 
-    def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
-        """Solve boards (B, N) without guesses."""
-        if stop == "consistent":
-            plain: dict[str, Any] = {"solver": Forward(), "tolerance": 0.0, "adjoint": None}
-            options = plain | options | {"on_failure": "ignore"}
-            options["stop"] = lambda z: self._digits(self.classify(z), boards)[1]
+    def _agrees(self, state: Tensor, marks: Tensor) -> Tensor:
+        """Return (B,) bool, whether the answers of states to puzzles with these marks are consistent."""
+        given = marks[..., 0]
+        puzzles = torch.where(given.amax(-1) > 0, given.argmax(-1) + 1, 0)
+        return self._digits(self.classify(state), puzzles)[1]
+
+    def _solve(self, boards: Tensor, options: dict[str, Any]) -> BoardSolution:
+        """Solve boards (B, N) for fixed points."""
         found = self.layer.solve(self.marks(boards), **options)
         logits = self._clamped(self.classify(found.value), boards)
         digits, consistent = self._digits(logits, boards)
@@ -498,6 +520,39 @@ class BoardSolver(nn.Module):
         marks = self.marks(puzzles)
         prepared = self.update.prepare(marks)
         return prepared, self.update.start(marks, prepared)
+
+
+class _Copies:
+    """Batches of boards in a queue, and of copies of boards with a guess, as marks.
+
+    After its end it goes on where copies have been added since.
+    """
+
+    def __init__(self, model: BoardSolver, boards: Tensor, size: int) -> None:
+        self.marks = model.marks
+        numbers = torch.arange(len(boards), device=boards.device)
+        self.waiting = deque(zip(numbers.split(size), boards.split(size), strict=True))
+        self.handed: list[tuple[Tensor, Tensor]] = []  # numbers of boards and puzzles
+
+    def add(self, numbers: Tensor, puzzles: Tensor) -> None:
+        """Add copies of boards with these numbers; they are the next ones."""
+        if len(numbers):
+            self.waiting.appendleft((numbers, puzzles))
+
+    def copies(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers (n,) of the boards, and the puzzles (n, N), with these places in the queue."""
+        numbers, puzzles = zip(*self.handed, strict=True)
+        return torch.cat(numbers)[index], torch.cat(puzzles)[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.handed = []
+        return self
+
+    def __next__(self) -> Tensor:
+        if not self.waiting:
+            raise StopIteration
+        self.handed.append(self.waiting.popleft())
+        return self.marks(self.handed[-1][1])
 
 
 SCALE = 0.02  # standard deviation of the initial embeddings and positions

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,17 +137,41 @@ class Restorer(nn.Module):
                 ``mean`` everywhere with an operator.
             options: options of :meth:`DEQ.solve`.
         """
-        weight = torch.ones_like(y) if weight is None else weight
-        layer = self.layer
-        if operator is not None:
-            if self._task is None or self._task[0] is not operator:
-                self._task = operator, layer.replace(self.data.energy, DataTerm(operator))
-            layer = self._task[1].train(self.training)
-        if start is None:
-            start = self.mean.expand(y.shape[0], *self.mean.shape)
-            if operator is None:
-                start = torch.where(weight > 0, y, start)
-        return layer.solve({"y": y, "weight": weight}, z0=start, **options)
+        x = {"y": y, "weight": torch.ones_like(y) if weight is None else weight}
+        start = self._start(operator, x) if start is None else start
+        return self._layer(operator).solve(x, z0=start, **options)
+
+    def stream(
+        self,
+        observations: Iterable[tuple[Tensor, Tensor]],
+        operator: Callable[[Tensor], Tensor] | None = None,
+        *,
+        slots: int = 128,
+        **options: Any,
+    ) -> Iterator[tuple[Tensor, solvers.Solution]]:
+        """Restore all observations, ``slots`` of them at a time; see :meth:`DEQ.stream`.
+
+        Args:
+            observations: batches ``(y, weight)``, as in :meth:`solve`.
+            operator: as in :meth:`solve`.
+            slots, options: see :meth:`DEQ.stream`.
+        """
+        inputs = ({"y": y, "weight": weight} for y, weight in observations)
+        start = partial(self._start, operator)
+        return self._layer(operator).stream(inputs, slots=slots, **{"start": start, **options})
+
+    def _layer(self, operator: Callable[[Tensor], Tensor] | None) -> DEQ:
+        """Return the layer with the operator in its data term."""
+        if operator is None:
+            return self.layer
+        if self._task is None or self._task[0] is not operator:
+            self._task = operator, self.layer.replace(self.data.energy, DataTerm(operator))
+        return self._task[1].train(self.training)
+
+    def _start(self, operator: Callable[[Tensor], Tensor] | None, x: dict[str, Tensor]) -> Tensor:
+        """Return initial states of observations: the mean, and known entries without an operator."""
+        start = self.mean.expand(len(x["y"]), *self.mean.shape)
+        return start if operator is not None else torch.where(x["weight"] > 0, x["y"], start)
 
     def forward(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the states restored from y with these weights, with implicit gradients."""

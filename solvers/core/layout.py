@@ -32,6 +32,21 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return list(filter(torch.is_tensor, leaves_of(tree)))
 
 
+def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """``pytree.tree_map`` for functions of tensors, at once for tuples of them; other leaves pass as is."""
+    if isinstance(tree, Tensor):
+        return function(tree, *others)
+    if type(tree) is tuple:
+        return tuple([map_tensors(function, *parts) for parts in zip(tree, *others, strict=True)])
+    if tree is None:
+        return None
+    return pytree.tree_map(
+        lambda leaf, *same: function(leaf, *same) if isinstance(leaf, Tensor) else leaf,
+        tree,
+        *others,
+    )
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a pytree of tensors (B, ...) lies in a matrix (B, D).
@@ -260,11 +275,11 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
     """
     taken: dict[int, Tensor] = {}
 
-    def rows(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
+    def rows(leaf: Tensor) -> Tensor:
+        if leaf.dim() > 0 and leaf.shape[0] == batch:
             if id(leaf) not in taken:
                 taken[id(leaf)] = leaf.index_select(0, index)
             return taken[id(leaf)]
         return leaf
 
-    return pytree.tree_map(rows, tree)
+    return map_tensors(rows, tree)

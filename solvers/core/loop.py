@@ -31,6 +31,7 @@ from solvers.core.rows import (
     Rows,
     gather_rows,
     merge_rows,
+    put_rows,
     scaled_norm,
     scatter_rows,
     select_rows,
@@ -56,7 +57,8 @@ class Options:
     max_steps: int
     record: bool = False
     callback: Callable[[Progress], object] | None = None
-    stop: Callable[[Any], Tensor] | None = None  # of the states of all samples
+    stop: Callable[..., Tensor] | None = None  # of the states of all samples
+    by_row: bool = False  # ... of those in the working batch, and their arguments
     precision: torch.dtype | None = None  # in which f computes; None for that of the state
 
     @property
@@ -118,6 +120,13 @@ class Solver(ABC):
     def step(self, state: Any, inputs: SolverInput) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
 
+    def renew(self, state: Any, places: Tensor, point: Evaluation) -> None:
+        """Begin anew in the rows ``places`` (n,), whose first evaluation is in ``point``.
+
+        Called before :meth:`step`. Solvers without it cannot refill the rows of a queue.
+        """
+        raise NotImplementedError
+
 
 class ExternalSolver(Solver):
     """A solver with a loop of its own; it reports what it did as a :class:`solvers.Solution`."""
@@ -145,6 +154,9 @@ class Loop:
     Each turn judges the trial, updates the statuses, drops rows that have finished, and asks the solver for
     the next trial of every row. A row that accepts its trial moves there; a rejected row stays at its
     current point. ``spent`` (B,) are evaluations that each sample has made before.
+
+    With ``refilled`` the caller takes out rows that have ended (:meth:`keep`) and replaces them by new
+    samples (:meth:`put`); until then they wait at their best iterates.
     """
 
     def __init__(
@@ -154,8 +166,14 @@ class Loop:
         solver: Solver,
         options: Options,
         spent: Tensor | None = None,
+        *,
+        refilled: bool = False,
     ) -> None:
         self.problem, self.solver, self.options = problem, solver, options
+        self.refilled = refilled
+        self.count = 0  # turns
+        self.next = first.z  # the points to evaluate next
+        self.entered: Tensor | None = None  # rows with new samples, which the next turn begins
         self.rule = options.rule(problem, first)
         self.trial: Evaluation = first  # the point evaluated last
         self.current: Evaluation | None = None  # the last accepted point of every row
@@ -172,28 +190,59 @@ class Loop:
 
     def run(self) -> Solution:
         """Go on until every sample has ended."""
-        count = 1
-        while True:
-            if self._judge(count):
-                return self._solution()
-            self.trial = self.problem.evaluate(self._propose())
-            count += 1
+        while self.move():
+            self.evaluate()
+        return self.solution()
 
-    def _judge(self, count: int) -> bool:
-        """Judge the trial and update every row by it; True when the solve is over."""
-        accepted = acceptable(self.trial, self.current, self.rows.limit)
+    def evaluate(self) -> None:
+        """Evaluate the map at the next points."""
+        self.trial = self.problem.evaluate(self.next)
+
+    def move(self) -> int:
+        """Judge the trial, and find the next point of every row; return how many rows go on."""
+        self.count += 1
+        if self.entered is not None:
+            self._begin(self.entered)
+        running = self._judge(self.count)
+        if running or self.refilled:
+            self.next = self._propose()
+        return running
+
+    def put(self, places: Tensor, z: Tensor) -> None:
+        """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
+        self.next = self.next.index_copy(0, places, z)
+        self.rows.status = self.rows.status.index_fill(0, places, RUNNING)
+        self.entered = places
+
+    def _begin(self, places: Tensor) -> None:
+        """Begin anew in the rows ``places``, where the trial is the first evaluation."""
+        assert self.current is not None
+        trial, self.entered = self.trial, None
+        before = torch.full_like(self.rows.evaluations, 1 - self.count)
+        new = _start(trial, self.rule, self.solver.window, before)
+        self.rows = put_rows(self.rows, new, places)
+        self.current = put_rows(self.current, trial, places)
+        if self.growth is not None:
+            self.growth = put_rows(self.growth, Growth.start(trial), places)
+        self.latest = put_rows(self.latest, trial.z.detach(), places)
+        self.solver.renew(self.state, places, trial)
+
+    def _judge(self, count: int) -> int:
+        """Judge the trial and update every row by it; return how many rows go on."""
+        rows = self.rows
+        accepted = acceptable(self.trial, self.current, rows.limit)
         if self.solver.window and count > 2 and self.trial.energy is None:
             # A plain step, which follows a rejection, is accepted whatever its residual.
-            fallen = self.trial.norm <= self.rows.bound.amax(1)
-            accepted = accepted & (fallen | (self.rows.rejections > 0))
+            free = (self.trial.norm <= rows.bound.amax(1)) | (rows.rejections > 0)
+            accepted = accepted & (free | (rows.at(count) <= 2) if self.refilled else free)
+        if self.refilled:  # rows that wait do not hold up the others
+            accepted = accepted | (rows.status != RUNNING)
         self.accepted = None if bool(accepted.all()) else accepted
         self._move(count)
         self._decide_status(count)
         running = self.rows.status == RUNNING
         number = int(running.sum())
-        if number == 0 or count == self.options.max_steps:
-            return True
-        if number < len(running) and self.problem.compact:
+        if 0 < number < len(running) and self.problem.compact and not self.refilled:
             unrolled = count == 1 and torch.is_grad_enabled()
             failed = unrolled and bool((self.rows.status == Status.NONFINITE).any())
             # Where rows make evaluations of their own, a finished row must not make more.
@@ -202,7 +251,7 @@ class Loop:
             if failed:
                 # A recorded NaN would reach the gradients of weights that all rows share.
                 self.trial = self.current = self.problem.evaluate(self.trial.z)
-        return False
+        return number
 
     def _move(self, count: int) -> None:
         """Move the rows that accept the trial there, and remember the gains of their steps."""
@@ -250,7 +299,9 @@ class Loop:
                 small = (trial.norm > 0) & (trial.norm <= options.tolerance.atol)
                 converged = converged & (small | ~growing)
         stopped, better = None, taken & (score < rows.best.score) | converged
-        if options.stop is not None or options.callback is not None:
+        if options.by_row:
+            self.latest = where_rows(taken, trial.z.detach(), self.latest)
+        elif options.stop is not None or options.callback is not None:
             index, z = rows.index, trial.z.detach()
             moved = where_rows(taken, z, self.latest[index])
             self.latest = self.latest.index_copy(0, index, moved)
@@ -268,8 +319,11 @@ class Loop:
             status = self._give_up(status, accepted, count)
         over = (rows.evaluations >= options.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
-        if count % options.patience == 0:
-            status = self._find_stalled(status)
+        if self.refilled:
+            due = rows.evaluations % options.patience == 0
+            status = self._find_stalled(status, due) if bool(due.any()) else status
+        elif count % options.patience == 0:
+            status = self._find_stalled(status, torch.ones_like(running))
         if self.growth is not None and bool(self.growth.diverging.any()):
             failed = self.growth.diverging & running & (status > Status.CONVERGED)
             status = torch.where(failed, int(Status.DIVERGED), status)
@@ -277,35 +331,39 @@ class Loop:
             status = torch.where(stopped & ~converged, int(Status.STOPPED), status)
         rows.status = status
 
-    def _stops(self, stop: Callable[[Any], Tensor]) -> Tensor:
+    def _stops(self, stop: Callable[..., Tensor]) -> Tensor:
         """(n,) bool: rows of which the rule says that they stop.
 
-        The rule is always asked about the whole batch. Samples that have ended are shown where they ended.
+        The rule is asked about the whole batch, with samples that have ended where they ended, or about the
+        rows and their arguments.
         """
         with torch.no_grad():
-            answer = stop(self.problem.layout.tree(self.latest))
+            args = self.problem.shown if self.options.by_row else ()
+            answer = stop(self.problem.layout.tree(self.latest), *args)
         shape = (len(self.latest),)
         if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != shape:
             got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
             raise TypeError(f"stop must return a bool tensor of shape {shape}, got {got}")
-        return answer[self.rows.index]
+        return answer if self.options.by_row else answer[self.rows.index]
 
-    def _find_stalled(self, status: Tensor) -> Tensor:
-        """Rows that have come no further since the last check have stalled.
+    def _find_stalled(self, status: Tensor, due: Tensor) -> Tensor:
+        """Rows that are ``due`` (n,) bool and have come no further since their last check have stalled.
 
         Neither their residual nor their energy has fallen, and their iterates do not keep to a direction.
         """
         rows = self.rows
         assert self.current is not None
         z = self.current.z.detach()
-        stuck = (rows.best.score > (1 - PROGRESS) * rows.milestone) & (status == RUNNING)
+        stuck = (rows.best.score > (1 - PROGRESS) * rows.milestone) & (status == RUNNING) & due
         if rows.anchor is not None:
             stuck = stuck & ~(scaled_norm(z - rows.anchor) > DRIFT * rows.path)
-        rows.milestone, rows.anchor, rows.path = rows.best.score, z, torch.zeros_like(rows.path)
+        rows.milestone = torch.where(due, rows.best.score, rows.milestone)
+        rows.anchor = z if rows.anchor is None else where_rows(due, z, rows.anchor)
+        rows.path = rows.path.masked_fill(due, 0)
         if self.current.energy is not None:
-            energy = self.current.energy.detach()
-            stuck = stuck & ~(energy < rows.energy_milestone - rounding(energy))
-            rows.energy_milestone = torch.minimum(energy, rows.energy_milestone)
+            energy, lowest = self.current.energy.detach(), rows.energy_milestone
+            stuck = stuck & ~(energy < lowest - rounding(energy))
+            rows.energy_milestone = torch.where(due, torch.minimum(energy, lowest), lowest)
         return torch.where(stuck, int(Status.STALLED), status)
 
     def _give_up(self, status: Tensor, accepted: Tensor, count: int) -> Tensor:
@@ -315,8 +373,9 @@ class Loop:
         """
         trial, rejections = self.trial, self.rows.rejections
         rejected = ~accepted & (status == RUNNING)
-        tried = MAX_REJECTIONS if count > 1 else 0
-        hopeless = rejected & (rejections >= tried)
+        # The rows that were refilled last have made one evaluation.
+        first = self.rows.evaluations == 1 if self.refilled else count == 1
+        hopeless = rejected & ((rejections >= MAX_REJECTIONS) | first)
         reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.failed))
         status = torch.where(hopeless, reason, status)
         if self.solver.searches or trial.energy is not None:
@@ -342,21 +401,39 @@ class Loop:
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
+        if self.refilled:
+            candidate = where_rows(rows.status == RUNNING, candidate, rows.best.value)
         return candidate
 
     def _take_out(self, ended: Tensor) -> None:
         """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
-        stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
-        self.problem = self.problem.rows(stay, ended.numel())
+        self.keep(torch.nonzero(~ended).flatten())
+
+    def keep(self, stay: Tensor) -> bool:
+        """Let only the rows ``stay`` (n,) go on."""
+        self.problem = self.problem.rows(stay, len(self.rows.status))
         taken = self.trial is self.current
+        if self.options.by_row:
+            self.latest = self.latest[stay]
+        self.next = self.next[stay] if self.refilled else self.next
         names = ("rows", "growth", "trial", "current", "accepted", "state")
         for name in names:
             setattr(self, name, select_rows(getattr(self, name), stay))
         self.current = self.trial if taken else self.current
+        return True
 
-    def _solution(self) -> Solution:
-        """Gather the rows in the caller's order."""
+    @property
+    def status(self) -> Tensor:
+        """(n,) statuses of the rows."""
+        return self.rows.status
+
+    def solution_of(self, places: Tensor) -> Solution:
+        """The solution of the rows ``places``, with a value (n, D)."""
+        return select_rows(self.solution(), places)
+
+    def solution(self) -> Solution:
+        """The solution of all samples, in the caller's order, or of the rows that are refilled."""
         rows = gather_rows([*self.finished, self.rows])
         return Solution(
             value=rows.best.value,

@@ -194,6 +194,7 @@ class Problem:
     compact: bool = True  # rows may be taken out
     batch: int = 0  # samples before rows were taken out; 0 if none were
     measure: Callable[[Any], Any] | None = None  # of a state: what is judged of it
+    given: tuple[Any, ...] | None = None  # what a rule to stop is shown of the rows; None: ``args``
 
     @classmethod
     def of(
@@ -218,6 +219,11 @@ class Problem:
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
         )
+
+    @property
+    def shown(self) -> tuple[Any, ...]:
+        """What a rule to stop is shown of the rows, besides their states."""
+        return self.args if self.given is None else self.given
 
     def __post_init__(self) -> None:
         own = self.energy is None and isinstance(self.f, EnergyUpdate)
@@ -344,8 +350,8 @@ class Problem:
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
         mask = None if self.mask is None else self.mask.index_select(0, index)
-        args = take(self.args, index, batch)
-        return replace(self, args=args, mask=mask, batch=self.batch or batch)
+        args, given = take((self.args, self.given), index, batch)
+        return replace(self, args=args, given=given, mask=mask, batch=self.batch or batch)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.

@@ -192,6 +192,20 @@ def merge_rows(mask: Tensor, yes: Record, no: Record) -> Record:
     return replace(yes, **changes)  # type: ignore[type-var]
 
 
+def put_rows(old: Any, new: Any, places: Tensor) -> Any:
+    """``old`` with the rows ``places`` (n,) of ``new``: two tensors (B, ...), or records of them.
+
+    A tensor that ``new`` lacks (None) stays as it is.
+    """
+    if isinstance(old, Tensor):
+        return old if new is None else old.index_copy(0, places, new.index_select(0, places))
+    if not is_dataclass(old):
+        return old
+    names = [entry.name for entry in fields(old)]
+    changes = {name: put_rows(getattr(old, name), getattr(new, name), places) for name in names}
+    return replace(old, **changes)  # type: ignore[type-var]
+
+
 def gather_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts of a batch, in the caller's order."""
     if len(parts) == 1:

@@ -122,6 +122,10 @@ class Goal:
         if not self.tolerance.atol and self.tolerance.rtol < least:
             self.what += f" in {name}, which may not reach rtol={self.tolerance.rtol:g},"
 
+    def allowed(self, unit_free: bool) -> Tolerance:
+        """The tolerance for the residual of a returned value, which may be in units of its own."""
+        return Tolerance(0.0, self.tolerance.atol) if unit_free else self.tolerance
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, an evaluation shows whether autocast matters to it."""

@@ -18,6 +18,7 @@ from solvers.core.rows import (
     Evaluation,
     combine,
     inner_products,
+    put_rows,
     small_dtype,
     where_rows,
 )
@@ -107,6 +108,16 @@ class Anderson(Solver):
         else:
             weights = torch.linalg.solve_ex(gram, right[:, :, None])[0][:, :, 0]
         return state.subtracted(damped, weights)
+
+    def renew(self, state: Differences, places: Tensor, point: Evaluation) -> None:
+        """Empty the history of the rows; their next difference is zero, which counts nothing."""
+        assert state.last is not None
+        state.last = put_rows(state.last, point, places)
+        unit = torch.eye(state.kept, dtype=state.gram.dtype, device=state.gram.device)
+        state.gram[places] = unit
+        for kept in (state.steps, state.changes):
+            assert isinstance(kept, Tensor)
+            kept.index_fill_(0, places, 0)
 
     def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return the weight of the regularization and a number to add to the diagonal.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
 
 from solvers.core.loop import Loop, Options, Solver
 from solvers.core.problem import Problem
@@ -11,7 +14,50 @@ from solvers.core.solution import Solution
 from solvers.methods import turns
 from solvers.methods.anderson import Anderson
 from solvers.methods.steps import Forward
-from solvers.native import MOST, serves, solve_in_turns
+from solvers.native import MOST, Turns, serves, solve_in_turns
+
+
+class Rows(Protocol):
+    """A solve whose rows can be replaced by new samples; each row is at an evaluation of its own.
+
+    A row that has ended waits until it is replaced or left out.
+    """
+
+    problem: Problem  # of the rows
+
+    @property
+    def status(self) -> Tensor:
+        """(n,) statuses of the rows."""
+        ...
+
+    def evaluate(self) -> None:
+        """Evaluate the map at the next points."""
+        ...
+
+    def move(self) -> int:
+        """Judge the rows, and find the next point of each; return how many go on."""
+        ...
+
+    def put(self, places: Tensor, z: Tensor) -> None:
+        """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
+        ...
+
+    def keep(self, stay: Tensor) -> bool:
+        """Let only the rows ``stay`` go on; False where the number of rows is fixed."""
+        ...
+
+    def solution_of(self, places: Tensor) -> Solution:
+        """The solution of the rows ``places``, with a value (n, D)."""
+        ...
+
+
+def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Options) -> Rows:
+    """Begin a solve whose rows can be replaced, from the ``first`` evaluation, by the fastest way."""
+    if isinstance(solver, Anderson) and _on_cuda(problem, first, solver, options):
+        return turns.Rows.of(problem, first, solver, options)
+    if (numbers := _in_cpp(problem, first, solver, options)) is not None:
+        return Turns(problem, first, *numbers, options)
+    return Loop(problem, first, solver, options, refilled=True)
 
 
 def iterate(
@@ -33,22 +79,44 @@ def iterate(
         The solution, with a value (B, D), and a function that gives the last evaluation if it included all
         samples at their returned values, else None.
     """
-    # The engines know neither energies nor measures, and round the residual to the size of z.
-    general = options.watched or problem.measure is not None or len(first.sizes) > MOST
-    plain = not (general or problem.has_energy or problem.unit_free)
-    anderson = type(solver) is Anderson and plain
-    descends = automatic and solver.needs_energy and not general
-    if (anderson or descends) and turns.serves_cuda(first.z):
+    descends = automatic and solver.needs_energy and not _general(problem, first, options)
+    on_cuda = _on_cuda(problem, first, solver, options)
+    if on_cuda or (descends and turns.serves_cuda(first.z)):
         chosen = solver if isinstance(solver, Anderson) else Anderson()
         solution, last = turns.solve_on_cuda(problem, first, chosen, options)
         if solution is not None:
             return solution, last
-    if plain and serves(first.z):
-        if type(solver) is Anderson and solver.memory <= MOST:
-            numbers = (solver.damping, *solver.ridge(first.z.dtype))
-            return solve_in_turns(problem, first, solver.memory, numbers, options)
-        if type(solver) is Forward:
-            return solve_in_turns(problem, first, 0, (solver.damping, 0.0, 0.0), options)
+    if (numbers := _in_cpp(problem, first, solver, options)) is not None:
+        return solve_in_turns(problem, first, *numbers, options)
     loop = Loop(problem, first, solver, options)
     del first  # the loop frees it when it has moved on
     return loop.run(), None
+
+
+def _general(problem: Problem, first: Evaluation, options: Options) -> bool:
+    """Whether only the loop in torch can do what is asked for."""
+    return options.watched or problem.measure is not None or len(first.sizes) > MOST
+
+
+def _plain(problem: Problem, first: Evaluation, options: Options) -> bool:
+    """Whether the engines serve: they know no energies, and round the residual to the size of z."""
+    return not (_general(problem, first, options) or problem.has_energy or problem.unit_free)
+
+
+def _on_cuda(problem: Problem, first: Evaluation, solver: Solver, options: Options) -> bool:
+    """Whether the turns for CUDA devices serve."""
+    plain = type(solver) is Anderson and _plain(problem, first, options)
+    return plain and turns.serves_cuda(first.z)
+
+
+def _in_cpp(
+    problem: Problem, first: Evaluation, solver: Solver, options: Options
+) -> tuple[int, tuple[float, float, float]] | None:
+    """The number of differences and the numbers for the C++ engine, where it serves."""
+    if not (_plain(problem, first, options) and serves(first.z)):
+        return None
+    if isinstance(solver, Anderson) and type(solver) is Anderson and solver.memory <= MOST:
+        return solver.memory, (solver.damping, *solver.ridge(first.z.dtype))
+    if isinstance(solver, Forward) and type(solver) is Forward:
+        return 0, (solver.damping, 0.0, 0.0)
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from solvers.core.rows import (
     History,
     combine,
     inner_products,
+    put_rows,
     small_dtype,
     where_rows,
 )
@@ -66,25 +67,27 @@ class LBFGS(Solver):
 
     def init(self, point: Evaluation, problem: Problem) -> LBFGSState:
         memory = self.memory or (MORE_PAIRS if point.z.shape[1] <= SMALL else PAIRS)
-        dtype = small_dtype(point.z.dtype)
-        gradient = _gradient(point)
-        # The residual r = f(z) - z sets the first scale: r = -gamma g for a gradient step.
-        squares = (gradient * gradient).sum(1, dtype=dtype)
-        along = -(point.residual * gradient).sum(1, dtype=dtype)
-        gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
-        return LBFGSState(
-            pairs=History.empty(point.z, 2 * memory, 2 * FIRST_CAPACITY),
-            gamma=gamma,
-            point=point,
-            direction=point.residual,
-            length=_first_length(point, along),
-        )
+        pairs = History.empty(point.z, 2 * memory, 2 * FIRST_CAPACITY)
+        gamma, length = _first_scales(point)
+        return LBFGSState(pairs, gamma, point, point.residual, length)
+
+    def renew(self, state: LBFGSState, places: Tensor, point: Evaluation) -> None:
+        """Empty the pairs of the rows, and let their next step be a first one."""
+        gamma, length = _first_scales(point)
+        state.gamma = put_rows(state.gamma, gamma, places)
+        state.length = put_rows(state.length, length, places)
+        state.direction = put_rows(state.direction, point.residual, places)
+        state.point = put_rows(state.point, point, places)
+        for kept in (state.pairs.vectors, state.pairs.gram):
+            kept.index_fill_(0, places, 0)
+        state.renewed = places
 
     def step(self, state: LBFGSState, inputs: SolverInput) -> Tensor:
         current, trial, accepted = inputs.current, inputs.trial, inputs.accepted
         if trial is state.point:  # the first evaluation
             return state.candidate()
         factor = None if accepted is None else interpolation(current, trial)
+        first = state if state.renewed is None else replace(state)
         stored = self._store_pair(state, trial, accepted, factor)
         direction = self._direction(state, _gradient(current))
         if accepted is None or factor is None:
@@ -95,6 +98,11 @@ class LBFGS(Solver):
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
         state.point, state.direction = current, direction
+        if state.renewed is not None:
+            for name in ("gamma", "direction", "length"):
+                value = put_rows(getattr(state, name), getattr(first, name), state.renewed)
+                setattr(state, name, value)
+            state.renewed = None
         return state.candidate()
 
     def _store_pair(
@@ -148,6 +156,7 @@ class LBFGSState:
     point: Evaluation
     direction: Tensor
     length: Tensor
+    renewed: Tensor | None = None  # rows whose next step is a first one
 
     def candidate(self) -> Tensor:
         """The next trial (B, D)."""
@@ -162,6 +171,16 @@ class LBFGSState:
         upper = torch.where(older, pairs.gram[:, 0:filled:2, 1:filled:2], 0.0)
         empty = torch.diag_embed((upper.diagonal(dim1=1, dim2=2) == 0).to(upper.dtype))
         return upper + empty
+
+
+def _first_scales(point: Evaluation) -> tuple[Tensor, Tensor]:
+    """(B,) scale of the initial inverse Hessian and length of the first step."""
+    dtype, gradient = small_dtype(point.z.dtype), _gradient(point)
+    # The residual r = f(z) - z sets the first scale: r = -gamma g for a gradient step.
+    squares = (gradient * gradient).sum(1, dtype=dtype)
+    along = -(point.residual * gradient).sum(1, dtype=dtype)
+    gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
+    return gamma, _first_length(point, along)
 
 
 def _first_length(point: Evaluation, along: Tensor) -> Tensor:

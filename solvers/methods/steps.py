@@ -11,7 +11,7 @@ from torch import Tensor
 from solvers.core.checks import require_number
 from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
-from solvers.core.rows import Evaluation, clear_rows, small_dtype
+from solvers.core.rows import Evaluation, clear_rows, put_rows, small_dtype
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Forward(Solver):
 
     def init(self, point: Evaluation, problem: Problem) -> None:
         """Nothing to remember."""
+
+    def renew(self, state: None, places: Tensor, point: Evaluation) -> None:
+        """Nothing to forget."""
 
     def step(self, state: None, inputs: SolverInput) -> Tensor:
         return inputs.current.z.add(inputs.current.residual, alpha=self.damping)
@@ -89,6 +92,15 @@ class GradientDescent(Solver):
         if self.nesterov:
             velocity = current.residual.add(velocity, alpha=self.momentum)
         return current.z.add(velocity, alpha=self.step_size)
+
+    def renew(self, state: GradientState, places: Tensor, point: Evaluation) -> None:
+        """Forget the velocity, or begin with the step size 1 again."""
+        if self.step_size == "auto":
+            state.step_size = state.step_size.index_fill(0, places, 1.0)
+            state.memory = put_rows(state.memory, point.z, places)
+            state.last_residual = put_rows(state.last_residual, point.residual, places)
+        elif state.memory is not None:
+            state.memory = state.memory.index_fill(0, places, 0.0)
 
     def _automatic(self, state: GradientState, current: Evaluation) -> Tensor:
         if state.memory is not None and state.last_residual is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate, chain, count, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 
 import torch
@@ -23,7 +23,7 @@ from solvers.core.cuda import on_cuda
 from solvers.core.judge import ROUNDINGS, STEPS, SURE, Rule
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Evaluation, scaled_norm
+from solvers.core.rows import RUNNING, Evaluation, scaled_norm, select_rows
 from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.core.telling import warn_user
@@ -343,6 +343,99 @@ def serves_cuda(like: Tensor) -> bool:
     return on_cuda(like) and like.dtype != torch.float64 and not torch.is_grad_enabled()
 
 
+class Rows:
+    """A solve on a CUDA device, whose rows :class:`Turns` moves: :meth:`evaluate`, then :meth:`move`.
+
+    Attributes:
+        stalled: (B,) bool, rows that have stalled; None where no row was examined.
+        kept: (B,) energies of the best iterates, or None.
+    """
+
+    def __init__(self, problem: Problem, turns: Turns, dtype: torch.dtype, patience: int) -> None:
+        self.problem, self.turns, self.dtype, self.patience = problem, turns, dtype, patience
+        self.energy: Tensor | None = None
+        self.kept: Tensor | None = None
+        self.number, self.milestone, self.anchor = 0, turns.score, turns.base
+        self.stalled: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, first: Evaluation, solver: Anderson, options: Options) -> Rows:
+        """Begin from the ``first`` evaluation."""
+        rule = options.rule(problem, first)
+        turns = Turns(
+            first.z, solver, options.max_steps, options.tolerance, mask=problem.mask,
+            sizes=first.sizes, eps=rule.eps, unit_free=rule.unit_free,
+        )  # fmt: skip
+        turns.start(first.z)
+        rows = cls(problem, turns, first.z.dtype, options.patience)
+        rows.seen, rows.value = first.z, first.z + first.residual
+        rows.energy = rows.kept = first.energy
+        return rows
+
+    seen: Tensor  # where the map was evaluated last
+    value: Tensor
+
+    def evaluate(self) -> None:
+        """Evaluate the map at the next points."""
+        self.seen = self.turns.z.to(self.dtype, copy=True)  # f may keep it
+        self.value, self.energy, *_ = self.problem.joint(self.seen)
+
+    def turn(self) -> None:
+        """Move every row by the latest evaluation."""
+        self.turns.turn(self.value)
+
+    def move(self) -> int:
+        """Judge the rows, and find the next point of each; return how many go on."""
+        turns = self.turns
+        self.turn()
+        if self.number > 0 and self.energy is not None and self.kept is not None:
+            self.kept = torch.where(turns.better, self.energy, self.kept)
+        self.number += 1
+        left = int(turns.left)
+        if left and self.number % self.patience == 0:
+            stuck = (turns.status == RUNNING) & (turns.score > (1 - PROGRESS) * self.milestone)
+            stuck = stuck & ~(scaled_norm(turns.base - self.anchor) > DRIFT * turns.path)
+            if self.number > self.patience:
+                self.stalled = stuck
+                turns.status.masked_fill_(stuck, int(Status.STALLED))
+                left -= int(stuck.sum())
+            self.milestone, self.anchor = turns.score.clone(), turns.base.clone()
+            turns.path.zero_()
+        return left
+
+    def put(self, places: Tensor, z: Tensor) -> None:
+        """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
+        turns = self.turns
+        turns.z.index_copy_(0, places, z.to(turns.z.dtype))
+        turns.counts.index_fill_(1, places, 0)
+        turns.status.index_fill_(0, places, RUNNING)
+        if self.number >= self.patience:  # before that both are the buffers of the turns
+            self.milestone = self.milestone.index_fill(0, places, torch.inf)
+
+    def keep(self, stay: Tensor) -> bool:
+        """The buffers keep their size."""
+        return False
+
+    @property
+    def status(self) -> Tensor:
+        """(B,) statuses of the rows."""
+        return self.turns.status
+
+    def evaluation(self) -> Evaluation:
+        """The latest evaluation of all rows."""
+        return self.problem.point(self.seen, self.value, self.energy)
+
+    def solution_of(self, places: Tensor) -> Solution:
+        """The solution of the rows ``places``, with a value (n, D)."""
+        return select_rows(self.solution(), places)
+
+    def solution(self) -> Solution:
+        """The solution of all rows, with a value (B, D)."""
+        solution = self.turns.solution()
+        solution.value, solution.energy = solution.value.to(self.dtype), self.kept
+        return solution
+
+
 def solve_on_cuda(
     problem: Problem, first: Evaluation, solver: Anderson, options: Options
 ) -> tuple[Solution | None, Callable[[], Evaluation] | None]:
@@ -354,39 +447,18 @@ def solve_on_cuda(
         also if the map descends an energy and a sample did not converge or ended at a higher energy than it
         began.
     """
-    rule = options.rule(problem, first)
-    turns = Turns(
-        first.z, solver, options.max_steps, options.tolerance, mask=problem.mask, sizes=first.sizes,
-        eps=rule.eps, unit_free=rule.unit_free,
-    )  # fmt: skip
-    turns.start(first.z)
-    dtype, value, energy = first.z.dtype, first.z + first.residual, first.energy
-    kept, milestone, anchor = energy, turns.score, turns.base
-    for number in count(1):
-        turns.turn(value)
-        if energy is not None and kept is not None and energy is not first.energy:
-            kept = torch.where(turns.better, energy, kept)
-        if not int(turns.left):
-            break
-        if number % options.patience == 0:
-            stuck = (turns.status == RUNNING) & (turns.score > (1 - PROGRESS) * milestone)
-            stuck = stuck & ~(scaled_norm(turns.base - anchor) > DRIFT * turns.path)
-            if number > options.patience and bool(stuck.any()):
-                return None, None  # stalled
-            milestone, anchor = turns.score.clone(), turns.base.clone()
-            turns.path.zero_()
-        point = turns.z.to(dtype, copy=True)  # f may keep it
-        value, energy, *_ = problem.joint(point)
-    solution = turns.solution()
-    if kept is not None and first.energy is not None:
-        failed = not bool(descended(turns, first.energy, kept).all())
+    rows = Rows.of(problem, first, solver, options)
+    while rows.move():
+        if rows.stalled is not None and bool(rows.stalled.any()):
+            return None, None
+        rows.evaluate()
+    solution = rows.solution()
+    if rows.kept is not None and first.energy is not None:
+        failed = not bool(descended(rows.turns, first.energy, rows.kept).all())
     else:
         failed = not solution.all_converged()
-        failed = failed and bool((turns.status > int(Status.MAX_STEPS)).any())
-    if failed:
-        return None, None
-    solution.value, solution.energy = solution.value.to(dtype), kept
-    return solution, lambda: problem.point(turns.z.to(dtype), value, energy)
+        failed = failed and bool((rows.turns.status > int(Status.MAX_STEPS)).any())
+    return (None, None) if failed else (solution, rows.evaluation)
 
 
 def _power_of_two(number: int, least: int = 4) -> int:

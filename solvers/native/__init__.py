@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ FIELDS = (  # of ``Turns`` of ``turns.h``, in its order
         ctypes.c_void_p,
     ),
     (
-        "threads rows size kept evaluation max_steps patience parts remembered",
+        "threads rows size kept max_steps patience parts remembered",
         ctypes.c_int64,
     ),
     (
@@ -154,6 +154,127 @@ class _Turns(ctypes.Structure):
     _fields_ = tuple((name, kind) for names, kind in FIELDS for name in names.split())
 
 
+class Turns:
+    """A solve whose rows the engine moves: evaluate the map with :meth:`evaluate`, then :meth:`move`.
+
+    Attributes:
+        problem: of the rows (n, D) that are in the batch; ``index`` (n,) are their places among all samples.
+        trial: the points to evaluate next. Rows that have ended wait at their best iterates.
+        seen: the points that were evaluated last, with the ``value`` there.
+
+    Args:
+        first: evaluation at the start (B, D), whose residual is overwritten.
+        memory: number of stored differences; 0 for plain steps.
+        numbers: damping, the weight of the regularization, and a number to add to the Gram matrix's diagonal.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        first: Evaluation,
+        memory: int,
+        numbers: tuple[float, float, float],
+        options: Options,
+    ) -> None:
+        rule, tolerance = options.rule(problem, first), options.tolerance
+        self.problem, self.seen, self.trial = problem, first.z, first.z.contiguous()
+        self.value, first.residual = first.z + first.residual, first.z
+        (batch, size), dtype, start = self.trial.shape, self.trial.dtype, self.trial
+        kept = min(memory, size)
+        lengths = torch.tensor(first.sizes or (size,), device=start.device)
+        parts = len(lengths)
+        self.best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)
+        steps, changes = start.new_empty(2, batch, kept, size).unbind()
+        names = (
+            "score", "relative", "norm", "error", "limit", "bound", "scale", "milestone", "path",
+        )  # fmt: skip
+        self.numbers = start.new_empty(len(names), batch)
+        singles = dict(zip(names, self.numbers.unbind(), strict=True))
+        self.counts = start.new_zeros(5, batch, dtype=torch.int64)
+        self.counts[0] = RUNNING
+        status, evaluations, rejected, rejections, count = self.counts.unbind()
+        self.index = torch.arange(batch, device=start.device)  # whatever the default device is
+        self.arrays = {
+            "index": self.index, "sizes": lengths, "z": z, "residual": residual, "steps": steps,
+            "changes": changes, "gram": start.new_empty(batch, kept, kept), "best": self.best,
+            **singles, "norms": start.new_empty(batch, parts), "caps": start.new_empty(batch, parts),
+            "gains": start.new_empty(batch, parts, STEPS), "status": status,
+            "evaluations": evaluations, "rejected": rejected, "rejections": rejections, "count": count,
+        }  # fmt: skip
+        if problem.mask is not None:
+            self.arrays["mask"] = problem.mask.contiguous()
+        if options.max_steps >= 2 * options.patience:  # before that no sample stalls
+            self.arrays["anchor"] = torch.empty_like(start)
+        damping, ridge, tiny = numbers
+        self.record = _Turns(
+            **{name: array.data_ptr() for name, array in self.arrays.items()}, fork=THREADS.fork,
+            threads=THREADS.number, rows=batch, size=size, kept=kept, max_steps=options.max_steps,
+            patience=options.patience, parts=parts, remembered=STEPS, rtol=tolerance.rtol,
+            atol=tolerance.atol, damping=damping, ridge=ridge, tiny=tiny, divergence=DIVERGENCE,
+            moderate=MODERATE_ABOVE[dtype], eps=rule.eps, fallen=rule.fallen, roundings=ROUNDINGS,
+            progress=PROGRESS, drift=DRIFT,
+        )  # fmt: skip
+        self.turn, self.at = function(engine(), "turn", dtype), ctypes.addressof(self.record)
+
+    def evaluate(self) -> None:
+        """Evaluate the map at the points ``trial``."""
+        self.value = None  # freed before f allocates the next value
+        self.value, self.seen = self.problem.joint(self.trial, energies=False)[0], self.trial
+
+    def move(self) -> int:
+        """Judge the rows, and find the next point of each; return how many go on."""
+        assert self.value is not None
+        # C++ knows neither strides nor a sign yet to be flipped, and checks nothing.
+        trial, value = self.trial, self.value.contiguous().resolve_neg()
+        assert value.shape == trial.shape and value.dtype == trial.dtype
+        following = torch.empty_like(trial)
+        record = self.record
+        record.trial, record.value, record.next = (
+            trial.data_ptr(), value.data_ptr(), following.data_ptr(),
+        )  # fmt: skip
+        running = self.turn(self.at)
+        self.trial = following
+        return running
+
+    def put(self, places: Tensor, z: Tensor) -> None:
+        """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
+        self.trial.index_copy_(0, places, z)
+        samples = self.index[places]
+        self.counts[0, samples] = RUNNING
+        self.counts[1, samples] = 0
+
+    def keep(self, stay: Tensor) -> bool:
+        """Let only the rows ``stay`` go on."""
+        rows, record = len(self.index), self.record
+        self.index, self.trial = self.index[stay], self.trial[stay]
+        self.value = None
+        record.index, record.rows = self.index.data_ptr(), len(self.index)
+        self.problem = self.problem.rows(stay, rows)
+        return True
+
+    @property
+    def status(self) -> Tensor:
+        """(n,) statuses of the rows."""
+        return self.counts[0].index_select(0, self.index)
+
+    def solution_of(self, places: Tensor) -> Solution:
+        """The solution of the rows ``places``, with a value (n, D)."""
+        samples = self.index[places]
+        best, counts = self.best[samples], self.counts.index_select(1, samples)
+        return self._solution(best, counts, self.numbers.index_select(1, samples))
+
+    def solution(self) -> Solution:
+        """The solution of all samples, with a value (B, D)."""
+        return self._solution(self.best, self.counts.clone(), self.numbers)
+
+    def _solution(self, best: Tensor, counts: Tensor, numbers: Tensor) -> Solution:
+        status, evaluations, rejected, *_ = counts.unbind()
+        _, relative, norm, error, *_ = numbers.unbind()
+        return Solution(
+            best, status, relative, norm, evaluations - rejected, evaluations, error=error
+        )
+
+
 def solve_in_turns(
     problem: Problem,
     first: Evaluation,
@@ -161,80 +282,22 @@ def solve_in_turns(
     numbers: tuple[float, float, float],
     options: Options,
 ) -> tuple[Solution, Callable[[], Evaluation] | None]:
-    """Solve from the ``first`` evaluation, at the start (B, D), whose residual is overwritten.
+    """Solve by :class:`Turns`, whose arguments these are.
 
     Returns:
         The solution and a function that gives the last evaluation, or None if samples have left the batch.
         It evaluates the samples that had ended before at their best iterates.
-
-    Args:
-        memory: number of stored differences; 0 for plain steps.
-        numbers: damping, the weight of the regularization, and a number to add to the Gram matrix's diagonal.
     """
-    rule, tolerance = options.rule(problem, first), options.tolerance
-    start = trial = first.z.contiguous()
-    value, first.residual = first.z + first.residual, first.z
-    batch, size = start.shape
-    kept, dtype = min(memory, size), start.dtype
-    lengths = torch.tensor(first.sizes or (size,), device=start.device)
-    parts = len(lengths)
-    best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)
-    steps, changes = start.new_empty(2, batch, kept, size).unbind()
-    names = ("score", "relative", "norm", "error", "limit", "bound", "scale", "milestone", "path")
-    singles = dict(zip(names, start.new_empty(len(names), batch).unbind(), strict=True))
-    counts = start.new_empty(5, batch, dtype=torch.int64)
-    status, evaluations, rejected, rejections, count = counts.unbind()
-    index = torch.arange(batch, device=start.device)  # whatever torch.set_default_device says
-    arrays = {
-        "index": index, "sizes": lengths, "z": z, "residual": residual, "steps": steps, "changes": changes,
-        "gram": start.new_empty(batch, kept, kept), "best": best, **singles,
-        "norms": start.new_empty(batch, parts), "caps": start.new_empty(batch, parts),
-        "gains": start.new_empty(batch, parts, STEPS), "status": status, "evaluations": evaluations,
-        "rejected": rejected, "rejections": rejections, "count": count,
-    }  # fmt: skip
-    if problem.mask is not None:
-        arrays["mask"] = problem.mask.contiguous()
-    if options.max_steps >= 2 * options.patience:  # before that no sample stalls
-        arrays["anchor"] = torch.empty_like(start)
-    damping, ridge, tiny = numbers
-    record = _Turns(
-        **{name: array.data_ptr() for name, array in arrays.items()}, fork=THREADS.fork,
-        threads=THREADS.number, rows=batch, size=size, kept=kept, max_steps=options.max_steps,
-        patience=options.patience, parts=parts, remembered=STEPS, rtol=tolerance.rtol, atol=tolerance.atol,
-        damping=damping, ridge=ridge, tiny=tiny, divergence=DIVERGENCE, moderate=MODERATE_ABOVE[dtype],
-        eps=rule.eps, fallen=rule.fallen, roundings=ROUNDINGS, progress=PROGRESS, drift=DRIFT,
-    )  # fmt: skip
-    turn, at, part = function(engine(), "turn", dtype), ctypes.addressof(record), problem
-    while True:
-        # C++ knows neither strides nor a sign yet to be flipped, and checks nothing.
-        value, following = value.contiguous().resolve_neg(), torch.empty_like(trial)
-        assert value.shape == trial.shape and value.dtype == trial.dtype
-        record.trial, record.value, record.next = (
-            trial.data_ptr(), value.data_ptr(), following.data_ptr(),
-        )  # fmt: skip
-        record.evaluation += 1
-        running = turn(at)
-        if running == 0:
-            break
-        trial = following
-        del value, following  # free them before f allocates the next value
-        if running < len(index) and problem.compact and shrinks(known := status[index], trial):
-            stay = torch.nonzero(known == RUNNING).flatten()
-            index, trial = index[stay], trial[stay]
-            record.index, record.rows = index.data_ptr(), len(index)
-            part = problem.rows(index, batch)
-        value = part.joint(trial, energies=False)[0]
-    del arrays, following  # the engine only held addresses
+    turns = Turns(problem, first, memory, numbers, options)
+    batch = len(turns.index)
+    while running := turns.move():
+        if running < len(turns.index) and problem.compact:
+            status = turns.status
+            if shrinks(status, turns.trial):
+                turns.keep(torch.nonzero(status == RUNNING).flatten())
+        turns.evaluate()
     last: Any = None
-    if len(index) == batch:
-        last = lambda: problem.point(trial, value)  # noqa: E731
-    solution = Solution(
-        value=best,
-        status=status.clone(),
-        residual=singles["relative"],
-        residual_norm=singles["norm"],
-        steps=evaluations - rejected,
-        evaluations=evaluations.clone(),
-        error=singles["error"],
-    )
-    return solution, last
+    if len(turns.index) == batch:
+        seen, value = turns.seen, cast(Tensor, turns.value)
+        last = lambda: problem.point(seen, value)  # noqa: E731
+    return turns.solution(), last

@@ -25,9 +25,10 @@ struct Turns {
   void *limit, *bound, *scale, *milestone, *path;  // (B,) as Rows has them
   void *norms, *caps, *gains;     // (B, L) twice, (B, L, remembered)
   void* anchor;                   // (B, D), or null where no sample can stall
-  int64_t *status, *evaluations, *rejected, *rejections, *count;  // (B,)
+  // (B,) A sample begins where it is RUNNING after 0 evaluations: what else is kept of it does not count then.
+  int64_t *status, *evaluations, *rejected, *rejections, *count;
   void* fork;
-  int64_t threads, rows, size, kept, evaluation, max_steps, patience, parts, remembered;
+  int64_t threads, rows, size, kept, max_steps, patience, parts, remembered;
   double rtol, atol, damping, ridge, tiny, divergence, moderate, eps, fallen, roundings, progress, drift;
 };
 
@@ -49,7 +50,7 @@ inline void anderson(const Turns& all, int64_t b, const T* z, T moved, T* next) 
   T weights[MOST];
   T* steps = of<T>(all.steps, b * kept * size);
   int64_t filled = 0;
-  if (kept > 0 && all.evaluation > 1) {
+  if (kept > 0 && all.evaluations[b] > 1) {
     T system[MOST * MOST], row[MOST];
     T *changes = of<T>(all.changes, b * kept * size), *gram = of<T>(all.gram, b * kept * kept);
     const int64_t slot = all.count[b] % kept;
@@ -153,7 +154,7 @@ template <class T>
 inline int64_t given_up(const Turns& all, int64_t b, T norm, bool finite) {
   const int64_t rejections = all.rejections[b];
   if (rejections > 0 && norm > *of<T>(all.limit, b)) return DIVERGED;
-  if (rejections < (all.evaluation > 1 ? MAX_REJECTIONS : 0)) return RUNNING;
+  if (rejections < (all.evaluations[b] > 1 ? MAX_REJECTIONS : 0)) return RUNNING;
   return finite ? STALLED : NONFINITE;
 }
 
@@ -174,7 +175,8 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   T *norms_before = of<T>(all.norms, b * parts), *caps = of<T>(all.caps, b * parts);
   T* gains = of<T>(all.gains, b * parts * remembered);
   T *z = of<T>(all.z, b * size), *residual = of<T>(all.residual, b * size);
-  const bool first = all.evaluation == 1;
+  const int64_t evaluation = ++all.evaluations[b];
+  const bool first = evaluation == 1;
   constexpr T most = std::numeric_limits<T>::max(), none = std::numeric_limits<T>::infinity();
   constexpr T least = std::numeric_limits<T>::min();
   const T rtol = static_cast<T>(all.rtol), atol = static_cast<T>(all.atol), eps = static_cast<T>(all.eps);
@@ -203,8 +205,7 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     all.rejected[b] = all.rejections[b] = all.count[b] = 0;
     std::copy(trial, trial + size, best);
   }
-  all.evaluations[b] = all.evaluation;
-  const bool guarded = all.kept > 0 && all.evaluation > 2 && all.rejections[b] == 0;
+  const bool guarded = all.kept > 0 && evaluation > 2 && all.rejections[b] == 0;
   const bool accepted = finite && (first || norm <= *limit) && (!guarded || norm <= *bound);
   // The score of the trial, its relative residual and error, and whether it has converged.
   T score = 0, relative = 0, error = 0;
@@ -217,7 +218,7 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     if (accepted && !first && own.moved > eps * own.value) {  // not only by rounding
       const T fallen = norms_before[l] - own.residual;
       const bool plain = (all.kept == 0 || all.rejections[b] > 0) && fallen > 0;  // whose rate counts
-      known[all.evaluation % remembered] = own.moved / (plain ? fallen : own.changed);
+      known[evaluation % remembered] = own.moved / (plain ? fallen : own.changed);
       *path += own.moved;
     }
     for (int64_t j = 0; j < remembered; j++) largest = std::fmax(largest, known[j]);
@@ -242,8 +243,8 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   }
   int64_t status = converged ? CONVERGED : accepted ? RUNNING : given_up<T>(all, b, norm, finite);
   if (!accepted) all.rejected[b]++;
-  if (status == RUNNING && all.evaluation >= all.max_steps) status = MAX_STEPS;
-  if (all.anchor && all.evaluation % all.patience == 0) {
+  if (status == RUNNING && evaluation >= all.max_steps) status = MAX_STEPS;
+  if (all.anchor && evaluation % all.patience == 0) {
     T* anchor = of<T>(all.anchor, b * size);
     const T* here = accepted ? trial : z;
     bool stuck = *best_score > static_cast<T>(1 - all.progress) * *milestone;
@@ -279,7 +280,7 @@ int64_t turn(const Turns& all) {
               int64_t own = 0;
               for (int64_t row = begin; row < end; row++) {
                 const int64_t b = all.index[row];
-                if (all.evaluation == 1 || all.status[b] == RUNNING) turn_of<T>(all, row, b);
+                if (all.status[b] == RUNNING) turn_of<T>(all, row, b);
                 if (all.status[b] == RUNNING) {
                   own++;
                 } else {

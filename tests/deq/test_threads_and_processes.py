@@ -131,9 +131,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
 
-def example() -> Any:
+def example(name: str = "scale_out") -> Any:
     sys.path.append(str(ROOT / "examples"))
-    return importlib.import_module("scale_out")
+    return importlib.import_module(name)
 
 
 RUNS = [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
@@ -188,7 +188,10 @@ def run_process(rank: int, folder: Path) -> None:
     )  # fmt: skip
     script = example()
     runs = {key: scaled_out(script, *key) for key in RUNS}
-    torch.save({"runs": runs, "refused": sharded_within()}, folder / f"rank{rank}.pt")
+    # A number of samples without equal shares.
+    queues = example("several_queues").solve(99, 8)
+    results = {"runs": runs, "refused": sharded_within(), "queues": queues}
+    torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -227,3 +230,14 @@ def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
     """Their processes would wait for each other at evaluations that not all of them make."""
     for result in results:
         assert "shard" in result["refused"]
+
+
+@on_gloo
+def test_queues_of_several_processes_solve_all_samples(results: list[dict[str, Any]]) -> None:
+    value, evaluations, own = example("several_queues").solve(99, 8)
+    assert own == 99 and len(evaluations.unique()) > 3
+    for result in results:
+        shared = result["queues"]
+        assert shared[2] == 50  # one sample twice, so that the shares are equal
+        torch.testing.assert_close(shared[0], value, rtol=2e-4, atol=2e-4)
+        assert (shared[1] - evaluations).abs().max() <= 2

@@ -93,6 +93,9 @@ def test_a_restorer_finds_the_minimum_of_a_linear_problem() -> None:
             part = factor * matrix.T @ torch.diag(weight[k])
             exact = torch.linalg.solve(part @ matrix + rest.T @ rest, part @ y[k])
             assert torch.allclose(found.value[k], exact, rtol=1e-5, atol=1e-6)
+        pairs = zip(y.split(3), weight.split(3), strict=True)
+        for index, streamed in model.stream(pairs, operator, slots=2, **options):
+            torch.testing.assert_close(streamed.value, found.value[index], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["convolution", "transformer"])

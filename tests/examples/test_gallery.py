@@ -257,6 +257,10 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         "--spins 12 --dim 6 --steps 3 --chains 16",
         lambda t: all(0 < length < 1 for length in column(t["lengths"], "length")),
     ),
+    "busy_slots": (
+        "--samples 200 --slots 16 --size 16",
+        lambda t: column(t["summary"], "calls")[1] < 0.8 * column(t["summary"], "calls")[0],
+    ),
     "spherical_saddle": ("--sites 4 --dim 6 --frames 9", the_root_is_the_minimum),
     "tap_vs_exact": ("--models 2 --ising 4 --potts 3 --strengths 0.25", theories_agree),
     "studies.convergence": (
@@ -290,6 +294,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def test_every_example_is_listed_and_imports_public_names() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     others = "masked_images couplings wrap_your_energy scale_out runner ported_from_torchdeq "
+    others += "several_queues "
     others += "options training image_tasks board_tasks train_images train_language train_boards"
     assert names == {*(name.split(".")[0] for name in EXPERIMENTS), *others.split()}
     for path in EXAMPLES.rglob("*.py"):
