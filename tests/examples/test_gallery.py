@@ -258,7 +258,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
         lambda t: all(0 < length < 1 for length in column(t["lengths"], "length")),
     ),
     "busy_slots": (
-        "--samples 200 --slots 16 --size 16",
+        "--samples 600 --slots 32",
         lambda t: column(t["summary"], "calls")[1] < 0.8 * column(t["summary"], "calls")[0],
     ),
     "spherical_saddle": ("--sites 4 --dim 6 --frames 9", the_root_is_the_minimum),
