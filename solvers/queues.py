@@ -40,9 +40,8 @@ from solvers.methods.iterate import Rows, refilled
 # Slots are refilled when those that wait have cost as much as a refill: MOST_IDLE evaluations of the whole
 # batch, or fewer for batches with more than FEW numbers, whose evaluations cost more.
 MOST_IDLE, LEAST_IDLE, FEW = 1.5, 0.125, 1 << 14
-LATEST = (
-    16  # turns after which samples that have ended are reported, if they would not fill the slots
-)
+# Samples that have ended are verified and reported when they would fill the slots, or after so many turns.
+LATEST = 16
 
 
 @eager
@@ -207,10 +206,8 @@ class Queue:
         Yields a number where so many new samples can enter, to which the answer is what :meth:`_Feed.take`
         returns, and the indices and solutions of samples that have ended.
         """
-        rows, index = (
-            self._begin(group),
-            index.clone(),
-        )  # which may have been made in inference mode
+        rows = self._begin(group)
+        index = index.clone()  # it may have been made in inference mode
         running, occupied, idle = rows.move(), len(index), 0.0
         most = min(MOST_IDLE, max(LEAST_IDLE, FEW / group.start.numel()))
         ended: list[_Ended] = []  # not yet reported
