@@ -6,7 +6,8 @@ with the residual ``r = f(z) - z`` and the scale ``|f(z)|``, a sample has conver
 
 - ``|r| <= max(rtol |f(z)|, atol)``, and at most ``max(rtol s, atol, |r_max| / 100)`` with the size
   ``s = |f(z_0)| + |r_0|`` of the start and the largest residual ``r_max`` so far, up to that size, and
-- the estimated error is at most ``max(rtol |f(z)|, atol)``.
+- the estimated error is at most ``max(rtol |f(z)|, atol)``, where ``|f(z)|`` counts up to a million times the
+  size of the start.
 
 The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated by the largest gain
 ``|dz| / |dr|`` of the last ten accepted steps::
@@ -93,11 +94,15 @@ class Rule:
         scores = point.norms / allowed.masked_fill(allowed == 0, limits.tiny)
         return scores.clamp_max(limits.max).amax(1)
 
-    def near(self, point: Evaluation, caps: Tensor, error: Tensor) -> Tensor:
-        """(B,) bool: the errors (B, L) are within the tolerance, or the residual is rounding."""
-        near = error <= self.tolerance.threshold(point.references)
+    def near(self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor) -> Tensor:
+        """(B,) bool: the errors (B, L) are within the tolerance, or the residual is rounding.
+
+        Beyond the ``limit`` (B,) the size of the value is no scale.
+        """
+        scale = torch.minimum(point.references, limit[:, None])
+        near = error <= self.tolerance.threshold(scale)
         if not self.unit_free:
-            rounding = ROUNDINGS * self.eps * point.references
+            rounding = ROUNDINGS * self.eps * scale
             near = near | (point.norms <= rounding) & (rounding <= caps)
         return near.all(1)
 

@@ -289,7 +289,7 @@ class Loop:
         running = rows.status == RUNNING
         taken = running if accepted is None else running & accepted
         score, error = self.rule.score(trial, rows.caps), estimated_error(trial, rows.gains)
-        near = self.rule.near(trial, rows.caps, error)
+        near = self.rule.near(trial, rows.caps, error, rows.limit)
         converged = taken & self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
         rows.near = torch.where(taken, near, rows.near)
         if self.growth is not None:

@@ -146,8 +146,9 @@ def _judge(
             wrong = tl.where(own == 0, 0.0, tl.where(top == 0, infinite, own * top))
             threshold = tl.maximum(rtol * scales, atol)
             allowed = tl.minimum(threshold, cap)
-            rounded = (own <= unit * scales) & (unit * scales <= cap) & (free == 0)
-            near = (wrong <= threshold) | rounded
+            scaled = tl.minimum(scales, far)  # a runaway is no scale
+            rounded = (own <= unit * scaled) & (unit * scaled <= cap) & (free == 0)
+            near = (wrong <= tl.maximum(rtol * scaled, atol)) | rounded
             small = (own <= allowed) & (eps * scales <= cap)
             close, less = close & near, less & (own <= cap) & (steps_known >= 4)
             meets = meets & (near & (small | free))

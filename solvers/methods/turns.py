@@ -235,8 +235,9 @@ def turn(s: Turns, value: Tensor) -> None:
     torch.where(accepted[:, None], grown, s.caps, out=s.caps)
     threshold = torch.maximum(rtol * scales, atol)
     allowed = torch.minimum(threshold, s.caps)
-    unit = rounding_unit * scales
-    near = (error <= threshold) | ((norms <= unit) & (unit <= s.caps) & ~free)
+    scaled = scales.minimum(s.limit[:, None])  # a runaway is no scale
+    close, unit = torch.maximum(rtol * scaled, atol), rounding_unit * scaled
+    near = (error <= close) | ((norms <= unit) & (unit <= s.caps) & ~free)
     small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
     near, before = near.all(1), (s.near > 0) & ~first
     less = ((norms <= s.caps) & ((s.gains > 0).sum(2) >= SURE)).all(1)

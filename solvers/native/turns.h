@@ -224,8 +224,10 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     for (int64_t j = 0; j < remembered; j++) largest = std::fmax(largest, known[j]);
     const T wrong = own.residual == 0 ? 0 : largest == 0 ? none : own.residual * largest;
     const T threshold = std::fmax(own.value * rtol, atol), allowed = std::fmin(threshold, caps[l]);
-    const T rounding = static_cast<T>(all.roundings) * eps * own.value;
-    const bool near = wrong <= threshold || (own.residual <= rounding && rounding <= caps[l]);
+    const T scaled = std::fmin(own.value, *limit);  // a runaway is no scale
+    const T close = std::fmax(scaled * rtol, atol);
+    const T rounding = static_cast<T>(all.roundings) * eps * scaled;
+    const bool near = wrong <= close || (own.residual <= rounding && rounding <= caps[l]);
     converged = converged && near && eps * own.value <= caps[l] && own.residual <= allowed;
     const T size_of = own.value > 0 ? own.value : least;
     score = std::fmax(score, std::fmin(own.residual / (allowed > 0 ? allowed : least), most));
