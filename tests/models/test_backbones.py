@@ -138,7 +138,6 @@ def test_a_classifier_learns_two_patterns(name: str) -> None:
 
 # The DEQ transformer takes masks as torch's layers do, and gives 0 at masked tokens: its own test.
 @pytest.mark.parametrize("name", sorted({*BACKBONES} - {"hyperset", "deq-transformer"}))
-@pytest.mark.filterwarnings("ignore:the mask leaves no token")
 def test_masked_tokens_keep_their_input_and_influence_none(name: str) -> None:
     torch.manual_seed(0)
     model, x = backbone(name).double(), torch.randn(TOKENS, dtype=torch.float64)
