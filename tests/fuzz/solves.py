@@ -379,7 +379,9 @@ def check_solution(
     converged, known = solution.converged, torch.isfinite(reported)
     met = size <= limit * (1 + slack) + error * (1 + tolerance.rtol)
     if problem.energetic and tolerance.rtol > 0:  # the error decides, see the family ``errors``
-        met = met | (solution.error.double() <= tolerance.rtol * (1 + slack))
+        scale = norms(value if problem.free is None else value.where(problem.free, 0.0))
+        allowed = (tolerance.rtol * scale).clamp_min(tolerance.atol)
+        met = met | (solution.error.double() * scale <= allowed * (1 + slack))
     draw.expect_rows(met | ~converged, "CONVERGED", limit=limit, error=error, **told)
     right = (reported - size).abs() <= error + slack * size
     # At the edge of a domain the value, exact in float64, may lie outside.
