@@ -280,9 +280,13 @@ def mazes(
     largest: int = 99,  # largest test size
     channels: int = 16,  # channels of the state
 ) -> Result:
-    results = [one_seed(seed, steps, tests, largest, channels) for seed in range(seeds)]
-    measured, course = (sum((each[k] for each in results), Table()) for k in (0, 1))
-    return {"seeds": measured, "course": course}, draw(measured, course, results[0][2])
+    measured, course, paths = Table(), Table(), list[list[Tensor]]()
+    for seed in range(seeds):
+        rows, shares, path = one_seed(seed, steps, tests, largest, channels)
+        measured += rows
+        course += shares
+        paths.append(path)
+    return {"seeds": measured, "course": course}, draw(measured, course, paths[0])
 
 
 def one_seed(

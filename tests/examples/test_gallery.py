@@ -424,7 +424,7 @@ def test_paths_through_mazes(size: int, load: Load) -> None:
     assert size == 3 or ends_of[module.LOOPS] < ends_of[module.TREES] < ends_of[module.BUSHES]
 
 
-def dead_end_rule(module: Any) -> nn.Module:
+def dead_end_rule(module: Any) -> Any:
     """A model of mazes whose fixed point is the maze with filled dead ends, by weights set by hand.
 
     State 0 becomes 1 inside of the maze, state 1 where a site is closed: at walls, where it was closed
