@@ -50,17 +50,16 @@ SHOWN = (5, 10, 20, 40, 160)  # iterations of the pictures
 
 
 class Phase(NamedTuple):
-    """A part of training: share of the steps, learning rate and its decay, most iterations before those with
-    gradients, and weight of the mean squared change of a settled state."""
+    """A part of training."""
 
-    share: float
-    rate: float
-    decay: float
-    before: int
-    weight: float
+    share: float  # of the option ``steps``
+    rate: float  # largest learning rate
+    decay: float  # slope of its decay
+    before: int  # most iterations before those with gradients
+    weight: float  # of the mean squared change of a settled state
 
 
-PHASES = (Phase(1.0, 3e-3, 3.0, 25, 0.0), Phase(0.35, 1e-3, 1.0, 60, 3.0))
+PHASES = (Phase(1.0, 3e-3, 3.0, 25, 0.0), Phase(0.343, 1e-3, 1.0, 60, 3.0))
 
 
 class Mazes(NamedTuple):
@@ -287,8 +286,7 @@ def by_iterations(model: EquilibriumMaze, mazes: Mazes, seed: int) -> Table:
 
 
 def filling(model: EquilibriumMaze, mazes: Mazes) -> tuple[Tensor, list[Tensor]]:
-    """Return the maze with the longest path among those that are solved, and the probabilities of its path
-    after some iterations, NaN at walls."""
+    """Return the solved maze with the longest path, and the probabilities of its path, NaN at walls."""
     z = [model.layer.unrolled(count)(mazes.inputs) for count in SHOWN]
     right = (model.readout(z[-1]).argmax(1) == mazes.targets).flatten(1).all(1)
     k = int((mazes.targets.sum((1, 2)) * right).argmax())
