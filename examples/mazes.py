@@ -349,7 +349,7 @@ def one_seed(
                     measured.append({"model": label, "kind": kind, "size": size} | known | row)
                     print("  ", *measured[-1].values(), flush=True)
             if labels == (CONVERGED,):
-                for size in sizes[1:4]:
+                for size in sizes[1:3]:
                     course += by_iterations(model, held[size, TREES], seed)
                 path = filling(model, held[sizes[min(2, len(sizes) - 1)], TREES])
     return measured, course, path
