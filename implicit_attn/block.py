@@ -161,8 +161,10 @@ class EncoderLayer(nn.Module):
         batch, count, _ = tokens.shape
         keys = count if memory is None else memory.shape[1]
         if src_mask is not None:
-            pairs, bias = _allowed_pairs(src_mask, (batch, self.heads, count, keys))
-            bias = bias if bias is None else bias.to(tokens.dtype)
+            # What overflows in half precision excludes, as -inf does.
+            floats = isinstance(src_mask, Tensor) and src_mask.is_floating_point()
+            own = src_mask.to(tokens.dtype) if floats else src_mask
+            pairs, bias = _allowed_pairs(own, (batch, self.heads, count, keys))
         if is_causal and not self.causal:
             if self.attention == "cross":
                 raise ValueError('is_causal=True needs attention="self", got "cross"')
@@ -648,7 +650,7 @@ class DEQTransformer(EncoderLayer):
             raise ValueError(
                 'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
             )
-        with torch.no_grad():
+        with torch.no_grad(), Map(self.deq).weights_once():
             z, self.evaluations = self._token_by_token(
                 x, mask, limit, max(self.deq.max_steps - 1, 1)
             )

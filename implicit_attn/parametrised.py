@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -35,19 +36,24 @@ def _adapt(made: Any, name: str) -> None:
         # A compiler cannot trace the variables of a thread, and merges equal computations itself.
         if torch.compiler.is_dynamo_compiling():
             return compute(module)
-        computed = CONTEXT.weights.get(id(module.parametrizations[name]))
-        return compute(module) if computed is None else computed
+        part = module.parametrizations[name]
+        weight, originals = CONTEXT.weights.get(id(part), (None, ()))
+        # ``functional_call`` may have replaced what the weight was computed from.
+        if weight is not None and all(map(operator.is_, originals, part._parameters.values())):
+            return weight
+        return compute(module)
 
     setattr(made, name, property(read, known.fset))
-    made.computed_once, made.__reduce_ex__ = True, _reduce
+    made.computed_once = getattr(made, "computed_once", frozenset()) | {name}
+    made.__reduce_ex__ = _reduce
 
 
 def changes_when_read(module: nn.Module) -> bool:
     """Return whether a parametrisation of a user may change its buffers when its weight is read."""
-    if getattr(module, "computed_once", False):
-        return False
-    parts: Any = module.parametrizations
-    return any(part.training and part._buffers for part in parts.modules())
+    lists: Any = module.parametrizations
+    own = getattr(module, "computed_once", ())
+    parts = [part for name in lists if name not in own for part in lists[name].modules()]
+    return any(part.training and part._buffers for part in parts)
 
 
 def own_class(module: nn.Module) -> None:

@@ -194,8 +194,10 @@ class Implicit(_AtSolution):
     def own_tolerance(self, forward: Tolerance) -> Tolerance:
         """Return the tolerance of the linear solve after a solve to the tolerance ``forward``."""
         chosen: Any = self.tolerance  # a Tolerance or None, since __post_init__
-        if chosen is not None or (forward.rtol and not forward.atol):
-            return chosen or forward
+        if chosen is not None:
+            return chosen
+        if forward.rtol and not forward.atol:
+            return forward
         return Tolerance(forward.rtol or 1e-6, patience=forward.patience)
 
 
@@ -420,7 +422,9 @@ class Linearization:
             point = _Gated.apply(gate, z)
             own = [_Gated.apply(gate, t) if t.requires_grad else t for t in sources]
             image = self.evaluate(point, own)
-            if captured_by(image, stop=_Gated._backward_cls):  # type: ignore[attr-defined]
+            # Constants, and the points at which layers within f are differentiated.
+            known = (_Gated._backward_cls, _Point._backward_cls)  # type: ignore[attr-defined]
+            if captured_by(image, stop=known):
                 raise RuntimeError(
                     "f captures a tensor that requires grad and is neither in args nor a parameter of a "
                     "module that is f, so it has first derivatives only (create_graph=True was asked "
@@ -589,7 +593,7 @@ def zero_gradient(z: Tensor, *outputs: Tensor) -> Tensor:
 
 
 def captured_by(output: Tensor, stop: Any = None) -> list[Tensor]:
-    """Return the leaves of the graph of ``output``; the search does not pass nodes of the type ``stop``."""
+    """Return the leaves of the graph of ``output``; the search does not pass nodes of the types ``stop``."""
     if output.grad_fn is None:
         return [output] if output.requires_grad else []
     if stop is not None and isinstance(output.grad_fn, stop):
@@ -633,12 +637,9 @@ def module_of(f: Any) -> nn.Module | None:
     """Return the module that ``f`` is, calls as ``update`` or ``energy``, or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    homes = [
-        f,
-        getattr(f, "update", None),
-        getattr(f, "energy", None),
-        getattr(f, "__self__", None),
-    ]
+    homes = [f]
+    for name in ("update", "energy", "function", "__self__"):
+        homes.append(getattr(f, name, None))
     for home in homes:
         if isinstance(home, nn.Module):
             return home

@@ -30,12 +30,12 @@ class LinearSolver(ABC):
     Args:
         preconditioner: linear function ``v -> M v`` of one argument, where M approximates the inverse of the
             matrix A of the system: for ``Newton`` that is ``I - J``, or the derivative of F for a root, and
-            for ``Implicit`` its transpose. ``v`` has the structure, shapes and dtypes of the state or the
-            right-hand side. M must be symmetric positive definite for ``CG`` and ``MINRES``. The function may
-            close over tensors that all samples share, but over batched ones only with ``compact=False``,
-            because it receives the unsolved samples. It is called once per product with A and receives no
-            gradients: the tolerance refers to the residual without M, so M changes the number of products
-            but not the solution.
+            for ``Implicit`` its transpose. ``v`` has the structure, shapes and dtypes of the state or of the
+            right-hand side; for a causal block they are (B N, 1, d). M must be symmetric positive definite
+            for ``CG`` and ``MINRES``. The function may close over tensors that all samples share, but over
+            batched ones only with ``compact=False``, because it receives the unsolved samples. It is called
+            once per product with A and receives no gradients: the tolerance refers to the residual without M,
+            so M changes the number of products but not the solution.
     """
 
     preconditioner: Callable[[Any], Any] | None = field(default=None, kw_only=True, repr=False)
@@ -43,11 +43,15 @@ class LinearSolver(ABC):
     def __post_init__(self) -> None:
         require_callable("preconditioner", self.preconditioner, optional=True)
 
-    def on_vectors(self, layout: Layout) -> VectorMap:
-        """Return the preconditioner as a map of matrices (n, D); the identity if there is none."""
+    def on_vectors(self, layout: Layout, mask: Tensor | None = None) -> VectorMap:
+        """Return the preconditioner as a map of matrices (n, D); the identity if there is none.
+
+        Where ``mask`` (n, D) is False, the system has neither rows nor columns, and the result is zero.
+        """
         if self.preconditioner is None:
             return identity
-        return layout.vector_map(self.preconditioner, "preconditioner")
+        function = layout.vector_map(self.preconditioner, "preconditioner")
+        return function if mask is None else lambda v: function(v).masked_fill(~mask, 0)
 
     @abstractmethod
     def start(

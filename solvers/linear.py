@@ -108,7 +108,8 @@ class LinearLoop:
                 if number < batch:
                     error.args = (
                         f"{error}\nThe function was called with the {number} of {batch} unsolved samples. "
-                        "Pass batched tensors that matvec closes over in args=(...), or use compact=False.",
+                        "Pass batched tensors that matvec closes over in args=(...), or use compact=False, "
+                        "as for those of a preconditioner.",
                     )
                 raise
 

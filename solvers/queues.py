@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_callable, require_count, require_flag
-from solvers.core.context import within
+from solvers.core.context import Weight, within
 from solvers.core.layout import Layout, leaves_of, map_tensors
 from solvers.core.loop import Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
@@ -141,7 +141,7 @@ class Queue:
         stop: Callable[..., Tensor] | None,
         measure: Callable[[Any], Any] | None,
         record: Callable[[Problem, Tensor, Goal], Rows | None] | None = None,
-        weights: dict[int, Tensor] | None = None,
+        weights: dict[int, Weight] | None = None,
     ) -> None:
         require_callable("f", f)
         require_callable("stop", stop, optional=True)

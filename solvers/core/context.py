@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from solvers.core.modes import in_transform
 
+# A computed weight, and the parameters that it was computed from.
+Weight = tuple[Tensor, tuple[Tensor | None, ...]]
+
 
 class _Context(threading.local):
     """The record of one thread; outside of a solve it holds nothing."""
@@ -20,7 +23,7 @@ class _Context(threading.local):
     recording: bool = False  # a CUDA graph is being recorded
 
     def __init__(self) -> None:
-        self.weights: dict[int, Tensor] = {}  # that the innermost solve has computed, by id
+        self.weights: dict[int, Weight] = {}  # that the innermost solve has computed, by id
 
 
 CONTEXT = _Context()
@@ -45,18 +48,20 @@ def maybe_any(mask: Tensor) -> bool:
     return CONTEXT.recording or in_transform() or bool(mask.any())
 
 
-def weights_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+def weights_of(modules: Iterable[nn.Module]) -> dict[int, Weight]:
     """Compute the weights of :func:`implicit_attn.parametrised.parametrise`, by the id of each.
 
     With ``within(weights=...)`` a solve computes each once, with a graph where the caller records. Those of
     ``torch.nn.utils.parametrize`` are left to its ``cached()``, which serves all threads at once.
     """
-    computed: dict[int, Tensor] = {}
+    computed: dict[int, Weight] = {}
     inference = torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if inference else nullcontext():
         for module in modules:
-            if "parametrizations" in module._modules and getattr(module, "computed_once", False):
-                for part in module._modules["parametrizations"].values():  # type: ignore[union-attr,operator]
-                    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
-                        computed[id(part)] = part()
+            lists: Any = module._modules.get("parametrizations") or {}
+            for name in getattr(module, "computed_once", ()) if lists else ():
+                if name in lists:
+                    part, graded = lists[name], torch.is_grad_enabled() and not inference
+                    with torch.set_grad_enabled(graded):
+                        computed[id(part)] = part(), tuple(part._parameters.values())
     return computed

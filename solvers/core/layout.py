@@ -120,8 +120,14 @@ class Layout:
         """
 
         def mapped(vectors: Tensor) -> Tensor:
-            sent = self.tree(vectors.to(self.dtype))
+            own = vectors.to(self.dtype)
+            version = None if own.is_inference() else own._version
+            sent = self.tree(own)
             received = self.ordered(function(sent))
+            if version is not None and own._version != version:
+                raise ValueError(
+                    f"{name} must not modify its argument in place: return a new tensor"
+                )
             check_like(received, sent, f"{name}(v)", "v")
             return self.vector(received).detach().to(vectors.dtype)
 

@@ -46,7 +46,7 @@ class Tolerance:
         patience: number of evaluations in which a sample must make progress, an integer >= 1: it ends as
             STALLED if meanwhile its residual, relative to what is allowed, has not fallen by 0.1 % below the
             best before, its energy has not fallen, and its iterate has not kept to one direction. None:
-            samples go on up to ``max_steps``.
+            samples go on up to ``max_steps``. Linear solvers have rules of their own.
 
     Raises:
         TypeError: if a tolerance is not a number, or patience is not an integer.
@@ -188,11 +188,7 @@ class Status(IntEnum):
 
     CONVERGED = 0
     MAX_STEPS = 1, "raise max_steps, loosen the tolerance or use another solver"
-    STALLED = (
-        2,
-        "the tolerance may lie below rounding, or the problem may be singular; where progress is slow, raise "
-        "Tolerance(patience=...)",
-    )
+    STALLED = 2, "the tolerance may lie below rounding, or the problem may be singular"
     DIVERGED = 3, "damp the iteration or use a safeguarded solver"
     NONFINITE = 4, "an input or an evaluation contained NaN or infinity"
     INDEFINITE = (
@@ -238,6 +234,7 @@ class Trace:
             safeguarded solver may reject trial points), or None if every point was accepted.
         attempt: (B, T) int64, 0 at points of the solver and 1, 2, ... at those of the fallback solvers that
             :func:`solvers.fixed_point` and :func:`solvers.root` list, in that order; None if there were none.
+            -1 where a sample made no evaluation between two attempts.
             Each attempt begins at the best iterate so far, whose energy may exceed that of the last step.
             Within an attempt the energy of accepted points never rises, up to rounding.
     """

@@ -112,6 +112,6 @@ def _joined(
             if first.attempt is None
             else first.attempt,
             torch.full_like(second.residual, number, dtype=torch.int64),
-            0,
+            -1,
         ),
     )

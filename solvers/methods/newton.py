@@ -141,7 +141,8 @@ class Newton(Solver):
         solver: LinearSolver = chosen or (symmetric if problem.symmetric else GMRES(restart=30))
         working = torch.promote_types(dtype, torch.float32)
         size = torch.where(wanted & (point.norm > 0), point.norm, 1.0).to(working)[:, None]
-        limit, precondition = forcing.to(working)[:, None], solver.on_vectors(problem.layout)
+        limit = forcing.to(working)[:, None]
+        precondition = solver.on_vectors(problem.layout, problem.mask)
         run = solver.start(point.residual / size, limit, wanted[:, None], precondition)
         while bool(run.running.any()):
             along = torch.where(run.running, run.direction, 0)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import solvers
 from cases.deq import DIM, EXACT, LAYERS, gradients, make, relative_error, tokens, with_parameters
-from implicit_attn import DEQ
+from implicit_attn import DEQ, apply_norm
 from implicit_attn.energies import (
     AttentionInput,
     BiSoftmaxAttention,
@@ -20,6 +21,7 @@ from implicit_attn.energies import (
     Quadratic,
     ReLUFeedForward,
 )
+from implicit_attn.updates import Update
 from solvers import Implicit
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
@@ -187,3 +189,48 @@ def test_second_derivatives_pass_through_attention_of_torch() -> None:
     assert all(t.grad is not None and t.grad.isfinite().all() for t in inputs[1:])
     newton = layer.solve(x, solver="newton", max_steps=300)
     torch.testing.assert_close(newton.value, value)
+
+
+class Nested(Update):
+    """``inner(z) / 2 + x``, or ``tanh(W z) + x`` without an inner layer."""
+
+    def __init__(self, inner: DEQ | None = None) -> None:
+        super().__init__()
+        self.inner, self.linear = inner, None if inner else nn.Linear(4, 4).double()
+        if self.linear is not None:
+            apply_norm(self.linear, "bound", target=0.5)
+
+    def forward(self, z: Tensor, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        if self.linear is not None:
+            return torch.tanh(self.linear(z)) + x
+        assert self.inner is not None
+        return 0.5 * self.inner(z) + x
+
+
+def test_a_layer_within_a_layer_has_second_derivatives() -> None:
+    torch.manual_seed(0)
+    options: Any = {"tolerance": 1e-12, "max_steps": 200}
+    layer = DEQ(Nested(DEQ(Nested(), **options)), **options)
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x)
+    assert torch.autograd.gradgradcheck(layer, x, atol=1e-5)
+
+
+def test_a_module_given_to_root_has_second_derivatives() -> None:
+    torch.manual_seed(0)
+    cube = nn.ParameterList([torch.rand(3, dtype=torch.float64) + 1])
+
+    class Cube(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = cube
+
+        def forward(self, z: Tensor) -> Tensor:
+            return z**3 - self.weights[0]
+
+    value = solvers.root(Cube(), torch.ones(2, 3).double(), tolerance=1e-12).value
+    (first,) = torch.autograd.grad(value[0].sum(), cube[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), cube[0])
+    weight = cube[0].detach()  # the root is its third root
+    torch.testing.assert_close(first.detach(), weight ** (-2 / 3) / 3, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(second, -2 * weight ** (-5 / 3) / 9, rtol=1e-5, atol=1e-7)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torchdeq.loss import fp_correction
 
@@ -26,6 +27,7 @@ from implicit_attn.regularization import (
     fixed_point_correction,
     remove_norm,
 )
+from implicit_attn.updates import Update
 from solvers import Anderson, Implicit, OneStep, Tolerance, Unrolled
 
 # Norms of all weights of a module, by themselves and during solves.
@@ -423,3 +425,25 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
 def test_mistakes(call: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         call()
+
+
+class HalfWeights(Update):
+    """``tanh(W z / 2) + x``, whose half weight is put in place by ``functional_call``."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, z: Tensor, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        half = {name: 0.5 * weight for name, weight in self.linear.named_parameters()}
+        return torch.tanh(functional_call(self.linear, half, (z,)) + x)
+
+
+def test_a_weight_put_in_place_within_the_update_counts() -> None:
+    linear = nn.Linear(4, 4).double()
+    apply_norm(linear, "bound", target=0.9)
+    update, x = HalfWeights(linear), drawn(3, 4)
+    with torch.no_grad():
+        linear.parametrizations["weight"].original.mul_(0.1)  # so that the bound is not active
+        value = DEQ(update, tolerance=1e-10, max_steps=100)(x)
+        torch.testing.assert_close(update(value, x), value, rtol=1e-9, atol=1e-9)

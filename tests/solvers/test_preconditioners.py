@@ -294,3 +294,26 @@ def test_patience_is_a_number_of_evaluations_and_holds_for_the_adjoint() -> None
     assert Implicit().own_tolerance(Tolerance(1e-3, patience=None)) == Tolerance(
         1e-3, patience=None
     )
+
+
+def test_a_preconditioner_of_newton_leaves_masked_entries_alone() -> None:
+    weight = normal(40, 40, seed=5)
+    weight = 0.9 * weight / torch.linalg.matrix_norm(weight, 2)
+    x, mask = normal(4, 40, seed=6), normal(4, 40, seed=7) > -0.5
+    inverse = torch.linalg.inv(torch.eye(40, dtype=x.dtype) - weight)
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(z @ weight.mT + x)
+
+    solver = Newton(GMRES(preconditioner=lambda v: v @ inverse.mT))
+    options: Any = {"mask": mask, "tolerance": 1e-10, "max_steps": 300}
+    solution = fixed_point(f, x, (x,), solver=solver, **options)
+    plain = fixed_point(f, x, (x,), solver="anderson", **options)
+    assert solution.converged.all() and plain.converged.all()
+    assert torch.equal(solution.value[~mask], x[~mask])
+    torch.testing.assert_close(solution.value, plain.value, rtol=1e-7, atol=1e-8)
+
+
+def test_a_preconditioner_that_works_in_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="preconditioner must not modify its argument"):
+        solve_linear(lambda v: 2 * v, normal(2, 3), solver=CG(preconditioner=lambda v: v.mul_(2)))
