@@ -20,8 +20,8 @@ from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
-from solvers.core.hints import hint_names
 from solvers.core.modes import (
     autocast_dtype,
     eager,

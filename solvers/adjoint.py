@@ -49,7 +49,7 @@ from solvers.core.solution import (
 from solvers.krylov import GMRES, LINEAR, MINRES, LinearSolver
 from solvers.linear import solve_linear
 from solvers.methods.anderson import Anderson
-from solvers.methods.iterate import iterate
+from solvers.methods.dispatch import run_solver
 
 _ANDERSON = Anderson(memory=20)
 # Least number of products after which GMRES continues with the samples that Anderson has not solved.
@@ -381,7 +381,7 @@ class Linearization:
         # MINRES needs the fewest products that are possible; Anderson's are as few up to its memory.
         symmetric = self.problem.symmetric
         tries = min(most, _ANDERSON.memory if symmetric else max(FIRST_TRY, most // 2))
-        found, _ = iterate(problem, first, _ANDERSON, Options(allowed, tries + 1))
+        found, _ = run_solver(problem, first, _ANDERSON, Options(allowed, tries + 1))
         found.evaluations, found.steps = found.evaluations - 1, found.steps - 1
         unsolved = not found.all_converged()
         left = most - int(found.evaluations.max()) if unsolved else 0

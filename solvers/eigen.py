@@ -20,6 +20,7 @@ from solvers.core.checks import (
     require_number,
 )
 from solvers.core.layout import Layout, check_args, leaves_of
+from solvers.core.messages import reduce_error, warn_user
 from solvers.core.modes import (
     eager,
     in_transform,
@@ -30,7 +31,6 @@ from solvers.core.modes import (
 from solvers.core.problem import JacobianProduct, Problem, check_energy, gradients, pullback
 from solvers.core.rows import small_dtype
 from solvers.core.solution import SolveWarning, check_on_failure
-from solvers.core.telling import reduce_error, warn_user
 
 
 @dataclass

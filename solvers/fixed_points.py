@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from solvers.adjoint import Adjoint, Implicit, Unrolled, read_adjoint
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import (
     require_callable,
     require_finite,
@@ -20,7 +21,6 @@ from solvers.core.checks import (
     require_kind,
     require_options,
 )
-from solvers.core.hints import hint_names
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
@@ -40,8 +40,8 @@ from solvers.core.verify import verify as verify_value
 from solvers.krylov import GMRES, MINRES
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
+from solvers.methods.dispatch import run_solver
 from solvers.methods.fallback import solve_failed
-from solvers.methods.iterate import iterate
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.methods.steps import Forward, GradientDescent
@@ -265,7 +265,7 @@ def _solve(
         first = points[0].norm.detach()
         options = replace(options, tolerance=goal.tolerance, precision=goal.precision)
         # Popped, so that the loop can free it when it has moved on.
-        solution, last = iterate(problem, points.pop(), solver, options, automatic=automatic)
+        solution, last = run_solver(problem, points.pop(), solver, options, automatic=automatic)
         if solution.all_converged():
             return solution, last
         if automatic:

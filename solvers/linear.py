@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import require_callable, require_count, require_flag, require_kind
-from solvers.core.hints import hint_names
 from solvers.core.layout import Layout, check_args, check_like, leaves_of, take
 from solvers.core.modes import eager
 from solvers.core.rows import RUNNING, SHRINK, Progress, ratio, true_rows

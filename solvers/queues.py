@@ -34,8 +34,8 @@ from solvers.core.solution import (
 )
 from solvers.core.verify import verify as verify_value
 from solvers.fixed_points import check_inputs, choose_solver, nothing, set_bound
+from solvers.methods.dispatch import Rows, refilled
 from solvers.methods.fallback import GIVEN_UP, solve_failed
-from solvers.methods.iterate import Rows, refilled
 
 # Slots are refilled when those that wait have cost as much as a refill: MOST_IDLE evaluations of the whole
 # batch, or fewer for batches with more than FEW numbers, whose evaluations cost more.

@@ -24,6 +24,7 @@ from solvers.adjoint import Caller, Implicit, captured_by
 from solvers.core.context import weights_of, within
 from solvers.core.layout import Layout
 from solvers.core.loop import Options as LoopOptions
+from solvers.core.messages import warn_user
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.solution import (
@@ -34,7 +35,6 @@ from solvers.core.solution import (
     Tolerance,
     apply_policy,
 )
-from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
 from solvers.methods.turns import Rows, Turns, descended
 

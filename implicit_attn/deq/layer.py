@@ -30,16 +30,16 @@ from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
 from solvers.checking import refuse_drawing_modules
+from solvers.core.argument_names import closest_name, hint_names
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.cuda import on_cuda
-from solvers.core.hints import closest_name, hint_names
 from solvers.core.layout import Layout
+from solvers.core.messages import warn_user
 from solvers.core.modes import (
     eager,
     require_numbers,
 )
 from solvers.core.solution import check_on_failure, read_tolerance
-from solvers.core.telling import warn_user
 from solvers.fixed_points import read_solver
 from solvers.recording import Recorder
 

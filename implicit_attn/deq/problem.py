@@ -23,9 +23,9 @@ from solvers.checking import draws
 from solvers.core.checks import require_finite
 from solvers.core.context import weights_of, within
 from solvers.core.layout import tensors_of
+from solvers.core.messages import warn_user
 from solvers.core.modes import in_transform, lacks_numbers
 from solvers.core.problem import Sharing
-from solvers.core.telling import warn_user
 
 Modules = Mapping[str, nn.Module]  # ``dict(update.named_modules())``
 
@@ -190,7 +190,7 @@ class Map:
         self.walked_modules: list[nn.Module] = list(self.parts.values())
         run_weight_hooks(self.walked_modules)
         self.masks = SolveMasks(self.walked_modules)
-        self.known: tuple[Any, Any] = (
+        self.prepared: tuple[Any, Any] = (
             None,
             None,
         )  # the latest x, and the prepared input that it is
@@ -229,18 +229,18 @@ class Map:
         return within(weights=weights_of(self.walked_modules))
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
-        if x is not self.known[0]:
+        if x is not self.prepared[0]:
             self.rebuild(x)
         with nullcontext() if seeds is None else self.masks.within(seeds):
-            return self.update(z, self.known[1], mask=mask)
+            return self.update(z, self.prepared[1], mask=mask)
 
     def rebuild(self, x: Any) -> None:
         """Make the prepared input of its tensors; it serves the following calls with the same tensors."""
-        self.known = x, x
+        self.prepared = x, x
         if self.places is not None:
             (leaves, spec), tensors = self.places, iter(x)
             leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves]
-            self.known = x, pytree.tree_unflatten(leaves, spec)
+            self.prepared = x, pytree.tree_unflatten(leaves, spec)
 
     def seeds(self, *trees: Any) -> Tensor | None:
         """Draw seeds for the samples of the first tensor in ``trees``; None if nothing is dropped."""
@@ -300,10 +300,10 @@ class MonitoredMap(Map, solvers.EnergyUpdate):  # pyright: ignore[reportIncompat
     def joint(  # type: ignore[override]
         self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None
     ) -> tuple[Any, Tensor, Any | None]:
-        if x is not self.known[0]:
+        if x is not self.prepared[0]:
             self.rebuild(x)
         with nullcontext() if seeds is None else self.masks.within(seeds):
-            return self.update.joint(z, self.known[1], mask=mask)
+            return self.update.joint(z, self.prepared[1], mask=mask)
 
 
 class TokenRows(Sharing):

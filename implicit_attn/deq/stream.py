@@ -17,7 +17,7 @@ from solvers.core.layout import Layout
 from solvers.core.problem import Problem
 from solvers.core.solution import Goal, Solution
 from solvers.fixed_points import check_inputs as check_tensors
-from solvers.methods.iterate import Rows
+from solvers.methods.dispatch import Rows
 from solvers.queues import Group, Queue
 from solvers.recording import Recorder
 

@@ -18,8 +18,8 @@ from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.updates.hyperset import HyperSETLayer, build_step_sizes
 from implicit_attn.updates.spins import KineticAttention
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import require_count, require_flag, require_positive
-from solvers.core.hints import hint_names
 
 
 class RecurrentBackbone(nn.Module):

@@ -25,8 +25,8 @@ from solvers.core.checks import (
     require_integers,
     require_number,
 )
+from solvers.core.messages import warn_user
 from solvers.core.solution import check_on_failure
-from solvers.core.telling import warn_user
 from solvers.methods.steps import Forward
 
 MOST_GROUPS = 10_000  # a graph of n cells may have 3^(n/3) maximal cliques

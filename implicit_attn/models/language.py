@@ -14,6 +14,7 @@ from implicit_attn.block import BlockCache, DEQTransformer, EquilibriumBlock, It
 from implicit_attn.data.text import decode, encode
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.update import DescentStep
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -21,7 +22,6 @@ from solvers.core.checks import (
     require_nonnegative,
     require_number,
 )
-from solvers.core.hints import hint_names
 
 SCALE = 0.02  # standard deviation of initial weights, as in GPT-2
 INITIAL = ("gpt2", "torch")

@@ -21,9 +21,9 @@ The residual of a gradient step of an energy, or of a root, is in units of its o
 decides, against ``max(rtol |z|, atol)``: at two accepted points in a row, or at one after at least four steps
 if the residual has fallen to a hundredth. With ``rtol = 0`` the residual alone decides, against ``atol``.
 
-The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. The
-same rule in C++: ``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and
-``methods/triton_kernels.py``.
+The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. Where
+a sample stalls, diverges or runs out of evaluations is decided in ``core/loop.py``. The same rules in C++:
+``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and ``methods/triton_kernels.py``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from solvers.core.rows import (
     scaled_norm,
     scatter_rows,
     select_rows,
-    shrinks,
+    should_shrink,
     where_rows,
 )
 from solvers.core.safeguard import (
@@ -203,7 +203,7 @@ class Loop:
         self.count += 1
         if self.entered is not None:
             self._begin(self.entered)
-        running = self._judge(self.count)
+        running = self._process_trial(self.count)
         if running or self.refilled:
             self.next = self._propose()
         return running
@@ -227,13 +227,13 @@ class Loop:
         self.latest = put_rows(self.latest, trial.z.detach(), places)
         self.solver.renew(self.state, places, trial)
 
-    def _judge(self, count: int) -> int:
+    def _process_trial(self, count: int) -> int:
         """Judge the trial and update every row by it; return how many rows go on."""
         rows = self.rows
         accepted = acceptable(self.trial, self.current, rows.limit)
         if self.solver.window and count > 2 and self.trial.energy is None:
             # A plain step, which follows a rejection, is accepted whatever its residual.
-            free = (self.trial.norm <= rows.bound.amax(1)) | (rows.rejections > 0)
+            free = (self.trial.norm <= rows.recent_norms.amax(1)) | (rows.rejections > 0)
             accepted = accepted & (free | (rows.at(count) <= 2) if self.refilled else free)
         if self.refilled:  # rows that wait do not hold up the others
             accepted = accepted | (rows.status != RUNNING)
@@ -246,7 +246,7 @@ class Loop:
             unrolled = count == 1 and torch.is_grad_enabled()
             failed = unrolled and bool((self.rows.status == Status.NONFINITE).any())
             # Where rows make evaluations of their own, a finished row must not make more.
-            if failed or self.uneven or shrinks(self.rows.status, self.trial.z):
+            if failed or self.uneven or should_shrink(self.rows.status, self.trial.z):
                 self._take_out(~running)
             if failed:
                 # A recorded NaN would reach the gradients of weights that all rows share.
@@ -277,7 +277,7 @@ class Loop:
         else:
             self.current = merge_rows(accepted, trial, last)
         if self.solver.window:
-            rows.bound[:, count % self.solver.window] = self.current.norm
+            rows.recent_norms[:, count % self.solver.window] = self.current.norm
 
     def _decide_status(self, count: int) -> None:
         """Decide for every running row whether it has converged, failed or goes on.
@@ -397,7 +397,11 @@ class Loop:
         candidate = self.solver.step(self.state, inputs)
         if inputs.products is not None:
             self.uneven = True  # from now on a row may pass by a number of evaluations
-            rows.others = rows.others + inputs.products * (rows.status == RUNNING)
+            rows.extra_evaluations = torch.where(
+                rows.status == RUNNING,
+                rows.extra_evaluations + inputs.products,
+                rows.extra_evaluations,
+            )
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
@@ -496,13 +500,13 @@ def _start(first: Evaluation, rule: Rule, window: int, spent: Tensor | None) -> 
         status=status,
         steps=none,
         evaluations=none,
-        others=none if spent is None else spent,
+        extra_evaluations=none if spent is None else spent,
         rejections=none,
         scale=torch.ones_like(norm),
         limit=DIVERGENCE * torch.maximum(norm, first.reference),
         caps=rule.caps(first),
         gains=norm.new_zeros(batch, parts, STEPS),
-        bound=norm.new_zeros(batch, window),
+        recent_norms=norm.new_zeros(batch, window),
         milestone=infinite,
         energy_milestone=infinite,
         path=torch.zeros_like(norm),

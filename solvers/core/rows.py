@@ -23,7 +23,7 @@ FEW = 16  # unless it has so few rows: from these each one leaves at once
 LARGE = 1 << 22  # numbers in a history above which its rows are moved within their storage
 
 
-def shrinks(status: Tensor, batch: Tensor) -> bool:
+def should_shrink(status: Tensor, batch: Tensor) -> bool:
     """Whether the rows of a batch (n, D) that have ended are enough for the others to go on without them.
 
     Those that have failed leave at once: they may be tried again, and each evaluation counts.
@@ -131,13 +131,15 @@ class Rows:
     status: Tensor  # RUNNING or a solvers.Status
     steps: Tensor  # trials that were accepted
     evaluations: Tensor  # of f, those made by the solver itself included
-    others: Tensor  # evaluations made by the solver itself, or before the loop
+    extra_evaluations: Tensor  # evaluations made by the solver itself, or before the loop
     rejections: Tensor  # consecutive trials that were rejected
     scale: Tensor  # t of the fall-back step z + t (f(z) - z)
     limit: Tensor  # residual norm beyond which the sample diverges
     caps: Tensor  # (n, L) largest residual that may count as converged
     gains: Tensor  # (n, L, STEPS) |dz| / |dr| of the latest accepted steps; 0 where there was none
-    bound: Tensor  # (n, W) residual norms of the latest accepted points, where the solver has a safeguard
+    recent_norms: (
+        Tensor  # (n, W) residual norms of the latest accepted points; W is the solver's window
+    )
     milestone: Tensor  # best score at the last stall check
     energy_milestone: Tensor  # lowest energy there
     path: Tensor  # length of the steps since then
@@ -146,7 +148,7 @@ class Rows:
 
     def at(self, count: int) -> Tensor:
         """(n,) evaluations of each row after so many turns of the loop."""
-        return torch.where(self.status == RUNNING, count + self.others, self.evaluations)
+        return torch.where(self.status == RUNNING, count + self.extra_evaluations, self.evaluations)
 
 
 Record = TypeVar("Record")

@@ -21,8 +21,8 @@ from solvers.core.checks import (
     require_positive,
 )
 from solvers.core.cuda import on_cuda, uses_tf32
+from solvers.core.messages import reduce_error, warn_user
 from solvers.core.modes import uncompiled
-from solvers.core.telling import reduce_error, warn_user
 
 # rtol that maps evaluated in half precision meet: a few roundings of the state, amplified by 1 / (1 - J)
 HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}

@@ -22,11 +22,11 @@ from torch import Tensor
 from solvers.core.cuda import on_cuda
 from solvers.core.judge import ROUNDINGS, STEPS, SURE, Rule
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
+from solvers.core.messages import warn_user
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Evaluation, scaled_norm, select_rows
 from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
 from solvers.core.solution import Solution, Status, Tolerance
-from solvers.core.telling import warn_user
 from solvers.methods.anderson import Anderson
 
 
@@ -336,7 +336,7 @@ def descended(turns: Turns, before: Tensor, after: Tensor) -> Tensor:
     return (turns.status == Status.CONVERGED) & lower & ~far
 
 
-def serves_cuda(like: Tensor) -> bool:
+def supports_cuda(like: Tensor) -> bool:
     """Return whether :func:`solve_on_cuda` serves states (B, D) like this one.
 
     In float64 the squares of a norm could over- or underflow.

@@ -22,7 +22,7 @@ from torch import Tensor
 from solvers.core.judge import ROUNDINGS, STEPS
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.problem import Problem
-from solvers.core.rows import MODERATE_ABOVE, RUNNING, Evaluation, shrinks
+from solvers.core.rows import MODERATE_ABOVE, RUNNING, Evaluation, should_shrink
 from solvers.core.solution import Solution
 
 FOLDER = Path(__file__).parent / "lib"
@@ -117,7 +117,7 @@ THREADS = Threads()
 NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
-def serves(like: Tensor) -> bool:
+def supports(like: Tensor) -> bool:
     """Return whether the engine supports tensors like this one, which needs autograd to be off."""
     known = like.dtype in NAMES and like.device.type == "cpu" and not torch.is_grad_enabled()
     return known and engine() is not None
@@ -275,7 +275,7 @@ class Turns:
         )
 
 
-def solve_in_turns(
+def solve_native(
     problem: Problem,
     first: Evaluation,
     memory: int,
@@ -293,7 +293,7 @@ def solve_in_turns(
     while running := turns.move():
         if running < len(turns.index) and problem.compact:
             status = turns.status
-            if shrinks(status, turns.trial):
+            if should_shrink(status, turns.trial):
                 turns.keep(torch.nonzero(status == RUNNING).flatten())
         turns.evaluate()
     last: Any = None

@@ -14,7 +14,7 @@ from solvers.core.solution import Solution
 from solvers.methods import turns
 from solvers.methods.anderson import Anderson
 from solvers.methods.steps import Forward
-from solvers.native import MOST, Turns, serves, solve_in_turns
+from solvers.native import MOST, Turns, solve_native, supports
 
 
 class Rows(Protocol):
@@ -60,7 +60,7 @@ def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Optio
     return Loop(problem, first, solver, options, refilled=True)
 
 
-def iterate(
+def run_solver(
     problem: Problem,
     first: Evaluation,
     solver: Solver,
@@ -81,13 +81,13 @@ def iterate(
     """
     descends = automatic and solver.needs_energy and not _general(problem, first, options)
     on_cuda = _on_cuda(problem, first, solver, options)
-    if on_cuda or (descends and turns.serves_cuda(first.z)):
+    if on_cuda or (descends and turns.supports_cuda(first.z)):
         chosen = solver if isinstance(solver, Anderson) else Anderson()
         solution, last = turns.solve_on_cuda(problem, first, chosen, options)
         if solution is not None:
             return solution, last
     if (numbers := _in_cpp(problem, first, solver, options)) is not None:
-        return solve_in_turns(problem, first, *numbers, options)
+        return solve_native(problem, first, *numbers, options)
     loop = Loop(problem, first, solver, options)
     del first  # the loop frees it when it has moved on
     return loop.run(), None
@@ -106,14 +106,14 @@ def _plain(problem: Problem, first: Evaluation, options: Options) -> bool:
 def _on_cuda(problem: Problem, first: Evaluation, solver: Solver, options: Options) -> bool:
     """Whether the turns for CUDA devices serve."""
     plain = type(solver) is Anderson and _plain(problem, first, options)
-    return plain and turns.serves_cuda(first.z)
+    return plain and turns.supports_cuda(first.z)
 
 
 def _in_cpp(
     problem: Problem, first: Evaluation, solver: Solver, options: Options
 ) -> tuple[int, tuple[float, float, float]] | None:
     """The number of differences and the numbers for the C++ engine, where it serves."""
-    if not (_plain(problem, first, options) and serves(first.z)):
+    if not (_plain(problem, first, options) and supports(first.z)):
         return None
     if isinstance(solver, Anderson) and type(solver) is Anderson and solver.memory <= MOST:
         return solver.memory, (solver.damping, *solver.ridge(first.z.dtype))
