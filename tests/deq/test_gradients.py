@@ -200,7 +200,7 @@ class Nested(Update):
         if self.linear is not None:
             apply_norm(self.linear, "bound", target=0.5)
 
-    def forward(self, z: Tensor, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         if self.linear is not None:
             return torch.tanh(self.linear(z)) + x
         assert self.inner is not None
