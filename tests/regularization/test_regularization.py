@@ -444,6 +444,7 @@ def test_a_weight_put_in_place_within_the_update_counts() -> None:
     apply_norm(linear, "bound", target=0.9)
     update, x = HalfWeights(linear), drawn(3, 4)
     with torch.no_grad():
-        next(p for n, p in linear.named_parameters() if "original" in n).mul_(0.1)  # so that the bound is not active
+        # So that the bound is not active.
+        next(p for n, p in linear.named_parameters() if "original" in n).mul_(0.1)
         value = DEQ(update, tolerance=1e-10, max_steps=100)(x)
         torch.testing.assert_close(update(value, x), value, rtol=1e-9, atol=1e-9)
