@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
-from solvers.core.loop import Solver, SolverInput
+from solvers.core.loop import DIVERGENCE, Solver, SolverInput
 from solvers.core.problem import JacobianProduct, Problem
-from solvers.core.rows import Evaluation, merge_rows, select_rows, where_rows
+from solvers.core.rows import Evaluation, merge_rows, scaled_norm, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
 from solvers.krylov import CG, GMRES, LINEAR, MINRES, LinearSolver
 
+REACH = 1e3  # largest iterate of a map, against the size of the start, to which a Newton step leads
 DENSE = 30  # unknowns up to which the Jacobian is computed as a matrix
 
 
@@ -25,7 +26,8 @@ class Newton(Solver):
     Each step solves ``(I - J) s = r`` to ``|r - (I - J) s| <= eta |r|`` by a Krylov method and moves
     by ``t s``. With an energy the step is truncated at non-positive curvature and must satisfy
     Armijo's rule; without one it must reduce ``|r|``, otherwise ``t`` is halved. The forcing term is
-    ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
+    ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``. A step of a map that would lead beyond a
+    thousand times the size of the start is replaced by a plain one.
 
     Products with J count as evaluations. For at most 30 unknowns, and without an energy, the Jacobian is
     computed as a matrix by one vector-Jacobian product a row. Otherwise a product with J is one
@@ -103,6 +105,9 @@ class Newton(Solver):
             # The residual replaces a direction that does not descend.
             uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
+            if not problem.unit_free:  # a step of a nearly singular matrix, far away from the start
+                start = inputs.rows.limit[index] / DIVERGENCE
+                useless = useless | (scaled_norm(point.z + found) > REACH * start)
             step[index] = where_rows(useless, point.residual, found)
             spent = (used + self.recordings * (used > 0)) * wanted[index]
             inputs.products = torch.zeros_like(left)
