@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn.deq import DEQ, UnrolledLayer
-from implicit_attn.deq.problem import Map
 from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
@@ -21,16 +19,20 @@ from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import GradientStep
 from solvers.core.argument_names import hint_names
-from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_number,
+)
 from solvers.core.modes import (
-    autocast_dtype,
-    eager,
     in_transform,
 )
-from solvers.core.solution import Goal, apply_policy
+from solvers.core.solution import UsualTolerance
 
 EPSILON = 1e-5  # epsilon of the norm of the input
-_TOLERANCE = solvers.Tolerance(1e-3)  # the default
+TOLERANCE = UsualTolerance(1e-3)  # of a block
 ATTENTIONS = ("self", "cross", None)
 MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
 # GELU' <= 1.129, so the curvature of its integral exceeds that of relu(y)^2 / 2 by this factor.
@@ -94,10 +96,10 @@ class EncoderLayer(nn.Module):
 
         ``options`` are those of :meth:`implicit_attn.DEQ.solve`. The state is always (B, N, state_dim).
         """
-        tokens, x, mask = self._arguments(
+        _, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        return self.deq.solve(x, mask, **self._options(tokens, x, mask, is_causal, options))
+        return self.deq.solve(x, mask, **self._options(is_causal, options))
 
     def stream(
         self, inputs: Iterable[Any], *, slots: int = 128, masked: bool = False, **options: Any
@@ -111,30 +113,18 @@ class EncoderLayer(nn.Module):
             masked: whether each batch is a pair ``(src, src_key_padding_mask)``.
             slots, options: see :meth:`implicit_attn.DEQ.stream`.
         """
-        source = iter([inputs] if isinstance(inputs, Tensor) else inputs)
-        for first in source:
-            pairs = ((each if masked else (each, None)) for each in chain([first], source))
-            made = (self._arguments(src, None, padding) for src, padding in pairs)
-            options = {"tolerance": self._tolerance(first[0] if masked else first), **options}
-            batches = ((x, mask) if masked else x for _, x, mask in made)
-            yield from self.deq.stream(batches, slots=slots, masked=masked, **options)
 
-    def _options(
-        self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
-    ) -> dict[str, Any]:  # fmt: skip
-        """Return the options of the solve for these tokens, made of those of the call."""
-        return {"tolerance": self._tolerance(tokens), **options}
+        def read(batch: Any) -> Any:
+            src, padding = batch if masked else (batch, None)
+            _, x, mask = self._arguments(src, None, padding)
+            return (x, mask) if masked else x
 
-    def _tolerance(self, tokens: Tensor) -> solvers.Tolerance | None:
-        """Return the tolerance of the layer or 1e-3; None in reduced precision, for the default."""
-        chosen = self.deq._options()["tolerance"]
-        plain = chosen is None and self._limit(tokens, None).rtol == solvers.Tolerance.rtol
-        return _TOLERANCE if plain else chosen
+        batches = map(read, [inputs] if isinstance(inputs, Tensor) else inputs)
+        return self.deq.stream(batches, slots=slots, masked=masked, **options)
 
-    def _limit(self, tokens: Tensor, tolerance: solvers.Tolerance | None) -> solvers.Tolerance:
-        """Return the tolerance as a number, also in reduced precision."""
-        device = tokens.device
-        return Goal(tolerance, tokens.dtype, autocast_dtype(device.type), device).tolerance
+    def _options(self, is_causal: bool, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a solve, made of those of the call."""
+        return options
 
     def _arguments(
         self,
@@ -293,17 +283,14 @@ class EquilibriumBlock(EncoderLayer):
         energy = EquilibriumEnergy(attends, recalls, output)
         energy.modulus = 1.0 - sum(self.curvature)
         step = _BlockStep(energy)
-        self.deq = DEQ(step, **(layer or {}))
+        self.deq = DEQ(step, **_layer_options(layer))
         step.monitored = self.deq.solver is not None and self.deq.solver.needs_energy
 
-    def _options(
-        self, tokens: Tensor, x: AttentionInput, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
-    ) -> dict[str, Any]:  # fmt: skip
+    def _options(self, is_causal: bool, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of the solve; if it is causal, each token is a row of its own.
 
         The energy's tokens interact through the input only.
         """
-        options = super()._options(tokens, x, mask, is_causal, options)
         if not (self.causal or is_causal):
             return options
         chosen = self.deq._options() | options
@@ -356,7 +343,7 @@ class EquilibriumBlock(EncoderLayer):
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         if not isinstance(self.deq, UnrolledLayer):  # put here by unroll()
-            options = self._options(tokens, x, mask, is_causal, options)
+            options = self._options(is_causal, options)
         z = self.deq(x, mask, **options)
         z = self.dropout(z if self.output is None else self.output(z))
         return self._like(src, tokens + z)
@@ -389,8 +376,7 @@ class EquilibriumBlock(EncoderLayer):
         x = self.dropout(_normalised(src, None))
         context, known = self.energy.extend(x, cache)
         start = self.deq.update.start(AttentionInput(x), context)
-        options: dict[str, Any] = {"tolerance": self._tolerance(src), "adjoint": None}
-        z = self.deq.solve(context, z0=start, token_rows=True, **options).value
+        z = self.deq.solve(context, z0=start, token_rows=True, adjoint=None).value
         output = self.dropout(z if self.output is None else self.output(z))
         return self._like(tokens, src + output), BlockCache(*known)
 
@@ -404,6 +390,12 @@ class EquilibriumBlock(EncoderLayer):
             f"batch_first={self.batch_first},\n  {type(self.deq).__name__}({self.deq.extra_repr()}),\n"
             f"  {count:,} parameters)"
         )
+
+
+def _layer_options(given: Any) -> dict[str, Any]:
+    """Return the options of a block's DEQ, with the default tolerance of blocks."""
+    require_instance("layer", given, dict, "a dict of options of DEQ", optional=True)
+    return {"tolerance": TOLERANCE} | (given or {})
 
 
 def _normalised(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -466,14 +458,11 @@ class DEQTransformer(EncoderLayer):
             a number for each call and evaluation takes the middle; or "converged", until every sample
             has converged by the options in ``layer``. With a number, a causal token does not depend on
             later tokens, bit by bit. "converged" uses a residual over all tokens of a sample, so later
-            tokens influence earlier ones within the tolerance. "prefix", for causal blocks, is plain
-            iteration in which a token stops when it and all previous tokens have converged: it does not
-            depend on later tokens. ``evaluations`` then counts those of each token.
+            tokens influence earlier ones within the tolerance.
         gradient: "all" for gradients through all iterations; a number k for the last k iterations
             (truncated back-propagation) or, with "converged", k additional ones
             (:class:`solvers.Phantom`); "implicit" for the implicit function theorem, with the memory of one
-            evaluation, which is correct only if the iteration has converged. "prefix" needs a number or
-            "implicit".
+            evaluation, which is correct only if the iteration has converged.
         dropout: dropout probability of the injected input and of the output.
         batch_first: whether tokens are (B, N, d) or, as ``nn.Transformer``'s default, (N, B, d).
         layer: options of :class:`implicit_attn.DEQ` for ``solve`` and "converged", by default Anderson
@@ -514,8 +503,7 @@ class DEQTransformer(EncoderLayer):
         attention = require_choice("attention", attention, ("self", "cross"))
         super().__init__(dim, heads, attention, memory_dim, causal, dropout, batch_first)
         self.iterations = check_iterations(iterations)
-        self.evaluations: Tensor | None = None
-        options = dict(layer or {})
+        options = _layer_options(layer)
         adjoint: Any
         if isinstance(gradient, str):
             self.gradient: int | str = require_choice("gradient", gradient, ("all", "implicit"))
@@ -549,20 +537,12 @@ class DEQTransformer(EncoderLayer):
                 :meth:`implicit_attn.EquilibriumBlock.forward`.
             iterations: iterations of this call; None for those of the constructor.
         """
-        tokens, x, mask = self._arguments(
+        _, x, mask = self._arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         count = self._count(self.iterations if iterations is None else check_iterations(iterations))
-        if isinstance(self.deq, UnrolledLayer):  # put here by unroll()
+        if isinstance(self.deq, UnrolledLayer) or isinstance(count, str):  # put here by unroll()
             z = self.deq(x, mask)
-        elif isinstance(count, str):
-            options: dict[str, Any] = {"tolerance": self._tolerance(tokens)}
-            if count == "prefix":
-                limit = self._limit(tokens, options["tolerance"])
-                options |= {"z0": self._by_prefix(x, mask, limit), "max_steps": 1}
-                z = self._resting(x, mask, limit, options)
-            else:
-                z = self.deq(x, mask, **options)
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
             z = self.deq.unrolled(count, window=window)(x, mask)  # type: ignore[arg-type]
@@ -570,94 +550,13 @@ class DEQTransformer(EncoderLayer):
             with torch.no_grad():
                 start = self.deq.unrolled(count)(x, mask)
             # One more evaluation is linearised and measures the residual.
-            self.deq.evaluations_before = count
             z = self.deq(x, mask, z0=start, max_steps=1, on_failure="ignore")
+            if (last := self.deq.last) is not None:
+                last.evaluations = last.evaluations + count
         return self._like(src, self.dropout(z))
 
-    @eager
-    def _token_by_token(
-        self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance, most: int
-    ) -> tuple[Tensor, Tensor]:
-        """Plain iteration in which no bit of a token depends on a later one.
-
-        A token rests when it and all tokens before it have moved by half of the tolerance ``limit``, relative
-        to their own states, or after ``most`` evaluations. Which tokens move is a part of the solver's state.
-
-        Returns:
-            The states (B, N, s), and the evaluations of each token (B, N), which count for the next solve.
-        """
-        f = Map(self.deq)
-        args, z = f.equation(x, mask)
-        seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
-        evaluations, latest = torch.zeros_like(seen, dtype=torch.int64), z
-
-        def advance(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            nonlocal latest
-            z, moves = state[0], state[1] > 0
-            if not moves.any():
-                return state
-            value = f(z, *args)
-            far = (value - z).norm(dim=-1) > 0.5 * limit.threshold(value.norm(dim=-1))
-            before = (far & moves).int().cummax(1).values  # 1 from the first token on that is far
-            latest = torch.where(moves[..., None], value.to(z), z)
-            return latest, (before * seen).to(z)
-
-        def all_rest(state: tuple[Tensor, Tensor]) -> Tensor:
-            nonlocal evaluations
-            evaluations = evaluations + (state[1] > 0)
-            return (state[1] == 0).all(1)
-
-        # Rows of a product may have other bits in a smaller batch, so sequences do not leave.
-        solvers.fixed_point(
-            advance, (z, seen.to(z)), solver=solvers.Forward(), tolerance=0.0, max_steps=most,
-            adjoint=solvers.Unrolled() if torch.is_grad_enabled() else None, stop=all_rest,
-            compact=False, on_failure="ignore", verify=False,
-        )  # fmt: skip
-        self.deq.evaluations_before = evaluations.amax(1) if evaluations.numel() else 0
-        return latest, evaluations  # the solver's value is a state that was evaluated
-
-    def _resting(
-        self,
-        x: AttentionInput,
-        mask: Tensor | None,
-        limit: solvers.Tolerance,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Return the states ``z0`` themselves, which have converged where their residual is within ``limit``.
-
-        One evaluation measures the residual and is differentiated. Another one would move the tokens, and
-        with one there is no estimate of the error.
-        """
-        solution = self.deq.solve(x, mask, on_failure="ignore", **options)
-        reference = solution.residual_norm / solution.residual.masked_fill(
-            solution.residual == 0, 1
-        )
-        within = solution.residual_norm <= limit.threshold(reference)
-        rests = within & (solution.status == solvers.Status.MAX_STEPS)
-        solution.status = solution.status.masked_fill(rests, int(solvers.Status.CONVERGED))
-        if self.deq.last is not None:
-            self.deq.last.status = solution.status
-        apply_policy(solution, self.deq.on_failure, "fixed-point solve", self.deq)
-        return solution.value
-
-    def _by_prefix(
-        self, x: AttentionInput, mask: Tensor | None, limit: solvers.Tolerance
-    ) -> Tensor:
-        """Return the states at which every token stops; there is no gradient through the iterations."""
-        if not self.causal:
-            raise ValueError('iterations="prefix" needs causal=True, got causal=False')
-        if torch.is_grad_enabled() and self.gradient == "all":
-            raise ValueError(
-                'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
-            )
-        with torch.no_grad(), Map(self.deq).weights_once():
-            z, self.evaluations = self._token_by_token(
-                x, mask, limit, max(self.deq.max_steps - 1, 1)
-            )
-        return z
-
     def _count(self, iterations: Iterations) -> int | str:
-        """Return the number of evaluations of a call, "converged" or "prefix"."""
+        """Return the number of evaluations of a call, or "converged"."""
         if isinstance(iterations, int | str):
             return iterations
         low, high = iterations
@@ -668,9 +567,9 @@ class DEQTransformer(EncoderLayer):
 
 
 def check_iterations(iterations: Any) -> Iterations:
-    """Return a number, a pair (low, high), "converged" or "prefix"."""
+    """Return a number, a pair (low, high) or "converged"."""
     if isinstance(iterations, str):
-        return require_choice("iterations", iterations, ("converged", "prefix"))
+        return require_choice("iterations", iterations, ["converged"])
     if not isinstance(iterations, (tuple, list)):
         return require_count("iterations", iterations)
     if len(iterations) != 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,12 +49,15 @@ def _adapt(made: Any, name: str) -> None:
     made.__reduce_ex__ = _reduce
 
 
-def changes_when_read(module: nn.Module) -> bool:
-    """Return whether a parametrisation of a user may change its buffers when its weight is read."""
-    lists: Any = module.parametrizations
-    own = getattr(module, "computed_once", ())
-    parts = [part for name in lists if name not in own for part in lists[name].modules()]
-    return any(part.training and part._buffers for part in parts)
+def changes_when_read(modules: Iterable[nn.Module]) -> bool:
+    """Return whether reading a weight may change a buffer, as torch's ``spectral_norm`` in training does."""
+    for module in modules:
+        lists: Any = module._modules.get("parametrizations") or ()
+        own = getattr(module, "computed_once", ()) if lists else ()
+        for name in lists:
+            if name not in own and any(p.training and p._buffers for p in lists[name].modules()):
+                return True
+    return False
 
 
 def own_class(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_count, require_kind, require_number
 from solvers.core.context import weights_of, within
-from solvers.core.layout import Layout, tensors_of
+from solvers.core.layout import Layout
 from solvers.core.loop import Options
 from solvers.core.modes import (
     compiles_backward,
@@ -89,10 +90,9 @@ class _AtSolution(Adjoint):
             places = torch.arange(len(value), device=value.device)
             places = places.where(kept, places[kept][0])
             problem, z = problem.rows(places, len(value)), value.index_select(0, places)
-        point = _point(z, problem.args)
+        point = _point(z, problem.tensors)
         # What a compiler makes of f has no repeated products with the Jacobian.
-        repeated = uncompiled() if isinstance(self, Implicit) else nullcontext()
-        with repeated:
+        with uncompiled() if isinstance(self, Implicit) else nullcontext():
             image = problem.masked_map(point)
         if check is not None:
             check(problem.point(z, image.detach()), kept)
@@ -437,7 +437,7 @@ class Linearization:
                 _Pulled(self), layout, (g, z, *sources), compact=False,
                 symmetric=self.problem.symmetric,
             )  # fmt: skip
-            at = _point(u, pulled.args)
+            at = _point(u, pulled.tensors)
             linear = Linearization(
                 self.adjoint, pulled, at, pulled.image(at), self.tolerance, self.report,
                 origin=self.origin,
@@ -550,13 +550,14 @@ class _Point(torch.autograd.Function):
         return (None,) * ctx.number
 
 
-def _point(z: Tensor, args: Any) -> Tensor:
+def _point(z: Tensor, read: list[Tensor]) -> Tensor:
     """Return z (B, D) as the point at which f is recorded.
 
-    Its node lies above those of ``args``: a product with the Jacobian, ``autograd.grad(image, point)``, then
-    visits the graph of f only, and not that of the model in front of f. No gradient is accumulated for z.
+    Its node lies above those of the tensors that f reads: a product with the Jacobian,
+    ``autograd.grad(image, point)``, then visits the graph of f only, and not that of the model in front of f.
+    No gradient is accumulated for z.
     """
-    above = [t for t in tensors_of(args) if t.grad_fn is not None]
+    above = [t for t in read if t.grad_fn is not None]
     above = [] if compiles_backward() else above  # which takes no None for a gradient
     return _Point.apply(z.detach().requires_grad_(), *above)  # type: ignore[no-any-return]
 
@@ -618,7 +619,7 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     Raises RuntimeError if an argument or a parameter does, but the image of f does not.
     """
     module = module_of(problem.f)
-    read = tensors_of(problem.args) + ([] if module is None else list(module.parameters()))
+    read = chain(problem.tensors, () if module is None else module.parameters())
     trained = any(map(_requires_grad, read))
     if image.requires_grad:
         return trained or bool(captured_by(image, stop=type(point.grad_fn)))

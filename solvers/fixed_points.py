@@ -349,9 +349,9 @@ def nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:
 
 def check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
     """Check batch sizes, devices and finiteness of the inputs."""
-    first = leaves_of(z0)[0]
-    check_args(args, len(first), first.device, "z0", "f")
-    require_finite("z0", *leaves_of(z0))
+    state = leaves_of(z0)
+    check_args(args, len(state[0]), state[0].device, "z0", "f")
+    require_finite("z0", *state)
     for position, argument in enumerate(args):
         require_finite(f"args[{position}]", *leaves_of(argument))
 

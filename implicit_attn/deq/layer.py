@@ -27,6 +27,7 @@ from implicit_attn.deq.problem import (
 from implicit_attn.deq.stream import solve_stream
 from implicit_attn.deq.supervised import supervised_states
 from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
+from implicit_attn.parametrised import changes_when_read
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
 from solvers.checking import refuse_drawing_modules
@@ -88,9 +89,6 @@ class DEQ(nn.Module):
 
         observer: function of (x, mask, solution) called after every solve, or None.
 
-        evaluations_before: evaluations that a surrounding module spent on the initial state of the next
-            solve, a number or (B,). Its solution includes them; the solve resets them to 0.
-
     Example:
         >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
         >>> attention = BiSoftmaxAttention(64, heads=4).weighted(0.2, maximum=1.0)
@@ -150,7 +148,6 @@ class DEQ(nn.Module):
         self.measure = require_callable("measure", measure, optional=True)
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
-        self.evaluations_before: int | Tensor = 0
         self._seeds: Tensor | None = None  # dropout seeds of the latest solve
 
     @classmethod
@@ -200,17 +197,15 @@ class DEQ(nn.Module):
             TypeError, ValueError: if an argument is invalid.
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
-        before, self.evaluations_before = self.evaluations_before, 0
         options = self._chosen(options)
         f = self._map()
         refuse_sharded_parts(f.parts)
         x = check_inputs(x, mask, f.parts, z0)
         seeds = f.seeds(z0, x)
         options |= {"mask": mask, "record": record, "callback": callback}
-        with parametrize.cached() if f.changes_weights else nullcontext():
+        with parametrize.cached() if changes_when_read(f.walked_modules) else nullcontext():
             solution = self._run(f, x, mask, seeds, z0, options, token_rows)
         f.masks.require_called(self.update)
-        solution.evaluations = solution.evaluations + before
         self.last, self._seeds = replace(solution, value=None), seeds
         if self.observer is not None:
             self.observer(x, mask, solution)

@@ -17,7 +17,6 @@ import solvers
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
-from implicit_attn.parametrised import changes_when_read
 from implicit_attn.updates.update import EnergyStep, GradientStep, Update
 from solvers.checking import draws
 from solvers.core.checks import require_finite
@@ -212,12 +211,6 @@ class Map:
     def spec(self) -> Any:
         """What a recording depends on besides the map's type."""
         return self.places
-
-    @property
-    def changes_weights(self) -> bool:
-        """Whether reading a weight changes it, as torch's ``spectral_norm`` does in training mode."""
-        homes = [part for part in self.parts.values() if "parametrizations" in part._modules]
-        return any(map(changes_when_read, homes))
 
     def weights_once(self) -> AbstractContextManager[object]:
         """Compute the parametrised weights of the update, which are read within the context.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from implicit_attn.deq.problem import Map, batch_and_device, check_inputs, prepares
 from implicit_attn.energies.energy import FunctionCall
+from implicit_attn.parametrised import changes_when_read
 from solvers.checking import refuse_drawing_modules
 from solvers.core.context import weights_of, within
 from solvers.core.cuda import on_cuda
@@ -33,7 +34,7 @@ def solve_stream(
 ) -> Iterator[tuple[Tensor, Solution]]:
     """Yield indices and solutions of the samples of ``inputs``, batches for the layer of the map f."""
     options, stop = dict(options), options["stop"]
-    if f.changes_weights:
+    if changes_when_read(f.walked_modules):
         raise ValueError(
             "stream cannot solve a layer whose weights change whenever they are read, such as "
             "torch.nn.utils.spectral_norm in training: call layer.eval() first"

@@ -22,8 +22,15 @@ def leaves_of(tree: Any) -> list[Any]:
     if type(tree) is not tuple:
         return pytree.tree_leaves(tree)
     found: list[Any] = []
-    for part in tree:
-        found += (part,) if part is None or isinstance(part, Tensor) else leaves_of(part)
+    parts = list(tree[::-1])
+    while parts:
+        part = parts.pop()
+        if part is None or isinstance(part, Tensor):
+            found.append(part)
+        elif type(part) is tuple:
+            parts += part[::-1]
+        else:
+            found += pytree.tree_leaves(part)
     return found
 
 

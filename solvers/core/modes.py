@@ -99,13 +99,13 @@ class _Shared:
     The first thread that enters makes it, and the last one that leaves takes it back.
     """
 
-    def __init__(self, setting: Callable[[], AbstractContextManager[Any] | None]) -> None:
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
         self.setting, self.lock, self.entered, self.made = setting, threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
         with self.lock:
-            if self.entered == 0 and (made := self.setting()) is not None:
-                self.made.enter_context(made)
+            if self.entered == 0:
+                self.made.enter_context(self.setting())
             self.entered += 1
 
     def __exit__(self, *error: object) -> None:
@@ -115,21 +115,17 @@ class _Shared:
                 self.made.close()
 
 
-def _uncompiled() -> Any:
-    """The compiler's stance; None where nobody has imported the compiler, which takes seconds."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
-
-
 # Within, functions compiled by ``torch.compile`` run as they were before compilation. A compiled function
 # that another thread calls meanwhile is slower, not wrong.
-UNCOMPILED = _Shared(_uncompiled)
+UNCOMPILED = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 # Within, attention is computed by torch's plain formula, which can be differentiated twice.
 PLAIN_ATTENTION = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """:data:`UNCOMPILED`; nothing where the compiler itself is at work."""
-    return nullcontext() if torch.compiler.is_compiling() else UNCOMPILED
+    """:data:`UNCOMPILED`; nothing where the compiler is at work, or nobody has imported it."""
+    idle = "torch._dynamo" not in sys.modules  # the import would take seconds
+    return nullcontext() if idle or torch.compiler.is_compiling() else UNCOMPILED
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -220,6 +221,11 @@ class Problem:
             compact=compact,
         )
 
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_of(self.args)
+
     @property
     def shown(self) -> tuple[Any, ...]:
         """What a rule to stop is shown of the rows, besides their states."""
@@ -287,7 +293,7 @@ class Problem:
 
     def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
-        tensors = [t for t in tensors_of(self.args) if not t.is_inference()]
+        tensors = [t for t in self.tensors if not t.is_inference()]
         versions = list(map(_version, tensors))
         point = self.evaluate(z)
         if versions != list(map(_version, tensors)):

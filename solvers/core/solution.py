@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -85,16 +85,19 @@ def read_tolerance(name: str, value: Any) -> Tolerance | None:
     return require_instance(name, value, Tolerance, expected, optional=True)
 
 
-_DEFAULT = Tolerance()
+class UsualTolerance(Tolerance):
+    """A default, which gives way in reduced precision: rtol is then one that the precision can meet."""
+
+
+_DEFAULT = UsualTolerance()
 
 
 class Goal:
     """The tolerance of one fixed-point solve, resolved for the precision in which ``f`` computes.
 
     ``precision`` is that of the state, of an autocast that ``f`` uses, or TF32, where matrix products of
-    float32 use it on a CUDA ``device``. Without a tolerance of the user's, rtol is one that the precision
-    can meet. A smaller rtol that was asked for is kept; ``what``, the name of the solve for messages, then
-    says that it may be out of reach.
+    float32 use it on a CUDA ``device``. Where that cannot meet a tolerance of the user's, the tolerance
+    remains, and ``what``, the name of the solve for messages, says that it may be out of reach.
     """
 
     def __init__(
@@ -104,7 +107,8 @@ class Goal:
         autocast: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        self.given, self.state, self.device = given, state, device
+        self.given, self.state, self.device = given or _DEFAULT, state, device
+        self.usual = isinstance(self.given, UsualTolerance)
         # autocast leaves float64 alone
         self.autocast = None if state == torch.float64 else autocast
         self.vanishing = False  # an unsolved sample seems to have its fixed point at zero
@@ -117,8 +121,9 @@ class Goal:
         name, least = str(self.precision).removeprefix("torch."), HALF.get(self.precision, 0.0)
         if self.precision == torch.float32 and on_cuda(self.device) and uses_tf32():
             name, least = "TF32", _TF32
-        self.tolerance = self.given or (Tolerance(rtol=least) if least else _DEFAULT)
-        self.what = "fixed-point solve"
+        self.tolerance, self.what = self.given, "fixed-point solve"
+        if self.usual and self.tolerance.rtol < least:
+            self.tolerance = replace(self.tolerance, rtol=least)
         if not self.tolerance.atol and self.tolerance.rtol < least:
             self.what += f" in {name}, which may not reach rtol={self.tolerance.rtol:g},"
 
@@ -129,7 +134,7 @@ class Goal:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, an evaluation shows whether autocast matters to it."""
-        if self.given is not None or self.autocast is None:
+        if self.autocast is None or not self.usual:
             yield
             return
         watch = _HalfWatch()

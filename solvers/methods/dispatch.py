@@ -53,9 +53,10 @@ class Rows(Protocol):
 
 def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Options) -> Rows:
     """Begin a solve whose rows can be replaced, from the ``first`` evaluation, by the fastest way."""
-    if isinstance(solver, Anderson) and _on_cuda(problem, first, solver, options):
+    plain = _plain(problem, first, options)
+    if plain and type(solver) is Anderson and turns.supports_cuda(first.z):
         return turns.Rows.of(problem, first, solver, options)
-    if (numbers := _in_cpp(problem, first, solver, options)) is not None:
+    if plain and (numbers := _in_cpp(first, solver)) is not None:
         return Turns(problem, first, *numbers, options)
     return Loop(problem, first, solver, options, refilled=True)
 
@@ -79,14 +80,15 @@ def run_solver(
         The solution, with a value (B, D), and a function that gives the last evaluation if it included all
         samples at their returned values, else None.
     """
+    plain = _plain(problem, first, options)
     descends = automatic and solver.needs_energy and not _general(problem, first, options)
-    on_cuda = _on_cuda(problem, first, solver, options)
-    if on_cuda or (descends and turns.supports_cuda(first.z)):
+    turning = descends or (plain and type(solver) is Anderson)
+    if turning and turns.supports_cuda(first.z):
         chosen = solver if isinstance(solver, Anderson) else Anderson()
         solution, last = turns.solve_on_cuda(problem, first, chosen, options)
         if solution is not None:
             return solution, last
-    if (numbers := _in_cpp(problem, first, solver, options)) is not None:
+    if plain and (numbers := _in_cpp(first, solver)) is not None:
         return solve_native(problem, first, *numbers, options)
     loop = Loop(problem, first, solver, options)
     del first  # the loop frees it when it has moved on
@@ -103,17 +105,9 @@ def _plain(problem: Problem, first: Evaluation, options: Options) -> bool:
     return not (_general(problem, first, options) or problem.has_energy or problem.unit_free)
 
 
-def _on_cuda(problem: Problem, first: Evaluation, solver: Solver, options: Options) -> bool:
-    """Whether the turns for CUDA devices serve."""
-    plain = type(solver) is Anderson and _plain(problem, first, options)
-    return plain and turns.supports_cuda(first.z)
-
-
-def _in_cpp(
-    problem: Problem, first: Evaluation, solver: Solver, options: Options
-) -> tuple[int, tuple[float, float, float]] | None:
+def _in_cpp(first: Evaluation, solver: Solver) -> tuple[int, tuple[float, float, float]] | None:
     """The number of differences and the numbers for the C++ engine, where it serves."""
-    if not (_plain(problem, first, options) and supports(first.z)):
+    if not supports(first.z):
         return None
     if isinstance(solver, Anderson) and type(solver) is Anderson and solver.memory <= MOST:
         return solver.memory, (solver.damping, *solver.ridge(first.z.dtype))

@@ -455,49 +455,6 @@ def test_a_half_precision_mask_of_scores_is_one_of_the_dtype_of_the_tokens() -> 
     assert torch.equal(block(x, src_mask=mask), block(x, src_mask=mask.double()))
 
 
-def test_tokens_rest_when_their_prefix_has_converged() -> None:
-    for gradient in ("all", 2, "implicit"):
-        options: dict[str, Any] = {"gradient": gradient}
-        block = transformer(causal=True, iterations="prefix", layer=CLOSE, **options)
-        x, seen = inputs(3, 7), padding(7, 4, 6, tokens=7)
-        with torch.no_grad():
-            exact = block(x, src_key_padding_mask=seen, iterations=200)
-            assert relative_error(block(x, src_key_padding_mask=seen), exact) <= 1e-11
-        assert block.last is not None and block.last.converged.all()
-        spent = block.evaluations
-        assert spent is not None and (spent[0].diff() >= 0).all() and spent[0, 0] < spent[0, -1]
-        assert torch.equal(spent.amax(1) + 1, block.last.evaluations)  # one for the residual
-        later = torch.cat((x[:, :4], inputs(3, 3, seed=9)), 1)
-        with torch.no_grad():
-            assert torch.equal(block(later)[:, :4], block(x)[:, :4])
-    x.requires_grad_(True)
-    (slope,) = torch.autograd.grad(block(x).square().sum(), x)
-    loss = block(x, iterations="converged").square().sum()
-    assert relative_error(slope, torch.autograd.grad(loss, x)[0]) <= 1e-9
-    exact = block(x).detach()
-    block.deq.init = lambda given: exact  # begins, and so rests at once, where its ``init`` says
-    with torch.no_grad():
-        block(x)
-    assert bool((block.evaluations == 1).all())
-
-
-def test_prefixes_that_do_not_converge_are_reported() -> None:
-    strict, loose = (
-        transformer(causal=True, iterations="prefix", layer={"max_steps": 2} | options)
-        for options in ({"on_failure": "raise"}, {})
-    )
-    with torch.no_grad(), pytest.raises(solvers.SolveError):
-        strict(inputs())
-    assert strict.deq.evaluations_before == 0  # or the next solve would count these
-    with pytest.warns(solvers.SolveWarning), torch.no_grad():
-        loose(inputs())
-    assert loose.last is not None and loose.last.evaluations.max() == loose.deq.max_steps
-    with pytest.raises(ValueError):
-        loose(inputs())  # not with gradients
-    with pytest.raises(ValueError):
-        transformer(iterations="prefix")(inputs())  # not causal
-
-
 # Mistakes, by what the error says.
 
 

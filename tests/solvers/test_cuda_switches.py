@@ -10,6 +10,7 @@ import torch
 import solvers
 from implicit_attn import EquilibriumBlock
 from solvers.core.cuda import forced, on_cuda
+from solvers.core.solution import Goal
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -32,11 +33,11 @@ def test_a_solve_in_tf32() -> None:
     z0 = torch.zeros_like(x)
     torch.manual_seed(0)
     block = EquilibriumBlock(8, 2)
-    assert block._tolerance(x) == solvers.Tolerance(1e-3)
+    assert Goal(block.deq.tolerance, x.dtype, None, x.device).tolerance.rtol == 1e-3
     fine = solvers.fixed_point(lambda z, x: 0.5 * z.cos() + x, z0, (x,), solver="forward")
     with forced():
         rough = solvers.fixed_point(lambda z, x: 0.5 * z.cos() + x, z0, (x,), solver="forward")
-        assert block._tolerance(x) is None
+        assert Goal(block.deq.tolerance, x.dtype, None, x.device).tolerance.rtol == 2e-3
         assert on_cuda(x)
     assert not on_cuda(x)
     assert (rough.evaluations < fine.evaluations).all()
