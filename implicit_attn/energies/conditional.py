@@ -159,8 +159,11 @@ class ConditionalAttention(HasHeads, ClosedForm):
         if choose_frozen_keys(query, key, self.backend).backend != "reference":
             lse = keyless = None
             # Beta does not scale the other half of the queries, tau z. As a factor sqrt(beta) of either
-            # side it stays in the range of float16.
-            query, key = ((side * beta**0.5).to(side.dtype) for side in (query, key))
+            # side it stays in the range of float16; on one side it keeps one tensor less for gradients.
+            if accumulation_dtype(query.dtype) == query.dtype:
+                query = query * beta
+            else:
+                query, key = ((side * beta**0.5).to(side.dtype) for side in (query, key))
             if not on_cuda(query):  # computed for energies only, which CUDA solves do not need
                 lse = frozen_key_attention(query, key, 1.0, **options)[1]
             if seen is not None:
