@@ -27,6 +27,7 @@ from solvers.core.loop import Options as LoopOptions
 from solvers.core.messages import warn_user
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate, Problem
+from solvers.core.rows import STEPS
 from solvers.core.solution import (
     AdjointReport,
     Goal,
@@ -309,14 +310,16 @@ class RecordedSolve:
         getattr(self, name)() if graph is None else graph.replay()
 
     def _until_done(self, name: str, turns: Turns) -> None:
-        for _ in range(turns.max_steps):
+        for number in range(1, turns.max_steps + 1):
             self.replay(name)
-            if not int(turns.left):
+            if not int(turns.left) and (number <= STEPS or not turns.sharpen()):
                 return
 
 
 class RecordedRows(Rows):
     """The rows of a queue, whose turns are replayed; new samples are written over the recorded inputs."""
+
+    refilled = True
 
     def __init__(self, recorded: RecordedSolve, problem: Problem, tolerance: Tolerance) -> None:
         problem = replace(problem, args=recorded.arguments(), mask=recorded.mask)

@@ -17,6 +17,11 @@ The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated b
 The estimate costs no evaluation, does not depend on the units of ``r``, and is the same for every solver.
 Before the first step there is none, and only a residual that is zero to rounding has converged.
 
+Steps mix directions, and the one in which the residual changes least may be hidden in all of them. Therefore
+a sample that would converge after more than ten evaluations is examined once more, with the largest gain of
+any combination of the last steps, ``max_c |dZ c| / |dR c|``: :func:`span_factor`. Solvers that keep their
+steps (:meth:`solvers.core.loop.Solver.pairs`) are judged by it.
+
 The residual of a gradient step of an energy, or of a root, is in units of its own. There the error alone
 decides, against ``max(rtol |z|, atol)``: at two accepted points in a row, or at one after at least four steps
 if the residual has fallen to a hundredth. With ``rtol = 0`` the residual alone decides, against ``atol``.
@@ -28,19 +33,23 @@ a sample stalls, diverges or runs out of evaluations is decided in ``core/loop.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from solvers.core.rows import Evaluation
-from solvers.core.solution import Tolerance
+from solvers.core.rows import RUNNING, STEPS, Evaluation, small_dtype
+from solvers.core.solution import Status, Tolerance
 
-STEPS = 10  # accepted steps whose gains are remembered
 SURE = 4  # steps after which the estimate for an energy or a root need not be confirmed
 FALLEN = 0.01  # share of the first residual below which the scale of the start no longer counts
 IMPRECISE = 100  # at least so many rounding units, of which half precision has few
 ROUNDINGS = 4  # a residual of so many roundings of f(z) is zero as far as can be told
+# Squared changes of the residual, relative to those of single steps, below which combinations of steps show
+# where the map is not linear rather than where it is flat.
+RESOLUTION = 1e-6
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,55 @@ def estimated_error(point: Evaluation, gain: Tensor) -> Tensor:
     largest = gain.amax(2)
     error = torch.where(largest == 0, torch.inf, point.norms * largest)
     return error.masked_fill(point.norms == 0, 0.0)
+
+
+def span_factor(steps: Tensor, changes: Tensor) -> Tensor:
+    """(n,) how far the gain of a combination of steps exceeds that of any of them, >= 1.
+
+    For steps dZ and changes dR (n, m, D) of the residual it is ``max_c |dZ c| / |dR c|`` over
+    ``max_j |dz_j| / |dr_j|``. The maximum is the largest eigenvalue of ``(dR^T dR)^-1 dZ^T dZ``, with
+    ``dR^T dR`` regularised by :data:`RESOLUTION`. Pairs of zeros do not count.
+    """
+    steps, changes = (t.detach().to(small_dtype(t.dtype)) for t in (steps, changes))
+    norms = torch.linalg.vector_norm(changes, dim=2, keepdim=True)
+    units = torch.where(norms > 0, 1 / norms, 0.0)
+    steps, changes = steps * units, changes * units
+    own, other = torch.bmm(steps, steps.mT), torch.bmm(changes, changes.mT)
+    other = other + torch.diag_embed(RESOLUTION + (norms == 0).to(other.dtype).squeeze(2))
+    root = torch.linalg.cholesky_ex(other)[0]
+    half = torch.linalg.solve_triangular(root, own, upper=False)
+    ratio = torch.linalg.solve_triangular(root, half.mT, upper=False)
+    ratio = ratio.nan_to_num(0.0, 0.0, 0.0)  # where the numbers are not moderate
+    largest = torch.linalg.eigvalsh(ratio)[:, -1]
+    factor = (largest / own.diagonal(dim1=1, dim2=2).amax(1)).sqrt()
+    return factor.nan_to_num(1.0, 1.0, 1.0).clamp_min(1.0)
+
+
+def sharpen(of: Mapping[str, Any], damping: float | Tensor, most: int) -> Tensor:
+    """Let samples of an engine go on that have converged by single steps only; return which, (k,).
+
+    Args:
+        of: arrays (B, ...): ``status``, ``evaluations``, ``examined`` (bool), ``count`` of the pairs
+            ``steps`` (dz + damping dr) and ``changes`` (dr) that are kept, ``error``, and the factor ``room``
+            by which it may grow.
+        most: evaluations of a sample at most.
+    """
+    status, evaluations, examined = of["status"], of["evaluations"], of["examined"]
+    claims = (status == Status.CONVERGED) & (evaluations > STEPS) & ~examined
+    samples = torch.nonzero(claims).flatten()
+    if not samples.numel():
+        return samples
+    slots = torch.arange(of["steps"].shape[1], device=samples.device)
+    empty = (slots >= of["count"][samples, None])[:, :, None]
+    steps, changes = (of[name][samples].masked_fill_(empty, 0) for name in ("steps", "changes"))
+    factor = span_factor(steps - damping * changes, changes).to(of["error"].dtype)
+    of["error"][samples] *= factor
+    wrong = factor > of["room"][samples]
+    ended = evaluations[samples] >= most
+    examined[samples] = ~wrong | ended
+    samples, ended = samples[wrong], ended[wrong]
+    status[samples] = torch.where(ended, int(Status.MAX_STEPS), RUNNING).to(status.dtype)
+    return samples[~ended]
 
 
 def relative_error(point: Evaluation, error: Tensor) -> Tensor:

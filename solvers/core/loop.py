@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.judge import STEPS, Rule, estimated_error, relative_error
+from solvers.core.judge import Rule, estimated_error, relative_error, span_factor
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
+    STEPS,
     Best,
     Evaluation,
     Progress,
@@ -120,6 +121,14 @@ class Solver(ABC):
     def step(self, state: Any, inputs: SolverInput) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
 
+    def pairs(self, state: Any) -> tuple[Tensor, Tensor] | None:
+        """The steps dz and changes dr of the residual (n, m, D) before the newest; None: they are not kept.
+
+        A common factor of a step and its change does not count, except for its sign. They sharpen the
+        estimated error (``judge.span_factor``).
+        """
+        return None
+
     def renew(self, state: Any, places: Tensor, point: Evaluation) -> None:
         """Begin anew in the rows ``places`` (n,), whose first evaluation is in ``point``.
 
@@ -177,6 +186,7 @@ class Loop:
         self.rule = options.rule(problem, first)
         self.trial: Evaluation = first  # the point evaluated last
         self.current: Evaluation | None = None  # the last accepted point of every row
+        self.last: Evaluation | None = None  # the accepted point before the trial
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
         self.state: Any = None  # the solver's, which may be None for good
         self.finished: list[Rows] = []  # of samples that have left the batch
@@ -256,6 +266,7 @@ class Loop:
     def _move(self, count: int) -> None:
         """Move the rows that accept the trial there, and remember the gains of their steps."""
         rows, trial, accepted, last = self.rows, self.trial, self.accepted, self.current
+        self.last = last
         if last is not None:
             moved, changed = trial.difference(last)
             # Of a plain step the rate counts, which no oscillation hides:
@@ -288,9 +299,14 @@ class Loop:
         rows, trial, accepted, options = self.rows, self.trial, self.accepted, self.options
         running = rows.status == RUNNING
         taken = running if accepted is None else running & accepted
-        score, error = self.rule.score(trial, rows.caps), estimated_error(trial, rows.gains)
-        near = self.rule.near(trial, rows.caps, error, rows.limit)
-        converged = taken & self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
+        score = self.rule.score(trial, rows.caps)
+        error = estimated_error(trial, rows.gains)
+        near, converged = self._judge(taken, error)
+        if count > STEPS:
+            factor = self._factor(converged & (rows.at(count) > STEPS))
+            if factor is not None:
+                error = error * factor[:, None]
+                near, converged = self._judge(taken, error)
         rows.near = torch.where(taken, near, rows.near)
         if self.growth is not None:
             growing = self.growth.note(trial, taken)
@@ -330,6 +346,31 @@ class Loop:
         if stopped is not None:
             status = torch.where(stopped & ~converged, int(Status.STOPPED), status)
         rows.status = status
+
+    def _judge(self, taken: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) bool: rows where the errors (n, L) of the trial are small, and rows that have converged."""
+        rows, trial = self.rows, self.trial
+        near = self.rule.near(trial, rows.caps, error, rows.limit)
+        met = self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
+        return near, taken & met
+
+    def _factor(self, converged: Tensor) -> Tensor | None:
+        """(n,) factors on the error, those of the span of their steps for the ``converged`` rows."""
+        index = torch.nonzero(converged).flatten()
+        pairs = self.solver.pairs(self.state) if index.numel() else None
+        if pairs is None or self.last is None:
+            return None
+        moved, changed = (
+            getattr(self.trial, name).detach()[index] - getattr(self.last, name).detach()[index]
+            for name in ("z", "residual")
+        )
+        steps, changes = (t[index] for t in pairs)
+        steps, changes = (
+            torch.cat((steps, moved[:, None]), 1),
+            torch.cat((changes, changed[:, None]), 1),
+        )
+        factor = span_factor(steps, changes).to(self.rows.gains.dtype)
+        return torch.ones_like(self.rows.limit).index_copy(0, index, factor)
 
     def _stops(self, stop: Callable[..., Tensor]) -> Tensor:
         """(n,) bool: rows of which the rule says that they stop.
@@ -421,6 +462,7 @@ class Loop:
         if self.options.by_row:
             self.latest = self.latest[stay]
         self.next = self.next[stay] if self.refilled else self.next
+        self.last = None
         names = ("rows", "growth", "trial", "current", "accepted", "state")
         for name in names:
             setattr(self, name, select_rows(getattr(self, name), stay))

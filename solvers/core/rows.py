@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from solvers.core.cuda import on_cuda
 from solvers.core.solution import Status
 
+STEPS = 10  # accepted steps that are remembered of a sample
 RUNNING = -1  # status of a sample that is still being solved
 # Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
 MODERATE_ABOVE = {torch.float32: 1e-8, torch.float64: 1e-138}
@@ -21,6 +22,34 @@ SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished;
 SHRINK_SMALL, SMALL = 4, 1 << 14  # this share of one with so few numbers, where little is saved,
 FEW = 16  # unless it has so few rows: from these each one leaves at once
 LARGE = 1 << 22  # numbers in a history above which its rows are moved within their storage
+
+
+@dataclass
+class Recent:
+    """The last steps of a solver and the changes of the residual along them, (B, D) each."""
+
+    last: Evaluation | None = None
+    steps: list[Tensor] = field(default_factory=list)
+    changes: list[Tensor] = field(default_factory=list)
+
+    def note(self, point: Evaluation) -> None:
+        """Note the step to this point."""
+        last, self.last = self.last, point
+        if last is None:
+            return
+        moved, changed = point.z - last.z, point.residual - last.residual
+        for kept, new in ((self.steps, moved), (self.changes, changed)):
+            kept[:] = [*kept[1 - STEPS :], new.detach()]
+
+    def renew(self, places: Tensor, point: Evaluation) -> None:
+        """Forget the steps of the rows ``places`` (n,), which begin at ``point``."""
+        self.last = put_rows(self.last, point, places)
+        for kept in (self.steps, self.changes):
+            kept[:] = [t.index_fill(0, places, 0) for t in kept]
+
+    def pairs(self) -> tuple[Tensor, Tensor] | None:
+        """All of them, (B, k, D) each; None if there are none."""
+        return (torch.stack(self.steps, 1), torch.stack(self.changes, 1)) if self.steps else None
 
 
 def should_shrink(status: Tensor, batch: Tensor) -> bool:

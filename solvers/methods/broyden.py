@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from solvers.core.problem import Problem
 from solvers.core.rows import (
     Evaluation,
     History,
+    Recent,
     clear_rows,
     combine,
     inner_products,
@@ -60,10 +61,14 @@ class Broyden(Solver):
         units = History.empty(point.z, self.memory, FIRST_CAPACITY)
         return BroydenState(units, lengths=units.gram[:, :0, 0])
 
+    def pairs(self, state: BroydenState) -> tuple[Tensor, Tensor] | None:
+        return state.recent.pairs()
+
     def step(self, state: BroydenState, inputs: SolverInput) -> Tensor:
         if state.units.count >= self.memory:
             state.units.count = 0
         current = inputs.current
+        state.recent.note(current)
         if state.replaced is not None:
             # The loop moved these rows by a fall-back step, which has no secant pair.
             state.restart(state.replaced)
@@ -123,6 +128,7 @@ class BroydenState:
     lengths: Tensor  # (B, k) of the steps
     # (B,) bool, rows whose last candidate the loop replaced by a safer one.
     replaced: Tensor | None = None
+    recent: Recent = field(default_factory=Recent)
 
     def restart(self, rows: Tensor) -> None:
         """Discard the history of some rows (B,) bool."""

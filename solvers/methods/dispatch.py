@@ -55,7 +55,9 @@ def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Optio
     """Begin a solve whose rows can be replaced, from the ``first`` evaluation, by the fastest way."""
     plain = _plain(problem, first, options)
     if plain and type(solver) is Anderson and turns.supports_cuda(first.z):
-        return turns.Rows.of(problem, first, solver, options)
+        rows = turns.Rows.of(problem, first, solver, options)
+        rows.refilled = True
+        return rows
     if plain and (numbers := _in_cpp(first, solver)) is not None:
         return Turns(problem, first, *numbers, options)
     return Loop(problem, first, solver, options, refilled=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ class LBFGS(Solver):
         memory = self.memory or (MORE_PAIRS if point.z.shape[1] <= SMALL else PAIRS)
         pairs = History.empty(point.z, 2 * memory, 2 * FIRST_CAPACITY)
         gamma, length = _first_scales(point)
-        return LBFGSState(pairs, gamma, point, point.residual, length)
+        slope: Any = problem.gradient_step
+        return LBFGSState(pairs, gamma, point, point.residual, length, -slope)
 
     def renew(self, state: LBFGSState, places: Tensor, point: Evaluation) -> None:
         """Empty the pairs of the rows, and let their next step be a first one."""
@@ -81,6 +82,10 @@ class LBFGS(Solver):
         for kept in (state.pairs.vectors, state.pairs.gram):
             kept.index_fill_(0, places, 0)
         state.renewed = places
+
+    def pairs(self, state: LBFGSState) -> tuple[Tensor, Tensor] | None:
+        kept = state.pairs.vectors[:, : state.pairs.filled]
+        return (kept[:, 0::2], kept[:, 1::2] * state.slope) if state.pairs.filled else None
 
     def step(self, state: LBFGSState, inputs: SolverInput) -> Tensor:
         current, trial, accepted = inputs.current, inputs.trial, inputs.accepted
@@ -156,6 +161,7 @@ class LBFGSState:
     point: Evaluation
     direction: Tensor
     length: Tensor
+    slope: float | Tensor  # dr / dg of the residual r and the gradient g
     renewed: Tensor | None = None  # rows whose next step is a first one
 
     def candidate(self) -> Tensor:

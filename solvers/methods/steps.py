@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from solvers.core.checks import require_number
 from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
-from solvers.core.rows import Evaluation, clear_rows, put_rows, small_dtype
+from solvers.core.rows import Evaluation, Recent, clear_rows, put_rows, small_dtype
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,12 @@ class GradientDescent(Solver):
     def init(self, point: Evaluation, problem: Problem) -> GradientState:
         return GradientState(step_size=torch.ones_like(point.norm))
 
+    def pairs(self, state: GradientState) -> tuple[Tensor, Tensor] | None:
+        return state.recent.pairs()
+
     def step(self, state: GradientState, inputs: SolverInput) -> Tensor:
         current = inputs.current
+        state.recent.note(current)
         if self.step_size == "auto":
             return self._automatic(state, current)
         if self.momentum == 0.0:
@@ -95,6 +99,7 @@ class GradientDescent(Solver):
 
     def renew(self, state: GradientState, places: Tensor, point: Evaluation) -> None:
         """Forget the velocity, or begin with the step size 1 again."""
+        state.recent.renew(places, point)
         if self.step_size == "auto":
             state.step_size = state.step_size.index_fill(0, places, 1.0)
             state.memory = put_rows(state.memory, point.z, places)
@@ -124,3 +129,4 @@ class GradientState:
     # The velocity (with momentum) or the last iterate (automatic).
     memory: Tensor | None = None
     last_residual: Tensor | None = None
+    recent: Recent = field(default_factory=Recent)

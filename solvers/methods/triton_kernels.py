@@ -61,8 +61,8 @@ def _products(
 
 @triton.jit
 def _judge(
-    partial, first_chunks, gram, weights, norms, caps, gains, score, relative, norm_at_best, error, limit,
-    bound, scale, path, status, evaluations, flags, rejections, pairs, nearby, left, settings,
+    partial, first_chunks, gram, weights, norms, caps, gains, score, relative, norm_at_best, error, room,
+    limit, bound, scale, path, status, evaluations, flags, rejections, pairs, nearby, left, settings,
     most, chunks, parts, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     S2: tl.constexpr,
 ):  # fmt: skip
@@ -109,6 +109,7 @@ def _judge(
         # Judge the row, part by part.
         remembered = tl.arange(0, S2)
         new_score, new_relative, new_error, length = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
+        new_room = 0.0 * rtol + infinite
         meets, close, less = accepted, accepted, accepted
         for part in range(0, parts):
             own, scales, moves, changed = 0.0 * rtol, 0.0 * rtol, 0.0 * rtol, 0.0 * rtol
@@ -148,7 +149,9 @@ def _judge(
             allowed = tl.minimum(threshold, cap)
             scaled = tl.minimum(scales, far)  # a runaway is no scale
             rounded = (own <= unit * scaled) & (unit * scaled <= cap) & (free == 0)
-            near = (wrong <= tl.maximum(rtol * scaled, atol)) | rounded
+            allowed_error = tl.maximum(rtol * scaled, atol)
+            near = (wrong <= allowed_error) | rounded
+            new_room = tl.minimum(new_room, tl.where(rounded, infinite, allowed_error / wrong))
             small = (own <= allowed) & (eps * scales <= cap)
             close, less = close & near, less & (own <= cap) & (steps_known >= 4)
             meets = meets & (near & (small | free))
@@ -180,6 +183,7 @@ def _judge(
         tl.store(norm_at_best + row, tl.where(better, norm, old))
         old = tl.where(first, infinite, tl.load(error + row))
         tl.store(error + row, tl.where(better, new_error, old))
+        tl.store(room + row, tl.where(better, new_room, tl.load(room + row)))
         flag = tl.where(better, 1, 0) + tl.where(accepted, 2, 0)
         tl.store(status + row, new)
         tl.store(evaluations + row, count)
@@ -265,9 +269,9 @@ def turn(s: Any, value: Any) -> None:
     )  # fmt: skip
     judge[(batch,)](
         s.partial, s.first_chunks, s.gram, s.weights, s.norms, s.caps, s.gains, s.score, s.relative, s.norm,
-        s.error, s.limit, s.bound, s.scale, s.path, s.status, s.evaluations, s.flags, s.rejections, s.pairs,
-        s.near, s.left, s.settings, s.max_steps, chunks, len(s.sizes), s.memory, width, REDUCED, remembered,
-        triton.next_power_of_2(remembered),
+        s.error, s.room, s.limit, s.bound, s.scale, s.path, s.status, s.evaluations, s.flags, s.rejections,
+        s.pairs, s.near, s.left, s.settings, s.max_steps, chunks, len(s.sizes), s.memory, width, REDUCED,
+        remembered, triton.next_power_of_2(remembered),
     )  # fmt: skip
     combine[(batch, chunks)](
         s.z, s.kept, s.base, s.residual, s.trial, s.steps, s.weights, s.scale, s.status, s.evaluations,

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.judge import ROUNDINGS, STEPS, SURE, Rule
+from solvers.core.judge import ROUNDINGS, SURE, Rule, sharpen
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.messages import warn_user
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Evaluation, scaled_norm, select_rows
+from solvers.core.rows import RUNNING, STEPS, Evaluation, combine, scaled_norm, select_rows
 from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
 from solvers.core.solution import Solution, Status, Tolerance
 from solvers.methods.anderson import Anderson
@@ -91,7 +91,18 @@ class Turns:
             **dict.fromkeys(("norms", "caps"), (parts,)),
             "gains": (parts, STEPS),
             **dict.fromkeys(
-                ("score", "relative", "norm", "error", "limit", "bound", "scale", "path"), ()
+                (
+                    "score",
+                    "relative",
+                    "norm",
+                    "error",
+                    "room",
+                    "limit",
+                    "bound",
+                    "scale",
+                    "path",
+                ),
+                (),
             ),
         }
         pieces = new(batch * sum(map(prod, shapes.values())), dtype=small)
@@ -103,6 +114,7 @@ class Turns:
         names = ("status", "evaluations", "flags", "rejections", "pairs", "near")
         for name, row in zip(names, self.counts, strict=True):
             setattr(self, name, row)
+        self.examined = torch.zeros(batch, dtype=torch.bool, device=like.device)
         ridge, tiny = solver.ridge(wide)
         rule = Rule(tolerance or Tolerance(), torch.finfo(like.dtype).eps if eps is None else eps)
         numbers = (
@@ -127,6 +139,7 @@ class Turns:
     relative: Tensor
     norm: Tensor
     error: Tensor
+    room: Tensor  # by which it may grow within the tolerance
     limit: Tensor
     bound: Tensor
     scale: Tensor
@@ -141,6 +154,7 @@ class Turns:
         """Begin a solve at ``z`` (B, ...)."""
         self.z.copy_(z.reshape(self.z.shape))
         self.counts.zero_()
+        self.examined.zero_()
         self.status.fill_(RUNNING)
 
     def turn(self, value: Tensor) -> None:
@@ -155,6 +169,17 @@ class Turns:
             turn(self, value)
         if self.dtype != self.z.dtype:
             self.z.copy_(self.z.to(self.dtype))
+
+    def sharpen(self) -> int:
+        """Let rows go on that have converged by single steps only; return how many."""
+        damping = self.settings[2].to(self.z.dtype)
+        rows = sharpen({**vars(self), "count": self.pairs}, damping, self.max_steps)
+        point = torch.addcmul(self.base[rows], damping, self.residual[rows])
+        weights = self.weights[rows, : self.memory].to(point.dtype)
+        point = combine(point, weights, self.steps[rows], sign=-1)
+        self.z[rows] = point.to(self.dtype).to(self.z.dtype)
+        self.left += len(rows)
+        return len(rows)
 
     @property
     def better(self) -> Tensor:
@@ -203,7 +228,7 @@ def turn(s: Turns, value: Tensor) -> None:
     change, moved = residual - s.residual, s.z - s.base
     step = torch.addcmul(moved, damping.to(change.dtype), change)
     slot = s.pairs % s.memory
-    fresh = (slots == slot[:, None]) & ~begins
+    fresh = (slots == slot[:, None]) & ~begins & running[:, None]
     newest = fresh[:, : s.memory, None]
     torch.where(newest, change[:, None], s.changes, out=s.changes)
     torch.where(newest, step[:, None], s.steps, out=s.steps)
@@ -237,7 +262,9 @@ def turn(s: Turns, value: Tensor) -> None:
     allowed = torch.minimum(threshold, s.caps)
     scaled = scales.minimum(s.limit[:, None])  # a runaway is no scale
     close, unit = torch.maximum(rtol * scaled, atol), rounding_unit * scaled
-    near = (error <= close) | ((norms <= unit) & (unit <= s.caps) & ~free)
+    rounded = (norms <= unit) & (unit <= s.caps) & ~free
+    near = (error <= close) | rounded
+    room = torch.where(rounded, torch.inf, close / error).amin(1)
     small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
     near, before = near.all(1), (s.near > 0) & ~first
     less = ((norms <= s.caps) & ((s.gains > 0).sum(2) >= SURE)).all(1)
@@ -259,7 +286,9 @@ def turn(s: Turns, value: Tensor) -> None:
     status = torch.where(
         (status == RUNNING) & (count >= s.max_steps), int(Status.MAX_STEPS), status
     )
-    pairs = [(score, s.score), (relative, s.relative), (norm, s.norm), (wrong, s.error)]
+    pairs = [
+        (score, s.score), (relative, s.relative), (norm, s.norm), (wrong, s.error), (room, s.room),
+    ]  # fmt: skip
     for new, old in pairs:
         torch.where(better, new, old, out=old)
     torch.where((better | first)[:, None], s.z, s.kept, out=s.kept)
@@ -283,6 +312,7 @@ def turn(s: Turns, value: Tensor) -> None:
     weights = torch.linalg.solve_ex(s.gram, by_residual[:, :, None])[0][:, : s.memory, 0]
     # Where products of differences overflow, the next step is a plain one.
     weights = weights.where(weights.isfinite().all(1, keepdim=True) & ~begins, 0.0)
+    s.weights[:, : s.memory] = weights
     # The next point: an accelerated one, or a shortened step from the last accepted point.
     new = torch.addcmul(s.z, damping.to(residual.dtype), residual)
     new = new - torch.bmm(weights.to(new.dtype)[:, None], s.steps)[:, 0]
@@ -290,7 +320,8 @@ def turn(s: Turns, value: Tensor) -> None:
     doubled = torch.where(s.rejections > 0, (2 * s.scale).clamp_max(1.0), s.scale)
     shorter = s.base + halved.to(new.dtype)[:, None] * s.residual
     s.scale.copy_(torch.where(goes_on, torch.where(accepted, doubled, halved), s.scale))
-    s.pairs.copy_(torch.where(accepted, s.pairs + (~first).int(), 0))
+    counted = torch.where(accepted, s.pairs + (~first).int(), 0)
+    s.pairs.copy_(torch.where(running, counted, s.pairs))
     s.rejections.copy_(torch.where(accepted, 0, s.rejections + 1))
     taken = (running & accepted)[:, None]
     torch.where(taken, s.z, s.base, out=s.base)
@@ -350,7 +381,10 @@ class Rows:
     Attributes:
         stalled: (B,) bool, rows that have stalled; None where no row was examined.
         kept: (B,) energies of the best iterates, or None.
+        refilled: whether rows that have ended are replaced.
     """
+
+    refilled = False
 
     def __init__(self, problem: Problem, turns: Turns, dtype: torch.dtype, patience: int) -> None:
         self.problem, self.turns, self.dtype, self.patience = problem, turns, dtype, patience
@@ -358,6 +392,7 @@ class Rows:
         self.kept: Tensor | None = None
         self.number, self.milestone, self.anchor = 0, turns.score, turns.base
         self.stalled: Tensor | None = None
+        self.left = len(turns.z)
 
     @classmethod
     def of(cls, problem: Problem, first: Evaluation, solver: Anderson, options: Options) -> Rows:
@@ -393,6 +428,9 @@ class Rows:
             self.kept = torch.where(turns.better, self.energy, self.kept)
         self.number += 1
         left = int(turns.left)
+        if self.number > STEPS and (left == 0 or (self.refilled and left < self.left)):
+            left += turns.sharpen()
+        self.left = left
         if left and self.number % self.patience == 0:
             stuck = (turns.status == RUNNING) & (turns.score > (1 - PROGRESS) * self.milestone)
             stuck = stuck & ~(scaled_norm(turns.base - self.anchor) > DRIFT * turns.path)
@@ -409,6 +447,8 @@ class Rows:
         turns = self.turns
         turns.z.index_copy_(0, places, z.to(turns.z.dtype))
         turns.counts.index_fill_(1, places, 0)
+        turns.examined.index_fill_(0, places, False)
+        self.left += len(places)
         turns.status.index_fill_(0, places, RUNNING)
         if self.number >= self.patience:  # before that both are the buffers of the turns
             self.milestone = self.milestone.index_fill(0, places, torch.inf)

@@ -22,6 +22,7 @@ struct Turns {
   void *steps, *changes, *gram;   // (B, kept, D) twice, (B, kept, kept): differences, as a ring
   void* best;                     // (B, D)
   void *score, *relative, *norm, *error;         // (B,) of the best iterate
+  void* room;                     // (B,) by which its error may grow within the tolerance
   void *limit, *bound, *scale, *milestone, *path;  // (B,) as Rows has them
   void *norms, *caps, *gains;     // (B, L) twice, (B, L, remembered)
   void* anchor;                   // (B, D), or null where no sample can stall
@@ -158,6 +159,9 @@ inline int64_t given_up(const Turns& all, int64_t b, T norm, bool finite) {
   return finite ? STALLED : NONFINITE;
 }
 
+// Whether a sample that converges now is examined by solvers/core/judge.py: sharpen.
+inline bool examined(const Turns& all, int64_t b) { return all.kept > 0 && all.evaluations[b] > all.remembered; }
+
 template <class T>
 inline T length(T a, T b) {  // of the vector (a, b); exact where one of them is zero
   return a == 0 ? b : b == 0 ? a : static_cast<T>(std::hypot(static_cast<double>(a), static_cast<double>(b)));
@@ -208,7 +212,7 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   const bool guarded = all.kept > 0 && evaluation > 2 && all.rejections[b] == 0;
   const bool accepted = finite && (first || norm <= *limit) && (!guarded || norm <= *bound);
   // The score of the trial, its relative residual and error, and whether it has converged.
-  T score = 0, relative = 0, error = 0;
+  T score = 0, relative = 0, error = 0, room = none;
   bool converged = accepted;
   for (int64_t l = 0; l < parts; l++) {
     const Norms<T>& own = part[l];
@@ -227,7 +231,9 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     const T scaled = std::fmin(own.value, *limit);  // a runaway is no scale
     const T close = std::fmax(scaled * rtol, atol);
     const T rounding = static_cast<T>(all.roundings) * eps * scaled;
-    const bool near = wrong <= close || (own.residual <= rounding && rounding <= caps[l]);
+    const bool rounded = own.residual <= rounding && rounding <= caps[l];
+    const bool near = wrong <= close || rounded;
+    if (!rounded) room = std::fmin(room, close / wrong);
     converged = converged && near && eps * own.value <= caps[l] && own.residual <= allowed;
     const T size_of = own.value > 0 ? own.value : least;
     score = std::fmax(score, std::fmin(own.residual / (allowed > 0 ? allowed : least), most));
@@ -242,6 +248,7 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     *of<T>(all.relative, b) = relative;
     *of<T>(all.norm, b) = norm;
     *of<T>(all.error, b) = error;
+    *of<T>(all.room, b) = room;
   }
   int64_t status = converged ? CONVERGED : accepted ? RUNNING : given_up<T>(all, b, norm, finite);
   if (!accepted) all.rejected[b]++;
@@ -260,7 +267,8 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     std::copy(here, here + size, anchor);
   }
   all.status[b] = status;
-  if (status != RUNNING) return;
+  // One that has converged is examined further, and may go on.
+  if (status != RUNNING && !(status == CONVERGED && examined(all, b))) return;
   if (accepted) {
     if (all.rejections[b] > 0) *scale = std::fmin(2 * *scale, T(1));
     all.rejections[b] = 0;
@@ -272,7 +280,7 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   for (int64_t i = 0; i < size; i++) next[i] = z[i] + *scale * residual[i];
 }
 
-// How many of the rows go on; those that have ended wait at their best iterates.
+// How many of the rows go on; those that have ended wait at their best iterates, unless they are to be examined.
 template <class T>
 int64_t turn(const Turns& all) {
   std::atomic<int64_t> running{0};
@@ -282,10 +290,11 @@ int64_t turn(const Turns& all) {
               int64_t own = 0;
               for (int64_t row = begin; row < end; row++) {
                 const int64_t b = all.index[row];
-                if (all.status[b] == RUNNING) turn_of<T>(all, row, b);
+                const bool runs = all.status[b] == RUNNING;
+                if (runs) turn_of<T>(all, row, b);
                 if (all.status[b] == RUNNING) {
                   own++;
-                } else {
+                } else if (!(runs && all.status[b] == CONVERGED && examined(all, b))) {
                   const T* best = of<T>(all.best, b * size);
                   std::copy(best, best + size, of<T>(all.next, row * size));
                 }

@@ -93,6 +93,19 @@ def energy(g: Generator, S: int, scale: float) -> Family:
     return Family(f, 0.5 * b, (H, W, b), energy=E)
 
 
+def ill_conditioned(g: Generator, S: int, condition: float) -> Family:
+    """A quadratic of this condition number, 40 unknowns."""
+    Q, b = orthogonal(g, S, 40), normal(g, S, 40)
+    H = Q @ torch.diag(torch.logspace(-math.log10(condition), 0, 40).to(Q)) @ Q.mT
+
+    def E(z: Tensor, H: Tensor, b: Tensor) -> Tensor:
+        return 0.5 * ((z - b) * matvec(H, z - b)).sum(1)
+
+    return Family(
+        lambda z, H, b: z - matvec(H, z - b), 0 * b, (H, b), exact=b.clone(), energy=E
+    )  # fmt: skip
+
+
 def contraction(g: Generator, S: int, rate: float, kind: str) -> Family:
     """``A z + b`` or ``A (0.7 z + 0.3 tanh z) + b``, A symmetric of norm ``rate`` or random."""
     if "symmetric" in kind:
@@ -193,6 +206,7 @@ def coupled(g: Generator, S: int) -> Family:
 FAMILIES: dict[str, Callable[[Generator, int], Family]] = {
     **{f"energy x {name}": lambda g, S, c=c: energy(g, S, c)
        for name, c in {"1/4096": 1 / 4096, "1/64": 1 / 64, "1": 1.0, "64": 64.0}.items()},
+    **{f"energy of condition {c:g}": lambda g, S, c=c: ill_conditioned(g, S, c) for c in (1e3, 1e4)},
     **{f"contraction {r} {k}": lambda g, S, r=r, k=k: contraction(g, S, r, k)
        for r in (0.5, 0.9, 0.97) for k in ("symmetric", "random", "symmetric tanh", "random tanh")},
     "tanh network": network,

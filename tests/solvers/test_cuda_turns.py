@@ -21,7 +21,7 @@ import solvers
 import solvers.methods.turns as turns_module
 from solvers import Status, Tolerance
 from solvers.core.cuda import forced
-from solvers.core.rows import RUNNING
+from solvers.core.rows import RUNNING, STEPS
 from solvers.methods.turns import Turns
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -53,6 +53,8 @@ def run(f: Callable[..., Tensor], start: Tensor, fused: bool, **options: Any) ->
     seen = []
     while True:
         turns.turn(f(turns.z.clone()))
+        if not int(turns.left):
+            turns.sharpen()
         solution = turns.solution()
         seen.append((turns.z.clone(), solution, int(turns.left)))
         if not int(turns.left):
@@ -264,7 +266,7 @@ def test_what_a_turn_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         with _disable_current_modes():
             turn(s, value)
 
-    for rtol in (1e-2, 1e-6):
+    for rtol in (1e-2, 1e-3):
         x, f = contraction(4, 30, torch.float32)
         with Counted() as alone:
             f(x)
@@ -272,7 +274,7 @@ def test_what_a_turn_costs(monkeypatch: pytest.MonkeyPatch) -> None:
             found = solvers.fixed_point(f, x, tolerance=rtol, verify=False, compact=False)
         counts.append((int(found.evaluations.max()), seen.kernels, seen.reads))
     (few, kernels, reads), (many, more_kernels, more_reads) = counts
-    assert many > few
+    assert few < many <= STEPS  # later, samples that have converged are examined again
     assert more_kernels - kernels <= (many - few) * (alone.kernels + 1)
     assert more_reads - reads == many - few
 

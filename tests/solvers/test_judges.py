@@ -67,7 +67,7 @@ def by_turns(f: Callable[..., Any], start: Tensor, fused: bool) -> Solution:
     turns.start(start)
     while True:
         turns.turn(f(turns.z.clone()))
-        if not int(turns.left):
+        if not int(turns.left) and not turns.sharpen():
             return turns.solution()
 
 
