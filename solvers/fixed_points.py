@@ -76,7 +76,8 @@ def fixed_point(
 
     By default a sample has converged if the residual ``|f(z) - z|`` and the estimated error ``|z* - z|`` are
     at most ``1e-4 |f(z)|``, in float64, too. The error is estimated as ``|f(z) - z| max_j |dz_j| / |dr_j|``
-    from the last ten steps dz and changes of the residual dr; it is an estimate, not a bound. The scale
+    from the last ten steps dz and changes of the residual dr, after more than ten evaluations also from their
+    combinations; it is an estimate, not a bound. The scale
     ``|f(z)|`` counts only as far as it does not exceed that of the start by far, unless the residual has
     fallen to a hundredth. For more digits pass a smaller ``tolerance``, such as 1e-10, and a larger
     ``max_steps``.

@@ -90,7 +90,10 @@ class SolverInput:
     rows: Rows
     problem: Problem  # of the rows that are left
     max_steps: int  # evaluations that a sample may spend in the whole solve
-    # The solver's answer: (B,) evaluations that it has made itself (products with the Jacobian), if any.
+    # The solver's answer: (B,) the gain |s| / |r| of the full step s where r is known, of which a line search
+    # may leave a part, if that is to count;
+    gain: Tensor | None = None
+    # (B,) evaluations that it has made itself (products with the Jacobian), if any.
     products: Tensor | None = None
 
     @property
@@ -443,6 +446,9 @@ class Loop:
                 rows.extra_evaluations + inputs.products,
                 rows.extra_evaluations,
             )
+        if inputs.gain is not None:
+            newest = rows.gains[:, :, self.count % STEPS]
+            newest[:] = torch.where(newest > 0, newest.maximum(inputs.gain[:, None]), 0.0)
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)

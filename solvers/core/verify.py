@@ -23,8 +23,10 @@ def verify(
 
     A converged sample becomes INCONSISTENT where ``|f(z) - z|`` exceeds
     ``2 max(allowed, residual in the solve)`` by more than rounding; also where it exceeds twice the residual
-    in the solve and the error, which grows with it, exceeds twice the tolerance. A sample without a finite
-    evaluation keeps its infinite residual.
+    in the solve and the error, which grows with it, exceeds twice the tolerance. Where the residual of any
+    sample differs from that in the solve by more than this factor, the samples depend on each other: unless
+    all of them have converged, all that have become INCONSISTENT. A sample without a finite evaluation keeps
+    its infinite residual.
 
     Args:
         tolerance: of the solve.
@@ -42,10 +44,15 @@ def verify(
         solution.error = solution.error * ratio
         far = solution.error * reference > SLACK * tolerance.threshold(reference)
         wrong = wrong | (far & (norm > SLACK * before + rounding))
-    wrong = wrong & (solution.status == Status.CONVERGED)
     finite = point.finite() & (solution.residual < torch.inf)
-    if among is not None:
-        wrong, finite = wrong & among, finite & among
+    finite = finite if among is None else finite & among
+    converged = solution.status == Status.CONVERGED
+    # A residual that is not that of the solve shows samples that depend on each other: one problem, which is
+    # solved as a whole or not at all.
+    changed = (norm > SLACK * before + rounding) | (before > SLACK * norm + rounding)
+    coupled, solved = (changed & finite).any(), (converged & ~wrong).all()
+    wrong = (wrong | coupled & ~solved) & converged
+    wrong = wrong if among is None else wrong & among
     solution.status = torch.where(wrong, int(Status.INCONSISTENT), solution.status)
     relative = point.relative().clamp_max(torch.finfo(norm.dtype).max)
     for name, new in (("residual", relative), ("residual_norm", norm)):

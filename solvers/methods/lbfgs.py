@@ -69,8 +69,8 @@ class LBFGS(Solver):
         memory = self.memory or (MORE_PAIRS if point.z.shape[1] <= SMALL else PAIRS)
         pairs = History.empty(point.z, 2 * memory, 2 * FIRST_CAPACITY)
         gamma, length = _first_scales(point)
-        slope: Any = problem.gradient_step
-        return LBFGSState(pairs, gamma, point, point.residual, length, -slope)
+        step_size = problem.gradient_step
+        return LBFGSState(pairs, gamma, point, point.residual, length, step_size)
 
     def renew(self, state: LBFGSState, places: Tensor, point: Evaluation) -> None:
         """Empty the pairs of the rows, and let their next step be a first one."""
@@ -85,7 +85,9 @@ class LBFGS(Solver):
 
     def pairs(self, state: LBFGSState) -> tuple[Tensor, Tensor] | None:
         kept = state.pairs.vectors[:, : state.pairs.filled]
-        return (kept[:, 0::2], kept[:, 1::2] * state.slope) if state.pairs.filled else None
+        if state.pairs.filled == 0 or state.step_size is None:
+            return None
+        return kept[:, 0::2], kept[:, 1::2] * -state.step_size
 
     def step(self, state: LBFGSState, inputs: SolverInput) -> Tensor:
         current, trial, accepted = inputs.current, inputs.trial, inputs.accepted
@@ -161,7 +163,7 @@ class LBFGSState:
     point: Evaluation
     direction: Tensor
     length: Tensor
-    slope: float | Tensor  # dr / dg of the residual r and the gradient g
+    step_size: Any  # of the map, r = -step_size g, if it is a gradient step
     renewed: Tensor | None = None  # rows whose next step is a first one
 
     def candidate(self) -> Tensor:

@@ -27,7 +27,8 @@ class Newton(Solver):
     by ``t s``. With an energy the step is truncated at non-positive curvature and must satisfy
     Armijo's rule; without one it must reduce ``|r|``, otherwise ``t`` is halved. The forcing term is
     ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``. A step of a map that would lead beyond a
-    thousand times the size of the start is replaced by a plain one.
+    thousand times the size of the start is replaced by a plain one. The estimated error counts the full step,
+    of which the line search may leave a part.
 
     Products with J count as evaluations. For at most 30 unknowns, and without an energy, the Jacobian is
     computed as a matrix by one vector-Jacobian product a row. Otherwise a product with J is one
@@ -84,6 +85,8 @@ class Newton(Solver):
         if bool(moved.any()):
             direction = self._direction(state, moved, inputs)
             state.direction = where_rows(moved, direction, state.direction)
+        gain = scaled_norm(state.direction) / scaled_norm(state.base.residual)
+        inputs.gain = torch.nan_to_num(gain, nan=0.0)
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
 
     def _direction(self, state: NewtonState, rows: Tensor, inputs: SolverInput) -> Tensor:

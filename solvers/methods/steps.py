@@ -47,7 +47,9 @@ class GradientDescent(Solver):
     ``z <- z + a p`` from ``p = 0``; with Nesterov momentum ``z <- z + a (r + beta p)`` with the same p, as
     in ``torch.optim.SGD``. A rejected step resets ``p`` to 0. ``step_size="auto"`` uses a
     Barzilai-Borwein step for each sample: ``s.s / s.y`` if the two choices agree (their ratio, the
-    squared cosine between s and y, exceeds 1/2), else the shorter ``s.y / y.y``.
+    squared cosine between s and y, exceeds 1/2), else the shorter ``s.y / y.y``. Its steps show little of
+    directions in which the energy is flat: at a condition number of 1e4 the estimated error was too small by
+    up to 40 (that of ``LBFGS`` by up to 5).
 
     Args:
         step_size: positive number ``a``, or "auto".

@@ -162,6 +162,20 @@ def test_the_automatic_step_is_that_of_barzilai_and_borwein() -> None:
             torch.testing.assert_close(step, expected * remainder(points[k]), rtol=1e-8, atol=1e-10)
 
 
+def test_newton_does_not_converge_where_the_line_search_leaves_a_long_step() -> None:
+    """The residual ``u = z - 10`` is nearly flat below -2e-4: full steps go 4 to 5 too far, and the trials
+    that shorten them lie where it is steep, so the pairs of them show no large error."""
+
+    def f(z: Tensor) -> Tensor:
+        u = z - 10
+        return z - torch.where(u > -2e-4, u, 5e-5 * (u + 2e-4) - 2e-4)
+
+    start = torch.tensor([[9.0]], dtype=torch.float64)
+    solution = fixed_point(f, start, solver=Newton(), max_steps=1000, adjoint=None)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, torch.full_like(start, 10.0), rtol=1e-4, atol=0.0)
+
+
 def test_newton_is_quadratic() -> None:
     """Exact inner solves: the error is squared in each step."""
     problem = make("kepler")
