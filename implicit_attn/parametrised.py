@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from solvers.core.context import CONTEXT
+from solvers.core.modes import in_transform
 
 
 def parametrise(module: nn.Module, name: str, parametrization: nn.Module) -> None:
@@ -42,11 +45,18 @@ def _adapt(made: Any, name: str) -> None:
         # ``functional_call`` may have replaced what the weight was computed from.
         if weight is not None and all(map(operator.is_, originals, part._parameters.values())):
             return weight
-        return compute(module)
+        # A checkpoint in the update runs again after the solve, when the weight must be computed once more.
+        # It must then save the same tensors as before, so it does not see those of this computation.
+        with nullcontext() if in_transform() else saved_tensors_hooks(Tensor.detach, _same):
+            return compute(module)
 
     setattr(made, name, property(read, known.fset))
     made.computed_once = getattr(made, "computed_once", frozenset()) | {name}
     made.__reduce_ex__ = _reduce
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def changes_when_read(modules: Iterable[nn.Module]) -> bool:

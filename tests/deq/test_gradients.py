@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import solvers
 from cases.deq import DIM, EXACT, LAYERS, gradients, make, relative_error, tokens, with_parameters
@@ -234,3 +235,27 @@ def test_a_module_given_to_root_has_second_derivatives() -> None:
     weight = cube[0].detach()  # the root is its third root
     torch.testing.assert_close(first.detach(), weight ** (-2 / 3) / 3, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(second, -2 * weight ** (-5 / 3) / 9, rtol=1e-5, atol=1e-7)
+
+
+class Repeated(Nested):
+    """The same map, whose evaluations are repeated in the backward pass."""
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return checkpoint(super().forward, z, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(tolerance=1e-12), solvers.Unrolled()])
+def test_a_checkpoint_in_an_update_computes_bounded_weights_again(adjoint: solvers.Adjoint) -> None:
+    torch.manual_seed(0)
+    plain, repeated = (
+        DEQ(kind(), tolerance=1e-12, max_steps=200, adjoint=adjoint) for kind in (Nested, Repeated)
+    )
+    repeated.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    expected, found = (
+        torch.autograd.grad(layer(x).pow(3).sum(), [x, *layer.parameters()])
+        for layer in (plain, repeated)
+    )
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    assert torch.autograd.gradgradcheck(repeated, x, atol=1e-5)
