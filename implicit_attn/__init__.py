@@ -97,3 +97,6 @@ from implicit_attn.updates import MeanFieldAttention as MeanFieldAttention
 from implicit_attn.updates import Update as Update
 from implicit_attn.weights import load_pretrained as load_pretrained
 from implicit_attn.weights import pretrained_models as pretrained_models
+from solvers.core.exports import define_all
+
+define_all(vars())

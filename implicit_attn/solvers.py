@@ -6,6 +6,9 @@ from typing import Any
 
 import solvers
 from solvers import *  # noqa: F403
+from solvers.core.exports import define_all
+
+define_all(vars())
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from solvers.adjoint import Phantom as Phantom
 from solvers.adjoint import Unrolled as Unrolled
 from solvers.checking import UpdateReport as UpdateReport
 from solvers.checking import check_update as check_update
+from solvers.core.exports import define_all
 from solvers.core.loop import Solver as Solver
 from solvers.core.problem import Descent as Descent
 from solvers.core.problem import EnergyUpdate as EnergyUpdate
@@ -72,4 +73,5 @@ from solvers.spins.sites import Site as Site
 from solvers.spins.sites import SphericalSite as SphericalSite
 from solvers.spins.sites import TorusSite as TorusSite
 
+define_all(vars())
 DISTRIBUTION = "implicit-attn"  # implicit_attn recognises this package by it

@@ -186,13 +186,8 @@ def _check_random(p: _Probe) -> tuple[bool, str]:
 
 
 def _check_norms(p: _Probe) -> tuple[bool, str]:
-    for path, part in p.modules:
-        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
-            return False, (
-                f"{part} ({path!r}) normalises over the batch: call eval(), or normalise each sample "
-                "(LayerNorm, GroupNorm)"
-            )
-    return True, "no batch norm in training mode"
+    messages = batch_norms(p.modules)
+    return not messages, messages[0] if messages else "no batch norm in training mode"
 
 
 def _check_calls(p: _Probe) -> tuple[bool, str]:
@@ -258,6 +253,16 @@ def draws(module: nn.Module) -> bool:
     if isinstance(module, nn.RReLU):
         return module.lower != module.upper
     return False
+
+
+def batch_norms(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return a message about each of the named modules that normalises over the batch."""
+    return [
+        f"{type(part).__name__} ({path!r}) normalises over the batch, so samples influence each other: "
+        "call eval() on it, or normalise each sample (LayerNorm, GroupNorm)"
+        for path, part in modules
+        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+    ]
 
 
 def refuse_drawing_modules(modules: Iterable[tuple[str, nn.Module]], name: str) -> None:

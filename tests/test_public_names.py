@@ -38,6 +38,26 @@ def test_the_core_is_small() -> None:
     assert len(names - packages) <= 45
 
 
+PACKAGES = ["solvers", "implicit_attn"] + [
+    f"implicit_attn.{name}"
+    for name in public_names(implicit_attn)
+    if isinstance(getattr(implicit_attn, name), ModuleType)
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_star_brings_no_modules_and_nothing_from_elsewhere(package: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from {package} import *", names)
+    del names["__builtins__"]
+    for name, value in names.items():
+        home = "solvers" if name.isupper() else getattr(value, "__module__", "")
+        assert home.partition(".")[0] in ("solvers", "implicit_attn"), name
+    module = sys.modules[package]
+    public = public_names(module)
+    assert {n for n in public if not isinstance(getattr(module, n), ModuleType)} == set(names)
+
+
 SOLVERS = """
 import sys
 {first}

@@ -46,12 +46,11 @@ class Listed(NamedTuple):
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """Return the names of ``__all__``, or those that are imported as themselves, ``import DEQ as DEQ``."""
-    if hasattr(module, "__all__"):
-        return set(module.__all__)
+    """Return the names of ``__all__`` and those that are imported as themselves, ``import DEQ as DEQ``."""
     imports = ast.walk(ast.parse(inspect.getsource(module)))
     aliases = [a for node in imports if isinstance(node, ast.ImportFrom) for a in node.names]
-    return {alias.name for alias in aliases if alias.name == alias.asname}
+    selves = {alias.name for alias in aliases if alias.name == alias.asname}
+    return selves.union(getattr(module, "__all__", ()))
 
 
 def tabulated(page: str) -> str:

@@ -23,3 +23,6 @@ from implicit_attn.data.text import HELP as HELP
 from implicit_attn.data.text import TextData as TextData
 from implicit_attn.data.text import load_text as load_text
 from implicit_attn.data.text import ngram_loss as ngram_loss
+from solvers.core.exports import define_all
+
+define_all(vars())

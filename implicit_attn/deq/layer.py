@@ -21,7 +21,6 @@ from implicit_attn.deq.problem import (
     TokenRows,
     batch_and_device,
     check_inputs,
-    prepares,
     refuse_sharded_parts,
 )
 from implicit_attn.deq.stream import solve_stream
@@ -30,7 +29,6 @@ from implicit_attn.energies.energy import Energy, FunctionEnergy, replace_part
 from implicit_attn.parametrised import changes_when_read
 from implicit_attn.updates.update import FunctionUpdate, GradientStep, Update
 from solvers.adjoint import read_adjoint
-from solvers.checking import refuse_drawing_modules
 from solvers.core.argument_names import closest_name, hint_names
 from solvers.core.checks import require_callable, require_count, require_flag, require_number
 from solvers.core.cuda import on_cuda
@@ -288,9 +286,8 @@ class DEQ(nn.Module):
             recorder = None
         with f.weights_once():
             args, start = f.equation(x, mask, seeds, z0)
-            # Modules in ``prepare``, which is called once, may draw.
-            if args[0] is x and not prepares(f.parts):
-                refuse_drawing_modules(f.parts.items(), "the update")
+            if args[0] is x:
+                f.check_modules()
             solution = None if recorder is None else recorder(f, start, args, **given)
             if solution is not None:
                 return solution
@@ -495,8 +492,7 @@ class UnrolledLayer(nn.Module):
         x = check_inputs(x, mask, f.parts, z0)
         with f.weights_once():
             args, start = f.equation(x, mask, f.seeds(z0, x), z0)
-            if not prepares(f.parts):  # modules in ``prepare``, called once, may draw
-                refuse_drawing_modules(f.parts.items(), "the update")
+            f.check_modules(unrolled=True)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:
                 # The weights are computed again without a graph.

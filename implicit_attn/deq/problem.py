@@ -18,7 +18,7 @@ from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import AttentionContext
 from implicit_attn.energies.heads import AttentionInput
 from implicit_attn.updates.update import EnergyStep, GradientStep, Update
-from solvers.checking import draws
+from solvers.checking import batch_norms, draws, refuse_drawing_modules
 from solvers.core.checks import require_finite
 from solvers.core.context import weights_of, within
 from solvers.core.layout import tensors_of
@@ -234,6 +234,17 @@ class Map:
             (leaves, spec), tensors = self.places, iter(x)
             leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves]
             self.prepared = x, pytree.tree_unflatten(leaves, spec)
+
+    def check_modules(self, *, unrolled: bool = False) -> None:
+        """Refuse modules that draw at every evaluation, and warn of those that mix samples in a solve.
+
+        Modules in ``prepare``, which is called once, may do both.
+        """
+        if prepares(self.parts):
+            return
+        refuse_drawing_modules(self.parts.items(), "the update")
+        for message in () if unrolled else batch_norms(self.parts.items()):
+            warn_user(message, UserWarning, self)
 
     def seeds(self, *trees: Any) -> Tensor | None:
         """Draw seeds for the samples of the first tensor in ``trees``; None if nothing is dropped."""

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.deq.problem import Map, batch_and_device, check_inputs, prepares
+from implicit_attn.deq.problem import Map, batch_and_device, check_inputs
 from implicit_attn.energies.energy import FunctionCall
 from implicit_attn.parametrised import changes_when_read
-from solvers.checking import refuse_drawing_modules
 from solvers.core.context import weights_of, within
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout
@@ -67,8 +66,8 @@ def solve_stream(
         with torch.no_grad(), within(weights=weights):
             z0 = None if start is None else start(x)
             args, z0 = f.equation(x, mask, f.seeds(z0, x), z0)
-        if args[0] is x and not prepares(f.parts):  # modules in ``prepare`` may draw
-            refuse_drawing_modules(f.parts.items(), "the update")
+        if args[0] is x:
+            f.check_modules()
         layout = Layout.of(z0)
         check_tensors(z0, args)
         problem = Problem.of(f, None, z0, args, mask, True, layout)

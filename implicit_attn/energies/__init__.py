@@ -49,3 +49,6 @@ from implicit_attn.energies.spins import VectorSpin as VectorSpin
 from implicit_attn.energies.tokens import Projection as Projection
 from implicit_attn.energies.tokens import RMSNorm as RMSNorm
 from implicit_attn.energies.tokens import SpectralBound as SpectralBound
+from solvers.core.exports import define_all
+
+define_all(vars())

@@ -45,3 +45,6 @@ from implicit_attn.models.registry import save_model as save_model
 from implicit_attn.models.restoration import ImageRestorer as ImageRestorer
 from implicit_attn.models.restoration import Restorer as Restorer
 from implicit_attn.models.spins import SpinClassifier as SpinClassifier
+from solvers.core.exports import define_all
+
+define_all(vars())

@@ -28,3 +28,6 @@ from implicit_attn.studies.study import Subject as Subject
 from implicit_attn.studies.study import format_table as format_table
 from implicit_attn.studies.study import open_subject as open_subject
 from implicit_attn.studies.study import write_table as write_table
+from solvers.core.exports import define_all
+
+define_all(vars())

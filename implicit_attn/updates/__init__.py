@@ -23,3 +23,6 @@ from implicit_attn.updates.update import FunctionUpdate as FunctionUpdate
 from implicit_attn.updates.update import GradientStep as GradientStep
 from implicit_attn.updates.update import QueryDescent as QueryDescent
 from implicit_attn.updates.update import Update as Update
+from solvers.core.exports import define_all
+
+define_all(vars())

@@ -16,6 +16,8 @@ from torch import nn
 
 from solvers import Tolerance
 
+__all__ = ["Pretrained", "load_pretrained", "pretrained_models", "weights_file", "weights_path"]
+
 FOLDER = Path(__file__).resolve().parent
 
 

@@ -397,3 +397,22 @@ def test_an_older_spectral_norm_is_that_of_the_projection() -> None:
         block(tokens().float()).sum().backward()
     assert torch.linalg.matrix_norm(query.weight, 2).item() == pytest.approx(1.0, abs=1e-4)
     assert query.weight_orig.grad.abs().max() > 0
+
+
+def test_batch_norm_that_is_called_in_a_solve_is_warned_of() -> None:
+    torch.manual_seed(0)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(DIM)
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return 0.1 * self.norm(z) + x
+
+    layer, x = DEQ.from_update(Normed(), on_failure="ignore"), torch.randn(5, DIM)
+    for solve in (lambda: layer(x), lambda: list(layer.stream([x]))):
+        with pytest.warns(UserWarning, match=r"BatchNorm1d \('function.norm'\) .* call eval\(\)"):
+            solve()
+    layer.unrolled(3)(x)  # as in any other network
+    layer.eval()(x)
