@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import (
     require_callable,
     require_choice,
@@ -232,6 +234,7 @@ def spectrum(
     return result
 
 
+@partial(hint_names, passed=spectrum)
 def spectral_radius(
     f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), **options: Any
 ) -> Tensor:
@@ -243,6 +246,7 @@ def spectral_radius(
     return spectrum(f, z, args, **options).eigenvalues[:, 0].abs()
 
 
+@partial(hint_names, passed=spectrum)
 def extreme_eigenvalues(
     f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "energy", **options: Any
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def fixed_point(
             f"{solver!r} runs its own loop, without energy, record, callback and stop: remove them"
         )
     layout = Layout.of(z0)
-    check_inputs(z0, args)
+    check_inputs(z0, args, "F" if isinstance(f, RootUpdate) else "f")
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     problem.measure = measure
@@ -210,8 +211,8 @@ def choose_solver(
         solver = _LBFGS if minimises and getattr(f, "symmetric", False) else _ANDERSON
     if solver.needs_energy and not minimises:
         raise ValueError(
-            f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
-            "EnergyUpdate, for example solvers.Descent(energy)"
+            f"{type(solver).__name__} minimises an energy and needs its gradient: pass an "
+            "EnergyUpdate to fixed_point, for example solvers.Descent(energy)"
         )
     return solver, automatic
 
@@ -290,6 +291,7 @@ def _refuse_forward_mode(value: Tensor) -> None:
         )
 
 
+@partial(hint_names, passed=fixed_point)
 def root(
     F: Callable[..., Any],
     z0: Any,
@@ -348,10 +350,10 @@ def nothing(problem: Problem, start: Tensor, graded: bool) -> Solution:
     return Solution.of_nothing(value, start)
 
 
-def check_inputs(z0: Any, args: tuple[Any, ...]) -> None:
-    """Check batch sizes, devices and finiteness of the inputs."""
+def check_inputs(z0: Any, args: tuple[Any, ...], home: str = "f") -> None:
+    """Check batch sizes, devices and finiteness of the inputs of the function ``home``."""
     state = leaves_of(z0)
-    check_args(args, len(state[0]), state[0].device, "z0", "f")
+    check_args(args, len(state[0]), state[0].device, "z0", home)
     require_finite("z0", *state)
     for position, argument in enumerate(args):
         require_finite(f"args[{position}]", *leaves_of(argument))

@@ -153,8 +153,8 @@ class Queue:
         self.solver, self.automatic = choose_solver(f, None, solver)
         if type(self.solver).renew is Solver.renew:
             raise TypeError(
-                f"a queue cannot refill the rows of {type(self.solver).__name__}: use Anderson(), LBFGS(), "
-                "Forward() or GradientDescent()"
+                f"{type(self.solver).__name__} cannot take new samples in place of others: use Anderson(), "
+                "LBFGS(), Forward() or GradientDescent()"
             )
         self.options = Options(
             Tolerance(), require_count("max_steps", max_steps), stop=stop, by_row=stop is not None
@@ -375,14 +375,14 @@ def _check_alike(tree: Any, first: Any) -> None:
     (leaves, spec), (others, wanted) = pytree.tree_flatten(tree), pytree.tree_flatten(first)
     if spec != wanted:
         raise ValueError(
-            f"the batches of a queue must have one structure, that of the first, {wanted}, got {spec}"
+            f"all batches must have the structure of the first one, {wanted}, got {spec}"
         )
     for leaf, other in zip(leaves, others, strict=True):
         if not (isinstance(leaf, Tensor) and isinstance(other, Tensor)):
             continue
         if leaf.shape[1:] != other.shape[1:] or leaf.dtype != other.dtype:
             raise ValueError(
-                "the samples of a queue must have the shape and the dtype of the first ones, "
+                "all samples must have the shape and the dtype of the first ones, "
                 f"{tuple(other.shape[1:])} and {other.dtype}, got {tuple(leaf.shape[1:])} and "
                 f"{leaf.dtype}: pad them to the size of the largest and pass a mask"
             )

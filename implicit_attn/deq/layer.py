@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -149,6 +150,7 @@ class DEQ(nn.Module):
         self._seeds: Tensor | None = None  # dropout seeds of the latest solve
 
     @classmethod
+    @partial(hint_names, passed=__init__)
     def from_energy(
         cls, function: Callable[..., Tensor], *, step_size: float = 1.0, **options: Any
     ) -> DEQ:
@@ -156,6 +158,7 @@ class DEQ(nn.Module):
         return cls(GradientStep(FunctionEnergy(function), step_size), **options)
 
     @classmethod
+    @partial(hint_names, passed=__init__)
     def from_update(
         cls, function: Callable[..., Any], *, symmetric: bool = False, **options: Any
     ) -> DEQ:
@@ -195,7 +198,7 @@ class DEQ(nn.Module):
             TypeError, ValueError: if an argument is invalid.
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
-        options = self._chosen(options)
+        options = self._chosen(options, "z0", "record", "callback", "token_rows")
         f = self._map()
         refuse_sharded_parts(f.parts)
         x = check_inputs(x, mask, f.parts, z0)
@@ -250,22 +253,23 @@ class DEQ(nn.Module):
             >>> for indices, solution in layer.stream(torch.randn(1000, 3).split(100), slots=64):
             ...     values[indices] = solution.value
         """
-        options = self._chosen(options)
+        if "adjoint" in options:
+            raise TypeError("stream takes no adjoint, because it has no gradients")
+        options = self._chosen(options, "slots", "masked", "start")
         require_flag("masked", masked)
         require_callable("start", start, optional=True)
         f = self._map()
         refuse_sharded_parts(f.parts)
         return solve_stream(f, inputs, masked, start, slots, options, self._recorder)
 
-    def _chosen(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the layer, and of a call in their place."""
+    def _chosen(self, options: dict[str, Any], *others: str) -> dict[str, Any]:
+        """Return the options of the layer, and of a call in their place, which has ``others`` of its own."""
         if unknown := sorted(set(options) - set(OPTIONS)):
-            hint = closest_name(unknown[0], OPTIONS)
+            known = [*OPTIONS, *others]
+            hint = closest_name(unknown[0], known)
             if "src_key_padding_mask" in unknown:
                 hint = "; pass mask=~src_key_padding_mask, True at the tokens to keep"
-            raise TypeError(
-                f"unknown options {unknown}{hint}; the known options are {list(OPTIONS)}"
-            )
+            raise TypeError(f"unknown options {unknown}{hint}; the known options are {known}")
         return self._options() | options
 
     def _map(self) -> Map:

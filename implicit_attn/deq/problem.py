@@ -131,7 +131,7 @@ def batch_and_device(*trees: Any) -> tuple[int, torch.device]:
     """Return batch size and device of the first tensor in ``trees``."""
     first = next((t for tree in trees for t in _batched(tree)), None)
     if first is None:
-        raise TypeError("x must contain a tensor (B, ...) when the update has dropout, got none")
+        raise TypeError("x must contain a tensor (B, ...), got none")
     return first.shape[0], first.device
 
 

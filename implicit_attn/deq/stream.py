@@ -57,6 +57,10 @@ def solve_stream(
     queue = Queue(f, slots, record=record, weights=weights, **options)
 
     def read(item: Any) -> tuple[Any, int]:
+        if masked and not (isinstance(item, (tuple, list)) and len(item) == 2):
+            raise TypeError(
+                f"with masked=True each batch must be a pair (x, mask), got {type(item)}"
+            )
         x, mask = item if masked else (item, None)
         x = check_inputs(x, mask, f.parts)
         return (x, mask), batch_and_device(x)[0]

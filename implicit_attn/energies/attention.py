@@ -44,6 +44,7 @@ from implicit_attn.kernels import bisoftmax, check_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import Pairs, token_pairs
 from implicit_attn.kernels.reference import Attended, attend
 from implicit_attn.kernels.strips import recomputed
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import require_choice, require_count
 from solvers.core.modes import without_autocast
 
@@ -73,6 +74,7 @@ class HeadsEnergy(HasHeads, ProjectedEnergy):
         bound: bound on the spectral norm of the weight of z, or None.
     """
 
+    @hint_names
     def __init__(
         self,
         dim: int,

@@ -30,6 +30,7 @@ from implicit_attn.energies.tokens import (
     normal_density,
     visible_input,
 )
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import require_choice, require_flag
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class MemoryEnergy(TokenEnergy):
     concave_without_norm = False
     takes_gates = True
 
+    @hint_names
     def __init__(
         self,
         dim: int,

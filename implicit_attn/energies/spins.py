@@ -102,12 +102,15 @@ class Couplings(nn.Module):
         field = (hide(z, mask).flatten(1) @ self.matrix.mT).view(z.shape)
         return hide(field, mask)
 
-    def check(self, z: Tensor, mask: Mask = None) -> None:
-        """Raise an error unless ``z`` is (B, N, d) with this N and d, and ``mask`` (B, N) bool."""
-        check_tokens(z, mask, "Couplings", dim=self.dim, tokens=True)
+    def check(self, z: Tensor, mask: Mask = None, name: str = "Couplings") -> None:
+        """Raise an error unless ``z`` is (B, N, d) with this N and d, and ``mask`` (B, N) bool.
+
+        The message begins with the ``name`` of the module that a user has made.
+        """
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
         if z.shape[1] != self.sites:
             raise ValueError(
-                f"Couplings: z must have {self.sites} sites (N), got shape {tuple(z.shape)}"
+                f"{name}: z must have {self.sites} sites (N), got shape {tuple(z.shape)}"
             )
 
     def site_norms(self) -> Tensor:

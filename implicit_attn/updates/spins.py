@@ -144,8 +144,9 @@ class MeanFieldAttention(CorrectedUpdate):
         self.symmetric = symmetric_sites and self.correction is None
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Mask = None) -> Tensor:
+        self.couplings.check(z, mask, type(self).__name__)
         field = self.couplings(z, mask=mask)
-        field = field if x is None else field + check_input(x, z, "MeanFieldAttention")
+        field = field if x is None else field + check_input(x, z, type(self).__name__)
         return self.corrected(field, z, mask)
 
 
@@ -196,7 +197,7 @@ class AdaptiveTAPAttention(Update):
 
     def initial(self, x: Tensor) -> SpinState:
         """Return means 0 and cavity variances for which ``Lambda - J`` is positive definite."""
-        self.couplings.check(x)
+        self.couplings.check(x, name=type(self).__name__)
         return starting_state(x, self.couplings.weight, self.site)
 
     def forward(self, z: SpinState, x: Tensor | None = None, *, mask: Mask = None) -> SpinState:
@@ -214,8 +215,8 @@ class AdaptiveTAPAttention(Update):
         return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
     def _field(self, mean: Tensor, x: Tensor | None, mask: Mask) -> Tensor:
-        self.couplings.check(mean, mask)
         name = type(self).__name__
+        self.couplings.check(mean, mask, name)
         return torch.zeros_like(mean) if x is None else check_input(x, mean, name)
 
 

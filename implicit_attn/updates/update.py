@@ -22,6 +22,7 @@ from implicit_attn.energies.heads import Beta
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.memories import QueryEnergy
 from implicit_attn.energies.tokens import Mask, hide
+from solvers.core.argument_names import hint_names
 from solvers.core.checks import (
     require_callable,
     require_choice,
@@ -113,6 +114,7 @@ class EnergyStep(Update):
 
     step_size: float | nn.Parameter
 
+    @hint_names
     def __init__(self, energy: Energy, step_size: float | nn.Parameter = 1.0) -> None:
         super().__init__()
         if isinstance(energy, Energy) and "_modules" not in vars(energy):

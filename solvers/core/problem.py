@@ -297,7 +297,7 @@ class Problem:
         versions = list(map(_version, tensors))
         point = self.evaluate(z)
         if versions != list(map(_version, tensors)):
-            raise ValueError(OVERWRITES.format("its inputs"))
+            raise ValueError(OVERWRITES.format(self.called, "its inputs"))
         return point
 
     def joint(
@@ -321,7 +321,7 @@ class Problem:
                     if energies and self.energy is not None:
                         energy = self.energy(state, *self.args)
                 if version is not None and z._version != version:
-                    raise ValueError(OVERWRITES.format("its input"))
+                    raise ValueError(OVERWRITES.format(self.called, "its input"))
                 if energy is not None:
                     check_energy(energy, len(z))
                 same = (
@@ -333,7 +333,7 @@ class Problem:
                     check_like(self.layout.ordered(output), state, "f(z)", "z0", cast=cast)
         except (RuntimeError, ValueError, IndexError) as error:
             if self.batch:  # then f has most likely closed over the whole batch
-                hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
+                hint = _SHRUNK.format(self.called, z.shape[0]) + self.layout.scalars(self.batch)
                 error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
         gradient = None if gradient is None else self.layout.vector(gradient)
@@ -341,6 +341,11 @@ class Problem:
             output.reshape(z.shape) if same and shape is not None else self.layout.vector(output)
         )
         return value.to(z.dtype), energy, gradient
+
+    @property
+    def called(self) -> str:
+        """What the user's function is called in messages."""
+        return "F" if isinstance(self.f, RootUpdate) else "f"
 
     def image(self, z: Tensor) -> Tensor:
         """``f(z)`` (B, D), whatever the mask says."""
@@ -409,11 +414,11 @@ def check_energy(energy: Any, batch: int) -> None:
 
 _version = attrgetter("_version")  # of a tensor, which changes in place raise
 OVERWRITES = (
-    "f must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
+    "{} must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
     "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"
 )
 _SHRUNK = (
-    "f was called with the {} samples that are still being solved. If it closes over a tensor of "
+    "{0} was called with the {1} samples that are still being solved. If it closes over a tensor of "
     "the whole batch, pass that tensor in args=(...), or set compact=False. If args contain a tensor that "
-    "all samples share, let f close over it instead."
+    "all samples share, let {0} close over it instead."
 )

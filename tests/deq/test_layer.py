@@ -26,6 +26,7 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     SoftmaxAttention,
 )
+from implicit_attn.updates import MeanFieldAttention
 from solvers import Implicit, Phantom, Tolerance
 
 
@@ -70,6 +71,20 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: solvers.fixed_point(torch.cos, tokens(), tolerence=1), "did you mean tolerance"),  # type: ignore[call-arg]
     (lambda: solvers.root(torch.sin, tokens(), tol=1), "tol is called tolerance here"),
     (lambda: solvers.solve_linear(torch.abs, tokens(), maxiter=1), "maxiter is called max_steps here"),  # type: ignore[call-arg]
+    # A message names what the user has called, not what that passes its options to.
+    (lambda: solvers.root(torch.sin, tokens(), symetric=True), "^root has .* mean symmetric"),
+    (lambda: solvers.root(lambda z: z.mul_(2), tokens()), "^F must not modify"),
+    (lambda: solvers.root(torch.sin, tokens(), (tokens(1),)), "in F$"),
+    (lambda: solvers.spectral_radius(torch.sin, tokens(), cont=1), "^spectral_radius .* mean count"),
+    (lambda: DEQ.from_energy(well, stepsize=3), "^DEQ.from_energy has .* mean step_size"),
+    (lambda: DEQ.from_update(torch.sin, symetric=True), "^DEQ.from_update has .* mean symmetric"),
+    (lambda: GradientStep(Quadratic(), stepsize=1), "^GradientStep has .* mean step_size"),  # type: ignore[call-arg]
+    (lambda: ReLUFeedForward(4, 8, bounds=1), "^ReLUFeedForward has .* mean bound"),  # type: ignore[call-arg]
+    (lambda: EquilibriumBlock(4, 2, max_steps=9), r"go into layer=\{...\}"),  # type: ignore[call-arg]
+    (lambda: MeanFieldAttention(3, 4)(tokens(dim=5)), "^MeanFieldAttention: z must"),
+    (lambda: make("gradient").stream([tokens()], slotz=3), "did you mean slots"),
+    (lambda: make("gradient").stream([tokens()], adjoint="implicit"), "stream takes no adjoint"),
+    (lambda: list(make("gradient").stream([tokens()], masked=True)), r"a pair \(x, mask\)"),
     option("max_steps", max_steps=0),
     option("tolerance", tolerance="1e-3"),
     option("solver", solver="andersen"),

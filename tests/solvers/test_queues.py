@@ -225,8 +225,8 @@ def test_no_samples() -> None:
     ("options", "error", "message"),
     [
         ({"slots": 0}, ValueError, "slots"),
-        ({"solver": "broyden"}, TypeError, "cannot refill the rows of Broyden"),
-        ({"solver": "newton"}, TypeError, "cannot refill the rows of Newton"),
+        ({"solver": "broyden"}, TypeError, "Broyden cannot take new samples"),
+        ({"solver": "newton"}, TypeError, "Newton cannot take new samples"),
         ({"solver": "lbfgs"}, ValueError, "LBFGS minimises an energy"),
         ({"max_steps": 0}, ValueError, "max_steps"),
         ({"on_failure": "panic"}, ValueError, "on_failure"),
@@ -295,5 +295,5 @@ def test_samples_of_another_shape_are_refused() -> None:
     for other in ((GAIN[:3], BIAS[:3, :4]), (GAIN[:3].float(), BIAS[:3])):
         with pytest.raises(ValueError, match="pad them to the size of the largest and pass a mask"):
             list(queue().solve(source(other), group))
-    with pytest.raises(ValueError, match="one structure"):
+    with pytest.raises(ValueError, match="the structure of the first"):
         list(queue().solve(source((GAIN[:3],)), group))
