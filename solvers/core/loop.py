@@ -327,9 +327,7 @@ class Loop:
         if options.stop is not None:
             stopped = self._stops(options.stop) & taken
             better = taken  # the rule asks about the latest iterate, so this is the one to return
-        energy = None if trial.energy is None else trial.energy.detach()
-        relative = trial.relative().clamp_max(torch.finfo(trial.norms.dtype).max)
-        new = Best(trial.z, score, relative, trial.norm, relative_error(trial, error), energy)
+        new = _candidate(trial, score, error)
         rows.best = new if bool(better.all()) else merge_rows(better, new, rows.best)
         rows.evaluations, rows.steps = rows.at(count), rows.steps + taken
         self._note(count)
@@ -348,6 +346,9 @@ class Loop:
             status = torch.where(failed, int(Status.DIVERGED), status)
         if stopped is not None:
             status = torch.where(stopped & ~converged, int(Status.STOPPED), status)
+        if self.rule.unit_free and trial.energy is not None and options.stop is None:
+            over = (status == Status.MAX_STEPS) | (status == Status.STALLED)
+            self._take_lowest(running & over)
         rows.status = status
 
     def _judge(self, taken: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,6 +375,21 @@ class Loop:
         )
         factor = span_factor(steps, changes).to(self.rows.gains.dtype)
         return torch.ones_like(self.rows.limit).index_copy(0, index, factor)
+
+    def _take_lowest(self, ended: Tensor) -> None:
+        """Let rows (n,) bool that end before a minimum return the last accepted point: the lowest energy.
+
+        The one with the smallest gradient may lie far above it, or be the start. It is kept where both
+        energies agree to rounding, because it is then nearer to a minimum.
+        """
+        rows, point = self.rows, self.current
+        if point is None or not bool(ended.any()):
+            return
+        score, error = self.rule.score(point, rows.caps), estimated_error(point, rows.gains)
+        last = _candidate(point, score, error)
+        assert last.energy is not None and rows.best.energy is not None
+        higher = rows.best.energy > last.energy + rounding(last.energy)
+        rows.best = merge_rows(ended & higher, last, rows.best)
 
     def _stops(self, stop: Callable[..., Tensor]) -> Tensor:
         """(n,) bool: rows of which the rule says that they stop.
@@ -531,6 +547,13 @@ class Loop:
                 energy = scatter_rows(energy, index, len(self.latest), torch.nan)
             value = self.problem.layout.tree(self.latest)
             options.callback(Progress(number, residual, energy, len(index), value))
+
+
+def _candidate(point: Evaluation, score: Tensor, error: Tensor) -> Best:
+    """A point that may be returned, with its ``score`` (n,) and its estimated ``error`` (n, L)."""
+    energy = None if point.energy is None else point.energy.detach()
+    relative = point.relative().clamp_max(torch.finfo(point.norms.dtype).max)
+    return Best(point.z, score, relative, point.norm, relative_error(point, error), energy)
 
 
 def _start(first: Evaluation, rule: Rule, window: int, spent: Tensor | None) -> Rows:

@@ -56,16 +56,22 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
                 continue
             raise
         trace = _joined(solution, again, index, failed, number)
-        solution = _with(solution, again, index, failed)
+        solution = _with(solution, again, index, failed, problem.unit_free)
         solution.trace = trace
     return solution
 
 
-def _with(solution: Solution, again: Solution, index: Tensor, failed: Tensor) -> Solution:
+def _with(
+    solution: Solution, again: Solution, index: Tensor, failed: Tensor, unit_free: bool
+) -> Solution:
     """Return ``solution`` with the second attempts of its ``failed`` samples among the rows ``index``."""
     batch = len(failed)
-    # An attempt that failed, too, counts only if it has come closer and ran out of evaluations.
+    # An attempt that failed, too, counts only if it has come closer and ran out of evaluations,
     nearer = (again.status == Status.MAX_STEPS) & (again.residual < 0.5 * solution.residual[index])
+    if unit_free and solution.energy is not None and again.energy is not None:  # or lower
+        over = (again.status == Status.MAX_STEPS) | (again.status == Status.STALLED)
+        lower = over & (again.energy < solution.energy[index])
+        nearer = nearer | lower & (solution.status[index] == Status.STALLED)
     solved = (again.status == Status.CONVERGED) | (again.status == Status.STOPPED)
     taken = torch.zeros_like(failed).index_copy(0, index, failed[index] & (solved | nearer))
     names = ("value", "status", "residual", "residual_norm", "error", "energy")

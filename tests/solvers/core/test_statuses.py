@@ -125,7 +125,10 @@ def test_the_energy_never_rises(solver: str, name: str) -> None:
 
 
 def test_the_trace_says_where_a_second_attempt_begins() -> None:
-    """At the start, where the slope was smallest; the first attempt had come to a lower energy, at a kink."""
+    """At a kink, the point of the lowest energy, from which the second one does not rise either.
+
+    The slope is smallest at the start, far above it.
+    """
 
     def energy(z: Tensor) -> Tensor:
         return torch.maximum(1.5 - z.square() / 6, 0.2 * z.abs() - 0.1).sum(1)
@@ -138,13 +141,36 @@ def test_the_trace_says_where_a_second_attempt_begins() -> None:
     assert trace is not None and trace.energy is not None and trace.accepted is not None
     assert trace.attempt is not None and trace.attempt.unique().tolist() == [0, 1]
     assert (solution.steps == trace.accepted.sum(1)).all()
+    lowest = []
     for energies, accepted, attempt in zip(
         trace.energy, trace.accepted, trace.attempt, strict=True
     ):
-        first, second = (energies[accepted & (attempt == number)] for number in (0, 1))
-        assert second[0] > first[-1]
-        for taken in (first, second):
-            assert (taken[1:] <= taken[:-1] + 8 * EPS * taken[:-1].abs()).all()
+        assert (attempt[accepted].diff() >= 0).all()
+        taken = energies[accepted]
+        assert (taken[1:] <= taken[:-1] + 8 * EPS * taken[:-1].abs()).all()
+        lowest.append(taken[-1])
+    assert solution.energy is not None
+    torch.testing.assert_close(solution.energy, torch.stack(lowest), rtol=8 * EPS, atol=0.0)
+    torch.testing.assert_close(energy(solution.value), solution.energy)
+
+
+@pytest.mark.parametrize("solver", [None, "lbfgs", "anderson", GradientDescent("auto")])
+def test_an_energy_out_of_evaluations_ends_at_its_lowest_point(solver: Any) -> None:
+    """In the valley of Rosenbrock's function the slope is steeper than at the start."""
+
+    def energy(z: Tensor) -> Tensor:
+        return 100 * (z[:, 1] - z[:, 0] ** 2) ** 2 + (1 - z[:, 0]) ** 2
+
+    solution = fixed_point(
+        Descent(energy), torch.zeros(1, 2, dtype=torch.float64), solver=solver, max_steps=5,
+        record=True, on_failure="ignore",
+    )  # fmt: skip
+    trace = solution.trace
+    assert trace is not None and trace.energy is not None and solution.energy is not None
+    assert solution.status.tolist() == [Status.MAX_STEPS]
+    torch.testing.assert_close(solution.energy, trace.energy.amin(1))
+    torch.testing.assert_close(solution.energy, energy(solution.value))
+    assert solution.residual_norm > 2.0  # the slope at the start
 
 
 @pytest.mark.parametrize("fails", [torch.nan, torch.inf])
