@@ -392,7 +392,8 @@ class Linearization:
         b, x0 = (t.where(open_rows[:, None], 0.0) for t in (unit, found.value))
         method = MINRES() if symmetric else GMRES()
         second = by_krylov(b, solver=method, max_steps=left, x0=x0)
-        better = open_rows & (second.residual_norm < found.residual_norm)
+        # Also where only the estimated error was too large: of a linear system the residual decides.
+        better = open_rows & (second.converged | (second.residual_norm < found.residual_norm))
         steps = found.steps + second.steps * open_rows
         spent = found.evaluations + second.evaluations * open_rows
         return replace(merge_rows(better, second, found), steps=steps, evaluations=spent)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import solvers
 from cases.solves import normal, plain_batch, tanh_layer
+from problems import matvec, orthogonal
 from solvers import (
     CG,
     GMRES,
@@ -596,3 +597,20 @@ def test_second_derivatives_of_attention_in_another_thread() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(twice, value[0]).result(60), twice(value[1]))
+
+
+def test_an_adjoint_whose_residual_is_within_the_tolerance_has_converged() -> None:
+    """Also where the first attempt ends there, by Anderson's method, although its error is too large."""
+    generator = torch.Generator().manual_seed(0)
+    basis = orthogonal(generator, 64, 40)
+    hessian = (basis * torch.logspace(-1, 0.6, 40, dtype=torch.float64)) @ basis.mT
+    b, weight = torch.randn(2, 64, 40, dtype=torch.float64, generator=generator)
+    value = torch.linalg.solve(hessian, b)
+    solution = fixed_point(
+        Descent(lambda z, H, b: 0.5 * (z * matvec(H, z)).sum(1) - (b * z).sum(1)),
+        value, (hessian, b.requires_grad_()), tolerance=1e-3, on_failure="ignore",
+    )  # fmt: skip
+    (solution.value * weight).sum().backward()
+    report = solution.adjoint.solution
+    assert report is not None and report.evaluations.max() > 20  # a second attempt was made
+    assert report.all_converged()
