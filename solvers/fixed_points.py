@@ -133,7 +133,8 @@ def fixed_point(
             ``|measure(f(z)) - measure(z)|``, and the error and the scale are those of the measure.
 
     Returns:
-        A :class:`Solution` with the best iterate as ``value`` and its ``residual``.
+        A :class:`Solution` with the best iterate as ``value`` and its ``residual``: that of the smallest
+        residual, or of an energy that did not converge the lowest one.
 
     Raises:
         TypeError, ValueError: if an argument is invalid, or ``f`` modifies its inputs in place.
