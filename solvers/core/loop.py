@@ -124,8 +124,10 @@ class Solver(ABC):
     def step(self, state: Any, inputs: SolverInput) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
 
-    def pairs(self, state: Any) -> tuple[Tensor, Tensor] | None:
-        """The steps dz and changes dr of the residual (n, m, D) before the newest; None: they are not kept.
+    def pairs(self, state: Any, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Steps dz and changes dr of the residual before the newest, (k, m, D) of the ``rows`` (k,).
+
+        None: they are not kept.
 
         A common factor of a step and its change does not count, except for its sign. They sharpen the
         estimated error (``judge.span_factor``).
@@ -361,18 +363,15 @@ class Loop:
     def _factor(self, converged: Tensor) -> Tensor | None:
         """(n,) factors on the error, those of the span of their steps for the ``converged`` rows."""
         index = torch.nonzero(converged).flatten()
-        pairs = self.solver.pairs(self.state) if index.numel() else None
+        pairs = self.solver.pairs(self.state, index) if index.numel() else None
         if pairs is None or self.last is None:
             return None
         moved, changed = (
             getattr(self.trial, name).detach()[index] - getattr(self.last, name).detach()[index]
             for name in ("z", "residual")
         )
-        steps, changes = (t[index] for t in pairs)
-        steps, changes = (
-            torch.cat((steps, moved[:, None]), 1),
-            torch.cat((changes, changed[:, None]), 1),
-        )
+        newest = moved[:, None], changed[:, None]
+        steps, changes = (torch.cat(both, 1) for both in zip(pairs, newest, strict=True))
         factor = span_factor(steps, changes).to(self.rows.gains.dtype)
         return torch.ones_like(self.rows.limit).index_copy(0, index, factor)
 

@@ -47,9 +47,14 @@ class Recent:
         for kept in (self.steps, self.changes):
             kept[:] = [t.index_fill(0, places, 0) for t in kept]
 
-    def pairs(self) -> tuple[Tensor, Tensor] | None:
-        """All of them, (B, k, D) each; None if there are none."""
-        return (torch.stack(self.steps, 1), torch.stack(self.changes, 1)) if self.steps else None
+    def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Those of the ``rows`` (k,), (k, m, D) each; None if there are none."""
+        if not self.steps:
+            return None
+        steps, changes = (
+            torch.stack([t[rows] for t in kept], 1) for kept in (self.steps, self.changes)
+        )
+        return steps, changes
 
 
 def should_shrink(status: Tensor, batch: Tensor) -> bool:

@@ -109,18 +109,20 @@ class Anderson(Solver):
             weights = torch.linalg.solve_ex(gram, right[:, :, None])[0][:, :, 0]
         return state.subtracted(damped, weights)
 
-    def pairs(self, state: Differences) -> tuple[Tensor, Tensor] | None:
+    def pairs(self, state: Differences, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         # The newest pair will take the place of the oldest.
         oldest = state.count % state.kept if state.count >= state.kept else -1
         kept = [slot for slot in range(state.filled) if slot != oldest]
         if not kept:
             return None
         steps, changes = (
-            torch.stack([t[k].detach() for k in kept], 1) if isinstance(t, list) else t[:, kept]
+            torch.stack([t[k].detach()[rows] for k in kept], 1)
+            if isinstance(t, list)
+            else t[rows][:, kept]
             for t in (state.steps, state.changes)
         )
         if state.forgotten is not None:
-            changes = changes.masked_fill(state.forgotten[:, kept, None], 0.0)
+            changes = changes.masked_fill(state.forgotten[rows][:, kept, None], 0.0)
         return steps - self.damping * changes, changes
 
     def renew(self, state: Differences, places: Tensor, point: Evaluation) -> None:

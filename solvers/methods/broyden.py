@@ -61,8 +61,8 @@ class Broyden(Solver):
         units = History.empty(point.z, self.memory, FIRST_CAPACITY)
         return BroydenState(units, lengths=units.gram[:, :0, 0])
 
-    def pairs(self, state: BroydenState) -> tuple[Tensor, Tensor] | None:
-        return state.recent.pairs()
+    def pairs(self, state: BroydenState, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        return state.recent.pairs(rows)
 
     def step(self, state: BroydenState, inputs: SolverInput) -> Tensor:
         if state.units.count >= self.memory:

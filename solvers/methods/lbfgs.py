@@ -83,8 +83,8 @@ class LBFGS(Solver):
             kept.index_fill_(0, places, 0)
         state.renewed = places
 
-    def pairs(self, state: LBFGSState) -> tuple[Tensor, Tensor] | None:
-        kept = state.pairs.vectors[:, : state.pairs.filled]
+    def pairs(self, state: LBFGSState, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        kept = state.pairs.vectors[rows, : state.pairs.filled]
         if state.pairs.filled == 0 or state.step_size is None:
             return None
         return kept[:, 0::2], kept[:, 1::2] * -state.step_size

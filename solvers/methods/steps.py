@@ -79,8 +79,8 @@ class GradientDescent(Solver):
     def init(self, point: Evaluation, problem: Problem) -> GradientState:
         return GradientState(step_size=torch.ones_like(point.norm))
 
-    def pairs(self, state: GradientState) -> tuple[Tensor, Tensor] | None:
-        return state.recent.pairs()
+    def pairs(self, state: GradientState, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        return state.recent.pairs(rows)
 
     def step(self, state: GradientState, inputs: SolverInput) -> Tensor:
         current = inputs.current
