@@ -466,9 +466,18 @@ class Rows:
         """The latest evaluation of all rows."""
         return self.problem.point(self.seen, self.value, self.energy)
 
-    def solution_of(self, places: Tensor) -> Solution:
-        """The solution of the rows ``places``, with a value (n, D)."""
-        return select_rows(self.solution(), places)
+    def wait(self, places: Tensor) -> None:
+        """Let the rows ``places``, which have ended, be evaluated at their values."""
+        self.turns.z.index_copy_(0, places, self.turns.kept.index_select(0, places))
+
+    def record_of(self, places: Tensor) -> tuple[Solution, Tensor]:
+        """The solution of the rows ``places``, and f at their latest evaluation."""
+        image = self.value.index_select(0, places).to(self.dtype)
+        return select_rows(self.solution(), places), image
+
+    def read(self, record: tuple[Solution, Tensor]) -> tuple[Solution, Tensor]:
+        """The solution of several groups of rows, and f at their latest evaluation."""
+        return record
 
     def solution(self) -> Solution:
         """The solution of all rows, with a value (B, D)."""

@@ -250,10 +250,10 @@ class Turns:
     def put(self, places: Tensor, z: Tensor) -> None:
         """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
         self.trial.index_copy_(0, places, z)
-        samples = self.index[places]
-        self.counts[0, samples] = RUNNING
-        self.counts[1, samples] = 0
-        self.arrays["examined"][samples] = False
+        samples = self._samples(places)
+        self.arrays["status"].index_fill_(0, samples, RUNNING)
+        self.arrays["evaluations"].index_fill_(0, samples, 0)
+        self.arrays["examined"].index_fill_(0, samples, False)
         self.running += len(places)
 
     def keep(self, stay: Tensor) -> bool:
@@ -268,13 +268,27 @@ class Turns:
     @property
     def status(self) -> Tensor:
         """(n,) statuses of the rows."""
-        return self.counts[0].index_select(0, self.index)
+        status = self.arrays["status"]
+        return status if len(self.index) == len(status) else status.index_select(0, self.index)
 
-    def solution_of(self, places: Tensor) -> Solution:
-        """The solution of the rows ``places``, with a value (n, D)."""
-        samples = self.index[places]
-        best, counts = self.best[samples], self.counts.index_select(1, samples)
-        return self._solution(best, counts, self.numbers.index_select(1, samples))
+    def wait(self, places: Tensor) -> None:
+        """The rows ``places`` wait at their values anyway."""
+
+    def record_of(self, places: Tensor) -> tuple[Tensor, ...]:
+        """What is known of the rows ``places``, and f at their latest evaluation."""
+        samples = self._samples(places)
+        parts = [table.index_select(1, samples).T for table in (self.counts, self.numbers)]
+        image = cast(Tensor, self.value).index_select(0, places)
+        return image, self.best.index_select(0, samples), *parts
+
+    def read(self, record: tuple[Tensor, ...]) -> tuple[Solution, Tensor]:
+        """The solution of rows, and f at their latest evaluation."""
+        image, best, counts, numbers = record
+        return self._solution(best, counts.T, numbers.T), image
+
+    def _samples(self, places: Tensor) -> Tensor:
+        whole = len(self.index) == len(self.best)
+        return places if whole else self.index.index_select(0, places)
 
     def solution(self) -> Solution:
         """The solution of all samples, with a value (B, D)."""
