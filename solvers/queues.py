@@ -40,7 +40,7 @@ from solvers.methods.fallback import GIVEN_UP, solve_failed
 
 # Slots are refilled when those that wait have cost about as much as a refill, which is many operations on a few
 # rows: MOST_IDLE evaluations of the whole batch, or fewer for larger batches, FEW divided by their numbers.
-MOST_IDLE, LEAST_IDLE, FEW = 1.5, 0.125, 1 << 13
+MOST_IDLE, LEAST_IDLE, FEW = 1.25, 0.125, 1 << 13
 # Samples that have ended are reported when they are so many times the slots, or after so many turns.
 MOST_ENDED, LATEST = 2, 16
 
@@ -221,9 +221,10 @@ class Queue:
         while occupied:
             idle, leave = idle + waiting, places is not None
             if places is None and (idle >= most or running == 0):
+                running += rows.wait()
                 places = torch.nonzero((rows.status != RUNNING) & (index >= 0)).flatten()
-                rows.wait(places)
                 idle, leave = 0.0, not self.verify
+                places = places if len(places) else None
             if leave and places is not None:
                 known = tuple([t.index_select(0, places) for t in (index, *own)])
                 ended.append((known, rows.record_of(places)))

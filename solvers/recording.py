@@ -319,8 +319,6 @@ class RecordedSolve:
 class RecordedRows(Rows):
     """The rows of a queue, whose turns are replayed; new samples are written over the recorded inputs."""
 
-    refilled = True
-
     def __init__(self, recorded: RecordedSolve, problem: Problem, tolerance: Tolerance) -> None:
         problem = replace(problem, args=recorded.arguments(), mask=recorded.mask)
         turns = recorded.turns

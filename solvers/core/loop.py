@@ -492,8 +492,9 @@ class Loop:
         """(n,) statuses of the rows."""
         return self.rows.status
 
-    def wait(self, places: Tensor) -> None:
-        """The rows ``places`` wait at their values anyway."""
+    def wait(self) -> int:
+        """Rows that have ended wait at their values anyway."""
+        return 0
 
     def record_of(self, places: Tensor) -> tuple[Solution, Evaluation]:
         """The solution and the latest evaluation of the rows ``places``."""

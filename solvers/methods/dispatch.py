@@ -46,8 +46,8 @@ class Rows(Protocol):
         """Let only the rows ``stay`` go on; False where the number of rows is fixed."""
         ...
 
-    def wait(self, places: Tensor) -> None:
-        """Let the rows ``places``, which have ended, be evaluated at their values."""
+    def wait(self) -> int:
+        """Let rows that have ended be evaluated at their values; return how many of them go on instead."""
         ...
 
     def record_of(self, places: Tensor) -> Any:
@@ -67,11 +67,11 @@ def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Optio
     """Begin a solve whose rows can be replaced, from the ``first`` evaluation, by the fastest way."""
     plain = _plain(problem, first, options)
     if plain and type(solver) is Anderson and turns.supports_cuda(first.z):
-        rows = turns.Rows.of(problem, first, solver, options)
+        return turns.Rows.of(problem, first, solver, options)
+    if plain and (numbers := _in_cpp(first, solver)) is not None:
+        rows = Turns(problem, first, *numbers, options)
         rows.refilled = True
         return rows
-    if plain and (numbers := _in_cpp(first, solver)) is not None:
-        return Turns(problem, first, *numbers, options)
     return Loop(problem, first, solver, options, refilled=True)
 
 

@@ -168,6 +168,8 @@ class Turns:
         numbers: damping, the weight of the regularization, and a number to add to the Gram matrix's diagonal.
     """
 
+    refilled = False  # rows are replaced, and examined by :meth:`wait` only
+
     def __init__(
         self,
         problem: Problem,
@@ -235,12 +237,14 @@ class Turns:
             trial.data_ptr(), value.data_ptr(), following.data_ptr(),
         )  # fmt: skip
         before, self.running, self.trial = self.running, self.turn(self.at), following
-        if self.running < before and self.record.kept:
-            self.running += self._sharpen()
+        if self.running < before and not self.refilled:
+            self.running += self.wait()
         return self.running
 
-    def _sharpen(self) -> int:
+    def wait(self) -> int:
         """Let rows go on that have converged by single steps only; return how many. The others wait."""
+        if self.record.kept == 0:
+            return 0
         arrays = self.arrays
         samples = sharpen(arrays, self.record.damping, self.record.max_steps)
         done = (arrays["examined"][self.index] & (self.status != RUNNING)).nonzero().flatten()
@@ -254,7 +258,6 @@ class Turns:
         self.arrays["status"].index_fill_(0, samples, RUNNING)
         self.arrays["evaluations"].index_fill_(0, samples, 0)
         self.arrays["examined"].index_fill_(0, samples, False)
-        self.running += len(places)
 
     def keep(self, stay: Tensor) -> bool:
         """Let only the rows ``stay`` go on."""
@@ -270,9 +273,6 @@ class Turns:
         """(n,) statuses of the rows."""
         status = self.arrays["status"]
         return status if len(self.index) == len(status) else status.index_select(0, self.index)
-
-    def wait(self, places: Tensor) -> None:
-        """The rows ``places`` wait at their values anyway."""
 
     def record_of(self, places: Tensor) -> tuple[Tensor, ...]:
         """What is known of the rows ``places``, and f at their latest evaluation."""
