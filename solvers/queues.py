@@ -38,9 +38,9 @@ from solvers.fixed_points import check_inputs, choose_solver, nothing, set_bound
 from solvers.methods.dispatch import Rows, refilled
 from solvers.methods.fallback import GIVEN_UP, solve_failed
 
-# Slots are refilled when those that wait have cost about as much as a refill, which is many operations on a few
+# Slots are refilled when those that wait have cost about as much as a refill, which is many operations on few
 # rows: MOST_IDLE evaluations of the whole batch, or fewer for larger batches, FEW divided by their numbers.
-MOST_IDLE, LEAST_IDLE, FEW = 1.25, 0.125, 1 << 13
+MOST_IDLE, LEAST_IDLE, FEW = 1.0, 0.125, 1 << 13
 # Samples that have ended are reported when they are so many times the slots, or after so many turns.
 MOST_ENDED, LATEST = 2, 16
 
@@ -213,7 +213,9 @@ class Queue:
         running, occupied = rows.move(), len(index)
         # Evaluations of rows that have ended, in batches: since rows were chosen to leave, and the next one.
         idle = waiting = 0.0
-        places: Tensor | None = None  # rows that leave after the next evaluation, which verifies them
+        places: Tensor | None = (
+            None  # rows that leave after the next evaluation, which verifies them
+        )
         own = _own(rows.problem)
         ended: list[Any] = []  # samples that are not yet reported
         failed: list[_Ended] = []  # to be solved again
