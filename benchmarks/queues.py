@@ -32,6 +32,7 @@ from benchmarks.measure import interleaved, table
 from implicit_attn import DEQ, Energy, load_pretrained
 from implicit_attn.data import load, load_sudoku
 from implicit_attn.demo.restoration import tasks_of
+from solvers import Solution
 
 Clock = Callable[[], float]
 CLOCK: Clock = time.process_time
@@ -55,14 +56,26 @@ class Case:
         return len(pytree.tree_leaves(self.x)[0])
 
 
-@dataclass
 class Run:
-    """What a way gave: shares and counts of the samples, and how long each was on its way."""
+    """What a way gave: values and counts of the samples, and how long each was on its way."""
 
-    solved: Tensor
-    evaluations: Tensor
-    latency: Tensor
-    rows: int
+    rows = 0  # of f, in all calls
+
+    def __init__(self, case: Case) -> None:
+        self.values: list[tuple[Tensor, Any]] = []
+        self.evaluations = torch.zeros(case.number, dtype=torch.int64)
+        self.latency = self.evaluations.double()
+
+    def add(self, index: Tensor, solution: Solution, times: Tensor | float) -> None:
+        self.latency[index] = torch.as_tensor(times, dtype=torch.float64)
+        self.values.append((index, solution.value))
+        self.evaluations[index] = solution.evaluations
+
+    def solved(self, case: Case) -> Tensor:
+        """(N,) bool, by the judgement of the case, which takes no part in the times."""
+        index = torch.cat([index for index, _ in self.values])
+        found = torch.cat([case.solved(*pair) for pair in self.values])
+        return found[index.argsort()]
 
 
 def parts_of(case: Case) -> Iterator[tuple[Tensor, Any]]:
@@ -72,38 +85,26 @@ def parts_of(case: Case) -> Iterator[tuple[Tensor, Any]]:
 
 def by_batches(case: Case, **options: Any) -> Run:
     """A sample is on its way as long as its batch."""
-    solved = torch.zeros(case.number, dtype=torch.bool)
-    run = Run(solved, solved.long(), solved.double(), 0)
-    rule = options.get("stop", case.options.get("stop"))
+    run, rule = Run(case), options.get("stop", case.options.get("stop"))
     for index, x in parts_of(case):
         start = CLOCK()
         own: Any = {"stop": None if rule is None else partial(rule, x=x)}
         solution = case.layer.solve(x, adjoint=None, **case.options | options | own)
-        run.latency[index] = CLOCK() - start
-        run.solved[index] = case.solved(index, solution.value)
-        run.evaluations[index] = solution.evaluations
+        run.add(index, solution, CLOCK() - start)
     return run
 
 
 def by_queue(case: Case) -> Run:
-    """A sample is on its way from the preparation of its group, which enters the slots at once."""
-    solved = torch.zeros(case.number, dtype=torch.bool)
-    run, entered = Run(solved, solved.long(), solved.double(), 0), list[Tensor]()
-    update, prepare = case.layer.update, case.layer.update.prepare
+    """A sample is on its way from the time at which its batch is read."""
+    run, read = Run(case), list[Tensor]()
 
-    def timed(x: Any, **options: Any) -> Any:
-        entered.append(torch.full((len(pytree.tree_leaves(x)[0]),), CLOCK(), dtype=torch.float64))
-        return prepare(x, **options)
+    def source() -> Iterator[Any]:
+        for index, x in parts_of(case):
+            read.append(torch.full((len(index),), CLOCK(), dtype=torch.float64))
+            yield x
 
-    update.prepare = timed  # type: ignore[method-assign]
-    try:
-        source = (x for _, x in parts_of(case))
-        for index, solution in case.layer.stream(source, slots=case.batch, **case.options):
-            run.latency[index] = CLOCK() - torch.cat(entered)[index]
-            run.solved[index] = case.solved(index, solution.value)
-            run.evaluations[index] = solution.evaluations
-    finally:
-        del update.prepare
+    for index, solution in case.layer.stream(source(), slots=case.batch, **case.options):
+        run.add(index, solution, CLOCK() - torch.cat(read)[index])
     return run
 
 
@@ -111,7 +112,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
     """A row for each way; the fixed number is the most that a solved sample needs."""
     runs: dict[str, Run] = {}
     shrinking = by_batches(case)
-    most = int(shrinking.evaluations[shrinking.solved].max())
+    most = int(shrinking.evaluations[shrinking.solved(case)].max())
     fixed: Any = {
         "compact": False,
         "tolerance": 0.0,
@@ -151,7 +152,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
             "case": case.name, "way": name, "samples a second": f"{case.number / times[name]:,.0f}",
             "relative": f"{times['shrinking'] / times[name]:.2f}",
             "latency, 95 %": f"{1e3 * run.latency.quantile(0.95).item():,.0f} ms",
-            "solved, %": f"{100 * run.solved.double().mean().item():.1f}",
+            "solved, %": f"{100 * run.solved(case).double().mean().item():.1f}",
             "mean": f"{run.evaluations.double().mean().item():.1f}", "most": int(run.evaluations.max()),
             "rows of f / sum": f"{run.rows / (mean * case.number):.2f}",
         }

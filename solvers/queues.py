@@ -19,14 +19,15 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_callable, require_count, require_flag
 from solvers.core.context import Weight, within
-from solvers.core.layout import Layout, leaves_of, map_tensors
+from solvers.core.layout import Layout, map_tensors, tensors_of
 from solvers.core.loop import Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, select_rows
+from solvers.core.rows import RUNNING, Evaluation, join_rows, select_rows
 from solvers.core.solution import (
     Goal,
     Solution,
+    Status,
     Tolerance,
     apply_policy,
     check_on_failure,
@@ -37,11 +38,11 @@ from solvers.fixed_points import check_inputs, choose_solver, nothing, set_bound
 from solvers.methods.dispatch import Rows, refilled
 from solvers.methods.fallback import GIVEN_UP, solve_failed
 
-# Slots are refilled when those that wait have cost as much as a refill: MOST_IDLE evaluations of the whole
-# batch, or fewer for batches with more than FEW numbers, whose evaluations cost more.
-MOST_IDLE, LEAST_IDLE, FEW = 1.5, 0.125, 1 << 14
-# Samples that have ended are verified and reported when they would fill the slots, or after so many turns.
-LATEST = 16
+# Slots are refilled when those that wait have cost about as much as a refill, which is many operations on few
+# rows: MOST_IDLE evaluations of the whole batch, or fewer for larger batches, FEW divided by their numbers.
+MOST_IDLE, LEAST_IDLE, FEW = 1.0, 0.125, 1 << 13
+# Samples that have ended are reported when they are so many times the slots, or after so many turns.
+MOST_ENDED, LATEST = 2, 16
 
 
 @eager
@@ -107,7 +108,7 @@ def solve_queue(
 
     item = (start.resolve_neg(), args, whole.mask), len(start)
     index, solutions = zip(*queue.solve([item], group), strict=True)
-    solution = _join(solutions, torch.argsort(torch.cat(index)))
+    solution = join_rows(solutions, torch.argsort(torch.cat(index)))
     apply_policy(solution, on_failure, queue.what + layout.scalars(len(start)), f)
     return solution
 
@@ -162,6 +163,7 @@ class Queue:
         self.record = record
         self.weights = weights
         self.goal: Any = None
+        self.apart = True  # samples are verified apart from those in the slots
 
     @property
     def what(self) -> str:
@@ -179,11 +181,10 @@ class Queue:
             source: batches of samples, pytrees of tensors, with the number of samples of each.
             prepare: makes the problem of some of them, a pytree like those of the source.
         """
-        feed = _Feed(iter(source), prepare)
-        answer = feed.take(self.slots)
-        if answer is not None:
-            turns, layout = self._turns(*answer), answer[1].problem.layout
-            device, answer = answer[0].device, None
+        feed = _Feed(iter(source), prepare, self.slots)
+        if feed.read(self.slots):
+            turns, layout = self._turns(feed), feed.group.problem.layout
+            device, answer = feed.group.start.device, None
             while True:
                 # The modes are left before a yield, which would leak them to the caller.
                 with self._modes(device):
@@ -191,7 +192,7 @@ class Queue:
                         event = turns.send(answer)
                     except StopIteration:
                         break
-                answer = feed.take(event) if isinstance(event, int) else None
+                answer = feed.read(event) if isinstance(event, int) else None
                 if not isinstance(event, int):
                     index, solution = event
                     solution.value = layout.tree(solution.value)
@@ -200,42 +201,58 @@ class Queue:
         if feed.error is not None:
             raise feed.error
 
-    def _turns(self, index: Tensor, group: Group) -> Generator[Any, Any, None]:
-        """Solve the samples of a ``group`` with these indices, and those that are sent after it.
+    def _turns(self, feed: _Feed) -> Generator[Any, Any, None]:
+        """Solve the samples of ``feed``, of which the first are prepared.
 
-        Yields a number where so many new samples can enter, to which the answer is what :meth:`_Feed.take`
-        returns, and the indices and solutions of samples that have ended.
+        Yields a number where so many samples can enter and none is prepared, to which the answer is whether
+        the feed has read some; and the indices and solutions of samples that have ended.
         """
-        rows = self._begin(group)
-        index = index.clone()  # it may have been made in inference mode
-        running, occupied, idle = rows.move(), len(index), 0.0
-        most = min(MOST_IDLE, max(LEAST_IDLE, FEW / group.start.numel()))
-        ended: list[_Ended] = []  # not yet reported
+        most = min(MOST_IDLE, max(LEAST_IDLE, FEW / feed.group.start[: self.slots].numel()))
+        start, index, *own = [t.clone() for t in feed.take(self.slots)]
+        rows = self._begin(feed.group.problem, start, own)
+        running, occupied = rows.move(), len(index)
+        # Evaluations of rows that have ended, in batches: since rows were chosen to leave, and the next one.
+        idle = waiting = 0.0
+        places: Tensor | None = (
+            None  # rows that leave after the next evaluation, which verifies them
+        )
+        own = _own(rows.problem)
+        ended: list[Any] = []  # samples that are not yet reported
         failed: list[_Ended] = []  # to be solved again
         waited = 0  # turns since the first of them ended
         while occupied:
-            idle += (occupied - running) / len(index)
-            if idle >= most or running == 0:
+            idle, leave = idle + waiting, places is not None
+            if places is None and (idle >= most or running == 0):
+                running += rows.wait()
                 places = torch.nonzero((rows.status != RUNNING) & (index >= 0)).flatten()
-                problem = rows.problem.rows(places, len(index))
-                ended.append(_Ended(index[places], problem, rows.solution_of(places)))
-                entered, number, idle = (yield len(places)), 0, 0.0
-                if entered is not None:
-                    new, group = entered
-                    number = len(new)
-                    _write(rows.problem, places[:number], group.problem)
-                    rows.put(places[:number], group.start)
-                    index[places[:number]] = new
-                running, occupied = running + number, occupied + number - len(places)
-                if number < len(places) and occupied:
-                    index[places[number:]] = -1
+                idle, leave = 0.0, not self.verify
+                places = places if len(places) else None
+            if leave and places is not None:
+                known = tuple([t.index_select(0, places) for t in (index, *own)])
+                ended.append((known, rows.record_of(places)))
+                occupied -= len(places)
+                while len(places) and (feed.left or (yield len(places))):
+                    start, *new = feed.take(len(places))
+                    entered, places = places[: len(start)], places[len(start) :]
+                    for old, tensor in zip((index, *own), new, strict=True):
+                        old.index_copy_(0, entered, tensor)
+                    rows.put(entered, start)
+                    running, occupied = running + len(start), occupied + len(start)
+                if len(places) and occupied:
+                    index.index_fill_(0, places, -1)
                     stay = torch.nonzero(index >= 0).flatten()
-                    index = index[stay] if rows.keep(stay) else index
+                    if rows.keep(stay):
+                        index, own = index[stay], _own(rows.problem)
+                places = None
+            waiting = 0.0 if leave else (occupied - running) / len(index)
             waited = waited + 1 if ended else 0
-            if waited >= LATEST or _number(ended) >= self.slots or (ended and not occupied):
-                yield from self._reported(ended, failed)
+            many = sum(len(known[0]) for known, _ in ended) >= MOST_ENDED * self.slots
+            if waited >= LATEST or many or (ended and not occupied):
+                (found, *tensors), record = join_rows(ended)
+                whole = _Ended(found, self._problem_of(tensors), *rows.read(record))
+                yield from self._reported(whole, failed)
                 ended, waited = [], 0
-            if failed and (_number(failed) >= self.slots or not occupied):
+            if failed and (sum(map(len, failed)) >= self.slots or not occupied):
                 yield self._again(failed)
                 failed = []
             if occupied:
@@ -253,11 +270,10 @@ class Queue:
         ):
             yield
 
-    def _begin(self, group: Group) -> Rows:
+    def _begin(self, problem: Problem, start: Tensor, tensors: list[Tensor]) -> Rows:
         """Begin with the first samples, whose tensors are written over later."""
-        problem, start = group.problem, group.start.clone()
-        args, given, mask = map_tensors(Tensor.clone, _given(problem))
-        problem = replace(problem, args=args, given=given, mask=mask, measure=self.measure)
+        self.problem = replace(problem, measure=self.measure, batch=len(start))
+        problem = replace(self._problem_of(tensors), batch=0)
         self.goal = Goal(self.given, start.dtype, problem.autocast, start.device)
         with self.goal.watching():
             first = problem.evaluate_first(start)
@@ -266,11 +282,14 @@ class Queue:
         rows = None if self.record is None else self.record(problem, start, self.goal)
         return rows or refilled(problem, first, self.solver, self.options)
 
-    def _reported(
-        self, ended: list[_Ended], failed: list[_Ended]
-    ) -> Iterator[tuple[Tensor, Solution]]:
+    def _problem_of(self, tensors: Sequence[Tensor]) -> Problem:
+        """The problem of samples with these tensors of their own."""
+        own = iter(tensors)
+        args, given, mask = map_tensors(lambda t: next(own) if t.dim() else t, _given(self.problem))
+        return replace(self.problem, args=args, given=given, mask=mask)
+
+    def _reported(self, whole: _Ended, failed: list[_Ended]) -> Iterator[tuple[Tensor, Solution]]:
         """Yield the verified solution of samples that have ended, except for those to be solved again."""
-        whole = _Ended.join(ended)
         if self.automatic:
             solution = whole.solution
             again = torch.isfinite(solution.residual)
@@ -278,27 +297,34 @@ class Queue:
             if bool(again.any()):
                 failed.append(whole.rows(torch.nonzero(again).flatten()))
                 whole = whole.rows(torch.nonzero(~again).flatten())
-        if len(whole.index):
+        if len(whole):
             yield self._checked(whole)
 
     def _again(self, failed: list[_Ended]) -> tuple[Tensor, Solution]:
         """Solve samples that have failed by other solvers, from their best iterates."""
-        whole = _Ended.join(failed)
-        solution = solve_failed(whole.problem, whole.solution, self.options)
-        return self._checked(replace(whole, solution=solution))
+        index, tensors, solution = join_rows(
+            [(each.index, tuple(_own(each.problem)), each.solution) for each in failed]
+        )
+        problem = self._problem_of(tensors)
+        solution = solve_failed(problem, solution, self.options)
+        return self._checked(_Ended(index, problem, solution, None))
 
     def _checked(self, ended: _Ended) -> tuple[Tensor, Solution]:
-        """Verify samples that have ended."""
-        problem, solution = ended.problem, ended.solution
+        """Verify samples that have ended.
+
+        While samples are INCONSISTENT, and so at first, they are evaluated apart from those in the slots: a
+        map whose rows influence each other shows it then.
+        """
+        problem, solution, image = ended.problem, ended.solution, ended.image
         if self.verify:
+            if image is None or self.apart:
+                image = problem.evaluate(solution.value)
+            point = problem.point(solution.value, image) if isinstance(image, Tensor) else image
             allowed, precision = self.goal.allowed(problem.unit_free), self.goal.precision
-            verify_value(solution, problem.evaluate(solution.value), allowed, precision)
+            verify_value(solution, point, allowed, precision)
+            self.apart = bool((solution.status == Status.INCONSISTENT).any())
         set_bound(solution, self.f)
         return ended.index, solution
-
-
-def _number(parts: list[_Ended]) -> int:
-    return sum(len(part.index) for part in parts)
 
 
 @dataclass
@@ -308,49 +334,61 @@ class _Ended:
     index: Tensor
     problem: Problem
     solution: Solution
+    image: Evaluation | Tensor | None  # the evaluation at the value, or f there, where it is known
+
+    def __len__(self) -> int:
+        return len(self.index)
 
     def rows(self, places: Tensor) -> _Ended:
         """The samples ``places`` among these."""
-        problem = self.problem.rows(places, len(self.index))
-        return _Ended(self.index[places], problem, select_rows(self.solution, places))
-
-    @classmethod
-    def join(cls, parts: list[_Ended]) -> _Ended:
-        """The samples of all parts."""
-        args, given, mask = _join_trees([_given(part.problem) for part in parts])
-        problem = replace(parts[0].problem, args=args, given=given, mask=mask)
-        index = torch.cat([part.index for part in parts])
-        return cls(index, problem, _join([part.solution for part in parts]))
+        problem, index = self.problem.rows(places, len(self)), self.index[places]
+        solution, image = select_rows(self.solution, places), select_rows(self.image, places)
+        return _Ended(index, problem, solution, image)
 
 
 class _Feed:
-    """Samples of a source, as many at a time as are asked for."""
+    """Samples of a source, as many at a time as are asked for; ``group`` has those that are prepared."""
 
-    def __init__(self, source: Iterator[tuple[Any, int]], prepare: Callable[[Any], Group]) -> None:
-        self.source, self.prepare = source, prepare
-        self.tree: Any = None  # the batch that is being handed out
+    group: Group
+    own: list[Tensor]  # its initial states, indices and tensors
+
+    def __init__(
+        self, source: Iterator[tuple[Any, int]], prepare: Callable[[Any], Group], most: int
+    ) -> None:
+        self.source, self.prepare, self.most = source, prepare, most
+        self.tree: Any = None  # the batch that is being prepared
         self.first: Any = None  # the first batch of all
-        self.size = self.at = self.count = 0  # of the batch; samples handed out of it, and of all
+        self.size = self.at = 0  # of the batch; samples of it that have been prepared
+        self.count = self.left = 0  # samples that were prepared, and those of them not handed out
         self.error: Exception | None = None
 
-    def take(self, number: int) -> tuple[Tensor, Group] | None:
-        """The indices and the problem of the next samples, at most ``number``; None if there are none."""
-        parts, before = list[Any](), self.count
+    def read(self, number: int) -> bool:
+        """Prepare at least ``number`` samples, in pieces of ``most`` of a batch; False if none is left."""
+        parts = list[Any]()
         try:
             while number > 0 and self._has_more():
-                start, self.at = self.at, min(self.at + number, self.size)
+                start, self.at = self.at, min(self.at + self.most, self.size)
                 parts.append(_slice(self.tree, start, self.at, self.size))
-                self.count, number = self.count + self.at - start, number - self.at + start
+                number -= self.at - start
         except Exception as error:
             self._end(error)
-        if not parts:
-            return None
-        try:
-            group = self.prepare(_join_trees(parts))
-        except Exception as error:
-            self._end(error)
-            return None
-        return torch.arange(before, self.count, device=group.start.device), group
+        if parts:
+            try:
+                self.group = self.prepare(join_rows(parts))
+                start, first = self.group.start, self.count
+                self.left = len(start)
+                self.count += self.left
+                index = torch.arange(first, self.count, device=start.device)
+                self.own = [start, index, *_own(self.group.problem)]
+            except Exception as error:
+                self._end(error)
+        return self.left > 0
+
+    def take(self, number: int) -> list[Tensor]:
+        """The initial states, indices and tensors of at most ``number`` prepared samples."""
+        first = len(self.own[0]) - self.left
+        self.left = max(0, self.left - number)
+        return [t[first : len(t) - self.left] for t in self.own]
 
     def _has_more(self) -> bool:
         """Whether a sample is left; reads on in the source."""
@@ -395,34 +433,11 @@ def _slice(tree: Any, start: int, end: int, batch: int) -> Any:
     return map_tensors(lambda t: t[start:end] if t.dim() and len(t) == batch else t, tree)
 
 
-def _write(problem: Problem, places: Tensor, new: Problem) -> None:
-    """Write the arguments and the mask of new samples into the rows ``places`` of a problem."""
-    for old, value in zip(leaves_of(_given(problem)), leaves_of(_given(new)), strict=True):
-        if isinstance(old, Tensor) and old.dim():
-            old.index_copy_(0, places, value)
+def _own(problem: Problem) -> list[Tensor]:
+    """The tensors that have a row for each sample."""
+    return [t for t in tensors_of(_given(problem)) if t.dim()]
 
 
 def _given(problem: Problem) -> tuple[Any, ...]:
     """What each sample of a problem has of its own."""
     return problem.args, problem.given, problem.mask
-
-
-def _join_trees(trees: Sequence[Any]) -> Any:
-    """One pytree with the samples of several."""
-    if len(trees) == 1:
-        return trees[0]
-
-    return map_tensors(lambda t, *same: torch.cat((t, *same)) if t.dim() else t, *trees)
-
-
-def _join(solutions: Sequence[Solution], order: Tensor | None = None) -> Solution:
-    """One solution with the samples of several, in this order."""
-    first, changes = solutions[0], dict[str, Any]()
-    for name in ("value", "status", "residual", "residual_norm", "steps", "evaluations",
-                 "energy", "error", "bound"):  # fmt: skip
-        parts = [getattr(each, name) for each in solutions]
-        whole = None if parts[0] is None else _join_trees(parts)
-        changes[name] = (
-            whole if order is None else map_tensors(lambda t: t.index_select(0, order), whole)
-        )
-    return replace(first, **changes)

@@ -206,9 +206,9 @@ class RecordedSolve:
 
     def _turn(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
-            value = self.layout.vector(self.map(self._state(self.turns.z), *self.prepared))
+            self.value = self.layout.vector(self.map(self._state(self.turns.z), *self.prepared))
         with torch.no_grad():
-            self.turns.turn(value)
+            self.turns.turn(self.value)
 
     def _compare_energies(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True):
@@ -319,8 +319,6 @@ class RecordedSolve:
 class RecordedRows(Rows):
     """The rows of a queue, whose turns are replayed; new samples are written over the recorded inputs."""
 
-    refilled = True
-
     def __init__(self, recorded: RecordedSolve, problem: Problem, tolerance: Tolerance) -> None:
         problem = replace(problem, args=recorded.arguments(), mask=recorded.mask)
         turns = recorded.turns
@@ -336,6 +334,7 @@ class RecordedRows(Rows):
     def turn(self) -> None:
         with on_device(self.recorded.device):
             self.recorded.replay("_turn")
+        self.value = self.recorded.value
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

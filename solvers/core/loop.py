@@ -30,7 +30,7 @@ from solvers.core.rows import (
     Evaluation,
     Progress,
     Rows,
-    gather_rows,
+    join_rows,
     merge_rows,
     put_rows,
     scaled_norm,
@@ -221,13 +221,16 @@ class Loop:
         running = self._process_trial(self.count)
         if running or self.refilled:
             self.next = self._propose()
+        if self.refilled and running < len(self.next):
+            waits = self.rows.status != RUNNING
+            self.next = where_rows(waits, self.rows.best.value, self.next)
         return running
 
     def put(self, places: Tensor, z: Tensor) -> None:
         """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
         self.next = self.next.index_copy(0, places, z)
         self.rows.status = self.rows.status.index_fill(0, places, RUNNING)
-        self.entered = places
+        self.entered = places if self.entered is None else torch.cat((self.entered, places))
 
     def _begin(self, places: Tensor) -> None:
         """Begin anew in the rows ``places``, where the trial is the first evaluation."""
@@ -239,7 +242,6 @@ class Loop:
         self.current = put_rows(self.current, trial, places)
         if self.growth is not None:
             self.growth = put_rows(self.growth, Growth.start(trial), places)
-        self.latest = put_rows(self.latest, trial.z.detach(), places)
         self.solver.renew(self.state, places, trial)
 
     def _process_trial(self, count: int) -> int:
@@ -320,9 +322,7 @@ class Loop:
                 small = (trial.norm > 0) & (trial.norm <= options.tolerance.atol)
                 converged = converged & (small | ~growing)
         stopped, better = None, taken & (score < rows.best.score) | converged
-        if options.by_row:
-            self.latest = where_rows(taken, trial.z.detach(), self.latest)
-        elif options.stop is not None or options.callback is not None:
+        if not options.by_row and (options.stop is not None or options.callback is not None):
             index, z = rows.index, trial.z.detach()
             moved = where_rows(taken, z, self.latest[index])
             self.latest = self.latest.index_copy(0, index, moved)
@@ -396,14 +396,15 @@ class Loop:
         The rule is asked about the whole batch, with samples that have ended where they ended, or about the
         rows and their arguments.
         """
+        by_row, current = self.options.by_row, self.current
+        z = current.z.detach() if by_row and current is not None else self.latest
         with torch.no_grad():
-            args = self.problem.shown if self.options.by_row else ()
-            answer = stop(self.problem.layout.tree(self.latest), *args)
-        shape = (len(self.latest),)
+            answer = stop(self.problem.layout.tree(z), *(self.problem.shown if by_row else ()))
+        shape = (len(z),)
         if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != shape:
             got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else answer
             raise TypeError(f"stop must return a bool tensor of shape {shape}, got {got}")
-        return answer if self.options.by_row else answer[self.rows.index]
+        return answer if by_row else answer[self.rows.index]
 
     def _find_stalled(self, status: Tensor, due: Tensor) -> Tensor:
         """Rows that are ``due`` (n,) bool and have come no further since their last check have stalled.
@@ -467,8 +468,6 @@ class Loop:
         if accepted is not None and not self.solver.searches:
             shorter = fallback_step(rows, self.current, self.trial)
             candidate = where_rows(accepted, candidate, shorter)
-        if self.refilled:
-            candidate = where_rows(rows.status == RUNNING, candidate, rows.best.value)
         return candidate
 
     def _take_out(self, ended: Tensor) -> None:
@@ -480,8 +479,6 @@ class Loop:
         """Let only the rows ``stay`` (n,) go on."""
         self.problem = self.problem.rows(stay, len(self.rows.status))
         taken = self.trial is self.current
-        if self.options.by_row:
-            self.latest = self.latest[stay]
         self.next = self.next[stay] if self.refilled else self.next
         self.last = None
         names = ("rows", "growth", "trial", "current", "accepted", "state")
@@ -495,13 +492,23 @@ class Loop:
         """(n,) statuses of the rows."""
         return self.rows.status
 
-    def solution_of(self, places: Tensor) -> Solution:
-        """The solution of the rows ``places``, with a value (n, D)."""
-        return select_rows(self.solution(), places)
+    def wait(self) -> int:
+        """Rows that have ended wait at their values anyway."""
+        return 0
+
+    def record_of(self, places: Tensor) -> tuple[Solution, Evaluation]:
+        """The solution and the latest evaluation of the rows ``places``."""
+        return select_rows(self.solution(), places), select_rows(self.trial, places)
+
+    def read(self, record: tuple[Solution, Evaluation]) -> tuple[Solution, Evaluation]:
+        """The solution and the latest evaluation of several groups of rows."""
+        return record
 
     def solution(self) -> Solution:
         """The solution of all samples, in the caller's order, or of the rows that are refilled."""
-        rows = gather_rows([*self.finished, self.rows])
+        parts = [*self.finished, self.rows]
+        order = torch.argsort(torch.cat([part.index for part in parts])) if self.finished else None
+        rows: Rows = join_rows(parts, order)
         return Solution(
             value=rows.best.value,
             status=rows.status,

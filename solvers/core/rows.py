@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from solvers.core.cuda import on_cuda
+from solvers.core.layout import map_tensors
 from solvers.core.solution import Status
 
 STEPS = 10  # accepted steps that are remembered of a sample
@@ -242,22 +243,23 @@ def put_rows(old: Any, new: Any, places: Tensor) -> Any:
     return replace(old, **changes)  # type: ignore[type-var]
 
 
-def gather_rows(parts: Sequence[Rows]) -> Rows:
-    """The rows of all parts of a batch, in the caller's order."""
-    if len(parts) == 1:
-        return parts[0]
-    order = torch.argsort(torch.cat([part.index for part in parts]))
-    return _joined(parts, order)
-
-
-def _joined(parts: Sequence[Any], order: Tensor) -> Any:
+def join_rows(parts: Sequence[Any], order: Tensor | None = None) -> Any:
+    """The rows of all parts, tensors or pytrees or records of them, in this order."""
     first = parts[0]
-    if first is None:
-        return None
-    if isinstance(first, Tensor):
-        return torch.cat(tuple(parts)).index_select(0, order)
-    names = [entry.name for entry in fields(first)]
-    return replace(first, **{n: _joined([getattr(p, n) for p in parts], order) for n in names})
+    if len(parts) == 1 and order is None:
+        return first
+    if is_dataclass(first):
+        names = [entry.name for entry in fields(first)]
+        whole = {name: join_rows([getattr(each, name) for each in parts], order) for name in names}
+        return replace(first, **whole)  # type: ignore[type-var]
+    if type(first) is tuple:
+        return tuple([join_rows(own, order) for own in zip(*parts, strict=True)])
+
+    def join(*tensors: Tensor) -> Tensor:
+        whole = torch.cat(tensors) if tensors[0].dim() else tensors[0]
+        return whole if order is None or not whole.dim() else whole.index_select(0, order)
+
+    return map_tensors(join, *parts)
 
 
 def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:

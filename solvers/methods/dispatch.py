@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from solvers.native import MOST, Turns, solve_native, supports
 class Rows(Protocol):
     """A solve whose rows can be replaced by new samples; each row is at an evaluation of its own.
 
-    A row that has ended waits until it is replaced or left out.
+    A row that has ended stays until it is replaced or left out.
     """
 
     problem: Problem  # of the rows
@@ -46,8 +46,20 @@ class Rows(Protocol):
         """Let only the rows ``stay`` go on; False where the number of rows is fixed."""
         ...
 
-    def solution_of(self, places: Tensor) -> Solution:
-        """The solution of the rows ``places``, with a value (n, D)."""
+    def wait(self) -> int:
+        """Let rows that have ended be evaluated at their values; return how many of them go on instead."""
+        ...
+
+    def record_of(self, places: Tensor) -> Any:
+        """What is known of the rows ``places``: a tensor, a record or a tuple of them; see :meth:`read`."""
+        ...
+
+    def read(self, record: Any) -> tuple[Solution, Evaluation | Tensor]:
+        """The solution of rows, with a value (n, D), and their latest evaluation, or f there.
+
+        Args:
+            record: of all rows, of several results of :meth:`record_of`.
+        """
         ...
 
 
@@ -55,11 +67,11 @@ def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Optio
     """Begin a solve whose rows can be replaced, from the ``first`` evaluation, by the fastest way."""
     plain = _plain(problem, first, options)
     if plain and type(solver) is Anderson and turns.supports_cuda(first.z):
-        rows = turns.Rows.of(problem, first, solver, options)
+        return turns.Rows.of(problem, first, solver, options)
+    if plain and (numbers := _in_cpp(first, solver)) is not None:
+        rows = Turns(problem, first, *numbers, options)
         rows.refilled = True
         return rows
-    if plain and (numbers := _in_cpp(first, solver)) is not None:
-        return Turns(problem, first, *numbers, options)
     return Loop(problem, first, solver, options, refilled=True)
 
 

@@ -381,10 +381,7 @@ class Rows:
     Attributes:
         stalled: (B,) bool, rows that have stalled; None where no row was examined.
         kept: (B,) energies of the best iterates, or None.
-        refilled: whether rows that have ended are replaced.
     """
-
-    refilled = False
 
     def __init__(self, problem: Problem, turns: Turns, dtype: torch.dtype, patience: int) -> None:
         self.problem, self.turns, self.dtype, self.patience = problem, turns, dtype, patience
@@ -392,7 +389,6 @@ class Rows:
         self.kept: Tensor | None = None
         self.number, self.milestone, self.anchor = 0, turns.score, turns.base
         self.stalled: Tensor | None = None
-        self.left = len(turns.z)
 
     @classmethod
     def of(cls, problem: Problem, first: Evaluation, solver: Anderson, options: Options) -> Rows:
@@ -428,9 +424,8 @@ class Rows:
             self.kept = torch.where(turns.better, self.energy, self.kept)
         self.number += 1
         left = int(turns.left)
-        if self.number > STEPS and (left == 0 or (self.refilled and left < self.left)):
+        if self.number > STEPS and left == 0:
             left += turns.sharpen()
-        self.left = left
         if left and self.number % self.patience == 0:
             stuck = (turns.status == RUNNING) & (turns.score > (1 - PROGRESS) * self.milestone)
             stuck = stuck & ~(scaled_norm(turns.base - self.anchor) > DRIFT * turns.path)
@@ -448,7 +443,6 @@ class Rows:
         turns.z.index_copy_(0, places, z.to(turns.z.dtype))
         turns.counts.index_fill_(1, places, 0)
         turns.examined.index_fill_(0, places, False)
-        self.left += len(places)
         turns.status.index_fill_(0, places, RUNNING)
         if self.number >= self.patience:  # before that both are the buffers of the turns
             self.milestone = self.milestone.index_fill(0, places, torch.inf)
@@ -466,9 +460,21 @@ class Rows:
         """The latest evaluation of all rows."""
         return self.problem.point(self.seen, self.value, self.energy)
 
-    def solution_of(self, places: Tensor) -> Solution:
-        """The solution of the rows ``places``, with a value (n, D)."""
-        return select_rows(self.solution(), places)
+    def wait(self) -> int:
+        """Let rows go on that have converged by single steps only; return how many. The others wait."""
+        turns = self.turns
+        number = turns.sharpen() if self.number > STEPS else 0
+        turns.z.copy_(torch.where((turns.status == RUNNING)[:, None], turns.z, turns.kept))
+        return number
+
+    def record_of(self, places: Tensor) -> tuple[Solution, Tensor]:
+        """The solution of the rows ``places``, and f at their latest evaluation."""
+        image = self.value.index_select(0, places).to(self.dtype)
+        return select_rows(self.solution(), places), image
+
+    def read(self, record: tuple[Solution, Tensor]) -> tuple[Solution, Tensor]:
+        """The solution of several groups of rows, and f at their latest evaluation."""
+        return record
 
     def solution(self) -> Solution:
         """The solution of all rows, with a value (B, D)."""

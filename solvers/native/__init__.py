@@ -168,6 +168,8 @@ class Turns:
         numbers: damping, the weight of the regularization, and a number to add to the Gram matrix's diagonal.
     """
 
+    refilled = False  # rows are replaced, and examined by :meth:`wait` only
+
     def __init__(
         self,
         problem: Problem,
@@ -235,12 +237,14 @@ class Turns:
             trial.data_ptr(), value.data_ptr(), following.data_ptr(),
         )  # fmt: skip
         before, self.running, self.trial = self.running, self.turn(self.at), following
-        if self.running < before and self.record.kept:
-            self.running += self._sharpen()
+        if self.running < before and not self.refilled:
+            self.running += self.wait()
         return self.running
 
-    def _sharpen(self) -> int:
+    def wait(self) -> int:
         """Let rows go on that have converged by single steps only; return how many. The others wait."""
+        if self.record.kept == 0:
+            return 0
         arrays = self.arrays
         samples = sharpen(arrays, self.record.damping, self.record.max_steps)
         done = (arrays["examined"][self.index] & (self.status != RUNNING)).nonzero().flatten()
@@ -250,11 +254,10 @@ class Turns:
     def put(self, places: Tensor, z: Tensor) -> None:
         """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
         self.trial.index_copy_(0, places, z)
-        samples = self.index[places]
-        self.counts[0, samples] = RUNNING
-        self.counts[1, samples] = 0
-        self.arrays["examined"][samples] = False
-        self.running += len(places)
+        samples = self._samples(places)
+        self.arrays["status"].index_fill_(0, samples, RUNNING)
+        self.arrays["evaluations"].index_fill_(0, samples, 0)
+        self.arrays["examined"].index_fill_(0, samples, False)
 
     def keep(self, stay: Tensor) -> bool:
         """Let only the rows ``stay`` go on."""
@@ -268,13 +271,24 @@ class Turns:
     @property
     def status(self) -> Tensor:
         """(n,) statuses of the rows."""
-        return self.counts[0].index_select(0, self.index)
+        status = self.arrays["status"]
+        return status if len(self.index) == len(status) else status.index_select(0, self.index)
 
-    def solution_of(self, places: Tensor) -> Solution:
-        """The solution of the rows ``places``, with a value (n, D)."""
-        samples = self.index[places]
-        best, counts = self.best[samples], self.counts.index_select(1, samples)
-        return self._solution(best, counts, self.numbers.index_select(1, samples))
+    def record_of(self, places: Tensor) -> tuple[Tensor, ...]:
+        """What is known of the rows ``places``, and f at their latest evaluation."""
+        samples = self._samples(places)
+        parts = [table.index_select(1, samples).T for table in (self.counts, self.numbers)]
+        image = cast(Tensor, self.value).index_select(0, places)
+        return image, self.best.index_select(0, samples), *parts
+
+    def read(self, record: tuple[Tensor, ...]) -> tuple[Solution, Tensor]:
+        """The solution of rows, and f at their latest evaluation."""
+        image, best, counts, numbers = record
+        return self._solution(best, counts.T, numbers.T), image
+
+    def _samples(self, places: Tensor) -> Tensor:
+        whole = len(self.index) == len(self.best)
+        return places if whole else self.index.index_select(0, places)
 
     def solution(self) -> Solution:
         """The solution of all samples, with a value (B, D)."""

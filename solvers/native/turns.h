@@ -280,7 +280,8 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   for (int64_t i = 0; i < size; i++) next[i] = z[i] + *scale * residual[i];
 }
 
-// How many of the rows go on; those that have ended wait at their best iterates, unless they are to be examined.
+// How many of the rows go on; those that have ended wait at their best iterates, or where they would go on if
+// they are to be examined.
 template <class T>
 int64_t turn(const Turns& all) {
   std::atomic<int64_t> running{0};
@@ -294,9 +295,12 @@ int64_t turn(const Turns& all) {
                 if (runs) turn_of<T>(all, row, b);
                 if (all.status[b] == RUNNING) {
                   own++;
-                } else if (!(runs && all.status[b] == CONVERGED && examined(all, b))) {
+                } else if (all.status[b] != CONVERGED || !examined(all, b)) {
                   const T* best = of<T>(all.best, b * size);
                   std::copy(best, best + size, of<T>(all.next, row * size));
+                } else if (!runs) {  // until it is examined, which may be later
+                  const T* trial = of<T>(all.trial, row * size);
+                  std::copy(trial, trial + size, of<T>(all.next, row * size));
                 }
               }
               running += own;
