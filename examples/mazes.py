@@ -1,27 +1,34 @@
 """Does a model trained on small mazes solve large ones if it iterates until its answer no longer changes?
 
-    python examples/mazes.py        # three seeds, about half an hour of one core
+    python examples/mazes.py        # three seeds, a process each
 
-A local update marks the path between two places. It is trained on mazes of 9 x 9 sites with random numbers
-of iterations, of which the last 6 to 12 have gradients, so that it learns to keep its answer. A second phase
-with more iterations penalises changes of a settled state. Left: the share of mazes whose path is right at
-every site, against the size, for this model, the same update trained with 30 iterations, and a convolutional
-network with equal parameters. Right: against the iterations. Below: a path that fills in.
+A local update marks the path between two places. It is trained on mazes of 9 x 9 sites so that its answers
+are fixed points that do not depend on the way to them: in each iteration noise is added to the state and a
+random part of the sites changes, half of the mazes start from random states or from answers to other mazes,
+and only the last 4 to 8 iterations have gradients. Left: the share of mazes whose path is right at every
+site, against the size, for this model, the same without noise, the same update trained and tested with 30
+iterations, and a convolutional network with equal parameters. Right: against the iterations. Below: a path
+that fills in.
 
 Two more kinds of mazes differ from those of training: trees with many short dead ends, and mazes with loops,
 where filling the dead ends leaves more than the path. Another column compares the answers with that rule.
 
 Source: Bansal et al., "End-to-end Algorithm Synthesis with Recurrent Networks" (2022),
-https://arxiv.org/abs/2202.05826; Knutson et al., "On Logical Extrapolation for Mazes with Recurrent and
-Implicit Networks" (2024), https://arxiv.org/abs/2410.03020.
+https://arxiv.org/abs/2202.05826; Anil et al., "Path Independent Equilibrium Models Can Better Exploit
+Test-Time Computation" (2022), https://arxiv.org/abs/2211.09961; random times of changes: Mordvintsev et
+al., "Growing Neural Cellular Automata" (2020), https://doi.org/10.23915/distill.00023; mazes with loops:
+Knutson et al., "On Logical Extrapolation for Mazes with Recurrent and Implicit Networks" (2024),
+https://arxiv.org/abs/2410.03020.
 """
 
 import random
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 from runner import Result, Table, columns, run
 from torch import Tensor, nn
@@ -34,36 +41,26 @@ Place = tuple[int, int]
 SIZES = (9, 15, 25, 39, 59, 99)
 TREES, BUSHES, LOOPS = "trees", "bushy trees", "loops"
 CONVERGED = "equilibrium, until it converges"
-SAME_DEPTH, CONTINUED = "trained with 30 iterations", "trained with 30, until it converges"
+WITHOUT = "trained without noise, until it converges"
+SAME_DEPTH = "trained and tested with 30 iterations"
 SAME_PARAMETERS = "network, equal parameters"
 KINDS = (TREES, BUSHES, LOOPS)
 LOOKS = {  # colours, and the kinds of mazes that are drawn
-    CONVERGED: ("C0", KINDS), SAME_DEPTH: ("C3", KINDS[:1]), CONTINUED: ("C4", KINDS[:1]),
+    CONVERGED: ("C0", KINDS), WITHOUT: ("C2", KINDS[:1]), SAME_DEPTH: ("C3", KINDS[:1]),
     SAME_PARAMETERS: ("C1", KINDS[:1]),
 }  # fmt: skip
 DEPTH = 30  # iterations of the rival in training
-WINDOW = (6, 12)  # iterations with gradients in training
-SETTLED = 30  # iterations after which the state should no longer change
+BEFORE = (0, 45)  # iterations without gradients in training
+WINDOW = (4, 8)  # iterations with gradients after them
 HOLES = 0.1  # share of the walls that are opened in mazes with loops
+RATE = 3e-3  # largest learning rate
+TOLERANCE = 1e-4  # of a solve
 LONGEST = 30  # limit of a solve, in iterations per site of a side
-SHOWN = (5, 10, 20, 40, 160)  # iterations of the pictures
-
-
-class Phase(NamedTuple):
-    """A part of training."""
-
-    share: float  # of the option ``steps``
-    rate: float  # largest learning rate
-    decay: float  # slope of its decay
-    before: int  # most iterations before those with gradients
-    weight: float  # of the mean squared change of a settled state
-
-
-PHASES = (Phase(1.0, 3e-3, 3.0, 25, 0.0), Phase(0.343, 1e-3, 1.0, 60, 3.0))
+SHOWN = (10, 40, 100, 250, 1000)  # iterations of the pictures
 
 
 class Mazes(NamedTuple):
-    """Inputs (M, 3, N, N): walls, the start, the end; targets (M, N, N), 1 on the path."""
+    """Inputs (M, 3, N, N): open sites, the start, the end; targets (M, N, N), 1 on the path."""
 
     inputs: Tensor
     targets: Tensor
@@ -121,9 +118,8 @@ def draw_maze(size: int, kind: str, draw: random.Random) -> tuple[Tensor, Tensor
         if len(path) == ahead[last] + 1:  # otherwise several paths are the shortest
             break
     inputs, target = torch.zeros(3, size, size), torch.zeros(size, size, dtype=torch.int64)
-    inputs[0] = 1.0
-    for i, j in opened:
-        inputs[0, i, j] = 0.0
+    for place in opened:
+        inputs[0][place] = 1.0
     inputs[1][first], inputs[2][last] = 1.0, 1.0
     for place in path:
         target[place] = 1
@@ -142,7 +138,7 @@ def fill_dead_ends(inputs: Tensor) -> Tensor:
     Returns the sites (M, N, N) that remain, int64.
     """
     cross = torch.tensor([[[[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]])
-    left, ends = 1 - inputs[:, :1], inputs[:, 1:].sum(1, keepdim=True)
+    left, ends = inputs[:, :1], inputs[:, 1:].sum(1, keepdim=True)
     while True:
         fewer = left * ((F.conv2d(left, cross, padding=1) + 9 * ends) > 1)
         if torch.equal(fewer, left):
@@ -151,67 +147,65 @@ def fill_dead_ends(inputs: Tensor) -> Tensor:
 
 
 class Cell(nn.Module):
-    """``z <- z + g (c - z)``: a gate g and a candidate c of each site from its neighbours and the maze.
-
-    Gates close where nothing is left to do, so states stay where they are.
-    """
+    """Return the next state of each open site from the states around it and the maze; walls stay zero."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.look = nn.Conv2d(channels + 3, channels, 3, padding=1)
-        self.decide = nn.Conv2d(channels, 2 * channels, 1)
+        self.decide = nn.Conv2d(channels, channels, 1)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         features = F.relu(self.look(torch.cat([z, x], 1)))
-        gate, candidate = self.decide(features).chunk(2, 1)
-        return torch.lerp(z, torch.tanh(candidate), torch.sigmoid(gate))
-
-
-class Still:
-    """A rule for the option ``stop``: the state changed by less than 3e-4 of its norm.
-
-    Closing gates let the state of a solved maze creep, so the estimated error of the state, which the
-    default rule includes, stays large after the answer is final.
-    """
-
-    def __init__(self) -> None:
-        self.before: Tensor | None = None
-
-    def __call__(self, z: Tensor) -> Tensor:
-        before = torch.zeros_like(z) if self.before is None else self.before
-        self.before = z
-        return (z - before).flatten(1).norm(dim=1) < 3e-4 * z.flatten(1).norm(dim=1)
+        return torch.tanh(self.decide(features)) * x[:, :1]
 
 
 class EquilibriumMaze(nn.Module):
-    """Logits (M, 2, N, N) after iterations of a cell from zero.
+    """Logits (M, 2, N, N) of a fixed point of a cell.
 
-    ``depth``: train with so many iterations and gradients through all of them, not with random numbers.
+    ``noise``: deviation of the noise that each iteration adds to the state in training. ``depth``: train
+    with so many iterations from zero and gradients through all of them instead.
     """
 
-    def __init__(self, channels: int, depth: int | None = None) -> None:
+    def __init__(self, channels: int, noise: float = 0.35, depth: int | None = None) -> None:
         super().__init__()
-        self.depth = depth
+        self.noise, self.depth = noise, depth
         init = lambda x: x.new_zeros(len(x), channels, *x.shape[2:])  # noqa: E731
         self.layer = DEQ.from_update(Cell(channels), init=init)
         self.readout = nn.Conv2d(channels, 2, 1)
+        self.last: Tensor | None = None  # states of the last training batch
 
-    def forward(self, x: Tensor, phase: Phase = PHASES[0]) -> tuple[Tensor, Tensor]:
-        """Return the logits after the iterations of a training batch, and the penalty of the phase."""
-        window = random.randint(*WINDOW)
-        count = window + random.randint(0, phase.before)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits for a training batch, and a penalty.
+
+        In an iteration each site changes with a probability that is drawn for each maze, half of them 1. A
+        quarter of the mazes starts from random states and a quarter from final ones of the last batch. The
+        penalty is the mean squared change in one more iteration of all sites.
+        """
+        update, z = self.layer.update, self.layer.init(x)  # type: ignore[operator]
         if self.depth is not None:
-            window = count = self.depth
-        z, penalty = self.layer.unrolled(count, window=window)(x), x.new_zeros(())
-        if phase.weight > 0 and count >= SETTLED:
-            penalty = phase.weight * (self.layer.update(z, x) - z).square().mean()
-        return self.readout(z), penalty
+            for _ in range(self.depth):
+                z = update(z, x)
+            return self.readout(z), x.new_zeros(())
+        part = len(x) // 4
+        z[:part] = torch.empty_like(z[:part]).uniform_(-1, 1)
+        if self.last is not None:
+            z[part : 2 * part] = self.last[torch.randperm(len(x))[:part]]
+        z = z * x[:, :1]
+        share = (0.5 + torch.rand(len(x), 1, 1, 1)).clamp(max=1)
+        window = random.randint(*WINDOW)
+        count = window + random.randint(*BEFORE)
+        for number in range(count):
+            with torch.set_grad_enabled(number >= count - window):
+                z = z + self.noise * torch.randn_like(z) * x[:, :1]
+                z = torch.where(torch.rand_like(x[:, :1]) < share, update(z, x), z)
+        self.last = z.detach()
+        return self.readout(z), (update(z, x) - z).square().mean()
 
     def solve(self, x: Tensor) -> solvers.Solution:
-        """Iterate until the state of each maze is still."""
+        """Iterate until the state of each maze converges."""
         return self.layer.solve(
-            x, solver=solvers.Forward(), tolerance=1e-3, max_steps=LONGEST * x.shape[2], adjoint=None,
-            stop=Still(), on_failure="ignore",
+            x, solver=solvers.Forward(), tolerance=solvers.Tolerance(TOLERANCE, patience=None),
+            max_steps=LONGEST * x.shape[2], adjoint=None, on_failure="ignore",
         )  # fmt: skip
 
 
@@ -230,23 +224,24 @@ class Network(nn.Module):
         )  # fmt: skip
         self.readout = nn.Conv2d(channels, 2, 1)
 
-    def forward(self, x: Tensor, phase: Phase = PHASES[0]) -> tuple[Tensor, Tensor]:
-        z = self.first(x)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.first(x) * x[:, :1]
         for layer in self.layers:
-            z = z + layer(z)
+            z = z + layer(z) * x[:, :1]
         return self.readout(z), x.new_zeros(())
 
 
-def train(model: Any, mazes: Mazes, steps: int, phase: Phase) -> None:
-    """Run steps of Adam with batches of 16 mazes."""
+def train(model: Any, mazes: Mazes, steps: int) -> float:
+    """Run steps of Adam with batches of 16 mazes; return the mean loss of the last tenth."""
     optimizer = torch.optim.Adam(model.parameters())
     losses: list[float] = []
     for number in range(steps):
         share = number / steps
-        factor = min(1.0, 20 * share + 0.05, phase.decay * (1 - share) + 0.02)
-        optimizer.param_groups[0]["lr"] = phase.rate * factor
+        optimizer.param_groups[0]["lr"] = RATE * min(
+            1.0, 20 * share + 0.05, 2.5 * (1 - share) + 0.02
+        )
         chosen = torch.randint(len(mazes.targets), (16,))
-        logits, penalty = model(mazes.inputs[chosen], phase)
+        logits, penalty = model(mazes.inputs[chosen])
         loss = F.cross_entropy(logits, mazes.targets[chosen])
         optimizer.zero_grad()
         (loss + penalty).backward()
@@ -254,7 +249,7 @@ def train(model: Any, mazes: Mazes, steps: int, phase: Phase) -> None:
         optimizer.step()
         losses.append(loss.item())
     last = losses[-max(1, steps // 10) :]
-    print(f"  {steps} steps, last loss {sum(last) / len(last):.4f}", flush=True)
+    return sum(last) / len(last)
 
 
 def equal(logits: Tensor, targets: Tensor) -> float:
@@ -263,11 +258,10 @@ def equal(logits: Tensor, targets: Tensor) -> float:
 
 
 def answer(model: Any, label: str, x: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Return the logits, the mean evaluations, and the share of mazes that came to rest."""
-    if label in (CONVERGED, CONTINUED):
+    """Return the logits, the mean evaluations, and the share of mazes whose state converged."""
+    if label in (CONVERGED, WITHOUT):
         end = model.solve(x)
-        still = (end.evaluations < LONGEST * x.shape[2]).double().mean().item()
-        mean = end.evaluations.double().mean().item()
+        still, mean = (v.double().mean().item() for v in (end.converged, end.evaluations))
         return model.readout(end.value), {"evaluations": mean, "still": still}
     depth = DEPTH if label == SAME_DEPTH else len(model.layers)
     return model(x)[0], {"evaluations": float(depth), "still": 0.0}
@@ -276,7 +270,7 @@ def answer(model: Any, label: str, x: Tensor) -> tuple[Tensor, dict[str, float]]
 def by_iterations(model: EquilibriumMaze, mazes: Mazes, seed: int) -> Table:
     """Return the share of mazes that are right after 1, 2, 4, ... iterations."""
     rows, size = Table(), mazes.targets.shape[1]
-    z, done = model.layer.init(mazes.inputs), 0  # type: ignore[operator]
+    z, done = None, 0
     for count in [2**k for k in range((LONGEST * size).bit_length())]:
         z = model.layer.unrolled(count - done)(mazes.inputs, z0=z)
         done = count
@@ -291,29 +285,27 @@ def filling(model: EquilibriumMaze, mazes: Mazes) -> tuple[Tensor, list[Tensor]]
     right = (model.readout(z[-1]).argmax(1) == mazes.targets).flatten(1).all(1)
     k = int((mazes.targets.sum((1, 2)) * right).argmax())
     x = mazes.inputs[k]
-    return x, [model.readout(each).softmax(1)[k, 1].where(x[0] == 0, torch.nan) for each in z]
+    return x, [model.readout(each).softmax(1)[k, 1].where(x[0] > 0, torch.nan) for each in z]
 
 
 def mazes(
-    steps: int = 3500,  # number of training steps
+    steps: int = 3000,  # number of training steps
     tests: int = 30,  # number of test mazes of each size, fewer of large ones
-    seeds: int = 3,  # number of trainings of each model
+    seeds: int = 3,  # number of trainings of each model, in parallel
     largest: int = 99,  # largest test size
     channels: int = 16,  # channels of the state
 ) -> Result:
-    measured, course, paths = Table(), Table(), list[Any]()
-    for seed in range(seeds):
-        rows, shares, path = one_seed(seed, steps, tests, largest, channels)
-        measured += rows
-        course += shares
-        paths.append(path)
-    return {"seeds": measured, "course": course}, draw(measured, course, paths[0])
+    trainings = (delayed(one_seed)(seed, steps, tests, largest, channels) for seed in range(seeds))
+    ends: list[Any] = list(Parallel(n_jobs=seeds)(trainings))
+    measured, course = (sum((end[part] for end in ends), Table()) for part in (0, 1))
+    return {"seeds": measured, "course": course}, draw(measured, course, ends[0][2])
 
 
 def one_seed(
     seed: int, steps: int, tests: int, largest: int, channels: int
 ) -> tuple[Table, Table, tuple[Tensor, list[Tensor]]]:
     """Train and test all models; return the rows of the two tables and a path that fills in."""
+    torch.set_num_threads(1)
     pool = draw_mazes(min(5000, 16 * steps), 9, TREES, 0)
     sizes = [size for size in SIZES if size <= largest]
     held = {
@@ -324,34 +316,35 @@ def one_seed(
         if kind == TREES or size <= 39
     }
     measured, course, path = Table(), Table(), (torch.empty(0), list[Tensor]())
-    # A step of the rival with 30 iterations has gradients through all of them.
-    contenders: list[tuple[Any, int, int, tuple[str, ...]]] = [
-        (lambda: EquilibriumMaze(channels), steps, 2, (CONVERGED,)),
-        (lambda: EquilibriumMaze(channels, DEPTH), (steps + 1) // 2, 1, (SAME_DEPTH, CONTINUED)),
-        (lambda: Network(3 * channels // 4, 2), steps, 1, (SAME_PARAMETERS,)),
-    ]
-    for build, number, phases, labels in contenders:
-        print(f"seed {seed}: {labels[0]}", flush=True)
+    contenders: dict[str, tuple[Any, int]] = {
+        CONVERGED: (lambda: EquilibriumMaze(channels), steps),
+        WITHOUT: (lambda: EquilibriumMaze(channels, noise=0.0), steps),
+        # A step of this rival takes more than twice as long: gradients pass through all iterations.
+        SAME_DEPTH: (lambda: EquilibriumMaze(channels, depth=DEPTH), (steps + 1) // 2),
+        SAME_PARAMETERS: (lambda: Network(3 * channels // 4, 2), steps),
+    }
+    for label, (build, number) in contenders.items():
         torch.manual_seed(seed)
         random.seed(seed)
         model = build()
-        for phase in PHASES[:phases]:
-            train(model, pool, round(phase.share * number), phase)
-        known = {"parameters": sum(each.numel() for each in model.parameters()), "seed": seed}
+        start = time.process_time()
+        loss = train(model, pool, number)
+        seconds = time.process_time() - start
+        print(f"seed {seed}, {label}: last loss {loss:.4f}, {seconds:.0f} s", flush=True)
+        known = {"seed": seed, "parameters": sum(each.numel() for each in model.parameters())}
         with torch.no_grad():
-            for label in labels:
-                for (size, kind), test in held.items():
-                    if label != CONVERGED and (size > 39 or kind != TREES):
-                        continue
-                    logits, row = answer(model, label, test.inputs)
-                    row["solved"] = equal(logits, test.targets)
-                    row["as_filling"] = equal(logits, fill_dead_ends(test.inputs))
-                    measured.append({"model": label, "kind": kind, "size": size} | known | row)
-                    print("  ", *measured[-1].values(), flush=True)
-            if labels == (CONVERGED,):
-                for size in sizes[1:3]:
+            for (size, kind), test in held.items():
+                if label != CONVERGED and kind != TREES:
+                    continue
+                logits, row = answer(model, label, test.inputs)
+                row["solved"] = equal(logits, test.targets)
+                row["as_filling"] = equal(logits, fill_dead_ends(test.inputs))
+                measured.append({"model": label, "kind": kind, "size": size} | known | row)
+                print("  ", *measured[-1].values(), flush=True)
+            if label == CONVERGED:
+                for size in sizes[-4:-1]:
                     course += by_iterations(model, held[size, TREES], seed)
-                path = filling(model, held[sizes[min(2, len(sizes) - 1)], TREES])
+                path = filling(model, held[sizes[-2], TREES])
     return measured, course, path
 
 

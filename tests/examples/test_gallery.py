@@ -407,8 +407,8 @@ def test_paths_through_mazes(size: int, load: Load) -> None:
     ends_of: dict[str, int] = {}
     for kind in (module.TREES, module.BUSHES, module.LOOPS):
         mazes = module.draw_mazes(20, size, kind, 0)
-        walls, ends = mazes.inputs[:, :1], mazes.inputs[:, 1:].sum(1, keepdim=True)
-        assert (ends.flatten(1).sum(1) == 2).all() and (walls * ends == 0).all()
+        opened, ends = mazes.inputs[:, :1], mazes.inputs[:, 1:].sum(1, keepdim=True)
+        assert (ends.flatten(1).sum(1) == 2).all() and (ends <= opened).all()
         left = module.fill_dead_ends(mazes.inputs)
         target = mazes.targets[:, None].float()
         degree = F.conv2d(target, cross, padding=1)
@@ -419,7 +419,6 @@ def test_paths_through_mazes(size: int, load: Load) -> None:
             assert size == 3 or (mazes.targets < left).any()
         else:
             assert torch.equal(mazes.targets, left)
-        opened = 1 - walls
         ends_of[kind] = int((opened * (F.conv2d(opened, cross, padding=1) == 1)).sum())
     assert size == 3 or ends_of[module.LOOPS] < ends_of[module.TREES] < ends_of[module.BUSHES]
 
@@ -427,26 +426,24 @@ def test_paths_through_mazes(size: int, load: Load) -> None:
 def dead_end_rule(module: Any) -> Any:
     """A model of mazes whose fixed point is the maze with filled dead ends, by weights set by hand.
 
-    State 0 becomes 1 inside of the maze, state 1 where a site is closed: at walls, where it was closed
-    before, and where at most one neighbour is inside and not closed, except for the ends.
+    State 0 becomes 1 at all open sites, state 1 where a site is closed: where it was closed before, and
+    where at most one neighbour is open and not closed, except for the ends.
     """
     model = module.EquilibriumMaze(4).double()
     cell = model.layer.update.function
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        look, decide, inside, closed, wall = cell.look, cell.decide, 0, 1, 4
-        look.bias[0] = 1.0
-        look.weight[1, wall, 1, 1] = 1.0
-        look.weight[2, closed, 1, 1], look.bias[2] = 1.0, -0.5
-        look.weight[3, inside, 1, 1], look.bias[3] = 2.0, -0.5
-        look.weight[3, wall + 1 :, 1, 1] = -9.0
+        look, decide, inside, closed, opened = cell.look, cell.decide, 0, 1, 4
+        look.weight[0, closed, 1, 1], look.bias[0] = 1.0, -0.5
+        look.bias[1] = 1.5
+        look.weight[1, opened + 1 :, 1, 1] = -9.0
         for i, j in ((0, 1), (1, 0), (1, 2), (2, 1)):
-            look.weight[3, inside, i, j], look.weight[3, closed, i, j] = -1.0, 1.0
-        decide.bias[:4] = 40.0  # open gates
-        decide.weight[4 + inside, 0] = decide.weight[4 + closed, 1:] = 40.0
-        model.readout.weight[:, closed] = torch.tensor([1.0, -1.0])[:, None, None]
-        model.readout.bias[1] = 1.0
+            look.weight[1, opened, i, j], look.weight[1, closed, i, j] = -1.0, 1.0
+        decide.bias[inside] = 40.0
+        decide.weight[closed, :2] = 40.0
+        model.readout.weight[1, inside], model.readout.weight[1, closed] = 1.0, -1.0
+        model.readout.bias[0] = 0.5
     return model
 
 
