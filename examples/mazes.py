@@ -1,6 +1,6 @@
 """Does a model trained on small mazes solve large ones if it iterates until its answer no longer changes?
 
-    python examples/mazes.py        # three seeds, a process each
+    python examples/mazes.py        # three seeds
 
 A local update marks the path between two places. It is trained on mazes of 9 x 9 sites so that its answers
 are fixed points that do not depend on the way to them: in each iteration noise is added to the state and a
@@ -291,60 +291,53 @@ def filling(model: EquilibriumMaze, mazes: Mazes) -> tuple[Tensor, list[Tensor]]
 def mazes(
     steps: int = 3000,  # number of training steps
     tests: int = 30,  # number of test mazes of each size, fewer of large ones
-    seeds: int = 3,  # number of trainings of each model, in parallel
+    seeds: int = 3,  # number of trainings of each model
     largest: int = 99,  # largest test size
     channels: int = 16,  # channels of the state
+    processes: int = 2,  # number of trainings at the same time
 ) -> Result:
-    trainings = (delayed(one_seed)(seed, steps, tests, largest, channels) for seed in range(seeds))
-    ends: list[Any] = list(Parallel(n_jobs=seeds)(trainings))
+    work = [(label, seed) for label in LOOKS for seed in range(seeds)]
+    trainings = (delayed(one_training)(*each, steps, tests, largest, channels) for each in work)
+    ends: list[Any] = list(Parallel(n_jobs=processes)(trainings))
     measured, course = (sum((end[part] for end in ends), Table()) for part in (0, 1))
-    return {"seeds": measured, "course": course}, draw(measured, course, ends[0][2])
+    return {"trainings": measured, "course": course}, draw(measured, course, ends[0][2])
 
 
-def one_seed(
-    seed: int, steps: int, tests: int, largest: int, channels: int
-) -> tuple[Table, Table, tuple[Tensor, list[Tensor]]]:
-    """Train and test all models; return the rows of the two tables and a path that fills in."""
+def one_training(
+    label: str, seed: int, steps: int, tests: int, largest: int, channels: int
+) -> tuple[Table, Table, tuple[Tensor, list[Tensor]] | None]:
+    """Train and test a model; return the rows of the two tables and a path that fills in."""
     torch.set_num_threads(1)
-    pool = draw_mazes(min(5000, 16 * steps), 9, TREES, 0)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # A step with gradients through all iterations takes more than twice as long.
+    number = (steps + 1) // 2 if label == SAME_DEPTH else steps
+    model: Any = {
+        CONVERGED: lambda: EquilibriumMaze(channels),
+        WITHOUT: lambda: EquilibriumMaze(channels, noise=0.0),
+        SAME_DEPTH: lambda: EquilibriumMaze(channels, depth=DEPTH),
+        SAME_PARAMETERS: lambda: Network(3 * channels // 4, 2),
+    }[label]()
+    start = time.process_time()
+    loss = train(model, draw_mazes(min(5000, 16 * steps), 9, TREES, 0), number)
+    seconds = time.process_time() - start
+    print(f"{label}, seed {seed}: last loss {loss:.4f}, {seconds:.0f} s", flush=True)
+    known = {"seed": seed, "parameters": sum(each.numel() for each in model.parameters())}
     sizes = [size for size in SIZES if size <= largest]
-    held = {
-        (size, kind): draw_mazes(-(-number // part), size, kind, seed + 1)
-        for kind, part in ((TREES, 1), (BUSHES, 2), (LOOPS, 2))
-        for size in sizes
-        for number in [min(tests, max(4, tests * 900 // size**2))]
-        if kind == TREES or size <= 39
-    }
-    measured, course, path = Table(), Table(), (torch.empty(0), list[Tensor]())
-    contenders: dict[str, tuple[Any, int]] = {
-        CONVERGED: (lambda: EquilibriumMaze(channels), steps),
-        WITHOUT: (lambda: EquilibriumMaze(channels, noise=0.0), steps),
-        # A step of this rival takes more than twice as long: gradients pass through all iterations.
-        SAME_DEPTH: (lambda: EquilibriumMaze(channels, depth=DEPTH), (steps + 1) // 2),
-        SAME_PARAMETERS: (lambda: Network(3 * channels // 4, 2), steps),
-    }
-    for label, (build, number) in contenders.items():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        model = build()
-        start = time.process_time()
-        loss = train(model, pool, number)
-        seconds = time.process_time() - start
-        print(f"seed {seed}, {label}: last loss {loss:.4f}, {seconds:.0f} s", flush=True)
-        known = {"seed": seed, "parameters": sum(each.numel() for each in model.parameters())}
-        with torch.no_grad():
-            for (size, kind), test in held.items():
-                if label != CONVERGED and kind != TREES:
-                    continue
+    measured, course, path = Table(), Table(), None
+    with torch.no_grad():
+        for kind in LOOKS[label][1]:
+            for size in sizes if kind == TREES else sizes[:4]:
+                most = min(tests, max(4, tests * 900 // size**2))
+                test = draw_mazes(most if kind == TREES else -(-most // 2), size, kind, seed + 1)
                 logits, row = answer(model, label, test.inputs)
                 row["solved"] = equal(logits, test.targets)
                 row["as_filling"] = equal(logits, fill_dead_ends(test.inputs))
                 measured.append({"model": label, "kind": kind, "size": size} | known | row)
                 print("  ", *measured[-1].values(), flush=True)
-            if label == CONVERGED:
-                for size in sizes[-4:-1]:
-                    course += by_iterations(model, held[size, TREES], seed)
-                path = filling(model, held[sizes[-2], TREES])
+                if label == CONVERGED and kind == TREES and size in sizes[-4:-1]:
+                    course += by_iterations(model, test, seed)
+                    path = filling(model, test)
     return measured, course, path
 
 

@@ -148,10 +148,10 @@ def rivals_have_equal_parameters(tables: Tables) -> None:
 
 
 def a_small_network_has_the_parameters_of_the_cell(tables: Tables) -> None:
-    parameters = column(tables["seeds"], "parameters", by="model")
+    parameters = column(tables["trainings"], "parameters", by="model")
     ours = parameters["equilibrium, until it converges"]
     assert parameters["network, equal parameters"] == pytest.approx(ours, rel=0.1)
-    assert set(column(tables["seeds"], "kind")) == {"trees", "bushy trees", "loops"}
+    assert set(column(tables["trainings"], "kind")) == {"trees", "bushy trees", "loops"}
     assert column(tables["course"], "iterations")[-1] > 30 * 15 / 2
 
 
@@ -251,7 +251,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], Any]]] = {
     "own_energy": ("--seeds 2 --epochs 1", layers_have_similar_sizes_and_converge),
     "easy_to_hard": ("--size 4 --steps 1 --tests 4 --seeds 1", rivals_have_equal_parameters),
     "mazes": (
-        "--steps 2 --tests 2 --seeds 1 --largest 15",
+        "--steps 2 --tests 2 --seeds 1 --largest 15 --processes 1",
         a_small_network_has_the_parameters_of_the_cell,
     ),
     "kinetic_vectors": (  # lengths of means stay below the radius
