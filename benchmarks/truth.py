@@ -227,7 +227,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if name.startswith("lasso") and name in default:
             mine = default[name]["solved"]
             add("solved by default, as by plain iteration", [(mine, name)], limit, least=True)
-    counts = [r["evaluations, median"] for n, r in default.items() if n.startswith("energy")]
+    counts = [r["evaluations, median"] for n, r in default.items() if n.startswith("energy x")]
     if counts:
         spread = max(counts) - min(counts) if all(map(math.isfinite, counts)) else math.inf
         add("evaluations of energies at all scales, spread", [(spread, f"{counts}")], 1.0)

@@ -40,8 +40,7 @@ def test_the_core_is_small() -> None:
 
 PACKAGES = ["solvers", "implicit_attn"] + [
     f"implicit_attn.{name}"
-    for name in sorted(public_names(implicit_attn))
-    if isinstance(getattr(implicit_attn, name), ModuleType)
+    for name in ("data", "energies", "models", "solvers", "studies", "updates", "weights")
 ]
 
 

@@ -69,9 +69,7 @@ def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Optio
     if plain and type(solver) is Anderson and turns.supports_cuda(first.z):
         return turns.Rows.of(problem, first, solver, options)
     if plain and (numbers := _in_cpp(first, solver)) is not None:
-        rows = Turns(problem, first, *numbers, options)
-        rows.refilled = True
-        return rows
+        return Turns(problem, first, *numbers, options)
     return Loop(problem, first, solver, options, refilled=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from solvers.core.judge import ROUNDINGS, sharpen
+from solvers.core.judge import ROUNDINGS
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.problem import Problem
 from solvers.core.rows import MODERATE_ABOVE, RUNNING, STEPS, Evaluation, should_shrink
@@ -134,7 +134,7 @@ def function(of: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[
 MOST = 64  # largest memory and number of parts, as in ``turns.h``
 FIELDS = (  # of ``Turns`` of ``turns.h``, in its order
     (
-        "trial value next index sizes mask z residual steps changes gram best score relative norm error room "
+        "trial value next index sizes mask z residual steps changes gram best score relative norm error "
         "limit bound scale milestone path norms caps gains anchor status evaluations rejected rejections "
         "count fork",
         ctypes.c_void_p,
@@ -168,8 +168,6 @@ class Turns:
         numbers: damping, the weight of the regularization, and a number to add to the Gram matrix's diagonal.
     """
 
-    refilled = False  # rows are replaced, and examined by :meth:`wait` only
-
     def __init__(
         self,
         problem: Problem,
@@ -188,7 +186,7 @@ class Turns:
         self.best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)
         steps, changes = start.new_empty(2, batch, kept, size).unbind()
         names = (
-            "score", "relative", "norm", "error", "room", "limit", "bound", "scale", "milestone", "path",
+            "score", "relative", "norm", "error", "limit", "bound", "scale", "milestone", "path",
         )  # fmt: skip
         self.numbers = start.new_empty(len(names), batch)
         singles = dict(zip(names, self.numbers.unbind(), strict=True))
@@ -216,8 +214,6 @@ class Turns:
             moderate=MODERATE_ABOVE[dtype], eps=rule.eps, fallen=rule.fallen, roundings=ROUNDINGS,
             progress=PROGRESS, drift=DRIFT,
         )  # fmt: skip
-        self.arrays["examined"] = torch.zeros_like(status, dtype=torch.bool)
-        self.running = batch  # rows that went on after the last move
         self.turn, self.at = function(engine(), "turn", dtype), ctypes.addressof(self.record)
 
     def evaluate(self) -> None:
@@ -236,20 +232,13 @@ class Turns:
         record.trial, record.value, record.next = (
             trial.data_ptr(), value.data_ptr(), following.data_ptr(),
         )  # fmt: skip
-        before, self.running, self.trial = self.running, self.turn(self.at), following
-        if self.running < before and not self.refilled:
-            self.running += self.wait()
-        return self.running
+        running = self.turn(self.at)
+        self.trial = following
+        return running
 
     def wait(self) -> int:
-        """Let rows go on that have converged by single steps only; return how many. The others wait."""
-        if self.record.kept == 0:
-            return 0
-        arrays = self.arrays
-        samples = sharpen(arrays, self.record.damping, self.record.max_steps)
-        done = (arrays["examined"][self.index] & (self.status != RUNNING)).nonzero().flatten()
-        self.trial[done] = self.best[self.index[done]]
-        return len(samples)
+        """No row that has ended goes on: a move examines those that would converge."""
+        return 0
 
     def put(self, places: Tensor, z: Tensor) -> None:
         """Replace the samples in the rows ``places`` (n,) by new ones that start at ``z`` (n, D)."""
@@ -257,7 +246,6 @@ class Turns:
         samples = self._samples(places)
         self.arrays["status"].index_fill_(0, samples, RUNNING)
         self.arrays["evaluations"].index_fill_(0, samples, 0)
-        self.arrays["examined"].index_fill_(0, samples, False)
 
     def keep(self, stay: Tensor) -> bool:
         """Let only the rows ``stay`` go on."""

@@ -2,6 +2,7 @@
 // same decisions in torch: solvers/core/judge.py and loop.py; the same step: solvers/methods/anderson.py.
 #pragma once
 #include <limits>
+#include <vector>
 
 #include "sums.h"
 
@@ -22,7 +23,6 @@ struct Turns {
   void *steps, *changes, *gram;   // (B, kept, D) twice, (B, kept, kept): differences, as a ring
   void* best;                     // (B, D)
   void *score, *relative, *norm, *error;         // (B,) of the best iterate
-  void* room;                     // (B,) by which its error may grow within the tolerance
   void *limit, *bound, *scale, *milestone, *path;  // (B,) as Rows has them
   void *norms, *caps, *gains;     // (B, L) twice, (B, L, remembered)
   void* anchor;                   // (B, D), or null where no sample can stall
@@ -42,33 +42,114 @@ inline const T* of(const void* array, int64_t at) {
   return static_cast<const T*>(array) + at;
 }
 
-// The step of sample b from z with this residual, which stands in `next` and is replaced by the next point.
+// Store the newest difference of sample b, at z with this residual; return how many are stored.
 template <class T>
-inline void anderson(const Turns& all, int64_t b, const T* z, T moved, T* next) {
+inline int64_t store(const Turns& all, int64_t b, const T* z, const T* residual, T moved) {
+  const int64_t size = all.size, kept = all.kept, slot = all.count[b] % kept;
+  const int64_t filled = ++all.count[b] < kept ? all.count[b] : kept;
+  const T damping = static_cast<T>(all.damping), ridge = static_cast<T>(all.ridge);
+  const T *z_before = of<T>(all.z, b * size), *residual_before = of<T>(all.residual, b * size);
+  T *steps = of<T>(all.steps, b * kept * size), *changes = of<T>(all.changes, b * kept * size);
+  T *gram = of<T>(all.gram, b * kept * kept), *step = steps + slot * size, *change = changes + slot * size;
+  T row[MOST];
+#pragma omp simd
+  for (int64_t i = 0; i < size; i++) {
+    const T difference = residual[i] - residual_before[i];
+    change[i] = difference;
+    step[i] = z[i] - z_before[i] + damping * difference;
+  }
+  dots(changes, change, filled, size, row);
+  // A difference of zero gets the weight zero.
+  row[slot] = row[slot] * (1 + ridge) + ridge * moved * moved + static_cast<T>(all.tiny);
+  for (int64_t j = 0; j < filled; j++) gram[slot * kept + j] = gram[j * kept + slot] = row[j];
+  return filled;
+}
+
+// How far the gain of a combination of the stored steps exceeds that of any of them: span_factor in judge.py.
+template <class T>
+inline T span_factor(const Turns& all, int64_t b, int64_t filled) {
+  constexpr double RESOLUTION = 1e-6;  // as in judge.py
+  const int64_t size = all.size, kept = all.kept, m = filled;
+  const T damping = static_cast<T>(all.damping);
+  const T *steps = of<T>(all.steps, b * kept * size), *changes = of<T>(all.changes, b * kept * size);
+  const T* gram = of<T>(all.gram, b * kept * kept);
+  std::vector<T> moves(m * size);
+  for (int64_t i = 0; i < m * size; i++) moves[i] = steps[i] - damping * changes[i];
+  std::vector<double> numbers(4 * m * m), unit(m);
+  double *own = numbers.data(), *root = own + m * m, *power = root + m * m, *squared = power + m * m;
+  for (int64_t i = 0; i < m; i++) {
+    // The diagonal of the Gram matrix is that of the regularised system.
+    const double square = dot(changes + i * size, changes + i * size, size);
+    unit[i] = square > 0 ? 1 / std::sqrt(square) : 0;
+  }
+  double single = 0;
+  for (int64_t i = 0; i < m; i++) {
+    T row[MOST];
+    dots(moves.data(), moves.data() + i * size, i + 1, size, row);
+    for (int64_t j = 0; j <= i; j++) {
+      own[i * m + j] = own[j * m + i] = unit[i] * unit[j] * row[j];
+      root[i * m + j] = unit[i] * unit[j] * gram[i * kept + j];
+    }
+    root[i * m + i] = 1 + RESOLUTION;
+    single = std::fmax(single, own[i * m + i]);
+  }
+  for (int64_t i = 0; i < m; i++)  // Cholesky's factor, in place
+    for (int64_t j = 0; j <= i; j++) {
+      double rest = root[i * m + j];
+      for (int64_t k = 0; k < j; k++) rest -= root[i * m + k] * root[j * m + k];
+      root[i * m + j] = i == j ? std::sqrt(rest) : rest / root[j * m + j];
+    }
+  for (int turn = 0; turn < 2; turn++) {  // own = root^-1 own root^-T, one side after the other
+    for (int64_t i = 0; i < m; i++)
+      for (int64_t j = 0; j < m; j++) {
+        double rest = own[i * m + j];
+        for (int64_t k = 0; k < i; k++) rest -= root[i * m + k] * squared[k * m + j];
+        squared[i * m + j] = rest / root[i * m + i];
+      }
+    for (int64_t i = 0; i < m; i++)
+      for (int64_t j = 0; j < m; j++) own[i * m + j] = squared[j * m + i];
+  }
+  // The largest eigenvalue of the ratio: a column of its power is near the eigenvector.
+  std::copy(own, own + m * m, power);
+  for (int turn = 0; turn < 5; turn++) {
+    double trace = 0;
+    for (int64_t i = 0; i < m; i++) trace += power[i * m + i];
+    for (int64_t i = 0; i < m; i++)
+      for (int64_t j = 0; j < m; j++) {
+        double sum = 0;
+        for (int64_t k = 0; k < m; k++) sum += power[i * m + k] * power[k * m + j];
+        squared[i * m + j] = sum / (trace * trace);
+      }
+    std::swap(power, squared);
+  }
+  int64_t most = 0;
+  for (int64_t i = 1; i < m; i++)
+    if (power[i * m + i] > power[most * m + most]) most = i;
+  double above = 0, below = 0;
+  for (int64_t i = 0; i < m; i++) {
+    double sum = 0;
+    for (int64_t k = 0; k < m; k++) sum += own[i * m + k] * power[k * m + most];
+    above += sum * power[i * m + most];
+    below += power[i * m + most] * power[i * m + most];
+  }
+  const double factor = std::sqrt(above / below / single);
+  return std::isfinite(factor) ? static_cast<T>(std::fmax(factor, 1.0)) : T(1);
+}
+
+// The step of sample b from z with this residual, which stands in `next` and is replaced by the next point. The
+// newest difference may have been stored before: then `filled` are there.
+template <class T>
+inline void anderson(const Turns& all, int64_t b, const T* z, T moved, int64_t filled, T* next) {
   const int64_t size = all.size, kept = all.kept;
   const T damping = static_cast<T>(all.damping);
   T *z_before = of<T>(all.z, b * size), *residual_before = of<T>(all.residual, b * size);
   T weights[MOST];
   T* steps = of<T>(all.steps, b * kept * size);
-  int64_t filled = 0;
   if (kept > 0 && all.evaluations[b] > 1) {
-    T system[MOST * MOST], row[MOST];
-    T *changes = of<T>(all.changes, b * kept * size), *gram = of<T>(all.gram, b * kept * kept);
-    const int64_t slot = all.count[b] % kept;
-    filled = ++all.count[b] < kept ? all.count[b] : kept;
-    T *step = steps + slot * size, *change = changes + slot * size;
-#pragma omp simd
-    for (int64_t i = 0; i < size; i++) {
-      const T difference = next[i] - residual_before[i];
-      change[i] = difference;
-      step[i] = z[i] - z_before[i] + damping * difference;
-    }
-    dots(changes, change, filled, size, row);
+    T system[MOST * MOST];
+    const T *changes = of<T>(all.changes, b * kept * size), *gram = of<T>(all.gram, b * kept * kept);
+    filled = filled ? filled : store(all, b, z, next, moved);
     dots(changes, next, filled, size, weights);
-    // A difference of zero gets the weight zero.
-    const T ridge = static_cast<T>(all.ridge);
-    row[slot] = row[slot] * (1 + ridge) + ridge * moved * moved + static_cast<T>(all.tiny);
-    for (int64_t j = 0; j < filled; j++) gram[slot * kept + j] = gram[j * kept + slot] = row[j];
     for (int64_t i = 0; i < filled; i++)
       for (int64_t j = 0; j < filled; j++) system[i * MOST + j] = gram[i * kept + j];
     solve(system, weights, filled, MOST);
@@ -159,9 +240,6 @@ inline int64_t given_up(const Turns& all, int64_t b, T norm, bool finite) {
   return finite ? STALLED : NONFINITE;
 }
 
-// Whether a sample that converges now is examined by solvers/core/judge.py: sharpen.
-inline bool examined(const Turns& all, int64_t b) { return all.kept > 0 && all.evaluations[b] > all.remembered; }
-
 template <class T>
 inline T length(T a, T b) {  // of the vector (a, b); exact where one of them is zero
   return a == 0 ? b : b == 0 ? a : static_cast<T>(std::hypot(static_cast<double>(a), static_cast<double>(b)));
@@ -242,13 +320,19 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     if (accepted) norms_before[l] = own.residual;
   }
   if (accepted) *bound = norm;
+  int64_t filled = 0;  // stored differences, once the newest one is among them
+  if (converged && all.kept > 0 && evaluation > remembered) {
+    filled = store(all, b, trial, next, moved);
+    const T factor = span_factor<T>(all, b, filled);
+    converged = factor <= room;
+    error = std::fmin(error * factor, most);
+  }
   if (converged || (accepted && score < *best_score)) {
     std::copy(trial, trial + size, best);
     *best_score = score;
     *of<T>(all.relative, b) = relative;
     *of<T>(all.norm, b) = norm;
     *of<T>(all.error, b) = error;
-    *of<T>(all.room, b) = room;
   }
   int64_t status = converged ? CONVERGED : accepted ? RUNNING : given_up<T>(all, b, norm, finite);
   if (!accepted) all.rejected[b]++;
@@ -267,12 +351,11 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     std::copy(here, here + size, anchor);
   }
   all.status[b] = status;
-  // One that has converged is examined further, and may go on.
-  if (status != RUNNING && !(status == CONVERGED && examined(all, b))) return;
+  if (status != RUNNING) return;
   if (accepted) {
     if (all.rejections[b] > 0) *scale = std::fmin(2 * *scale, T(1));
     all.rejections[b] = 0;
-    return anderson(all, b, trial, moved, next);
+    return anderson(all, b, trial, moved, filled, next);
   }
   // A shortened step along the last residual; the differences are forgotten.
   if (++all.rejections[b] > 1) *scale /= 2;
@@ -280,8 +363,7 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
   for (int64_t i = 0; i < size; i++) next[i] = z[i] + *scale * residual[i];
 }
 
-// How many of the rows go on; those that have ended wait at their best iterates, or where they would go on if
-// they are to be examined.
+// How many of the rows go on; those that have ended wait at their best iterates.
 template <class T>
 int64_t turn(const Turns& all) {
   std::atomic<int64_t> running{0};
@@ -291,16 +373,12 @@ int64_t turn(const Turns& all) {
               int64_t own = 0;
               for (int64_t row = begin; row < end; row++) {
                 const int64_t b = all.index[row];
-                const bool runs = all.status[b] == RUNNING;
-                if (runs) turn_of<T>(all, row, b);
+                if (all.status[b] == RUNNING) turn_of<T>(all, row, b);
                 if (all.status[b] == RUNNING) {
                   own++;
-                } else if (all.status[b] != CONVERGED || !examined(all, b)) {
+                } else {
                   const T* best = of<T>(all.best, b * size);
                   std::copy(best, best + size, of<T>(all.next, row * size));
-                } else if (!runs) {  // until it is examined, which may be later
-                  const T* trial = of<T>(all.trial, row * size);
-                  std::copy(trial, trial + size, of<T>(all.next, row * size));
                 }
               }
               running += own;

@@ -469,7 +469,7 @@ def argument(message: str, **arguments: Any) -> tuple[Callable[[], object], str]
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     option(EquilibriumBlock, "did you mean hidden", hiden=3),
     option(EquilibriumBlock, "nhead is called heads here", nhead=3),
-    option(EquilibriumBlock, "no argument 'elephant'$", elephant=3),
+    option(EquilibriumBlock, "no argument 'elephant'; options of the equilibrium layer", elephant=3),
     option(EquilibriumBlock, "did you mean max_steps", layer={"max_step": 3}),
     (lambda: EquilibriumBlock(8, 2)(X, tolerence=1e-2), "did you mean tolerance"),
     option(EquilibriumBlock, "curvature", curvature=(0.6, 0.4)),
