@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -35,7 +36,7 @@ from solvers.core.modes import (
     uncompiled,
     without_autocast,
 )
-from solvers.core.problem import JacobianProduct, Problem, pullback
+from solvers.core.problem import JacobianProduct, Problem, RootUpdate, minus_identity, pullback
 from solvers.core.rows import Evaluation, merge_rows, scaled_norm, small_dtype
 from solvers.core.solution import (
     AdjointReport,
@@ -93,12 +94,13 @@ class _AtSolution(Adjoint):
         point = _point(z, problem.tensors)
         # What a compiler makes of f has no repeated products with the Jacobian.
         with uncompiled() if isinstance(self, Implicit) else nullcontext():
-            image = problem.masked_map(point)
+            image, residual, evaluated = problem.recorded_point(point)
         if check is not None:
-            check(problem.point(z, image.detach()), kept)
+            check(evaluated, kept)
         if not _differentiable(problem, image, point):
             return value
-        attached = self.attach_at(problem, point, image, solution, goal, kept)
+        output = residual if problem.unit_free and isinstance(self, Implicit) else image
+        attached = self.attach_at(problem, point, output, solution, goal, kept)
         return attached if kept is None else torch.where(kept[:, None], attached, value)
 
     @abstractmethod
@@ -113,7 +115,8 @@ class _AtSolution(Adjoint):
     ) -> Tensor:
         """Return ``point`` with its gradient, where ``image = f(point)`` is recorded.
 
-        Samples that are not ``kept`` (B,) bool have no gradient.
+        For :class:`Implicit` it is :meth:`solvers.core.problem.Problem.differentiated`. Samples that are not
+        ``kept`` (B,) bool have no gradient.
         """
 
 
@@ -293,7 +296,10 @@ def failures(solution: Solution) -> Tensor:
 
 @dataclass(eq=False)
 class Linearization:
-    """One evaluation ``image = f(point)``, recorded in the caller's graph, and the adjoint solves with it."""
+    """One evaluation, recorded in the caller's graph, and the adjoint solves with it.
+
+    ``image`` is what :meth:`solvers.core.problem.Problem.differentiated` returns at ``point``.
+    """
 
     adjoint: Implicit
     problem: Problem
@@ -335,7 +341,7 @@ class Linearization:
             if self.compiled:
                 with torch.enable_grad():
                     point = point.detach().requires_grad_()
-                    image = self.problem.masked_map(point)
+                    image = self.problem.differentiated(point)
         g = g if self.kept is None else g.masked_fill(~self.kept[:, None], 0.0)
         wide = small_dtype(g.dtype)
         size = scaled_norm(g).to(wide)
@@ -367,16 +373,18 @@ class Linearization:
         """Solve ``u = unit + product(u)`` for the scaled right-hand sides ``unit`` (B, D)."""
         most, chosen = self.adjoint.max_steps, self.adjoint.solver
 
+        free = self.problem.unit_free
+        operator = minus_identity(product, free, dtype)
+
         def image(u: Tensor) -> Tensor:
-            return product(u.to(dtype)).to(u.dtype)
+            return unit + (u - operator(u) if free else product(u.to(dtype)).to(u.dtype))
 
         by_krylov = partial(
-            solve_linear, lambda v: v - image(v), tolerance=allowed, compact=False,
-            on_failure="ignore",
-        )  # fmt: skip
+            solve_linear, operator, tolerance=allowed, compact=False, on_failure="ignore"
+        )
         if chosen is not None:
             return by_krylov(unit, solver=chosen, max_steps=most)
-        problem = Problem(lambda u: unit + image(u), Layout.of(unit), compact=False)
+        problem = Problem(image, Layout.of(unit), compact=False)
         first = problem.point(torch.zeros_like(unit), unit)  # needs no product
         # MINRES needs the fewest products that are possible; Anderson's are as few up to its memory.
         symmetric = self.problem.symmetric
@@ -399,16 +407,21 @@ class Linearization:
         return replace(merge_rows(better, second, found), steps=steps, evaluations=spent)
 
     def evaluate(self, z: Tensor, sources: Sequence[Tensor]) -> Tensor:
-        """Return ``f(z)`` (B, D), where f reads ``sources`` as its arguments and parameters."""
+        """Return the image at z (B, D), where f reads ``sources`` as its arguments and parameters."""
         given = iter(sources)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         problem = replace(self.problem, args=pytree.tree_unflatten(leaves, self.spec))
         module = module_of(self.problem.f)
         if module is not None and self.names:
-            caller = Caller(self.problem.f, module)
             weights = {f"module.{n}": t for n, t in zip(self.names, given, strict=True)}
-            problem.f = lambda *args: functional_call(caller, weights, args)
-        return problem.masked_map(z)
+            f: Any = problem.f
+            caller = Caller(f.joint if problem.unit_free else f, module)
+            call = lambda *args: functional_call(caller, weights, args)  # noqa: E731
+            if problem.unit_free:
+                f = copy(f)
+                f.joint = call
+            problem.f = f if problem.unit_free else call
+        return problem.differentiated(z)
 
     def differentiable(
         self, g: Tensor, z: Tensor, sources: list[Tensor], needed: Sequence[bool]
@@ -434,13 +447,14 @@ class Linearization:
             with torch.no_grad():
                 u = self.solve(g.detach(), image, point)
             layout = Layout.of(u)
+            f = RootUpdate(_Pulled(self)) if self.problem.unit_free else _Pulled(self)
             pulled = Problem(
-                _Pulled(self), layout, (g, z, *sources), compact=False,
+                f, layout, (g, z, *sources), compact=False,
                 symmetric=self.problem.symmetric,
             )  # fmt: skip
             at = _point(u, pulled.tensors)
             linear = Linearization(
-                self.adjoint, pulled, at, pulled.image(at), self.tolerance, self.report,
+                self.adjoint, pulled, at, pulled.differentiated(at), self.tolerance, self.report,
                 origin=self.origin,
             )  # fmt: skip
             u = linear.attach() if linear.image.requires_grad else u
@@ -503,7 +517,10 @@ class _Attached(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Pulled:
-    """The map ``u -> g + J(z, sources)^T u``, whose fixed point is the solution of the adjoint system."""
+    """The map ``u -> g + J(z, sources)^T u``, whose fixed point is the solution of the adjoint system.
+
+    Where the residual is in units of its own it is ``u -> (I - J)^T u - g``, whose root is the solution.
+    """
 
     linear: Linearization
 
@@ -515,7 +532,10 @@ class _Pulled:
         if image.requires_grad:
             (product,) = torch.autograd.grad(image, z, u, create_graph=True, allow_unused=True)
             value = g if product is None else g + product
-        return value if linear.kept is None else value.masked_fill(~linear.kept[:, None], 0.0)
+        free = linear.problem.unit_free
+        if linear.kept is not None:
+            value = value.where(linear.kept[:, None], -u if free else 0.0)
+        return -value if free else value
 
 
 class Gate:
@@ -636,16 +656,12 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def module_of(f: Any) -> nn.Module | None:
-    """Return the module that ``f`` is, calls as ``update`` or ``energy``, or is a method of."""
+    """Return the module that ``f``, or its ``update``, ``energy`` or ``function``, is or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    homes = [f]
-    for name in ("update", "energy", "function", "__self__"):
-        homes.append(getattr(f, name, None))
-    for home in homes:
-        if isinstance(home, nn.Module):
-            return home
-    return None
+    parts = [f, *(getattr(f, name, None) for name in ("update", "energy", "function"))]
+    homes = chain.from_iterable((part, getattr(part, "__self__", None)) for part in parts)
+    return next((home for home in homes if isinstance(home, nn.Module)), None)
 
 
 class Caller(nn.Module):

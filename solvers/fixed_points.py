@@ -181,7 +181,7 @@ def fixed_point(
     )
 
     def check(point: Evaluation, among: Tensor | None = None) -> None:
-        verify_value(solution, point, goal.allowed(problem.unit_free), goal.precision, among)
+        verify_value(solution, point, goal, problem.unit_free, among)
 
     if graded:
         assert adjoint is not None

@@ -320,8 +320,7 @@ class Queue:
             if image is None or self.apart:
                 image = problem.evaluate(solution.value)
             point = problem.point(solution.value, image) if isinstance(image, Tensor) else image
-            allowed, precision = self.goal.allowed(problem.unit_free), self.goal.precision
-            verify_value(solution, point, allowed, precision)
+            verify_value(solution, point, self.goal, problem.unit_free)
             self.apart = bool((solution.status == Status.INCONSISTENT).any())
         set_bound(solution, self.f)
         return ended.index, solution

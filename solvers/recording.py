@@ -1,7 +1,7 @@
-"""Fixed points as recorded CUDA graphs: a solve and its gradients are five recordings that are replayed.
+"""Fixed points as recorded CUDA graphs: the parts of a solve and of its gradients are replayed.
 
 :class:`Recorder` stands in the place of :func:`solvers.fixed_point` for the map of one layer. The
-recordings are ``start``, ``turn``, ``linearise``, ``adjoint`` and ``gradients``; the host reads one number
+recordings are the methods that :class:`RecordedSolve` lists; the host reads one number
 after each turn. On a CPU, where tests run this code, a recording is a plain call.
 """
 
@@ -36,6 +36,8 @@ from solvers.core.solution import (
     Tolerance,
     apply_policy,
 )
+from solvers.core.verify import verify
+from solvers.fixed_points import set_bound
 from solvers.methods.anderson import Anderson
 from solvers.methods.turns import Rows, Turns, descended
 
@@ -167,14 +169,10 @@ class RecordedSolve:
             "sizes": self.layout.sizes,
             "eps": max(torch.finfo(kind).eps for kind in kinds),
         }
-        gradient_step = isinstance(f, EnergyUpdate) and f.step_size is not None
-        self.turns = Turns(
-            self.z0, options.solver, options.max_steps, unit_free=gradient_step, **given
-        )
+        unit_free = isinstance(f, EnergyUpdate) and f.step_size is not None
+        self.turns = Turns(self.z0, options.solver, options.max_steps, unit_free=unit_free, **given)
         self.caller, self.module, self.modules = Caller(f, module), module, list(module.modules())
-        runs: list[Callable[[], object]] = [self._start, self._turn]
-        if isinstance(f, EnergyUpdate):
-            runs.append(self._compare_energies)
+        runs: list[Callable[[], object]] = [self._start, self._turn, self._examine, self._measure]
         if options.adjoint is not None:
             most, method = options.adjoint.max_steps, Anderson()
             self.adjoint_turns = Turns(self.z0, method, max(most, 2), **given)
@@ -206,14 +204,32 @@ class RecordedSolve:
 
     def _turn(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
-            self.value = self.layout.vector(self.map(self._state(self.turns.z), *self.prepared))
+            z, free = self.turns.z.to(self.dtype), self.turns.unit_free
+            self.problem = Problem(self.map, self.layout, self.prepared, mask=self.mask)
+            self.value, _, gradient = self.problem.joint(z, energies=free)
+            if free:
+                self.value = self.problem.residual(z, self.value, gradient)
         with torch.no_grad():
             self.turns.turn(self.value)
 
-    def _compare_energies(self) -> None:
+    def _examine(self) -> None:
+        """Whether the ordinary loop must solve a sample, and whether one has not converged.
+
+        It must where a sample failed, where its residual is no longer that with which it converged, because
+        it depends on other samples, and that of an energy unless it converged and the energy is not higher.
+        """
         with torch.no_grad(), self._autocast(), within(recording=True):
-            self.energy = self._energy(self.turns.kept.to(self.dtype))
-            self.descended = descended(self.turns, self.energy_before, self.energy)
+            failed = self.turns.status > int(Status.MAX_STEPS)
+            if isinstance(self.f, EnergyUpdate):
+                self.energy = self._energy(self.turns.kept.to(self.dtype))
+                failed = ~descended(self.turns, self.energy_before, self.energy)
+            failed = failed | self.turns.changed(self.value)
+            self.examined = torch.stack((failed, self.turns.status != Status.CONVERGED)).any(1)
+
+    def _measure(self) -> None:
+        """Evaluate the map once more, at the values of all samples."""
+        with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
+            self.measured = self.problem.evaluate(self.turns.kept.to(self.dtype))
 
     def _energy(self, z: Tensor) -> Tensor:
         assert isinstance(self.f, EnergyUpdate)
@@ -278,21 +294,21 @@ class RecordedSolve:
                 self.mask.copy_(mask)
         self.version += 1
 
-    def solve(self, tolerance: Tolerance) -> Solution | None:
+    def solve(self, goal: Goal) -> Solution | None:
         """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
-        self.turns.set_tolerance(tolerance)
+        self.turns.set_tolerance(goal.tolerance)
         self.replay("_start")
         self._until_done("_turn", self.turns)
-        if isinstance(self.f, EnergyUpdate):
-            self.replay("_compare_energies")
-        failed, energy = self.turns.status > int(Status.MAX_STEPS), None
-        if isinstance(self.f, EnergyUpdate):  # the ordinary loop has a better method for these
-            failed = ~self.descended
-            energy = self.energy.clone()
-        if bool(failed.any()):
+        self.replay("_examine")
+        failed, unsolved = self.examined.tolist()
+        if failed:
             return None
         solution = self.turns.solution()
+        energy = self.energy.clone() if isinstance(self.f, EnergyUpdate) else None
         solution.value, solution.energy = solution.value.to(self.dtype), energy
+        if unsolved:  # whose best iterates were not the last ones
+            self.replay("_measure")
+            verify(solution, self.measured, goal, self.turns.unit_free)
         return solution
 
     def pull_back(self, cotangent: Tensor, tolerance: Tolerance) -> tuple[Solution, list[Tensor]]:
@@ -472,7 +488,7 @@ class Recorder:
         goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
         goal.resolve(recorded.options.used)
         recorded.load(None if z0 is None else layout.vector(z0), tensors, mask)
-        solution = recorded.solve(goal.tolerance)
+        solution = recorded.solve(goal)
         if solution is None:
             return None
         if chosen.adjoint is not None:
@@ -481,6 +497,7 @@ class Recorder:
             call = _Call(recorded, recorded.version, solution.adjoint, own, mask, f)
             value: Any = _Recorded.apply(call, solution.value, *tensors, *parameters)
             solution.value = value
+        set_bound(solution, f)
         solution.value = layout.tree(solution.value)
         apply_policy(solution, options["on_failure"], goal.what, f)
         return solution

@@ -24,7 +24,8 @@ steps (:meth:`solvers.core.loop.Solver.pairs`) are judged by it.
 
 The residual of a gradient step of an energy, or of a root, is in units of its own. There the error alone
 decides, against ``max(rtol |z|, atol)``: at two accepted points in a row, or at one after at least four steps
-if the residual has fallen to a hundredth. With ``rtol = 0`` the residual alone decides, against ``atol``.
+if the residual has fallen to a hundredth. A change of such a residual counts as at least one rounding unit of
+it. With ``rtol = 0`` the residual alone decides, against ``atol``.
 
 The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. Where
 a sample stalls, diverges or runs out of evaluations is decided in ``core/loop.py``. The same rules in C++:
@@ -134,6 +135,12 @@ def estimated_error(point: Evaluation, gain: Tensor) -> Tensor:
     largest = gain.amax(2)
     error = torch.where(largest == 0, torch.inf, point.norms * largest)
     return error.masked_fill(point.norms == 0, 0.0)
+
+
+def stiffness(gain: Tensor) -> Tensor:
+    """(B,) the inverse of the smallest of the gains (B, L, STEPS), 0 where none is known."""
+    inverse = torch.where(gain > 0, 1 / gain, 0.0)
+    return inverse.flatten(1).amax(1)
 
 
 def span_factor(steps: Tensor, changes: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.judge import Rule, estimated_error, relative_error, span_factor
+from solvers.core.judge import Rule, estimated_error, relative_error, span_factor, stiffness
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -283,6 +283,8 @@ class Loop:
                 self.solver.window > 0
             )
             changed = torch.where((fallen > 0) & plain, fallen, changed)
+            if self.rule.unit_free:  # smaller changes are hidden by rounding
+                changed = changed.maximum(self.rule.eps * last.norms)
             known = moved > self.rule.eps * trial.references  # not only by rounding
             known = known if accepted is None else known & accepted[:, None]
             slot = count % STEPS
@@ -519,6 +521,7 @@ class Loop:
             error=rows.best.error,
             energy=rows.best.energy,
             trace=self.trace,
+            stiffness=stiffness(rows.gains) if self.rule.unit_free else None,
         )
 
     def _note(self, count: int) -> None:

@@ -249,16 +249,10 @@ class Problem:
     ) -> Evaluation:
         """The evaluation ``value`` = f(z), (B, D) both, with its residual and norms.
 
-        For a root, ``gradient`` is F(z). The residual of a root, and that of a gradient step, are computed
-        from it, because the difference to z would be rounded to the size of z.
+        For a root, ``gradient`` is F(z).
         """
-        if gradient is None or not self.unit_free:
-            residual = value - z
-        elif isinstance(self.f, RootUpdate):
-            residual, gradient = -gradient, None
-        else:
-            residual = gradient * -self.gradient_step
-        scale = z if self.unit_free else value
+        residual, scale = self.residual(z, value, gradient), z if self.unit_free else value
+        gradient = None if isinstance(self.f, RootUpdate) else gradient
         if self.mask is not None:
             zero = residual.new_zeros(())
             residual, scale = (torch.where(self.mask, t, zero) for t in (residual, scale))
@@ -273,6 +267,15 @@ class Problem:
         finite = torch.isfinite(residual.detach()).all(1, keepdim=True)
         size = size.where(finite, torch.inf)
         return Evaluation(z, residual, size, reference, energy, gradient, sizes, view, seen)
+
+    def residual(self, z: Tensor, value: Tensor, gradient: Tensor | None) -> Tensor:
+        """``f(z) - z`` (B, D), from F(z) or from the ``gradient`` if f is a root's map or a gradient step.
+
+        The difference of ``value`` = f(z) to z would be rounded to the size of z.
+        """
+        if gradient is None or not self.unit_free:
+            return value - z
+        return -gradient if isinstance(self.f, RootUpdate) else gradient * -self.gradient_step
 
     def _measured(self, z: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the measure shows of z and f(z), (B, M) each, and the sizes of its parts."""
@@ -353,10 +356,28 @@ class Problem:
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
-        if self.mask is None:
-            return self.image(z)
-        constant = z.detach()
-        return torch.where(self.mask, self.image(torch.where(self.mask, z, constant)), constant)
+        return self._masked(z, energies=False)[0]
+
+    def masked_residual(self, z: Tensor) -> Tensor:
+        """:meth:`residual`, whose derivative is that of :meth:`masked_map` minus the identity."""
+        return self._masked(z, self.unit_free)[1]
+
+    def recorded_point(self, z: Tensor) -> tuple[Tensor, Tensor, Evaluation]:
+        """:meth:`masked_map` and :meth:`masked_residual` with graphs, and the evaluation without."""
+        image, residual, gradient = self._masked(z, self.unit_free)
+        gradient = None if gradient is None else gradient.detach()
+        return image, residual, self.point(z.detach(), image.detach(), None, gradient)
+
+    def _masked(self, z: Tensor, energies: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        constant, free = z.detach(), z
+        if self.mask is not None:
+            free = torch.where(self.mask, z, constant)
+        image, _, gradient = self.joint(free, energies)
+        residual = self.residual(free, image, gradient)
+        if self.mask is not None:
+            image = torch.where(self.mask, image, constant)
+            residual = torch.where(self.mask, residual, constant - z)
+        return image, residual, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -364,41 +385,61 @@ class Problem:
         args, given = take((self.args, self.given), index, batch)
         return replace(self, args=args, given=given, mask=mask, batch=self.batch or batch)
 
-    def jacobian_product(self, z: Tensor) -> JacobianProduct:
-        """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
+    def linearized(self, z: Tensor) -> JacobianProduct:
+        """``v -> (I - J(z)) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
 
         Raises RuntimeError where autograd finds no dependence on anything.
         """
         with recording(), twice_differentiable():
             point, output = self._recorded(z)
-            if self.symmetric:
-                return pullback(output, point)
-            # Reverse over reverse: J v is the pullback of J^T weight with respect to weight.
-            weight = torch.zeros_like(output).requires_grad_()
-            image = gradients(output, [point], weight, create_graph=True)[0]
-            return pullback(image, weight)
+            product = pullback(output, point)
+            if not self.symmetric:
+                # Reverse over reverse: J v is the pullback of J^T weight with respect to weight.
+                weight = torch.zeros_like(output).requires_grad_()
+                image = gradients(output, [point], weight, create_graph=True)[0]
+                product = pullback(image, weight)
+            return minus_identity(product, self.unit_free, output.dtype)
 
-    def jacobian(self, z: Tensor) -> Tensor:
-        """``J(z)`` (B, D, D) at z (B, D), by one vector-Jacobian product a row.
+    def matrix(self, z: Tensor) -> Tensor:
+        """``I - J(z)`` (B, D, D) at z (B, D), by one vector-Jacobian product a row.
 
         Raises RuntimeError where autograd finds no dependence on anything.
         """
         with recording():
             point, output = self._recorded(z)
-            product = pullback(output, point)
+            product = minus_identity(pullback(output, point), self.unit_free, output.dtype)
             units = torch.eye(z.shape[1], dtype=output.dtype, device=z.device)
             return torch.stack([product(unit.expand_as(output)) for unit in units], 1).detach()
 
     def _recorded(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """z (B, D) as a leaf, and ``f(z)`` recorded from it."""
+        """z (B, D) as a leaf, and :meth:`differentiated` recorded from it."""
         point = ordinary(z).detach().requires_grad_()
-        output = replace(self, args=ordinary(self.args)).masked_map(point)
+        output = replace(self, args=ordinary(self.args)).differentiated(point)
         if not output.requires_grad:
             raise RuntimeError(
                 "f(z) is not differentiable in z (is it detached, or made of comparisons?), so it "
                 "has no Jacobian: use a solver that needs none, such as Anderson()"
             )
         return point, output
+
+    def differentiated(self, z: Tensor) -> Tensor:
+        """What derivatives are taken of: ``f(z)``, or the residual where it is in units of its own.
+
+        In small units the difference of the Jacobian of ``f`` to the identity would be lost in rounding.
+        """
+        return self.masked_residual(z) if self.unit_free else self.masked_map(z)
+
+
+def minus_identity(
+    product: JacobianProduct, unit_free: bool, dtype: torch.dtype
+) -> JacobianProduct:
+    """``v -> (I - J) v`` from a product in ``dtype`` with J or, where it is ``unit_free``, with ``J - I``."""
+
+    def apply(v: Tensor) -> Tensor:
+        image = product(v.to(dtype)).to(v.dtype)
+        return -image if unit_free else v - image
+
+    return apply
 
 
 def check_energy(energy: Any, batch: int) -> None:

@@ -285,6 +285,8 @@ class Solution:
             linear system.
         bound: (B,) upper bound on the relative error ``|z* - value| / |value|``, where the energy has a known
             modulus of strong convexity: ``|dE/dz| / modulus``, apart from rounding in f. Otherwise None.
+        stiffness: (B,) largest ``|dr| / |dz|`` of the last steps, where the residual r of an energy or a root
+            is in units of its own; 0 where no step is known. Otherwise None.
 
     Example:
         >>> import solvers
@@ -307,6 +309,7 @@ class Solution:
     adjoint: AdjointReport = field(default_factory=AdjointReport)
     error: Tensor | None = None
     bound: Tensor | None = None
+    stiffness: Tensor | None = None
 
     @classmethod
     def of_nothing(cls, value: Any, like: Tensor) -> Solution:

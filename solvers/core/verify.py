@@ -6,17 +6,33 @@ import torch
 from torch import Tensor
 
 from solvers.core.rows import Evaluation
-from solvers.core.solution import HALF, Solution, Status, Tolerance
+from solvers.core.solution import Goal, Solution, Status
 
 # How far the residual may exceed the tolerance or the residual of the solve, and rounding in units of eps.
 SLACK, ROUNDINGS = 2.0, 32.0
 
 
+def rounded(eps: float, size: Tensor, stiffness: Tensor | None) -> Tensor:
+    """(B,) residual norms that rounding explains, for states of this ``size`` (B,).
+
+    They are ``ROUNDINGS`` units ``eps`` of the state, 2 in half precision. The ``stiffness`` (B,) converts
+    them to the units of a residual; where it is 0, or None, a residual is like the state.
+    """
+    if stiffness is not None:
+        size = torch.where(stiffness > 0, stiffness * size, size)
+    return (2.0 if eps > 1e-4 else ROUNDINGS) * eps * size
+
+
+def differs(norm: Tensor, before: Tensor, rounding: Tensor) -> Tensor:
+    """(B,) bool: the residual ``norm`` (B,) is not that of the solve, ``before`` (B,)."""
+    return (norm > SLACK * before + rounding) | (before > SLACK * norm + rounding)
+
+
 def verify(
     solution: Solution,
     point: Evaluation,
-    tolerance: Tolerance,
-    precision: torch.dtype,
+    goal: Goal,
+    unit_free: bool,
     among: Tensor | None = None,
 ) -> None:
     """Report the residuals of ``point``, an evaluation at the returned value, in ``solution``.
@@ -29,15 +45,15 @@ def verify(
     its infinite residual.
 
     Args:
-        tolerance: of the solve.
-        precision: dtype in which f computes, for rounding.
+        goal: of the solve: its tolerance, and the precision in which f computes.
+        unit_free: whether the residual is in units of its own.
         among: (B,) bool, samples that ``point`` is about; None: all.
     """
     norm, reference = point.norm, point.reference
-    before = solution.residual_norm.to(norm.dtype)
+    before, tolerance = solution.residual_norm.to(norm.dtype), goal.allowed(unit_free)
     allowed = torch.maximum(tolerance.threshold(reference), before)
-    roundings = 2.0 if precision in HALF else ROUNDINGS
-    rounding = roundings * torch.finfo(precision).eps * reference
+    eps = torch.finfo(goal.precision).eps
+    rounding = rounded(eps, reference, solution.stiffness)
     wrong = ~(norm <= SLACK * allowed + rounding)
     if solution.error is not None:  # it is proportional to the residual
         ratio = torch.where(before > 0, norm / before, 1.0)
@@ -49,7 +65,7 @@ def verify(
     converged = solution.status == Status.CONVERGED
     # A residual that is not that of the solve shows samples that depend on each other: one problem, which is
     # solved as a whole or not at all.
-    changed = (norm > SLACK * before + rounding) | (before > SLACK * norm + rounding)
+    changed = differs(norm, before, rounding)
     coupled, solved = (changed & finite).any(), (converged & ~wrong).all()
     wrong = (wrong | coupled & ~solved) & converged
     wrong = wrong if among is None else wrong & among

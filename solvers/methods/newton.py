@@ -121,8 +121,8 @@ class Newton(Solver):
         return step
 
     def _product(self, problem: Problem, point: Evaluation) -> JacobianProduct:
-        """``v -> J v`` at ``point``."""
-        return problem.jacobian_product(point.z)
+        """``v -> (I - J) v`` at ``point``."""
+        return problem.linearized(point.z)
 
     def _solve(
         self, problem: Problem, point: Evaluation, forcing: Tensor, left: Tensor, wanted: Tensor
@@ -137,8 +137,7 @@ class Newton(Solver):
             wanted = wanted & (left >= size_of)
             if not bool(wanted.any()):
                 return torch.zeros_like(point.z), torch.zeros_like(left)
-            unit = torch.eye(size_of, dtype=point.z.dtype, device=point.z.device)
-            matrix, right = unit - problem.jacobian(point.z), point.residual[:, :, None]
+            matrix, right = problem.matrix(point.z), point.residual[:, :, None]
             found = torch.linalg.solve_ex(matrix, right)[0][:, :, 0]
             usable = wanted & torch.isfinite(found).all(1)
             return found.masked_fill(~usable[:, None], 0), torch.where(wanted, size_of, 0)
@@ -154,7 +153,7 @@ class Newton(Solver):
         run = solver.start(point.residual / size, limit, wanted[:, None], precondition)
         while bool(run.running.any()):
             along = torch.where(run.running, run.direction, 0)
-            run.absorb(along - product(along.to(dtype)).to(working))
+            run.absorb(product(along))
             run.running = run.running & (run.used < left[:, None])
         return (run.result()[0] * size).to(dtype), run.used.flatten()
 

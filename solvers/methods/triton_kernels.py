@@ -29,11 +29,12 @@ def _products(
         here = row * size + at
         zi = tl.load(z + here, there, 0.0)
         fi = tl.load(value + here, there, 0.0).to(zi.dtype)
-        r, own = fi - zi, zi
+        free = tl.load(settings + 10) > 0
+        r, own = tl.where(free, fi, fi - zi), zi  # where free, the value is the residual
         if MASKED:
             keep = tl.load(mask + here, there, 0) != 0
             r, fi, own = tl.where(keep, r, 0.0), tl.where(keep, fi, 0.0), tl.where(keep, zi, 0.0)
-        own = tl.where(tl.load(settings + 10) > 0, own, fi)  # the scale of the row
+        own = tl.where(free, own, fi)  # the scale of the row
         old = there & (first == 0)  # what a buffer holds before the first turn does not count
         before, last = tl.load(residual + here, old, 0.0), tl.load(base + here, old, 0.0)
         change = tl.where(first, 0.0, r - before)
@@ -135,6 +136,7 @@ def _judge(
             before = tl.where(first, 0.0, tl.load(norms + place))
             # Of a plain step, which follows a rejection, the rate counts.
             slower = tl.where((rejected > 0) & (before > own), before - own, changed)
+            slower = tl.maximum(slower, tl.where(free, eps * before, 0.0))
             known = accepted & (first == 0) & (moves > eps * scales)
             kept = place * S + remembered
             gain = tl.load(gains + kept, (remembered < S) & (first == 0), 0.0)

@@ -20,18 +20,22 @@ import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.judge import ROUNDINGS, SURE, Rule, sharpen
+from solvers.core.judge import ROUNDINGS, SURE, Rule, sharpen, stiffness
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.messages import warn_user
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, STEPS, Evaluation, combine, scaled_norm, select_rows
 from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
 from solvers.core.solution import Solution, Status, Tolerance
+from solvers.core.verify import differs, rounded
 from solvers.methods.anderson import Anderson
 
 
 class Turns:
     """The state of a solve of ``z = f(z)`` for rows (B, D).
+
+    With ``unit_free`` the residual is that of a gradient step, in units of its own. Each turn is then given
+    the residual instead of ``f(z)``, because their difference would be rounded to the size of z.
 
     Attributes:
         z: points to evaluate next. Rows that have ended stay where they ended.
@@ -55,7 +59,7 @@ class Turns:
         fused: bool | None = None,
     ) -> None:
         batch, size = like.shape
-        self.max_steps = max_steps
+        self.max_steps, self.unit_free = max_steps, unit_free
         self.mask = None if mask is None else mask.contiguous()  # the kernels know no strides
         self.memory = max(1, min(solver.memory, size, max_steps - 1))
         self.dtype = like.dtype  # of the points; f is evaluated at rounded ones
@@ -116,10 +120,11 @@ class Turns:
             setattr(self, name, row)
         self.examined = torch.zeros(batch, dtype=torch.bool, device=like.device)
         ridge, tiny = solver.ridge(wide)
-        rule = Rule(tolerance or Tolerance(), torch.finfo(like.dtype).eps if eps is None else eps)
+        self.eps = torch.finfo(like.dtype).eps if eps is None else eps
+        rule = Rule(tolerance or Tolerance(), self.eps)
         numbers = (
             rule.tolerance.rtol, rule.tolerance.atol, solver.damping, ridge, tiny, torch.finfo(wide).max,
-            rule.eps, rule.fallen, ROUNDINGS * rule.eps, DIVERGENCE, float(unit_free),
+            self.eps, rule.fallen, ROUNDINGS * rule.eps, DIVERGENCE, float(unit_free),
         )  # fmt: skip
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
 
@@ -158,7 +163,10 @@ class Turns:
         self.status.fill_(RUNNING)
 
     def turn(self, value: Tensor) -> None:
-        """Move every row by the ``value`` of the map at ``z``, (B, ...) of any floating dtype."""
+        """Move every row by the ``value`` of the map at ``z``, (B, ...) of any floating dtype.
+
+        With ``unit_free`` it is the residual there.
+        """
         value = value.reshape(self.z.shape).to(self.z.dtype)
         if self.fused:
             from solvers.methods import triton_kernels as kernels
@@ -169,6 +177,21 @@ class Turns:
             turn(self, value)
         if self.dtype != self.z.dtype:
             self.z.copy_(self.z.to(self.dtype))
+
+    def changed(self, value: Tensor) -> Tensor:
+        """Return (B,) bool: converged rows whose residual is not the same after the last turn.
+
+        The rows depend on each other then. ``value`` is what the last turn was given.
+        """
+        value = value.reshape(self.z.shape).to(self.z.dtype)
+        residual, scale = (value, self.z) if self.unit_free else (value - self.z, value)
+        if self.mask is not None:
+            residual, scale = residual.where(self.mask, 0.0), scale.where(self.mask, 0.0)
+        norm, size = (
+            torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (residual, scale)
+        )
+        rounding = rounded(self.eps, size, stiffness(self.gains) if self.unit_free else None)
+        return (self.status == Status.CONVERGED) & differs(norm, self.norm, rounding)
 
     def sharpen(self) -> int:
         """Let rows go on that have converged by single steps only; return how many."""
@@ -197,6 +220,7 @@ class Turns:
             steps=evaluations.clone(),
             evaluations=evaluations,
             error=self.error.to(self.z.dtype),
+            stiffness=stiffness(self.gains) if self.unit_free else None,
         )
 
 
@@ -211,7 +235,7 @@ def turn(s: Turns, value: Tensor) -> None:
     free = free > 0
     running, first, count = s.status == RUNNING, s.evaluations == 0, s.evaluations + 1
     width, slots = s.gram.shape[1], torch.arange(s.gram.shape[1], device=s.z.device)
-    residual = value - s.z
+    residual = value if s.unit_free else value - s.z
     if s.mask is not None:
         residual, value = residual.where(s.mask, 0.0), value.where(s.mask, 0.0)
     # What a buffer holds before the first turn does not count.
@@ -249,7 +273,8 @@ def turn(s: Turns, value: Tensor) -> None:
     accepted = finite & (first | (norm <= s.limit)) & (~guarded | (norm <= s.bound))
     # Of a plain step, which follows a rejection, the rate counts.
     lower = s.norms - norms
-    gain = moves / torch.where((s.rejections > 0)[:, None] & (lower > 0), lower, changed)
+    changed = torch.where((s.rejections > 0)[:, None] & (lower > 0), lower, changed)
+    gain = moves / changed.maximum(torch.where(free & ~begins, eps * s.norms, 0.0))
     known = (accepted & ~first & running)[:, None] & (moves > eps * scales)
     here = torch.arange(STEPS, device=s.z.device) == (count % STEPS)[:, None]
     torch.where(known[:, :, None] & here[:, None], gain[:, :, None], s.gains, out=s.gains)
@@ -400,21 +425,25 @@ class Rows:
         )  # fmt: skip
         turns.start(first.z)
         rows = cls(problem, turns, first.z.dtype, options.patience)
-        rows.seen, rows.value = first.z, first.z + first.residual
+        rows.seen, rows.value, rows.gradient = first.z, first.z + first.residual, first.gradient
         rows.energy = rows.kept = first.energy
         return rows
 
     seen: Tensor  # where the map was evaluated last
     value: Tensor
+    gradient: Tensor | None = None
 
     def evaluate(self) -> None:
         """Evaluate the map at the next points."""
         self.seen = self.turns.z.to(self.dtype, copy=True)  # f may keep it
-        self.value, self.energy, *_ = self.problem.joint(self.seen)
+        self.value, self.energy, self.gradient = self.problem.joint(self.seen)
 
     def turn(self) -> None:
         """Move every row by the latest evaluation."""
-        self.turns.turn(self.value)
+        free = self.turns.unit_free
+        self.turns.turn(
+            self.problem.residual(self.seen, self.value, self.gradient) if free else self.value
+        )
 
     def move(self) -> int:
         """Judge the rows, and find the next point of each; return how many go on."""
@@ -458,7 +487,7 @@ class Rows:
 
     def evaluation(self) -> Evaluation:
         """The latest evaluation of all rows."""
-        return self.problem.point(self.seen, self.value, self.energy)
+        return self.problem.point(self.seen, self.value, self.energy, self.gradient)
 
     def wait(self) -> int:
         """Let rows go on that have converged by single steps only; return how many. The others wait."""
@@ -489,8 +518,8 @@ def solve_on_cuda(
     """Solve from the ``first`` evaluation, at the start (B, D).
 
     Returns:
-        The solution, and a function that gives the last evaluation, which was at the returned values of the
-        samples that have converged. None, None if a sample failed, for which the ordinary loop knows more;
+        The solution, and a function that gives the last evaluation if it was at the returned values, because
+        all samples have converged. None, None if a sample failed, for which the ordinary loop knows more;
         also if the map descends an energy and a sample did not converge or ended at a higher energy than it
         began.
     """
@@ -505,7 +534,9 @@ def solve_on_cuda(
     else:
         failed = not solution.all_converged()
         failed = failed and bool((rows.turns.status > int(Status.MAX_STEPS)).any())
-    return (None, None) if failed else (solution, rows.evaluation)
+    if failed:
+        return None, None
+    return solution, rows.evaluation if solution.all_converged() else None
 
 
 def _power_of_two(number: int, least: int = 4) -> int:

@@ -214,6 +214,61 @@ def test_a_batch_with_a_failure_is_solved_by_the_ordinary_loop() -> None:
     assert torch.equal(layer.last.status, statuses)
 
 
+@pytest.mark.parametrize("max_steps", [4, 200])
+def test_rows_that_influence_each_other_are_judged_by_the_returned_batch(max_steps: int) -> None:
+    """The first rows converge long before the last one reaches a value that matters to them."""
+    rates = torch.tensor([0.5, 0.8, 0.95], dtype=torch.float64)
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        last = torch.zeros_like(z)
+        last[-1] = (rates - 0.3) * z[-1]
+        return x + 0.3 * z + last + torch.relu(z[-1].detach().max() - 10) * (x == 0)
+
+    solver = solvers.Anderson(memory=1, damping=0.5)
+    options: dict[str, Any] = {"max_steps": max_steps, "on_failure": "ignore", "solver": solver}
+    layer: Any = DEQ.from_update(f, tolerance=1e-6, **options)
+    x = torch.zeros(6, 1, 3, dtype=torch.float64)
+    x[-1] = 1.0
+    layer.compile()
+    value, solution = layer(x), layer.last
+    residuals = (f(value, x) - value).flatten(1).norm(dim=1)
+    torch.testing.assert_close(solution.residual_norm, residuals, rtol=1e-4, atol=1e-9)
+    size = f(value, x).flatten(1).norm(dim=1)
+    assert (residuals <= 2e-6 * size)[solution.converged].all()
+    expected = "MAX_STEPS" if max_steps < 200 else "INCONSISTENT"
+    assert solution.statuses[-1] == expected
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_an_energy_in_small_units_is_solved(recorded: bool) -> None:
+    """In float32 its gradient step is too small to change the state, so ``f(z) - z`` is zero."""
+    x = tokens(4).float()
+    layer: Any = DEQ.from_energy(
+        lambda z, x: 1e-10 * (z - x).square().flatten(1).sum(1),
+        init=torch.ones_like,
+        tolerance=1e-4,
+    )
+    if recorded:
+        layer.compile()
+    value = layer(x)
+    assert layer.last.converged.all()
+    assert (value - x).norm() <= 1e-3 * x.norm()
+    slope = 2e-10 * (value - x).flatten(1).norm(dim=1)
+    torch.testing.assert_close(layer.last.residual_norm, slope, rtol=1e-2, atol=1e-20)
+
+
+def test_a_recorded_block_reports_its_bound() -> None:
+    block: Any = EquilibriumBlock(8, 2).double()
+    block.deq.compile()
+    with torch.no_grad():
+        block(tokens(2, 5, 8))
+    recorded = block.deq.last.bound
+    block.deq.compile(False)
+    with torch.no_grad():
+        block(tokens(2, 5, 8))
+    torch.testing.assert_close(recorded, block.deq.last.bound, rtol=0.5, atol=0)
+
+
 def test_second_derivatives_raise() -> None:
     layer, x = make("update"), tokens().requires_grad_()
     layer.compile()

@@ -45,9 +45,10 @@ def contraction(batch: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Call
 
 
 def run(f: Callable[..., Tensor], start: Tensor, fused: bool, **options: Any) -> list[Any]:
-    """A copy of the state after each turn."""
+    """A copy of the state after each turn; with ``unit_free``, f returns the residual."""
+    free = options.pop("unit_free", False)
     turns = Turns(start, solvers.Anderson(options.pop("memory", 3)), options.pop("max_steps", 9),
-                  fused=fused, mask=options.pop("mask", None))  # fmt: skip
+                  fused=fused, mask=options.pop("mask", None), unit_free=free)  # fmt: skip
     turns.set_tolerance(options.pop("tolerance", Tolerance(1e-3)))
     turns.start(start)
     seen = []
@@ -92,6 +93,17 @@ def test_the_kernels_and_torch_agree(
     _, solution, left = same(f, torch.zeros_like(x), memory=memory)
     assert left == 0
     assert (solution.residual > 0).all()
+
+
+def test_gradient_steps_are_judged_by_their_gradient() -> None:
+    """Around 1e6, where float32 would round the gradient away in ``f(z) - z``."""
+    offset = 1e6 + torch.arange(12.0, device=DEVICE).reshape(2, 6)
+    rates = torch.linspace(0.01, 0.02, 6, device=DEVICE)
+    _, solution, _ = same(
+        lambda z: rates * (offset - z), offset + 3, unit_free=True, tolerance=Tolerance(0.0, 1e-3)
+    )
+    exact = (rates * (offset - solution.value)).norm(dim=1)
+    torch.testing.assert_close(solution.residual_norm, exact, rtol=1e-6, atol=0)
 
 
 def test_the_method_is_anderson() -> None:

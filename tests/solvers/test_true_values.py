@@ -65,6 +65,103 @@ def test_rows_that_influence_each_other_are_inconsistent(gradients: bool) -> Non
         torch.testing.assert_close(found.residual, residuals.double(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("solver", ["anderson", "newton", "gradientdescent", "lbfgs"])
+def test_residuals_are_not_rounded_to_the_size_of_the_state(
+    solver: str, masked: bool, gradients: bool
+) -> None:
+    """In float32 a state of a million changes by at least 0.06, so ``f(z) - z`` is zero long before F."""
+    x = torch.tensor([[1000003.0, 7.0], [-1e6, 1000.25]]).requires_grad_(gradients)
+
+    def slope(z: Tensor, x: Tensor) -> Tensor:
+        return 0.01 * (z - x) / torch.tensor([1.0, 3.0])
+
+    def energy(z: Tensor, x: Tensor) -> Tensor:
+        return (0.5 * slope(z, x) * (z - x)).sum(1)
+
+    mask = torch.tensor([[True, False], [True, True]]) if masked else None
+    options: dict[str, Any] = {"max_steps": 4, "on_failure": "ignore", "mask": mask}
+    start = torch.tensor([[1e6, 0.0], [-1e6, 0.0]])
+    for find in (
+        solvers.root,
+        lambda f, *args, **rest: fixed_point(solvers.Descent(energy), *args, **rest),
+    ):
+        if find is solvers.root and solver in ("gradientdescent", "lbfgs"):
+            continue
+        found = find(slope, start, (x,), solver=solver, **options)
+        exact = slope(found.value.detach(), x.detach())
+        exact = exact if mask is None else exact.where(mask, 0.0)
+        norms = exact.norm(dim=1)
+        torch.testing.assert_close(found.residual_norm, norms, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 64.0, 1e3, 1e4, 1e6])
+def test_rounding_of_an_energy_in_other_units_is_not_inconsistent(unit: float) -> None:
+    """Rows that have converged leave the batch, and matrix products of fewer rows are rounded otherwise."""
+    for seed in range(10):
+        weight, x = normal(3 + seed, 3 + seed, seed=seed).float(), normal(6, 3 + seed).float()
+
+        def energy(z: Tensor, x: Tensor, weight: Tensor = weight) -> Tensor:
+            return unit * (0.5 * z**2 + 0.025 * z**4 - (x @ weight.T) * z).sum(1)
+
+        found = fixed_point(
+            solvers.Descent(energy), torch.zeros_like(x), (x,), max_steps=100, tolerance=1e-5
+        )
+        assert found.converged.all()
+
+
+class Spring(nn.Module):
+    """``F(z, x) = unit (z + 0.1 z^3 - W x)``, the gradient of an energy."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.unit, self.weight = unit, nn.Parameter(normal(3, 3).float())
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.unit * (z + 0.1 * z**3 - x @ self.weight.T)
+
+    def energy(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.unit * (0.5 * z**2 + 0.025 * z**4 - (x @ self.weight.T) * z).sum(1)
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1e-5, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize("name", ["root", "symmetric root", "newton", "energy", "masked energy"])
+def test_steps_and_gradients_do_not_depend_on_units(name: str, unit: float) -> None:
+    """In float32 the Jacobian of ``z - 1e-8 F(z)`` is the identity; derivatives of both orders are exact."""
+    spring, x = Spring(unit), normal(4, 3, seed=1).float().requires_grad_()
+    mask = None
+    if name == "masked energy":
+        mask = torch.ones(4, 3, dtype=torch.bool)
+        mask[1, 2] = mask[3, 0] = False
+    if "root" in name:
+        found = solvers.root(spring, torch.zeros(4, 3), (x,), symmetric=name == "symmetric root")
+    else:
+        solver = "newton" if name == "newton" else None
+        f = solvers.Descent(spring.energy)
+        found = fixed_point(f, torch.zeros(4, 3), (x,), solver=solver, mask=mask, tolerance=1e-5)
+    assert found.converged.all()
+    keep = torch.ones(4, 3) if mask is None else mask.float()
+    z = found.value.detach().double()
+    right = (x @ spring.weight.T).double().detach()
+    assert ((z + 0.1 * z**3 - right) * keep).abs().max() <= 1e-3
+    # With the slope s = 1 + 0.3 z^2: dz/dx = W / s, and of z^2 / 2 the second derivative is known, too.
+    slope = 1 + 0.3 * z**2
+    gradients = torch.autograd.grad(
+        (found.value * keep).sum(), (x, spring.weight), create_graph=True
+    )
+    first = keep / slope
+    exact = first @ spring.weight.detach().double(), first.T @ x.detach().double()
+    for ours, theirs in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-3, atol=2e-3)
+    (second,) = torch.autograd.grad(gradients[0].sum(), x)
+    bend = -0.6 * z / slope**3 * keep * spring.weight.detach().double().sum(1)
+    torch.testing.assert_close(
+        second.double(), bend @ spring.weight.detach().double(), rtol=1e-2, atol=1e-2
+    )
+    assert found.adjoint.solution is not None and found.adjoint.solution.converged.all()
+
+
 class Cell(nn.Module):
     def __init__(self) -> None:
         super().__init__()
