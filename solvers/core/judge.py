@@ -15,7 +15,8 @@ The error ``z* - z`` is ``(I - J)^-1 r`` to first order. Its size is estimated b
     |z* - z|  ~  |r| max_j |dz_j| / |dr_j|
 
 The estimate costs no evaluation, does not depend on the units of ``r``, and is the same for every solver.
-Before the first step there is none, and only a residual that is zero to rounding has converged.
+A single step has seen one direction only, so before the second one only a residual that is zero to rounding
+has converged.
 
 Steps mix directions, and the one in which the residual changes least may be hidden in all of them. Therefore
 a sample that would converge after more than ten evaluations is examined once more, with the largest gain of
@@ -104,7 +105,9 @@ class Rule:
         scores = point.norms / allowed.masked_fill(allowed == 0, limits.tiny)
         return scores.clamp_max(limits.max).amax(1)
 
-    def near(self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor) -> Tensor:
+    def near(
+        self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor, gain: Tensor
+    ) -> Tensor:
         """(B,) bool: the errors (B, L) are within the tolerance, or the residual is rounding.
 
         Beyond the ``limit`` (B,) the size of the value is no scale.
@@ -113,6 +116,7 @@ class Rule:
         near = error <= self.tolerance.threshold(scale)
         if not self.unit_free:
             rounding = ROUNDINGS * self.eps * scale
+            near = near & ((gain > 0).sum(2) > 1)
             near = near | (point.norms <= rounding) & (rounding <= caps)
         return near.all(1)
 

@@ -358,7 +358,7 @@ class Loop:
     def _judge(self, taken: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) bool: rows where the errors (n, L) of the trial are small, and rows that have converged."""
         rows, trial = self.rows, self.trial
-        near = self.rule.near(trial, rows.caps, error, rows.limit)
+        near = self.rule.near(trial, rows.caps, error, rows.limit, rows.gains)
         met = self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
         return near, taken & met
 

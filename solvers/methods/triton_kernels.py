@@ -152,7 +152,7 @@ def _judge(
             scaled = tl.minimum(scales, far)  # a runaway is no scale
             rounded = (own <= unit * scaled) & (unit * scaled <= cap) & (free == 0)
             allowed_error = tl.maximum(rtol * scaled, atol)
-            near = (wrong <= allowed_error) | rounded
+            near = (wrong <= allowed_error) & ((steps_known > 1) | free) | rounded
             new_room = tl.minimum(new_room, tl.where(rounded, infinite, allowed_error / wrong))
             small = (own <= allowed) & (eps * scales <= cap)
             close, less = close & near, less & (own <= cap) & (steps_known >= 4)

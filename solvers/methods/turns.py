@@ -288,11 +288,12 @@ def turn(s: Turns, value: Tensor) -> None:
     scaled = scales.minimum(s.limit[:, None])  # a runaway is no scale
     close, unit = torch.maximum(rtol * scaled, atol), rounding_unit * scaled
     rounded = (norms <= unit) & (unit <= s.caps) & ~free
-    near = (error <= close) | rounded
+    steps_known = (s.gains > 0).sum(2)
+    near = (error <= close) & ((steps_known > 1) | free) | rounded
     room = torch.where(rounded, torch.inf, close / error).amin(1)
     small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
     near, before = near.all(1), (s.near > 0) & ~first
-    less = ((norms <= s.caps) & ((s.gains > 0).sum(2) >= SURE)).all(1)
+    less = ((norms <= s.caps) & (steps_known >= SURE)).all(1)
     meets = near & torch.where(free, before | less | (norm == 0), small)
     s.near.copy_(torch.where(running & accepted, near.int(), s.near))
     converged = accepted & meets

@@ -111,6 +111,23 @@ def test_rounding_of_an_energy_in_other_units_is_not_inconsistent(unit: float) -
         assert found.converged.all()
 
 
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("solver", [None, "anderson", "broyden", "forward", "newton"])
+def test_one_step_does_not_show_the_error(solver: str | None, watched: bool) -> None:
+    """After the first step the residual is 5e-4, and the error 0.05: the slow direction has not been seen."""
+    rates, b = torch.tensor([0.0, 0.99], dtype=torch.float64), normal(3, 2).double()
+    b[:, 0], b[:, 1] = 1.0, torch.tensor([1e-4, 5e-4, 9e-4])
+    exact = b / (1 - rates)
+    for dtype in (torch.float64, torch.float32):
+        found = fixed_point(
+            lambda z, b: rates.to(z) * z + b, torch.zeros(3, 2, dtype=dtype), (b.to(dtype),),
+            solver=solver, tolerance=1e-3, record=watched, max_steps=5000,
+        )  # fmt: skip
+        assert found.converged.all()
+        error = (found.value - exact).norm(dim=1) / exact.norm(dim=1)
+        assert (error <= 2e-3).all()
+
+
 class Spring(nn.Module):
     """``F(z, x) = unit (z + 0.1 z^3 - W x)``, the gradient of an energy."""
 
