@@ -29,7 +29,7 @@ from solvers.core.checks import (
 from solvers.core.modes import (
     in_transform,
 )
-from solvers.core.solution import UsualTolerance
+from solvers.core.tolerance import UsualTolerance
 
 EPSILON = 1e-5  # epsilon of the norm of the input
 TOLERANCE = UsualTolerance(1e-3)  # of a block

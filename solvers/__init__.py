@@ -23,8 +23,8 @@ from solvers.core.solution import Solution as Solution
 from solvers.core.solution import SolveError as SolveError
 from solvers.core.solution import SolveWarning as SolveWarning
 from solvers.core.solution import Status as Status
-from solvers.core.solution import Tolerance as Tolerance
 from solvers.core.solution import Trace as Trace
+from solvers.core.tolerance import Tolerance as Tolerance
 from solvers.eigen import Spectrum as Spectrum
 from solvers.eigen import SpectrumError as SpectrumError
 from solvers.eigen import extreme_eigenvalues as extreme_eigenvalues

@@ -38,16 +38,8 @@ from solvers.core.modes import (
 )
 from solvers.core.problem import JacobianProduct, Problem, RootUpdate, minus_identity, pullback
 from solvers.core.rows import Evaluation, merge_rows, scaled_norm, small_dtype
-from solvers.core.solution import (
-    AdjointReport,
-    Goal,
-    Solution,
-    Status,
-    Tolerance,
-    apply_policy,
-    check_on_failure,
-    read_tolerance,
-)
+from solvers.core.solution import AdjointReport, Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Goal, Tolerance, read_tolerance
 from solvers.krylov import GMRES, LINEAR, MINRES, LinearSolver
 from solvers.linear import solve_linear
 from solvers.methods.anderson import Anderson

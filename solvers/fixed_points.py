@@ -27,16 +27,8 @@ from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem, RootUpdate
 from solvers.core.rows import Evaluation, Progress, scaled_norm
-from solvers.core.solution import (
-    LARGE,
-    Goal,
-    Solution,
-    Status,
-    Tolerance,
-    apply_policy,
-    check_on_failure,
-    read_tolerance,
-)
+from solvers.core.solution import LARGE, Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Goal, Tolerance, read_tolerance
 from solvers.core.verify import verify as verify_value
 from solvers.krylov import GMRES, MINRES
 from solvers.methods.anderson import Anderson

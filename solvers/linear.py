@@ -14,15 +14,8 @@ from solvers.core.checks import require_callable, require_count, require_flag, r
 from solvers.core.layout import Layout, check_args, check_like, leaves_of, take
 from solvers.core.modes import eager
 from solvers.core.rows import RUNNING, SHRINK, Progress, ratio, true_rows
-from solvers.core.solution import (
-    Solution,
-    Status,
-    Tolerance,
-    Trace,
-    apply_policy,
-    check_on_failure,
-    read_tolerance,
-)
+from solvers.core.solution import Solution, Status, Trace, apply_policy, check_on_failure
+from solvers.core.tolerance import Tolerance, read_tolerance
 from solvers.krylov import LINEAR, KrylovRun, LinearSolver, VectorMap, identity, norm
 
 

@@ -24,15 +24,8 @@ from solvers.core.loop import Options, Solver
 from solvers.core.modes import eager, require_numbers, without_autocast
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Evaluation, join_rows, select_rows
-from solvers.core.solution import (
-    Goal,
-    Solution,
-    Status,
-    Tolerance,
-    apply_policy,
-    check_on_failure,
-    read_tolerance,
-)
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Goal, Tolerance, read_tolerance
 from solvers.core.verify import verify as verify_value
 from solvers.fixed_points import check_inputs, choose_solver, nothing, set_bound
 from solvers.methods.dispatch import Rows, refilled

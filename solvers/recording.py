@@ -28,14 +28,8 @@ from solvers.core.messages import warn_user
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import STEPS
-from solvers.core.solution import (
-    AdjointReport,
-    Goal,
-    Solution,
-    Status,
-    Tolerance,
-    apply_policy,
-)
+from solvers.core.solution import AdjointReport, Solution, Status, apply_policy
+from solvers.core.tolerance import Goal, Tolerance
 from solvers.core.verify import verify
 from solvers.fixed_points import set_bound
 from solvers.methods.anderson import Anderson

@@ -13,7 +13,8 @@ from solvers.core.checks import require_instance
 from solvers.core.loop import ExternalSolver, Options, Solver
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, merge_rows, scaled_norm, small_dtype
-from solvers.core.solution import Solution, Status, Tolerance
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson
 

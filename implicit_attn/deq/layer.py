@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import solvers
-from implicit_attn.deq.problem import (
+from implicit_attn.deq.map import (
     Map,
     MonitoredMap,
     PreparingMap,
@@ -39,7 +39,8 @@ from solvers.core.modes import (
     eager,
     require_numbers,
 )
-from solvers.core.solution import check_on_failure, read_tolerance
+from solvers.core.solution import check_on_failure
+from solvers.core.tolerance import read_tolerance
 from solvers.fixed_points import read_solver
 from solvers.recording import Recorder
 
@@ -289,7 +290,7 @@ class DEQ(nn.Module):
                 return solution
             recorder = None
         with f.weights_once():
-            args, start = f.equation(x, mask, seeds, z0)
+            args, start = f.prepare_arguments(x, mask, seeds, z0)
             if args[0] is x:
                 f.check_modules()
             solution = None if recorder is None else recorder(f, start, args, **given)
@@ -361,7 +362,7 @@ class DEQ(nn.Module):
                     "the update's dropout reuses the masks of the latest solve, but there was no solve with "
                     "this batch size: solve for x first, or call eval()"
                 )
-        args, _ = f.equation(x, mask, seeds, z)
+        args, _ = f.prepare_arguments(x, mask, seeds, z)
         return f, args
 
     def _options(self) -> dict[str, Any]:
@@ -495,7 +496,7 @@ class UnrolledLayer(nn.Module):
         f = Map(self)
         x = check_inputs(x, mask, f.parts, z0)
         with f.weights_once():
-            args, start = f.equation(x, mask, f.seeds(z0, x), z0)
+            args, start = f.prepare_arguments(x, mask, f.seeds(z0, x), z0)
             f.check_modules(unrolled=True)
             early = self.evaluations - min(self.window, self.evaluations)
             if early:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.deq.problem import Map, batch_and_device, check_inputs
+from implicit_attn.deq.map import Map, batch_and_device, check_inputs
 from implicit_attn.energies.energy import FunctionCall
 from implicit_attn.parametrised import changes_when_read
 from solvers.core.context import weights_of, within
 from solvers.core.cuda import on_cuda
 from solvers.core.layout import Layout
 from solvers.core.problem import Problem
-from solvers.core.solution import Goal, Solution
+from solvers.core.solution import Solution
+from solvers.core.tolerance import Goal
 from solvers.fixed_points import check_inputs as check_tensors
 from solvers.methods.dispatch import Rows
 from solvers.queues import Group, Queue
@@ -69,7 +70,7 @@ def solve_stream(
         x, mask = tree
         with torch.no_grad(), within(weights=weights):
             z0 = None if start is None else start(x)
-            args, z0 = f.equation(x, mask, f.seeds(z0, x), z0)
+            args, z0 = f.prepare_arguments(x, mask, f.seeds(z0, x), z0)
         if args[0] is x:
             f.check_modules()
         layout = Layout.of(z0)

@@ -43,7 +43,8 @@ import torch
 from torch import Tensor
 
 from solvers.core.rows import RUNNING, STEPS, Evaluation, small_dtype
-from solvers.core.solution import Status, Tolerance
+from solvers.core.solution import Status
+from solvers.core.tolerance import Tolerance
 
 SURE = 4  # steps after which the estimate for an energy or a root need not be confirmed
 FALLEN = 0.01  # share of the first residual below which the scale of the start no longer counts

@@ -47,7 +47,8 @@ from solvers.core.safeguard import (
     fallback_step,
     rounding,
 )
-from solvers.core.solution import Solution, Status, Tolerance, Trace
+from solvers.core.solution import Solution, Status, Trace
+from solvers.core.tolerance import Tolerance
 
 
 @dataclass(frozen=True)

@@ -27,35 +27,29 @@ LARGE = 1 << 22  # numbers in a history above which its rows are moved within th
 
 @dataclass
 class Recent:
-    """The last steps of a solver and the changes of the residual along them, (B, D) each."""
+    """The last accepted points of a solver and their residuals, (B, D) each."""
 
-    last: Evaluation | None = None
-    steps: list[Tensor] = field(default_factory=list)
-    changes: list[Tensor] = field(default_factory=list)
+    points: list[Tensor] = field(default_factory=list)
+    residuals: list[Tensor] = field(default_factory=list)
 
     def note(self, point: Evaluation) -> None:
-        """Note the step to this point."""
-        last, self.last = self.last, point
-        if last is None:
-            return
-        moved, changed = point.z - last.z, point.residual - last.residual
-        for kept, new in ((self.steps, moved), (self.changes, changed)):
-            kept[:] = [*kept[1 - STEPS :], new.detach()]
+        """Note that the solver has arrived at this point."""
+        for kept, new in ((self.points, point.z), (self.residuals, point.residual)):
+            kept[:] = [*kept[-STEPS:], new.detach()]
 
     def renew(self, places: Tensor, point: Evaluation) -> None:
         """Forget the steps of the rows ``places`` (n,), which begin at ``point``."""
-        self.last = put_rows(self.last, point, places)
-        for kept in (self.steps, self.changes):
-            kept[:] = [t.index_fill(0, places, 0) for t in kept]
+        for kept, new in ((self.points, point.z), (self.residuals, point.residual)):
+            kept[:] = [put_rows(t, new.detach(), places) for t in kept]
 
     def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Those of the ``rows`` (k,), (k, m, D) each; None if there are none."""
-        if not self.steps:
+        """The steps of the ``rows`` (k,) and the changes of their residuals, (k, m, D); None without any."""
+        if len(self.points) < 2:
             return None
-        steps, changes = (
-            torch.stack([t[rows] for t in kept], 1) for kept in (self.steps, self.changes)
+        points, residuals = (
+            torch.stack([t[rows] for t in kept], 1) for kept in (self.points, self.residuals)
         )
-        return steps, changes
+        return points.diff(dim=1), residuals.diff(dim=1)
 
 
 def should_shrink(status: Tensor, batch: Tensor) -> bool:

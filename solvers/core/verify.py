@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from solvers.core.rows import Evaluation
-from solvers.core.solution import Goal, Solution, Status
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Goal
 
 # How far the residual may exceed the tolerance or the residual of the solve, and rounding in units of eps.
 SLACK, ROUNDINGS = 2.0, 32.0

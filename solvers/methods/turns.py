@@ -26,7 +26,8 @@ from solvers.core.messages import warn_user
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, STEPS, Evaluation, combine, scaled_norm, select_rows
 from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
-from solvers.core.solution import Solution, Status, Tolerance
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Tolerance
 from solvers.core.verify import differs, rounded
 from solvers.methods.anderson import Anderson
 

@@ -45,7 +45,8 @@ from solvers.core.loop import Solver, SolverInput
 from solvers.core.modes import eager, without_autocast
 from solvers.core.problem import Problem, Sharing
 from solvers.core.rows import Evaluation, where_rows
-from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson, Differences
 from solvers.spins.inputs import (

@@ -41,7 +41,8 @@ from solvers.core.checks import (
 from solvers.core.layout import take
 from solvers.core.modes import eager, without_autocast
 from solvers.core.problem import Sharing
-from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.steps import Forward
 from solvers.spins.inputs import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.solution import Tolerance, read_tolerance
+from solvers.core.tolerance import Tolerance, read_tolerance
 
 
 def as_matrix(couplings: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from solvers.core.checks import require_choice, require_count, require_finite, r
 from solvers.core.context import maybe_any
 from solvers.core.modes import without_autocast
 from solvers.core.problem import Sharing
-from solvers.core.solution import Solution, Tolerance, check_on_failure
+from solvers.core.solution import Solution, check_on_failure
+from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.spins.inputs import (
     as_wide,

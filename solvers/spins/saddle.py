@@ -19,7 +19,8 @@ from torch import Tensor
 from solvers.core.checks import require_count, require_flag
 from solvers.core.context import maybe_any
 from solvers.core.modes import eager, without_autocast
-from solvers.core.solution import Solution, Status, Tolerance, apply_policy, check_on_failure
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Tolerance
 from solvers.spins.inputs import (
     as_wide,
     check_inputs,

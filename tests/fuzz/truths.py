@@ -20,7 +20,7 @@ from torch import Tensor
 
 import solvers
 from fuzz import DTYPES, Call, Draw, norms
-from solvers.core.solution import HALF
+from solvers.core.tolerance import HALF
 from solvers.core.verify import ROUNDINGS, SLACK
 
 KINDS = (

@@ -10,7 +10,7 @@ import torch
 import solvers
 from implicit_attn import EquilibriumBlock
 from solvers.core.cuda import forced, on_cuda
-from solvers.core.solution import Goal
+from solvers.core.tolerance import Goal
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

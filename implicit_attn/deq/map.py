@@ -175,7 +175,7 @@ _TENSOR = object()  # stands for a tensor
 class Map:
     """The update of a layer as a function ``f(z, x, mask, seeds)`` for ``solvers.fixed_point``.
 
-    ``x`` is what :meth:`equation` prepared. ``seeds`` (B,) are those of the update's dropout, or None.
+    ``x`` is what :meth:`prepare_arguments` prepared, ``seeds`` (B,) are those of dropout, or None.
     """
 
     # How the tensors of x lie in an ``AttentionContext``; None for other inputs, which are passed as is.
@@ -250,7 +250,7 @@ class Map:
         """Draw seeds for the samples of the first tensor in ``trees``; None if nothing is dropped."""
         return dropout_seeds(*batch_and_device(*trees)) if self.masks.numbers else None
 
-    def equation(
+    def prepare_arguments(
         self, x: Any, mask: Tensor | None, seeds: Tensor | None = None, z0: Any = None
     ) -> tuple[tuple[Any, ...], Any]:
         """Return the arguments of the map for the checked input ``x``, and the initial state."""
@@ -357,7 +357,7 @@ class PreparingMap(Map):
 
     def begin(self, x: Any, mask: Tensor | None) -> tuple[Any, tuple[Any, ...], Any]:
         """Return the map of the prepared input, its arguments and the initial state."""
-        return super().__call__, *self.equation(x, mask)
+        return super().__call__, *self.prepare_arguments(x, mask)
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None, seeds: Tensor | None = None) -> Any:
-        return super().__call__(z, *self.equation(x, mask)[0])
+        return super().__call__(z, *self.prepare_arguments(x, mask)[0])
