@@ -1,8 +1,8 @@
 """Fixed points as recorded CUDA graphs: the parts of a solve and of its gradients are replayed.
 
 :class:`Recorder` stands in the place of :func:`solvers.fixed_point` for the map of one layer. The
-recordings are the methods that :class:`RecordedSolve` lists; the host reads one number
-after each turn. On a CPU, where tests run this code, a recording is a plain call.
+recordings are the methods that :class:`RecordedSolve` lists; the host reads one number after each turn. On
+a CPU, where tests run this code, a recording is a plain call.
 """
 
 from __future__ import annotations
@@ -406,10 +406,10 @@ class Recorder:
     Solves with Anderson's method, or with no named solver, and with ``Implicit()`` or no gradients are
     recorded: once for the shapes, dtypes and strides of the inputs, the autocast, the training mode and the
     storage of every parameter and buffer. A map that cannot be recorded is solved by the ordinary loop,
-    after one warning that names the operation. A batch in which a sample fails is solved by the ordinary
-    loop, too. Where the map descends an energy, Anderson's method accelerates the gradient step, and the
-    ordinary loop solves a batch in which a sample does not converge or ends at a higher energy than it
-    began. Recordings give first derivatives only.
+    after one warning that names the operation. A batch in which a sample fails, or in which samples depend
+    on each other, is solved by the ordinary loop, too. Where the map descends an energy, Anderson's method
+    accelerates the gradient step, and the ordinary loop solves a batch in which a sample does not converge
+    or ends at a higher energy than it began. Recordings give first derivatives only.
 
     A recording holds what f reads besides its arguments, parameters and buffers as it was: numbers that are
     attributes of modules, and tensors in closures that need no gradient.
