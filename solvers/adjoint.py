@@ -651,9 +651,14 @@ def module_of(f: Any) -> nn.Module | None:
     """Return the module that ``f``, or its ``update``, ``energy`` or ``function``, is or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    parts = [f, *(getattr(f, name, None) for name in ("update", "energy", "function"))]
-    homes = chain.from_iterable((part, getattr(part, "__self__", None)) for part in parts)
-    return next((home for home in homes if isinstance(home, nn.Module)), None)
+    parts = [f]
+    for name in ("update", "energy", "function"):
+        parts.append(getattr(f, name, None))
+    for part in parts:
+        for home in (part, getattr(part, "__self__", None)):
+            if isinstance(home, nn.Module):
+                return home
+    return None
 
 
 class Caller(nn.Module):
