@@ -199,7 +199,8 @@ class RecordedSolve:
     def _turn(self) -> None:
         with torch.no_grad(), self._autocast(), within(recording=True, weights=self.weights):
             z, free = self.turns.z.to(self.dtype), self.turns.unit_free
-            self.problem = Problem(self.map, self.layout, self.prepared, mask=self.mask)
+            dtype = self.options.autocast
+            self.problem = Problem(self.map, self.layout, self.prepared, dtype, mask=self.mask)
             self.value, _, gradient = self.problem.joint(z, energies=free)
             if free:
                 self.value = self.problem.residual(z, self.value, gradient)

@@ -269,6 +269,32 @@ def test_a_recorded_block_reports_its_bound() -> None:
     torch.testing.assert_close(recorded, block.deq.last.bound, rtol=0.5, atol=0)
 
 
+class Half(nn.Module):
+    """A map whose result has the dtype of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.linear(0.4 * torch.tanh(z) + x)
+
+
+@pytest.mark.parametrize("name", ["half", "block"])
+def test_recordings_under_autocast(name: str, made: list[Any]) -> None:
+    torch.manual_seed(0)
+    layer: Any = DEQ.from_update(Half()) if name == "half" else EquilibriumBlock(4, 2)
+    solved, x = getattr(layer, "deq", layer), tokens(2, 5, 4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        solved.compile()
+        found = layer(x.requires_grad_())
+        found.sum().backward()
+    assert len(made) == 1 and found.dtype == expected.dtype
+    assert relative_error(found, expected) <= 0.02
+    assert solved.last.converged.all()
+
+
 def test_second_derivatives_raise() -> None:
     layer, x = make("update"), tokens().requires_grad_()
     layer.compile()
