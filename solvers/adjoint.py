@@ -86,12 +86,17 @@ class _AtSolution(Adjoint):
         point = _point(z, problem.tensors)
         # What a compiler makes of f has no repeated products with the Jacobian.
         with uncompiled() if isinstance(self, Implicit) else nullcontext():
-            image, residual, evaluated = problem.recorded_point(point)
+            if problem.unit_free:
+                image, output, gradient = problem.masked_joint(point)
+            else:
+                image, gradient = problem.masked_map(point), None
+                output = image
         if check is not None:
-            check(evaluated, kept)
+            gradient = None if gradient is None else gradient.detach()
+            check(problem.point(z, image.detach(), None, gradient), kept)
         if not _differentiable(problem, image, point):
             return value
-        output = residual if problem.unit_free and isinstance(self, Implicit) else image
+        output = output if isinstance(self, Implicit) else image
         attached = self.attach_at(problem, point, output, solution, goal, kept)
         return attached if kept is None else torch.where(kept[:, None], attached, value)
 
@@ -411,7 +416,8 @@ class Linearization:
             call = lambda *args: functional_call(caller, weights, args)  # noqa: E731
             if problem.unit_free:
                 f = copy(f)
-                f.joint = call
+                object.__setattr__(f, "joint", call)  # also of a frozen dataclass
+                problem.constant_step()
             problem.f = f if problem.unit_free else call
         return problem.differentiated(z)
 

@@ -165,11 +165,15 @@ class RecordedSolve:
         }
         unit_free = isinstance(f, EnergyUpdate) and f.step_size is not None
         self.turns = Turns(self.z0, options.solver, options.max_steps, unit_free=unit_free, **given)
-        self.caller, self.module, self.modules = Caller(f, module), module, list(module.modules())
-        runs: list[Callable[[], object]] = [self._start, self._turn, self._examine, self._measure]
+        called: Any = f
+        called = called.joint if unit_free else called
+        self.caller, self.modules = Caller(called, module), list(module.modules())
+        runs: list[Callable[[], object]] = [self._start, self._turn, self._examine]
+        if not isinstance(f, EnergyUpdate):  # those that are not solved have failed
+            runs.append(self._measure)
         if options.adjoint is not None:
             most, method = options.adjoint.max_steps, Anderson()
-            self.adjoint_turns = Turns(self.z0, method, max(most, 2), **given)
+            self.adjoint_turns = Turns(self.z0, method, max(most, 2), residuals=unit_free, **given)
             self.cotangent = torch.zeros_like(self.turns.z)
             # f reads aliases of the parameters: the nodes of autograd that belong to the parameters
             # themselves live on the ordinary stream, which a recording may not touch.
@@ -238,8 +242,15 @@ class RecordedSolve:
             image = functional_call(
                 self.caller, self.aliases, (self._state(free), *self.arguments())
             )
-            value = self.layout.vector(image)
-            self.image = value if self.mask is None else value.where(self.mask, self.point.detach())
+            fixed = self.point.detach()
+            if self.turns.unit_free:
+                value, slope = self.layout.vector(image[0]), image[2]
+                gradient = None if slope is None else self.layout.vector(slope)
+                value = Problem(self.f, self.layout).constant_step().residual(free, value, gradient)
+                fixed = fixed - self.point
+            else:
+                value = self.layout.vector(image)
+            self.image = value if self.mask is None else value.where(self.mask, fixed)
         known = [self.point, *self.inputs, *self.aliases.values()]
         numbers = {id(tensor) for tensor in known}
         if any(id(leaf) not in numbers for leaf in captured_by(self.image)):
@@ -303,7 +314,7 @@ class RecordedSolve:
         solution.value, solution.energy = solution.value.to(self.dtype), energy
         if unsolved:  # whose best iterates were not the last ones
             self.replay("_measure")
-            verify(solution, self.measured, goal, self.turns.unit_free)
+            verify(solution, self.measured, goal, unit_free=False)
         return solution
 
     def pull_back(self, cotangent: Tensor, tolerance: Tolerance) -> tuple[Solution, list[Tensor]]:

@@ -106,9 +106,17 @@ class Rule:
         scores = point.norms / allowed.masked_fill(allowed == 0, limits.tiny)
         return scores.clamp_max(limits.max).amax(1)
 
-    def near(
-        self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor, gain: Tensor
-    ) -> Tensor:
+    def error(self, point: Evaluation, gain: Tensor, least: int = 2) -> Tensor:
+        """(B, L) estimated errors of ``point`` from the gains (B, L, STEPS), 0 where they are unknown.
+
+        They are infinite until ``least`` steps of a map are known. One step is enough for an energy or a
+        root, of which :meth:`converged` asks for more.
+        """
+        enough = (gain > 0).sum(2) >= (1 if self.unit_free else least)
+        error = torch.where(enough, point.norms * gain.amax(2), torch.inf)
+        return error.masked_fill(point.norms == 0, 0.0)
+
+    def near(self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor) -> Tensor:
         """(B,) bool: the errors (B, L) are within the tolerance, or the residual is rounding.
 
         Beyond the ``limit`` (B,) the size of the value is no scale.
@@ -117,7 +125,6 @@ class Rule:
         near = error <= self.tolerance.threshold(scale)
         if not self.unit_free:
             rounding = ROUNDINGS * self.eps * scale
-            near = near & ((gain > 0).sum(2) > 1)
             near = near | (point.norms <= rounding) & (rounding <= caps)
         return near.all(1)
 
@@ -135,17 +142,11 @@ class Rule:
         return near & (seen & (point.norms <= self.allowed(point, caps))).all(1)
 
 
-def estimated_error(point: Evaluation, gain: Tensor) -> Tensor:
-    """(B, L) errors of ``point`` from the remembered gains (B, L, STEPS), 0 for those that are unknown."""
-    largest = gain.amax(2)
-    error = torch.where(largest == 0, torch.inf, point.norms * largest)
-    return error.masked_fill(point.norms == 0, 0.0)
-
-
 def stiffness(gain: Tensor) -> Tensor:
-    """(B,) the inverse of the smallest of the gains (B, L, STEPS), 0 where none is known."""
-    inverse = torch.where(gain > 0, 1 / gain, 0.0)
-    return inverse.flatten(1).amax(1)
+    """(B, L) the median of ``|dr| / |dz|``, the inverse of the gains (B, L, STEPS); 0 where none is known."""
+    inverse = torch.where(gain > 0, 1 / gain, 0.0).sort(2, descending=True).values
+    middle = (gain > 0).sum(2, keepdim=True) // 2
+    return inverse.gather(2, middle.clamp_max(STEPS - 1)).squeeze(2)
 
 
 def span_factor(steps: Tensor, changes: Tensor) -> Tensor:

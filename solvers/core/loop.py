@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.judge import Rule, estimated_error, relative_error, span_factor, stiffness
+from solvers.core.judge import Rule, relative_error, span_factor, stiffness
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -115,6 +115,7 @@ class Solver(ABC):
     # points accepted last; 0: without a limit.
     window: ClassVar[int] = 0
     plain: ClassVar[bool] = False  # every step is a multiple of the residual
+    known: ClassVar[int] = 2  # steps of a map after which its gains show the error
     failed: ClassVar[Status] = Status.NONFINITE  # status of a row whose trials were all not finite
 
     @abstractmethod
@@ -310,7 +311,7 @@ class Loop:
         running = rows.status == RUNNING
         taken = running if accepted is None else running & accepted
         score = self.rule.score(trial, rows.caps)
-        error = estimated_error(trial, rows.gains)
+        error = self.rule.error(trial, rows.gains, self.solver.known)
         near, converged = self._judge(taken, error)
         if count > STEPS:
             factor = self._factor(converged & (rows.at(count) > STEPS))
@@ -359,7 +360,7 @@ class Loop:
     def _judge(self, taken: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) bool: rows where the errors (n, L) of the trial are small, and rows that have converged."""
         rows, trial = self.rows, self.trial
-        near = self.rule.near(trial, rows.caps, error, rows.limit, rows.gains)
+        near = self.rule.near(trial, rows.caps, error, rows.limit)
         met = self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
         return near, taken & met
 
@@ -387,7 +388,10 @@ class Loop:
         rows, point = self.rows, self.current
         if point is None or not bool(ended.any()):
             return
-        score, error = self.rule.score(point, rows.caps), estimated_error(point, rows.gains)
+        score, error = (
+            self.rule.score(point, rows.caps),
+            self.rule.error(point, rows.gains, self.solver.known),
+        )
         last = _candidate(point, score, error)
         assert last.energy is not None and rows.best.energy is not None
         higher = rows.best.energy > last.energy + rounding(last.energy)
@@ -522,7 +526,7 @@ class Loop:
             error=rows.best.error,
             energy=rows.best.energy,
             trace=self.trace,
-            stiffness=stiffness(rows.gains) if self.rule.unit_free else None,
+            _stiffness=stiffness(rows.gains) if self.rule.unit_free else None,
         )
 
     def _note(self, count: int) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.layout import Layout, check_like, leaves_of, take, tensors_of
 from solvers.core.modes import autocast_dtype, ordinary, recording, twice_differentiable
-from solvers.core.rows import Evaluation, norms
+from solvers.core.rows import Evaluation, norms, scaled_norm
 
 JacobianProduct = Callable[[Tensor], Tensor]
 
@@ -89,7 +89,7 @@ class RootUpdate:
         """Return ``z - F(z)`` and ``F(z)``."""
         image = Layout.of(z).ordered(self.function(z, *args))
         try:
-            check_like(image, z, "F(z)", "z0", cast=torch.is_autocast_enabled())
+            check_like(image, z, "F(z)", "z0", cast=_in_autocast(z))
         except (TypeError, ValueError) as error:
             raise ValueError(f"F must return tensors like z0: {error}") from None
         return pytree.tree_map(torch.sub, z, image), image
@@ -261,8 +261,15 @@ class Problem:
             sizes = self.layout.sizes
             size, reference = norms(residual.detach(), scale.detach(), sizes)
             return Evaluation(z, residual, size, reference, energy, gradient, sizes)
-        view, image, sizes = self._measured(z, value)
-        seen = image - view
+        # A small residual in units of its own would be lost in the sum with z, so it is enlarged there.
+        enlarged, factor = value, residual.new_ones(())
+        if self.unit_free:
+            small = torch.finfo(z.dtype).eps ** 0.5 * scaled_norm(scale.detach())
+            factor = (small / scaled_norm(residual.detach())).clamp_min(1.0)
+            factor = factor.where(factor < torch.inf, 1.0).to(z.dtype)[:, None]
+            enlarged = z + factor * residual
+        view, image, sizes = self._measured(z, enlarged)
+        seen = (image - view) / factor
         size, reference = norms(seen, view if self.unit_free else image, sizes)
         finite = torch.isfinite(residual.detach()).all(1, keepdim=True)
         size = size.where(finite, torch.inf)
@@ -271,11 +278,19 @@ class Problem:
     def residual(self, z: Tensor, value: Tensor, gradient: Tensor | None) -> Tensor:
         """``f(z) - z`` (B, D), from F(z) or from the ``gradient`` if f is a root's map or a gradient step.
 
-        The difference of ``value`` = f(z) to z would be rounded to the size of z.
+        The difference of ``value`` = f(z) to z would be rounded to the size of z. It is taken all the same
+        where only ``value`` has a graph.
         """
-        if gradient is None or not self.unit_free:
+        graph = gradient is None or gradient.requires_grad or not value.requires_grad
+        if gradient is None or not self.unit_free or not graph:
             return value - z
         return -gradient if isinstance(self.f, RootUpdate) else gradient * -self.gradient_step
+
+    def constant_step(self) -> Problem:
+        """This problem with a step size that is a number, as it does not move the solution."""
+        if isinstance(self.gradient_step, Tensor):
+            self.gradient_step = self.gradient_step.detach()
+        return self
 
     def _measured(self, z: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the measure shows of z and f(z), (B, M) each, and the sizes of its parts."""
@@ -339,7 +354,7 @@ class Problem:
                 hint = _SHRUNK.format(self.called, z.shape[0]) + self.layout.scalars(self.batch)
                 error.args = (f"{error}\n{hint}", *error.args[1:])
             raise
-        gradient = None if gradient is None else self.layout.vector(gradient)
+        gradient = None if gradient is None else self.layout.vector(gradient).to(z.dtype)
         value = (
             output.reshape(z.shape) if same and shape is not None else self.layout.vector(output)
         )
@@ -360,23 +375,22 @@ class Problem:
 
     def masked_residual(self, z: Tensor) -> Tensor:
         """:meth:`residual`, whose derivative is that of :meth:`masked_map` minus the identity."""
-        return self._masked(z, self.unit_free)[1]
+        return self.masked_joint(z)[1]
 
-    def recorded_point(self, z: Tensor) -> tuple[Tensor, Tensor, Evaluation]:
-        """:meth:`masked_map` and :meth:`masked_residual` with graphs, and the evaluation without."""
-        image, residual, gradient = self._masked(z, self.unit_free)
-        gradient = None if gradient is None else gradient.detach()
-        return image, residual, self.point(z.detach(), image.detach(), None, gradient)
+    def masked_joint(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:meth:`masked_map`, :meth:`masked_residual` and what it was computed from, F(z) or a gradient."""
+        return self._masked(z, energies=True)
 
     def _masked(self, z: Tensor, energies: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         constant, free = z.detach(), z
         if self.mask is not None:
             free = torch.where(self.mask, z, constant)
         image, _, gradient = self.joint(free, energies)
-        residual = self.residual(free, image, gradient)
+        residual = self.residual(free, image, gradient) if energies else image
         if self.mask is not None:
             image = torch.where(self.mask, image, constant)
-            residual = torch.where(self.mask, residual, constant - z)
+            if energies:
+                residual = torch.where(self.mask, residual, constant - z)
         return image, residual, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
@@ -440,6 +454,10 @@ def minus_identity(
         return -image if unit_free else v - image
 
     return apply
+
+
+def _in_autocast(z: Any) -> bool:
+    return torch.is_autocast_enabled(pytree.tree_leaves(z)[0].device.type)
 
 
 def check_energy(energy: Any, batch: int) -> None:

@@ -137,12 +137,10 @@ class Solution:
         adjoint: report of the backward pass of an implicit adjoint.
         error: (B,) estimated error ``|z* - value| / |z*|`` of the worst leaf, relative like the tolerance.
             It is an estimate from the steps of the solver, not a bound: a direction in which no step was
-            taken is not seen. Infinite before the first step; NaN for solvers of other packages, None for a
-            linear system.
+            taken is not seen. Infinite before the second step of a map, the first of an energy or a root;
+            NaN for solvers of other packages, None for a linear system.
         bound: (B,) upper bound on the relative error ``|z* - value| / |value|``, where the energy has a known
             modulus of strong convexity: ``|dE/dz| / modulus``, apart from rounding in f. Otherwise None.
-        stiffness: (B,) largest ``|dr| / |dz|`` of the last steps, where the residual r of an energy or a root
-            is in units of its own; 0 where no step is known. Otherwise None.
 
     Example:
         >>> import solvers
@@ -165,7 +163,8 @@ class Solution:
     adjoint: AdjointReport = field(default_factory=AdjointReport)
     error: Tensor | None = None
     bound: Tensor | None = None
-    stiffness: Tensor | None = None
+    # (B, L) |dr| / |dz| of the last steps of each leaf, where the residual r is in units of its own
+    _stiffness: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def of_nothing(cls, value: Any, like: Tensor) -> Solution:

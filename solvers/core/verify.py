@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from solvers.core.rows import Evaluation
+from solvers.core.rows import Evaluation, scaled_norm
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Goal
 
@@ -13,15 +13,15 @@ from solvers.core.tolerance import Goal
 SLACK, ROUNDINGS = 2.0, 32.0
 
 
-def rounded(eps: float, size: Tensor, stiffness: Tensor | None) -> Tensor:
-    """(B,) residual norms that rounding explains, for states of this ``size`` (B,).
+def rounded(eps: float, sizes: Tensor, stiffness: Tensor | None) -> Tensor:
+    """(B,) residual norms that rounding explains, for states whose parts have these ``sizes`` (B, L).
 
-    They are ``ROUNDINGS`` units ``eps`` of the state, 2 in half precision. The ``stiffness`` (B,) converts
+    They are ``ROUNDINGS`` units ``eps`` of the state, 2 in half precision. The ``stiffness`` (B, L) converts
     them to the units of a residual; where it is 0, or None, a residual is like the state.
     """
     if stiffness is not None:
-        size = torch.where(stiffness > 0, stiffness * size, size)
-    return (2.0 if eps > 1e-4 else ROUNDINGS) * eps * size
+        sizes = torch.where(stiffness > 0, stiffness * sizes, sizes)
+    return (2.0 if eps > 1e-4 else ROUNDINGS) * eps * scaled_norm(sizes)
 
 
 def differs(norm: Tensor, before: Tensor, rounding: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def verify(
     before, tolerance = solution.residual_norm.to(norm.dtype), goal.allowed(unit_free)
     allowed = torch.maximum(tolerance.threshold(reference), before)
     eps = torch.finfo(goal.precision).eps
-    rounding = rounded(eps, reference, solution.stiffness)
+    rounding = rounded(eps, point.references, solution._stiffness)
     wrong = ~(norm <= SLACK * allowed + rounding)
     if solution.error is not None:  # it is proportional to the residual
         ratio = torch.where(before > 0, norm / before, 1.0)

@@ -74,7 +74,7 @@ def _with(
         nearer = nearer | lower & (solution.status[index] == Status.STALLED)
     solved = (again.status == Status.CONVERGED) | (again.status == Status.STOPPED)
     taken = torch.zeros_like(failed).index_copy(0, index, failed[index] & (solved | nearer))
-    names = ("value", "status", "residual", "residual_norm", "error", "energy", "stiffness")
+    names = ("value", "status", "residual", "residual_norm", "error", "energy", "_stiffness")
     new = {n: getattr(again, n) for n in names if getattr(solution, n) is not None}
     whole = {n: scatter_rows(t, index, batch, 0) for n, t in new.items()}
     merged = merge_rows(taken, replace(solution, **whole), solution)

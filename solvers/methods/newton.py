@@ -50,6 +50,7 @@ class Newton(Solver):
     forcing: float = 0.1
 
     searches: ClassVar[bool] = True
+    known: ClassVar[int] = 1  # it knows all directions at a point
     recordings: ClassVar[int] = 1  # evaluations per direction in addition to its products
 
     def __post_init__(self) -> None:

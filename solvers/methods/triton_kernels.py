@@ -29,8 +29,9 @@ def _products(
         here = row * size + at
         zi = tl.load(z + here, there, 0.0)
         fi = tl.load(value + here, there, 0.0).to(zi.dtype)
-        free = tl.load(settings + 10) > 0
-        r, own = tl.where(free, fi, fi - zi), zi  # where free, the value is the residual
+        free, given = tl.load(settings + 10) > 0, tl.load(settings + 11) > 0
+        r, own = tl.where(given, fi, fi - zi), zi
+        fi = tl.where(given, zi + fi, fi)
         if MASKED:
             keep = tl.load(mask + here, there, 0) != 0
             r, fi, own = tl.where(keep, r, 0.0), tl.where(keep, fi, 0.0), tl.where(keep, zi, 0.0)
@@ -146,13 +147,14 @@ def _judge(
             length += tl.where(known, moves, 0.0)
             top = tl.max(gain)
             steps_known = tl.sum(tl.where(gain > 0, 1, 0))
-            wrong = tl.where(own == 0, 0.0, tl.where(top == 0, infinite, own * top))
+            few = steps_known < tl.where(free, 1, 2)
+            wrong = tl.where(own == 0, 0.0, tl.where(few, infinite, own * top))
             threshold = tl.maximum(rtol * scales, atol)
             allowed = tl.minimum(threshold, cap)
             scaled = tl.minimum(scales, far)  # a runaway is no scale
             rounded = (own <= unit * scaled) & (unit * scaled <= cap) & (free == 0)
             allowed_error = tl.maximum(rtol * scaled, atol)
-            near = (wrong <= allowed_error) & ((steps_known > 1) | free) | rounded
+            near = (wrong <= allowed_error) | rounded
             new_room = tl.minimum(new_room, tl.where(rounded, infinite, allowed_error / wrong))
             small = (own <= allowed) & (eps * scales <= cap)
             close, less = close & near, less & (own <= cap) & (steps_known >= 4)

@@ -35,8 +35,9 @@ from solvers.methods.anderson import Anderson
 class Turns:
     """The state of a solve of ``z = f(z)`` for rows (B, D).
 
-    With ``unit_free`` the residual is that of a gradient step, in units of its own. Each turn is then given
-    the residual instead of ``f(z)``, because their difference would be rounded to the size of z.
+    With ``unit_free`` the residual is that of a gradient step, in units of its own. Then, and with
+    ``residuals``, each turn is given the residual instead of ``f(z)``, because their difference would be
+    rounded to the size of z.
 
     Attributes:
         z: points to evaluate next. Rows that have ended stay where they ended.
@@ -57,10 +58,12 @@ class Turns:
         sizes: tuple[int, ...] = (),
         eps: float | None = None,
         unit_free: bool = False,
+        residuals: bool = False,
         fused: bool | None = None,
     ) -> None:
         batch, size = like.shape
         self.max_steps, self.unit_free = max_steps, unit_free
+        self.residuals = residuals or unit_free
         self.mask = None if mask is None else mask.contiguous()  # the kernels know no strides
         self.memory = max(1, min(solver.memory, size, max_steps - 1))
         self.dtype = like.dtype  # of the points; f is evaluated at rounded ones
@@ -125,7 +128,7 @@ class Turns:
         rule = Rule(tolerance or Tolerance(), self.eps)
         numbers = (
             rule.tolerance.rtol, rule.tolerance.atol, solver.damping, ridge, tiny, torch.finfo(wide).max,
-            self.eps, rule.fallen, ROUNDINGS * rule.eps, DIVERGENCE, float(unit_free),
+            self.eps, rule.fallen, ROUNDINGS * rule.eps, DIVERGENCE, float(unit_free), float(self.residuals),
         )  # fmt: skip
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
 
@@ -166,7 +169,7 @@ class Turns:
     def turn(self, value: Tensor) -> None:
         """Move every row by the ``value`` of the map at ``z``, (B, ...) of any floating dtype.
 
-        With ``unit_free`` it is the residual there.
+        With ``residuals`` it is the residual there.
         """
         value = value.reshape(self.z.shape).to(self.z.dtype)
         if self.fused:
@@ -188,10 +191,9 @@ class Turns:
         residual, scale = (value, self.z) if self.unit_free else (value - self.z, value)
         if self.mask is not None:
             residual, scale = residual.where(self.mask, 0.0), scale.where(self.mask, 0.0)
-        norm, size = (
-            torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (residual, scale)
-        )
-        rounding = rounded(self.eps, size, stiffness(self.gains) if self.unit_free else None)
+        norm = torch.linalg.vector_norm(residual, dim=1, dtype=torch.float64)
+        sizes = part_norms64(scale, self.sizes)
+        rounding = rounded(self.eps, sizes, stiffness(self.gains) if self.unit_free else None)
         return (self.status == Status.CONVERGED) & differs(norm, self.norm, rounding)
 
     def sharpen(self) -> int:
@@ -221,7 +223,7 @@ class Turns:
             steps=evaluations.clone(),
             evaluations=evaluations,
             error=self.error.to(self.z.dtype),
-            stiffness=stiffness(self.gains) if self.unit_free else None,
+            _stiffness=stiffness(self.gains) if self.unit_free else None,
         )
 
 
@@ -230,13 +232,13 @@ BETTER, ACCEPTED = 1, 2  # flags of a row
 
 def turn(s: Turns, value: Tensor) -> None:
     """Move every row of ``s`` by ``value`` (B, D), in torch."""
-    rtol, atol, damping, ridge, tiny, largest, eps, fallen, rounding_unit, divergence, free = (
+    rtol, atol, damping, ridge, tiny, largest, eps, fallen, rounding_unit, divergence, free, _ = (
         s.settings.unbind()
     )
     free = free > 0
     running, first, count = s.status == RUNNING, s.evaluations == 0, s.evaluations + 1
     width, slots = s.gram.shape[1], torch.arange(s.gram.shape[1], device=s.z.device)
-    residual = value if s.unit_free else value - s.z
+    residual, value = (value, s.z + value) if s.residuals else (value - s.z, value)
     if s.mask is not None:
         residual, value = residual.where(s.mask, 0.0), value.where(s.mask, 0.0)
     # What a buffer holds before the first turn does not count.
@@ -280,18 +282,18 @@ def turn(s: Turns, value: Tensor) -> None:
     here = torch.arange(STEPS, device=s.z.device) == (count % STEPS)[:, None]
     torch.where(known[:, :, None] & here[:, None], gain[:, :, None], s.gains, out=s.gains)
     s.path.add_(moves.where(known, 0.0).sum(1))
-    most = s.gains.amax(2)
-    error = torch.where(most == 0, torch.inf, norms * most).masked_fill(norms == 0, 0.0)
+    steps_known = (s.gains > 0).sum(2)
+    error = torch.where(steps_known > torch.where(free, 0, 1), norms * s.gains.amax(2), torch.inf)
+    error = error.masked_fill(norms == 0, 0.0)
     grown = torch.maximum(s.caps, fallen * norms.minimum((s.limit / divergence)[:, None]))
     torch.where(accepted[:, None], grown, s.caps, out=s.caps)
     threshold = torch.maximum(rtol * scales, atol)
     allowed = torch.minimum(threshold, s.caps)
     scaled = scales.minimum(s.limit[:, None])  # a runaway is no scale
     close, unit = torch.maximum(rtol * scaled, atol), rounding_unit * scaled
-    rounded = (norms <= unit) & (unit <= s.caps) & ~free
-    steps_known = (s.gains > 0).sum(2)
-    near = (error <= close) & ((steps_known > 1) | free) | rounded
-    room = torch.where(rounded, torch.inf, close / error).amin(1)
+    zero = (norms <= unit) & (unit <= s.caps) & ~free  # to rounding
+    near = (error <= close) | zero
+    room = torch.where(zero, torch.inf, close / error).amin(1)
     small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
     near, before = near.all(1), (s.near > 0) & ~first
     less = ((norms <= s.caps) & (steps_known >= SURE)).all(1)

@@ -305,13 +305,13 @@ inline void turn_of(const Turns& all, int64_t row, int64_t b) {
     }
     int64_t steps_known = 0;
     for (int64_t j = 0; j < remembered; j++) largest = std::fmax(largest, known[j]), steps_known += known[j] > 0;
-    const T wrong = own.residual == 0 ? 0 : largest == 0 ? none : own.residual * largest;
+    const T wrong = own.residual == 0 ? 0 : steps_known < 2 ? none : own.residual * largest;
     const T threshold = std::fmax(own.value * rtol, atol), allowed = std::fmin(threshold, caps[l]);
     const T scaled = std::fmin(own.value, *limit);  // a runaway is no scale
     const T close = std::fmax(scaled * rtol, atol);
     const T rounding = static_cast<T>(all.roundings) * eps * scaled;
     const bool rounded = own.residual <= rounding && rounding <= caps[l];
-    const bool near = (wrong <= close && steps_known > 1) || rounded;
+    const bool near = wrong <= close || rounded;
     if (!rounded) room = std::fmin(room, close / wrong);
     converged = converged && near && eps * own.value <= caps[l] && own.residual <= allowed;
     const T size_of = own.value > 0 ? own.value : least;

@@ -215,7 +215,9 @@ def test_a_batch_with_a_failure_is_solved_by_the_ordinary_loop() -> None:
 
 
 @pytest.mark.parametrize("max_steps", [4, 200])
-def test_rows_that_influence_each_other_are_judged_by_the_returned_batch(max_steps: int) -> None:
+def test_rows_that_influence_each_other_are_judged_by_the_returned_batch(
+    max_steps: int, made: list[Any]
+) -> None:
     """The first rows converge long before the last one reaches a value that matters to them."""
     rates = torch.tensor([0.5, 0.8, 0.95], dtype=torch.float64)
 
@@ -237,10 +239,11 @@ def test_rows_that_influence_each_other_are_judged_by_the_returned_batch(max_ste
     assert (residuals <= 2e-6 * size)[solution.converged].all()
     expected = "MAX_STEPS" if max_steps < 200 else "INCONSISTENT"
     assert solution.statuses[-1] == expected
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_an_energy_in_small_units_is_solved(recorded: bool) -> None:
+def test_an_energy_in_small_units_is_solved(recorded: bool, made: list[Any]) -> None:
     """In float32 its gradient step is too small to change the state, so ``f(z) - z`` is zero."""
     x = tokens(4).float()
     layer: Any = DEQ.from_energy(
@@ -255,9 +258,34 @@ def test_an_energy_in_small_units_is_solved(recorded: bool) -> None:
     assert (value - x).norm() <= 1e-3 * x.norm()
     slope = 2e-10 * (value - x).flatten(1).norm(dim=1)
     torch.testing.assert_close(layer.last.residual_norm, slope, rtol=1e-2, atol=1e-20)
+    assert len(made) == recorded
 
 
-def test_a_recorded_block_reports_its_bound() -> None:
+@pytest.mark.parametrize("unit", [1.0, 0.1])
+def test_recorded_gradients_of_an_energy(
+    unit: float, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adjoint turns are given the residual itself, because ``I - J`` is rounded to one in small units."""
+    answers: list[Any] = []
+    plain = recording.RecordedSolve.pull_back
+
+    def noted(self: Any, *args: Any) -> Any:
+        answers.append(plain(self, *args))
+        return answers[-1]
+
+    monkeypatch.setattr(recording.RecordedSolve, "pull_back", noted)
+    x = tokens(3).float().requires_grad_()
+    curvature = unit * torch.linspace(0.5, 1, x.shape[-1])
+    layer: Any = DEQ.from_energy(
+        lambda z, x: 0.5 * (curvature * (z - x).square()).flatten(1).sum(1), max_steps=200
+    )
+    layer.compile()
+    (gradient,) = torch.autograd.grad(layer(x, z0=x.detach()).sum(), x)
+    assert len(made) == len(answers) == 1
+    torch.testing.assert_close(gradient, torch.ones_like(x), rtol=2e-3, atol=2e-3)
+
+
+def test_a_recorded_block_reports_its_bound(made: list[Any]) -> None:
     block: Any = EquilibriumBlock(8, 2).double()
     block.deq.compile()
     with torch.no_grad():
@@ -267,6 +295,7 @@ def test_a_recorded_block_reports_its_bound() -> None:
     with torch.no_grad():
         block(tokens(2, 5, 8))
     torch.testing.assert_close(recorded, block.deq.last.bound, rtol=0.5, atol=0)
+    assert len(made) == 1
 
 
 class Half(nn.Module):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import solvers
 from cases.solves import normal
-from implicit_attn import DEQ, EquilibriumBlock, check_energy
+from implicit_attn import DEQ, EquilibriumBlock, GradientStep, check_energy
+from implicit_attn.energies import Quadratic
 from solvers import Tolerance, fixed_point
 
 
@@ -126,6 +127,61 @@ def test_one_step_does_not_show_the_error(solver: str | None, watched: bool) -> 
         assert found.converged.all()
         error = (found.value - exact).norm(dim=1) / exact.norm(dim=1)
         assert (error <= 2e-3).all()
+
+
+@pytest.mark.parametrize("gain", [0.5, 30.0, 1000.0])
+@pytest.mark.parametrize("solver", [None, "newton"])
+def test_affine_maps_with_large_derivatives(solver: str | None, gain: float) -> None:
+    """One step of Newton's method is exact, and the next one is less than rounding."""
+    a = -gain * torch.eye(5, dtype=torch.float64) + 0.1 * normal(5, 5).double()
+    b = normal(20, 5, seed=1).double()
+    found = fixed_point(
+        lambda z, b: z @ a + b, torch.zeros_like(b), (b,), solver=solver, max_steps=500
+    )
+    assert found.converged.all()
+    exact = torch.linalg.solve(torch.eye(5, dtype=torch.float64) - a.T, b.T).T
+    torch.testing.assert_close(found.value, exact, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["root", "energy"])
+def test_a_measure_sees_small_units(kind: str) -> None:
+    """A step of 1e-10 does not change the state, nor what is measured of it."""
+
+    def energy(z: Tensor) -> Tensor:
+        return 0.5e-8 * (z - 3).square().sum(1)
+
+    start, options = torch.ones(2, 3), {"measure": lambda z: 2 * z[:, :2], "max_steps": 200}
+    if kind == "root":
+        found = solvers.root(lambda z: 1e-10 * (z - 3), start, **options)
+    else:
+        found = fixed_point(solvers.Descent(energy), start, **options)
+    assert found.converged.all()
+    torch.testing.assert_close(found.value, torch.full((2, 3), 3.0), rtol=1e-3, atol=0)
+
+
+class Detached(solvers.EnergyUpdate):
+    """A gradient step whose third result has no graph."""
+
+    step_size, symmetric = 1.0, True
+
+    def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        slope = 2 * (z - args[0])
+        return z - slope, (z - args[0]).square().sum(1).detach(), slope.detach()
+
+
+def test_a_gradient_without_a_graph_keeps_the_implicit_gradient() -> None:
+    x = normal(2, 3).double().requires_grad_()
+    found = fixed_point(Detached(), torch.zeros_like(x), (x,))
+    found.value.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x), rtol=1e-3, atol=1e-3)
+
+
+def test_a_learned_step_size_has_second_derivatives() -> None:
+    step = GradientStep(Quadratic(), nn.Parameter(torch.tensor(0.5)))
+    layer, x = DEQ(step).double(), normal(2, 3, 4).double().requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    torch.testing.assert_close(second, torch.full_like(x, 2.0), rtol=1e-3, atol=1e-3)
 
 
 class Spring(nn.Module):
