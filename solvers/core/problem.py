@@ -73,7 +73,10 @@ class EnergyUpdate(ABC):
 
     @abstractmethod
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
-        """Return ``(f(z), E(z), dE/dz)``: like z, (B,), and like z or None if the gradient is unknown."""
+        """Return ``(f(z), E(z), dE/dz)``: like z, (B,), and like z or None if the gradient is unknown.
+
+        With a ``step_size``, implicit gradients differentiate dE/dz where it has a graph, and otherwise f(z).
+        """
 
     def __call__(self, z: Any, *args: Any) -> Any:
         return self.joint(z, *args)[0]
