@@ -212,18 +212,21 @@ class RecordedSolve:
             self.turns.turn(self.value)
 
     def _examine(self) -> None:
-        """Whether the ordinary loop must solve a sample, and whether one has not converged.
+        """Whether a sample failed, whether one depends on others, and whether one has not converged.
 
-        It must where a sample failed, where its residual is no longer that with which it converged, because
-        it depends on other samples, and that of an energy unless it converged and the energy is not higher.
+        One of an energy failed unless it converged and the energy is not higher. One depends on others if its
+        residual is no longer that with which it converged.
         """
         with torch.no_grad(), self._autocast(), within(recording=True):
             failed = self.turns.status > int(Status.MAX_STEPS)
             if isinstance(self.f, EnergyUpdate):
                 self.energy = self._energy(self.turns.kept.to(self.dtype))
                 failed = ~descended(self.turns, self.energy_before, self.energy)
-            failed = failed | self.turns.changed(self.value)
-            self.examined = torch.stack((failed, self.turns.status != Status.CONVERGED)).any(1)
+            changed, unsolved = (
+                self.turns.changed(self.value),
+                self.turns.status != Status.CONVERGED,
+            )
+            self.examined = torch.stack((failed, changed, unsolved)).any(1)
 
     def _measure(self) -> None:
         """Evaluate the map once more, at the values of all samples."""
@@ -300,19 +303,22 @@ class RecordedSolve:
                 self.mask.copy_(mask)
         self.version += 1
 
-    def solve(self, goal: Goal) -> Solution | None:
-        """The solution (B, D); None where a sample failed, for which the ordinary loop knows more."""
+    def solve(self, goal: Goal, checked: bool) -> Solution | None:
+        """The solution (B, D), ``checked`` with the whole batch.
+
+        None where a sample failed or, if that is to be seen, depends on others: the ordinary loop knows more.
+        """
         self.turns.set_tolerance(goal.tolerance)
         self.replay("_start")
         self._until_done("_turn", self.turns)
         self.replay("_examine")
-        failed, unsolved = self.examined.tolist()
-        if failed:
+        failed, changed, unsolved = self.examined.tolist()
+        if failed or (changed and checked):
             return None
         solution = self.turns.solution()
         energy = self.energy.clone() if isinstance(self.f, EnergyUpdate) else None
         solution.value, solution.energy = solution.value.to(self.dtype), energy
-        if unsolved:  # whose best iterates were not the last ones
+        if unsolved and checked:  # their best iterates were not the last ones
             self.replay("_measure")
             verify(solution, self.measured, goal, unit_free=False)
         return solution
@@ -494,7 +500,7 @@ class Recorder:
         goal = Goal(options["tolerance"], recorded.dtype, autocast, recorded.device)
         goal.resolve(recorded.options.used)
         recorded.load(None if z0 is None else layout.vector(z0), tensors, mask)
-        solution = recorded.solve(goal)
+        solution = recorded.solve(goal, options.get("verify", True))
         if solution is None:
             return None
         if chosen.adjoint is not None:
