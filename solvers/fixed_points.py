@@ -260,7 +260,7 @@ def _solve(
         first = points[0].norm.detach()
         options = replace(options, tolerance=goal.tolerance, precision=goal.precision)
         # Popped, so that the loop can free it when it has moved on.
-        solution, last = run_solver(problem, points.pop(), solver, options, automatic=automatic)
+        solution, last = run_solver(problem, points.pop(), solver, options)
         if solution.all_converged():
             return solution, last
         if automatic:

@@ -23,17 +23,19 @@ import solvers
 from solvers.adjoint import Caller, Implicit, captured_by
 from solvers.core.context import weights_of, within
 from solvers.core.layout import Layout
+from solvers.core.loop import DIVERGENCE
 from solvers.core.loop import Options as LoopOptions
 from solvers.core.messages import warn_user
 from solvers.core.modes import autocast_dtype, in_transform
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import STEPS
+from solvers.core.safeguard import FAR, rounding
 from solvers.core.solution import AdjointReport, Solution, Status, apply_policy
-from solvers.core.tolerance import Goal, Tolerance
+from solvers.core.tolerance import Goal, Tolerance, read_tolerance
 from solvers.core.verify import verify
 from solvers.fixed_points import set_bound
 from solvers.methods.anderson import Anderson
-from solvers.methods.turns import Rows, Turns, descended
+from solvers.methods.turns import Rows, Turns
 
 KEPT = 8  # recordings of a layer, for different shapes, that are kept
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -221,7 +223,7 @@ class RecordedSolve:
             failed = self.turns.status > int(Status.MAX_STEPS)
             if isinstance(self.f, EnergyUpdate):
                 self.energy = self._energy(self.turns.kept.to(self.dtype))
-                failed = ~descended(self.turns, self.energy_before, self.energy)
+                failed = ~_descended(self.turns, self.energy_before, self.energy)
             changed, unsolved = (
                 self.turns.changed(self.value),
                 self.turns.status != Status.CONVERGED,
@@ -342,6 +344,17 @@ class RecordedSolve:
             self.replay(name)
             if not int(turns.left) and (number <= STEPS or not turns.sharpen()):
                 return
+
+
+def _descended(turns: Turns, before: Tensor, after: Tensor) -> Tensor:
+    """Return (B,) bool: samples that converged at an energy ``after`` that is not above ``before``.
+
+    A relative residual may also be small because the state has grown, down an unbounded energy: a sample that
+    is far from its start, by :class:`solvers.core.safeguard.Growth`, does not count.
+    """
+    far = torch.linalg.vector_norm(turns.kept, dim=1) > FAR / DIVERGENCE * turns.limit
+    lower = after <= before + rounding(before)  # False for NaN
+    return (turns.status == Status.CONVERGED) & lower & ~far
 
 
 class RecordedRows(Rows):
@@ -544,6 +557,9 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
     masks = getattr(f, "masks", None)
     if masks is not None and masks.numbers:
         return _refused("contains a VariationalDropout", f)
+    tolerance = read_tolerance("tolerance", options["tolerance"])
+    if isinstance(f, EnergyUpdate) and tolerance is not None and tolerance.rtol == 0:
+        return _refused("is judged by its residual alone (rtol = 0)", f)
     if not (solver is None or type(solver) is Anderson):
         return _refused(f"is solved by {type(solver).__name__}", f)
     if not (adjoint is None or (type(adjoint) is Implicit and adjoint.solver is None)):

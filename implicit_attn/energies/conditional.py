@@ -35,9 +35,7 @@ from implicit_attn.energies.tokens import (
     check_mask,
     check_norm,
     hide,
-    merge_heads,
     project,
-    split_heads,
     sum_samples,
     visible_input,
 )
@@ -244,20 +242,22 @@ class ConditionalAttention(HasHeads, ClosedForm):
 
         ``z`` is zero at masked tokens.
         """
-        y = split_heads(F.linear(z, weight), self.heads)
+        rows = len(weight)
+        y = F.linear(z, weight).view(*z.shape[:2], self.heads, rows // self.heads)
+        y = y.transpose(1, 2).contiguous()  # (B, H, N, p)
         given, value = context.log_weights, context.value
         if given is None or value is None:
             attended, lse = self._among_keys(y, context, need_lse)
         else:
-            rows, keys = y.to(given.dtype).flatten(0, 1), value.to(given.dtype).flatten(0, 1)
+            states, keys = y.to(given.dtype).flatten(0, 1), value.to(given.dtype).flatten(0, 1)
             with without_autocast(y.device.type):
-                scores = torch.baddbmm(given.flatten(0, 1), rows, keys.mT, alpha=self.tau)
+                scores = torch.baddbmm(given.flatten(0, 1), states, keys.mT, alpha=self.tau)
             scores = scores.view(given.shape)
             lse = scores.logsumexp(-1) if need_lse else None
             attended = scores.softmax(-1).to(y.dtype) @ value
         if context.keyless is not None:
             attended = attended.masked_fill(context.keyless.unsqueeze(-1), 0.0)
-        return merge_heads(attended), lse
+        return attended.transpose(1, 2).reshape(*z.shape[:2], rows), lse
 
     def _among_keys(
         self, y: Tensor, context: AttentionContext, need_lse: bool
@@ -389,11 +389,12 @@ class EquilibriumEnergy(SummedEnergy):
             step = self.attention.attend(visible, parts[1], weight)[0] @ weight
         if self.memory is not None:
             weight, recalled = self.memory.projection.weight, parts[-1]
-            y = project(visible, weight, recalled.query, None, mask)
+            known = recalled.query.flatten(0, -2)  # a matrix product also adds
+            y = torch.addmm(known, visible.flatten(0, -2), weight.mT).view(recalled.query.shape)
             active = self.memory.activate(y, recalled.gates, False)[1]
             if step is None:
                 step = active @ weight
-            else:  # the matrix product also adds
+            else:
                 rows = torch.addmm(step.flatten(0, 1), active.flatten(0, 1), weight)
                 step = rows.view(step.shape)
         step = step.to(z.dtype)  # type: ignore[union-attr]

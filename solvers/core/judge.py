@@ -29,8 +29,8 @@ if the residual has fallen to a hundredth. A change of such a residual counts as
 it. With ``rtol = 0`` the residual alone decides, against ``atol``.
 
 The leaves of a pytree, or the parts of a ``measure``, are judged one by one: all of them must converge. Where
-a sample stalls, diverges or runs out of evaluations is decided in ``core/loop.py``. The same rules in C++:
-``native/turns.h``; on buffers for CUDA: ``methods/turns.py`` and ``methods/triton_kernels.py``.
+a sample stalls, diverges or runs out of evaluations is decided in ``core/loop.py``, and for buffers in
+``methods/turns.py``. Fused forms of both: ``native/turns.h`` in C++, ``methods/triton_kernels.py`` for CUDA.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from solvers.core.rows import RUNNING, STEPS, Evaluation, small_dtype
 from solvers.core.solution import Status
-from solvers.core.tolerance import Tolerance
+from solvers.core.tolerance import Limits, Tolerance
 
 SURE = 4  # steps after which the estimate for an energy or a root need not be confirmed
 FALLEN = 0.01  # share of the first residual below which the scale of the start no longer counts
@@ -63,7 +63,7 @@ class Rule:
     state.
     """
 
-    tolerance: Tolerance
+    tolerance: Tolerance | Limits
     eps: float
     unit_free: bool = False
 
@@ -91,7 +91,7 @@ class Rule:
     def allowed(self, point: Evaluation, caps: Tensor) -> Tensor:
         """(B, L) residual norms that count as converged."""
         if self.unit_free:
-            return torch.full_like(point.norms, self.tolerance.atol)
+            return self.tolerance.threshold(torch.zeros_like(point.norms))
         return torch.minimum(self.tolerance.threshold(point.references), caps)
 
     def score(self, point: Evaluation, caps: Tensor) -> Tensor:
@@ -106,6 +106,23 @@ class Rule:
         scores = point.norms / allowed.masked_fill(allowed == 0, limits.tiny)
         return scores.clamp_max(limits.max).amax(1)
 
+    def gain(
+        self, point: Evaluation, last: Tensor, moved: Tensor, changed: Tensor, plain: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(B, L) the gains ``|dz| / |dr|`` of the steps to ``point``, and whether they are known.
+
+        Args:
+            last: (B, L) norms of the residual before.
+            moved, changed: (B, L) norms of dz and dr.
+            plain: whether a step is a multiple of the residual. Then the rate counts, which no oscillation
+                hides: ``|r| / (|r| - |r'|) = 1 / (1 - rate)``.
+        """
+        fallen = last - point.norms
+        changed = torch.where((fallen > 0) & plain, fallen, changed)
+        if self.unit_free:  # smaller changes are hidden by rounding
+            changed = changed.maximum(self.eps * last)
+        return moved / changed, moved > self.eps * point.references  # not only by rounding
+
     def error(self, point: Evaluation, gain: Tensor, least: int = 2) -> Tensor:
         """(B, L) estimated errors of ``point`` from the gains (B, L, STEPS), 0 where they are unknown.
 
@@ -116,24 +133,24 @@ class Rule:
         error = torch.where(enough, point.norms * gain.amax(2), torch.inf)
         return error.masked_fill(point.norms == 0, 0.0)
 
-    def near(self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor) -> Tensor:
-        """(B,) bool: the errors (B, L) are within the tolerance, or the residual is rounding.
+    def room(self, point: Evaluation, caps: Tensor, error: Tensor, limit: Tensor) -> Tensor:
+        """(B,) by which the errors (B, L) may grow within the tolerance; below 1 where they are beyond it.
 
-        Beyond the ``limit`` (B,) the size of the value is no scale.
+        Infinite where the residual is rounding. Beyond the ``limit`` (B,) the size of the value is no scale.
         """
         scale = torch.minimum(point.references, limit[:, None])
-        near = error <= self.tolerance.threshold(scale)
+        room = torch.where(error == 0, torch.inf, self.tolerance.threshold(scale) / error)
         if not self.unit_free:
             rounding = ROUNDINGS * self.eps * scale
-            near = near | (point.norms <= rounding) & (rounding <= caps)
-        return near.all(1)
+            room = room.masked_fill((point.norms <= rounding) & (rounding <= caps), torch.inf)
+        return room.amin(1)
 
     def converged(
         self, point: Evaluation, caps: Tensor, near: Tensor, before: Tensor, gain: Tensor
     ) -> Tensor:
         """(B,) bool, where the point is ``near`` (B,), and the last accepted one was ``before`` (B,)."""
         if self.unit_free:
-            if self.tolerance.rtol == 0:
+            if isinstance(self.tolerance, Tolerance) and self.tolerance.rtol == 0:
                 return (point.norms <= self.tolerance.atol).all(1)
             sure = (point.norms <= caps) & ((gain > 0).sum(2) >= SURE)
             return near & (before | sure.all(1) | (point.norm == 0))

@@ -278,19 +278,12 @@ class Loop:
         self.last = last
         if last is not None:
             moved, changed = trial.difference(last)
-            # Of a plain step the rate counts, which no oscillation hides:
-            # |r| / (|r| - |r'|) = 1 / (1 - rate).
-            fallen = last.norms - trial.norms
-            plain: Any = self.solver.plain or (rows.rejections > 0)[:, None] & (
-                self.solver.window > 0
-            )
-            changed = torch.where((fallen > 0) & plain, fallen, changed)
-            if self.rule.unit_free:  # smaller changes are hidden by rounding
-                changed = changed.maximum(self.rule.eps * last.norms)
-            known = moved > self.rule.eps * trial.references  # not only by rounding
+            again = (rows.rejections > 0)[:, None] & (self.solver.window > 0)
+            plain: Any = self.solver.plain or again
+            gain, known = self.rule.gain(trial, last.norms, moved, changed, plain)
             known = known if accepted is None else known & accepted[:, None]
             slot = count % STEPS
-            rows.gains[:, :, slot] = torch.where(known, moved / changed, rows.gains[:, :, slot])
+            rows.gains[:, :, slot] = torch.where(known, gain, rows.gains[:, :, slot])
             rows.path = rows.path + moved.where(known, 0.0).sum(1)
             caps = self.rule.grown(trial, rows.caps, rows.limit / DIVERGENCE)
             rows.caps = caps if accepted is None else where_rows(accepted, caps, rows.caps)
@@ -360,7 +353,7 @@ class Loop:
     def _judge(self, taken: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) bool: rows where the errors (n, L) of the trial are small, and rows that have converged."""
         rows, trial = self.rows, self.trial
-        near = self.rule.near(trial, rows.caps, error, rows.limit)
+        near = self.rule.room(trial, rows.caps, error, rows.limit) >= 1
         met = self.rule.converged(trial, rows.caps, near, rows.near, rows.gains)
         return near, taken & met
 

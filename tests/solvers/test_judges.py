@@ -1,4 +1,4 @@
-"""One rule in four forms: the loop in torch, the C++ engine, the turn in torch, and Triton's kernels."""
+"""One rule in three forms: ``Rule``, which the loop and the turn in torch share, C++ and Triton's kernels."""
 
 from __future__ import annotations
 
