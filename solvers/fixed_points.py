@@ -143,6 +143,21 @@ def fixed_point(
     """
     require_numbers(z0)
     require_callable("f", f)
+    args, layout = (args,) if isinstance(args, Tensor) else args, Layout.of(z0)
+    check_inputs(z0, args, "F" if isinstance(f, RootUpdate) else "f")
+    return solve_checked(
+        f, z0, layout, args, solver=solver, tolerance=tolerance, max_steps=max_steps, adjoint=adjoint,
+        energy=energy, mask=mask, record=record, on_failure=on_failure, compact=compact, callback=callback,
+        verify=verify, stop=stop, measure=measure,
+    )  # fmt: skip
+
+
+def solve_checked(
+    f: Callable[..., Any], z0: Any, layout: Layout, args: tuple[Any, ...], *, solver: Any, tolerance: Any,
+    max_steps: int, adjoint: Any, mask: Any, record: bool, on_failure: str, compact: bool, callback: Any,
+    verify: bool, stop: Any, measure: Any, energy: Any = None,
+) -> Solution:  # fmt: skip
+    """:func:`fixed_point` of a state with its layout, and of inputs that have been checked."""
     require_options(
         {"energy": energy, "callback": callback, "stop": stop, "measure": measure},
         {"compact": compact, "record": record, "verify": verify},
@@ -150,14 +165,11 @@ def fixed_point(
     )
     check_on_failure(on_failure)
     tolerance, adjoint = read_tolerance("tolerance", tolerance), read_adjoint(adjoint)
-    args = (args,) if isinstance(args, Tensor) else args
     solver, automatic = choose_solver(f, energy, solver)
     if isinstance(solver, ExternalSolver) and (energy or record or callback or stop):
         raise ValueError(
             f"{solver!r} runs its own loop, without energy, record, callback and stop: remove them"
         )
-    layout = Layout.of(z0)
-    check_inputs(z0, args, "F" if isinstance(f, RootUpdate) else "f")
     start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     problem.measure = measure

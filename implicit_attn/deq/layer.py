@@ -41,7 +41,8 @@ from solvers.core.modes import (
 )
 from solvers.core.solution import check_on_failure
 from solvers.core.tolerance import read_tolerance
-from solvers.fixed_points import read_solver
+from solvers.fixed_points import check_inputs as check_tensors
+from solvers.fixed_points import read_solver, solve_checked
 from solvers.recording import Recorder
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -168,7 +169,8 @@ class DEQ(nn.Module):
 
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
         """Return the fixed point for the input ``x``, like the initial state; options as in ``solve``."""
-        require_numbers()
+        if torch.compiler.is_exporting():  # which cannot follow solve
+            require_numbers()
         return self.solve(x, mask, **options).value
 
     @eager
@@ -199,6 +201,7 @@ class DEQ(nn.Module):
             TypeError, ValueError: if an argument is invalid.
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
+        require_numbers(x)
         options = self._chosen(options, "z0", "record", "callback", "token_rows")
         f = self._map()
         refuse_sharded_parts(f.parts)
@@ -298,7 +301,12 @@ class DEQ(nn.Module):
                 return solution
             if rows and isinstance(start, Tensor) and start.numel():
                 return TokenRows(f, start, args).solve(start, mask, options)
-            return solvers.fixed_point(f, start, args, **options)
+            layout = Layout.of(start)
+            if (
+                f.places is None or z0 is not None or callable(self.init)
+            ):  # not made by an energy of ours
+                check_tensors(start, args)
+            return solve_checked(f, start, layout, args, **options)
 
     def compile(self, enabled: bool = True) -> None:  # type: ignore[override]
         """Record the solve and its gradients as CUDA graphs and replay them.
