@@ -16,7 +16,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,11 +85,7 @@ class _AtSolution(Adjoint):
         point = _point(z, problem.tensors)
         # What a compiler makes of f has no repeated products with the Jacobian.
         with uncompiled() if isinstance(self, Implicit) else nullcontext():
-            if problem.unit_free:
-                image, output, gradient = problem.masked_joint(point)
-            else:
-                image, gradient = problem.masked_map(point), None
-                output = image
+            image, output, gradient = problem.masked_joint(point, problem.unit_free)
         if check is not None:
             gradient = None if gradient is None else gradient.detach()
             check(problem.point(z, image.detach(), None, gradient), kept)
@@ -639,7 +634,7 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     """
     module = module_of(problem.f)
     read = chain(problem.tensors, () if module is None else module.parameters())
-    trained = any(map(_requires_grad, read))
+    trained = any(t.requires_grad for t in read)
     if image.requires_grad:
         return trained or bool(captured_by(image, stop=type(point.grad_fn)))
     if trained:
@@ -650,17 +645,11 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     return False
 
 
-_requires_grad = attrgetter("requires_grad")
-
-
 def module_of(f: Any) -> nn.Module | None:
     """Return the module that ``f``, or its ``update``, ``energy`` or ``function``, is or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    parts = [f]
-    for name in ("update", "energy", "function"):
-        parts.append(getattr(f, name, None))
-    for part in parts:
+    for part in (f, *(getattr(f, name, None) for name in ("update", "energy", "function"))):
         for home in (part, getattr(part, "__self__", None)):
             if isinstance(home, nn.Module):
                 return home

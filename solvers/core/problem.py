@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ class Descent(EnergyUpdate):
             raise ValueError(
                 "energy must be a differentiable function of z, got a result without a graph"
             )
-        pairs = list(zip(points, parts, strict=True))
+        pairs = zip(points, parts, strict=True)
         found = [torch.zeros_like(t) if g is None else g for t, g in pairs]
         step_size: Any = self.step_size
         steps = [t - step_size * g for t, g in zip(points, found, strict=True)]
@@ -244,8 +243,7 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        value, energy, gradient = self.joint(z)
-        return self.point(z, value, energy, gradient)
+        return self.point(z, *self.joint(z))
 
     def point(
         self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
@@ -315,9 +313,9 @@ class Problem:
     def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
         tensors = [t for t in self.tensors if not t.is_inference()]
-        versions = list(map(_version, tensors))
+        versions = [t._version for t in tensors]
         point = self.evaluate(z)
-        if versions != list(map(_version, tensors)):
+        if versions != [t._version for t in tensors]:
             raise ValueError(OVERWRITES.format(self.called, "its inputs"))
         return point
 
@@ -374,27 +372,30 @@ class Problem:
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
-        return self._masked(z, energies=False)[0]
+        return self.masked_joint(z, energies=False)[0]
 
-    def masked_residual(self, z: Tensor) -> Tensor:
-        """:meth:`residual`, whose derivative is that of :meth:`masked_map` minus the identity."""
-        return self.masked_joint(z)[1]
+    def differentiated(self, z: Tensor) -> Tensor:
+        """What derivatives are taken of: ``f(z)``, or the residual where it is in units of its own.
 
-    def masked_joint(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """:meth:`masked_map`, :meth:`masked_residual` and what it was computed from, F(z) or a gradient."""
-        return self._masked(z, energies=True)
+        In small units the difference of the Jacobian of ``f`` to the identity would be lost in rounding.
+        """
+        return self.masked_joint(z, self.unit_free)[1]
 
-    def _masked(self, z: Tensor, energies: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def masked_joint(self, z: Tensor, energies: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:meth:`masked_map`, that or with ``energies`` the residual, and what this was computed from.
+
+        The derivative of the residual is that of :meth:`masked_map` minus the identity. It is computed from
+        F(z) or from a gradient.
+        """
         constant, free = z.detach(), z
         if self.mask is not None:
             free = torch.where(self.mask, z, constant)
         image, _, gradient = self.joint(free, energies)
-        residual = self.residual(free, image, gradient) if energies else image
+        output = self.residual(free, image, gradient) if energies else image
         if self.mask is not None:
             image = torch.where(self.mask, image, constant)
-            if energies:
-                residual = torch.where(self.mask, residual, constant - z)
-        return image, residual, gradient
+            output = torch.where(self.mask, output, constant - z) if energies else image
+        return image, output, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -439,13 +440,6 @@ class Problem:
             )
         return point, output
 
-    def differentiated(self, z: Tensor) -> Tensor:
-        """What derivatives are taken of: ``f(z)``, or the residual where it is in units of its own.
-
-        In small units the difference of the Jacobian of ``f`` to the identity would be lost in rounding.
-        """
-        return self.masked_residual(z) if self.unit_free else self.masked_map(z)
-
 
 def minus_identity(
     product: JacobianProduct, unit_free: bool, dtype: torch.dtype
@@ -474,7 +468,6 @@ def check_energy(energy: Any, batch: int) -> None:
         )
 
 
-_version = attrgetter("_version")  # of a tensor, which changes in place raise
 OVERWRITES = (
     "{} must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
     "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"
