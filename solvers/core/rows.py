@@ -160,9 +160,8 @@ class Rows:
     limit: Tensor  # residual norm beyond which the sample diverges
     caps: Tensor  # (n, L) largest residual that may count as converged
     gains: Tensor  # (n, L, STEPS) |dz| / |dr| of the latest accepted steps; 0 where there was none
-    recent_norms: (
-        Tensor  # (n, W) of the latest accepted points' residuals; W is the solver's window
-    )
+    # (n, W) residual norms of the latest accepted points; W is the solver's window
+    recent_norms: Tensor
     milestone: Tensor  # best score at the last stall check
     energy_milestone: Tensor  # lowest energy there
     path: Tensor  # length of the steps since then
