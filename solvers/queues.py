@@ -123,20 +123,12 @@ class Queue:
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        slots: int,
-        *,
-        solver: Any,
-        tolerance: Any,
-        max_steps: int,
-        on_failure: str,
-        verify: bool,
-        stop: Callable[..., Tensor] | None,
+        self, f: Callable[..., Any], slots: int, *, solver: Any, tolerance: Any, max_steps: int,
+        on_failure: str, verify: bool, stop: Callable[..., Tensor] | None,
         measure: Callable[[Any], Any] | None,
         record: Callable[[Problem, Tensor, Goal], Rows | None] | None = None,
         weights: dict[int, Weight] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require_callable("f", f)
         require_callable("stop", stop, optional=True)
         check_on_failure(on_failure)

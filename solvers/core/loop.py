@@ -176,15 +176,9 @@ class Loop:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        first: Evaluation,
-        solver: Solver,
-        options: Options,
-        spent: Tensor | None = None,
-        *,
-        refilled: bool = False,
-    ) -> None:
+        self, problem: Problem, first: Evaluation, solver: Solver, options: Options,
+        spent: Tensor | None = None, *, refilled: bool = False,
+    ) -> None:  # fmt: skip
         self.problem, self.solver, self.options = problem, solver, options
         self.refilled = refilled
         self.count = 0  # turns

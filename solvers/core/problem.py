@@ -116,11 +116,7 @@ class Descent(EnergyUpdate):
     symmetric = True
 
     def __init__(
-        self,
-        energy: Callable[..., Tensor],
-        step_size: float = 1.0,
-        *,
-        modulus: float | None = None,
+        self, energy: Callable[..., Tensor], step_size: float = 1.0, *, modulus: float | None = None
     ) -> None:
         require_instance("energy", energy, Callable, "callable")
         self.energy = energy
@@ -140,9 +136,8 @@ class Descent(EnergyUpdate):
             check_energy(value, leaves[0].shape[0])
             parts: Any = [None] * len(points)
             if value.requires_grad:
-                parts = torch.autograd.grad(
-                    value.sum(), points, create_graph=outer, allow_unused=True
-                )
+                options: Any = {"create_graph": outer, "allow_unused": True}
+                parts = torch.autograd.grad(value.sum(), points, **options)
         if all(part is None for part in parts):
             raise ValueError(
                 "energy must be a differentiable function of z, got a result without a graph"
@@ -201,27 +196,14 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        f: Callable[..., Any],
-        energy: Callable[..., Tensor] | None,
-        z0: Any,
-        args: tuple[Any, ...],
-        mask: Any,
-        compact: bool,
-        layout: Layout | None = None,
-    ) -> Problem:
+        cls, f: Callable[..., Any], energy: Callable[..., Tensor] | None, z0: Any, args: tuple[Any, ...],
+        mask: Any, compact: bool, layout: Layout | None = None,
+    ) -> Problem:  # fmt: skip
         """The problem of a call of :func:`solvers.fixed_point` with these arguments."""
         layout, first = layout or Layout.of(z0), leaves_of(z0)[0]
-        return cls(
-            f,
-            layout,
-            args,
-            autocast_dtype(first.device.type),
-            energy=energy,
-            mask=None if mask is None else layout.mask_vector(mask, first),
-            symmetric=bool(getattr(f, "symmetric", False)),
-            compact=compact,
-        )
+        vector = None if mask is None else layout.mask_vector(mask, first)
+        autocast, symmetric = autocast_dtype(first.device.type), getattr(f, "symmetric", False)
+        return cls(f, layout, args, autocast, energy, vector, bool(symmetric), compact)
 
     @cached_property
     def tensors(self) -> list[Tensor]:

@@ -48,19 +48,10 @@ class Turns:
     """
 
     def __init__(
-        self,
-        like: Tensor,
-        solver: Anderson,
-        max_steps: int,
-        tolerance: Tolerance | None = None,
-        *,
-        mask: Tensor | None = None,
-        sizes: tuple[int, ...] = (),
-        eps: float | None = None,
-        unit_free: bool = False,
-        residuals: bool = False,
-        fused: bool | None = None,
-    ) -> None:
+        self, like: Tensor, solver: Anderson, max_steps: int, tolerance: Tolerance | None = None, *,
+        mask: Tensor | None = None, sizes: tuple[int, ...] = (), eps: float | None = None,
+        unit_free: bool = False, residuals: bool = False, fused: bool | None = None,
+    ) -> None:  # fmt: skip
         batch, size = like.shape
         self.max_steps, self.unit_free = max_steps, unit_free
         self.residuals = residuals or unit_free

@@ -166,13 +166,9 @@ class Turns:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        first: Evaluation,
-        memory: int,
-        numbers: tuple[float, float, float],
+        self, problem: Problem, first: Evaluation, memory: int, numbers: tuple[float, float, float],
         options: Options,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rule, tolerance = options.rule(problem, first), options.tolerance
         self.problem, self.seen, self.trial = problem, first.z, first.z.contiguous()
         self.value, first.residual = first.z + first.residual, first.z
@@ -284,12 +280,9 @@ class Turns:
 
 
 def solve_native(
-    problem: Problem,
-    first: Evaluation,
-    memory: int,
-    numbers: tuple[float, float, float],
+    problem: Problem, first: Evaluation, memory: int, numbers: tuple[float, float, float],
     options: Options,
-) -> tuple[Solution, Callable[[], Evaluation] | None]:
+) -> tuple[Solution, Callable[[], Evaluation] | None]:  # fmt: skip
     """Solve by :class:`Turns`, whose arguments these are.
 
     Returns:
