@@ -139,14 +139,8 @@ class RecordedSolve:
     """The recordings for tensors of one kind; :meth:`solve` and :meth:`pull_back` replay them."""
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        module: nn.Module,
-        z: Any,
-        args: Any,
-        mask: Any,
-        options: Options,
-    ) -> None:
+        self, f: Callable[..., Any], module: nn.Module, z: Any, args: Any, mask: Any, options: Options
+    ) -> None:  # fmt: skip
         self.layout, self.options, self.version = Layout.of(z), options, 0
         start = self.layout.vector(z).detach()
         self.device, self.dtype, self.f = start.device, start.dtype, f
@@ -463,15 +457,8 @@ class Recorder:
             return self._recorded(f, z0, args, module, chosen, options)
 
     def rows(
-        self,
-        f: Any,
-        problem: Problem,
-        start: Tensor,
-        goal: Goal,
-        *,
-        module: nn.Module,
-        **options: Any,
-    ) -> RecordedRows | None:
+        self, f: Any, problem: Problem, start: Tensor, goal: Goal, *, module: nn.Module, **options: Any
+    ) -> RecordedRows | None:  # fmt: skip
         """The rows of a queue that begin at ``start`` (n, D); None where the turns are not recorded.
 
         Those of an energy are not, because a queue solves them by L-BFGS. The recording belongs to the queue,
