@@ -16,7 +16,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,11 +85,7 @@ class _AtSolution(Adjoint):
         point = _point(z, problem.tensors)
         # What a compiler makes of f has no repeated products with the Jacobian.
         with uncompiled() if isinstance(self, Implicit) else nullcontext():
-            if problem.unit_free:
-                image, output, gradient = problem.masked_joint(point)
-            else:
-                image, gradient = problem.masked_map(point), None
-                output = image
+            image, output, gradient = problem.masked_joint(point, problem.unit_free)
         if check is not None:
             gradient = None if gradient is None else gradient.detach()
             check(problem.point(z, image.detach(), None, gradient), kept)
@@ -102,14 +97,9 @@ class _AtSolution(Adjoint):
 
     @abstractmethod
     def attach_at(
-        self,
-        problem: Problem,
-        point: Tensor,
-        image: Tensor,
-        solution: Solution,
-        goal: Goal,
+        self, problem: Problem, point: Tensor, image: Tensor, solution: Solution, goal: Goal,
         kept: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return ``point`` with its gradient, where ``image = f(point)`` is recorded.
 
         For :class:`Implicit` it is :meth:`solvers.core.problem.Problem.differentiated`. Samples that are not
@@ -172,23 +162,17 @@ class Implicit(_AtSolution):
         check_on_failure(self.on_failure)
 
     def attach_at(
-        self,
-        problem: Problem,
-        point: Tensor,
-        image: Tensor,
-        solution: Solution,
-        goal: Goal,
+        self, problem: Problem, point: Tensor, image: Tensor, solution: Solution, goal: Goal,
         kept: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         tolerance = self.own_tolerance(goal.tolerance)
         solver: Any = self.solver  # an instance or None, since __post_init__
         own = self
         if solver is not None and solver.preconditioner is not None:
             vectors = replace(solver, preconditioner=solver.on_vectors(problem.layout))
             own = replace(self, solver=vectors)
-        linear = Linearization(
-            own, problem, point, image, tolerance, solution.adjoint, kept=kept, origin=problem.f
-        )
+        report, f = solution.adjoint, problem.f
+        linear = Linearization(own, problem, point, image, tolerance, report, kept, origin=f)
         return linear.attach()
 
     def own_tolerance(self, forward: Tolerance) -> Tolerance:
@@ -208,14 +192,9 @@ class Iterated(_AtSolution):
     damping: float
 
     def attach_at(
-        self,
-        problem: Problem,
-        point: Tensor,
-        image: Tensor,
-        solution: Solution,
-        goal: Goal,
+        self, problem: Problem, point: Tensor, image: Tensor, solution: Solution, goal: Goal,
         kept: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         anchor = point.detach()
         z = torch.lerp(anchor, image, self.damping)
         for _ in range(self.steps - 1):
@@ -369,16 +348,14 @@ class Linearization:
     ) -> Solution:
         """Solve ``u = unit + product(u)`` for the scaled right-hand sides ``unit`` (B, D)."""
         most, chosen = self.adjoint.max_steps, self.adjoint.solver
-
         free = self.problem.unit_free
         operator = minus_identity(product, free, dtype)
 
         def image(u: Tensor) -> Tensor:
             return unit + (u - operator(u) if free else product(u.to(dtype)).to(u.dtype))
 
-        by_krylov = partial(
-            solve_linear, operator, tolerance=allowed, compact=False, on_failure="ignore"
-        )
+        given: Any = {"tolerance": allowed, "compact": False, "on_failure": "ignore"}
+        by_krylov = partial(solve_linear, operator, **given)
         if chosen is not None:
             return by_krylov(unit, solver=chosen, max_steps=most)
         problem = Problem(image, Layout.of(unit), compact=False)
@@ -473,9 +450,7 @@ def scaled_tolerance(tolerance: Tolerance, size: Tensor) -> tuple[Tensor, Tolera
     dtype. Residual and error of each scaled system are compared with ``limit max(1, |u|)``.
     """
     limit = tolerance.rtol or float(tolerance.atol > 0)
-    scale = tolerance.threshold(size) / (limit or 1.0)
-    if not limit:
-        scale = size
+    scale = tolerance.threshold(size) / limit if limit else size
     return scale.masked_fill(scale == 0, 1.0), replace(tolerance, rtol=limit, atol=limit)
 
 
@@ -639,7 +614,7 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     """
     module = module_of(problem.f)
     read = chain(problem.tensors, () if module is None else module.parameters())
-    trained = any(map(_requires_grad, read))
+    trained = any(t.requires_grad for t in read)
     if image.requires_grad:
         return trained or bool(captured_by(image, stop=type(point.grad_fn)))
     if trained:
@@ -650,17 +625,11 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     return False
 
 
-_requires_grad = attrgetter("requires_grad")
-
-
 def module_of(f: Any) -> nn.Module | None:
     """Return the module that ``f``, or its ``update``, ``energy`` or ``function``, is or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    parts = [f]
-    for name in ("update", "energy", "function"):
-        parts.append(getattr(f, name, None))
-    for part in parts:
+    for part in (f, *(getattr(f, name, None) for name in ("update", "energy", "function"))):
         for home in (part, getattr(part, "__self__", None)):
             if isinstance(home, nn.Module):
                 return home

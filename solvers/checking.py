@@ -165,9 +165,8 @@ def _check_value(p: _Probe) -> tuple[bool, str]:
 def _check_inputs(p: _Probe) -> tuple[bool, str]:
     given = _copied(p.z), *_copied(p.args)
     p.f(*given)
-    for name, now, then in zip(
-        ("z", *(f"args[{n}]" for n in range(len(p.args)))), given, (p.z, *p.args), strict=True
-    ):
+    names = ("z", *(f"args[{n}]" for n in range(len(p.args))))
+    for name, now, then in zip(names, given, (p.z, *p.args), strict=True):
         pairs = zip(leaves_of(now), leaves_of(then), strict=True)
         if not all(_same(a, b) for a, b in pairs if isinstance(a, Tensor)):
             return False, f"f changes {name} in place: return a new tensor"

@@ -23,13 +23,7 @@ from solvers.core.checks import (
 )
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.messages import reduce_error, warn_user
-from solvers.core.modes import (
-    eager,
-    in_transform,
-    ordinary,
-    recording,
-    twice_differentiable,
-)
+from solvers.core.modes import eager, in_transform, ordinary, recording, twice_differentiable
 from solvers.core.problem import JacobianProduct, Problem, check_energy, gradients, pullback
 from solvers.core.rows import small_dtype
 from solvers.core.solution import SolveWarning, check_on_failure
@@ -318,9 +312,8 @@ def _arpack(
     restarts = max(1, budget // (basis - asked))
     try:
         if image(start).any():  # ARPACK refuses the zero matrix
-            values, vectors = find(
-                operator, asked, which=which, v0=start, ncv=basis, maxiter=restarts, tol=tolerance
-            )
+            given = {"v0": start, "ncv": basis, "maxiter": restarts, "tol": tolerance}
+            values, vectors = find(operator, asked, which=which, **given)
             pairs = values[None], vectors[None]
             values, residual = _wanted(*pairs, lambda v: operator @ v[0], count, symmetric)
     except (FloatingPointError, scipy.ArpackError) as error:

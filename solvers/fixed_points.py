@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from solvers.core.checks import (
 )
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.loop import ExternalSolver, Options, Solver
-from solvers.core.modes import eager, require_numbers, without_autocast
+from solvers.core.modes import eager, outside_inference, require_numbers, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem, RootUpdate
 from solvers.core.rows import Evaluation, Progress, scaled_norm
 from solvers.core.solution import LARGE, Solution, Status, apply_policy, check_on_failure
@@ -180,15 +179,12 @@ def solve_checked(
     unrolled = graded and isinstance(adjoint, Unrolled)
     options = Options(goal.tolerance, max_steps, record, callback, stop=stop)
     cached = graded and parametrize._cache_enabled > 0
-    solution, last = _solve(
-        problem, start, solver, automatic, goal, options, unrolled=unrolled, cached=cached
-    )
+    solution, last = _solve(problem, start, solver, automatic, goal, options, unrolled, cached)
 
     def check(point: Evaluation, among: Tensor | None = None) -> None:
         verify_value(solution, point, goal, problem.unit_free, among)
 
-    if graded:
-        assert adjoint is not None
+    if graded and adjoint is not None:
         checks = check if verify else None
         solution.value = adjoint.attach(problem, start, solution, goal, checks)
     elif verify:
@@ -234,16 +230,9 @@ def set_bound(solution: Solution, f: object) -> None:
 
 
 def _solve(
-    problem: Problem,
-    start: Tensor,
-    solver: Solver,
-    automatic: bool,
-    goal: Goal,
-    options: Options,
-    *,
-    unrolled: bool,
-    cached: bool,
-) -> tuple[Solution, Callable[[], Evaluation] | None]:
+    problem: Problem, start: Tensor, solver: Solver, automatic: bool, goal: Goal, options: Options,
+    unrolled: bool, cached: bool,
+) -> tuple[Solution, Callable[[], Evaluation] | None]:  # fmt: skip
     """Solve from ``start`` (B, D); also return the last evaluation if it was at the returned value.
 
     The solver's own algebra runs without autocast, which :class:`Problem` restores around f, and outside of
@@ -254,12 +243,8 @@ def _solve(
         unrolled: whether all evaluations are recorded.
         cached: whether the first one is, because ``parametrize.cached()`` keeps the weights that it reads.
     """
-    inference = torch.is_inference_mode_enabled()
-    with (
-        torch.inference_mode(False) if inference else nullcontext(),
-        torch.set_grad_enabled(unrolled),
-        without_autocast(start.device.type),
-    ):
+    autocast_off = without_autocast(start.device.type)
+    with outside_inference(), torch.set_grad_enabled(unrolled), autocast_off:
         start = start if unrolled else start.detach()
         if isinstance(solver, ExternalSolver):
             solution = solver.run(problem, start, options)

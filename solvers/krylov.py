@@ -295,12 +295,7 @@ class GMRESRun(KrylovRun):
     """
 
     def __init__(
-        self,
-        residual: Tensor,
-        limit: Tensor,
-        active: Tensor,
-        precondition: VectorMap,
-        restart: int,
+        self, residual: Tensor, limit: Tensor, active: Tensor, precondition: VectorMap, restart: int
     ) -> None:
         super().__init__(limit, active, precondition)
         self.step, self.restart = 0, restart

@@ -123,20 +123,12 @@ class Queue:
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        slots: int,
-        *,
-        solver: Any,
-        tolerance: Any,
-        max_steps: int,
-        on_failure: str,
-        verify: bool,
-        stop: Callable[..., Tensor] | None,
+        self, f: Callable[..., Any], slots: int, *, solver: Any, tolerance: Any, max_steps: int,
+        on_failure: str, verify: bool, stop: Callable[..., Tensor] | None,
         measure: Callable[[Any], Any] | None,
         record: Callable[[Problem, Tensor, Goal], Rows | None] | None = None,
         weights: dict[int, Weight] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require_callable("f", f)
         require_callable("stop", stop, optional=True)
         check_on_failure(on_failure)
@@ -150,11 +142,9 @@ class Queue:
                 f"{type(self.solver).__name__} cannot take new samples in place of others: use Anderson(), "
                 "LBFGS(), Forward() or GradientDescent()"
             )
-        self.options = Options(
-            Tolerance(), require_count("max_steps", max_steps), stop=stop, by_row=stop is not None
-        )
-        self.record = record
-        self.weights = weights
+        most, by_row = require_count("max_steps", max_steps), stop is not None
+        self.options = Options(Tolerance(), most, stop=stop, by_row=by_row)
+        self.record, self.weights = record, weights
         self.goal: Any = None
         self.apart = True  # samples are verified apart from those in the slots
 
@@ -206,9 +196,8 @@ class Queue:
         running, occupied = rows.move(), len(index)
         # Evaluations of rows that have ended, in batches: since rows were chosen to leave, and the next one.
         idle = waiting = 0.0
-        places: Tensor | None = (
-            None  # rows that leave after the next evaluation, which verifies them
-        )
+        # Rows that leave after the next evaluation, which verifies them.
+        places: Tensor | None = None
         own = _own(rows.problem)
         ended: list[Any] = []  # samples that are not yet reported
         failed: list[_Ended] = []  # to be solved again
@@ -295,9 +284,8 @@ class Queue:
 
     def _again(self, failed: list[_Ended]) -> tuple[Tensor, Solution]:
         """Solve samples that have failed by other solvers, from their best iterates."""
-        index, tensors, solution = join_rows(
-            [(each.index, tuple(_own(each.problem)), each.solution) for each in failed]
-        )
+        parts = [(each.index, tuple(_own(each.problem)), each.solution) for each in failed]
+        index, tensors, solution = join_rows(parts)
         problem = self._problem_of(tensors)
         solution = solve_failed(problem, solution, self.options)
         return self._checked(_Ended(index, problem, solution, None))
@@ -333,9 +321,8 @@ class _Ended:
 
     def rows(self, places: Tensor) -> _Ended:
         """The samples ``places`` among these."""
-        problem, index = self.problem.rows(places, len(self)), self.index[places]
         solution, image = select_rows(self.solution, places), select_rows(self.image, places)
-        return _Ended(index, problem, solution, image)
+        return _Ended(self.index[places], self.problem.rows(places, len(self)), solution, image)
 
 
 class _Feed:

@@ -26,7 +26,7 @@ from solvers.core.layout import Layout
 from solvers.core.loop import DIVERGENCE
 from solvers.core.loop import Options as LoopOptions
 from solvers.core.messages import warn_user
-from solvers.core.modes import autocast_dtype, in_transform
+from solvers.core.modes import autocast_dtype, in_transform, outside_inference
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import STEPS
 from solvers.core.safeguard import FAR, rounding
@@ -38,6 +38,7 @@ from solvers.methods.anderson import Anderson
 from solvers.methods.turns import Rows, Turns
 
 KEPT = 8  # recordings of a layer, for different shapes, that are kept
+_MASKS = (torch.bool, torch.uint8)
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -67,10 +68,9 @@ class Watch(TorchDispatchMode):
 
 def _index_by_numbers(func: Any, args: Any) -> bool:
     """Whether the operation is indexing without masks, whose shape does not depend on data."""
-    masks = (torch.bool, torch.uint8)
-    return func is torch.ops.aten.index.Tensor and not any(
-        isinstance(t, Tensor) and t.dtype in masks for t in args[1]
-    )
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(isinstance(t, Tensor) and t.dtype in _MASKS for t in args[1])
 
 
 def _is_on(device: torch.device, value: Any) -> bool:
@@ -139,14 +139,8 @@ class RecordedSolve:
     """The recordings for tensors of one kind; :meth:`solve` and :meth:`pull_back` replay them."""
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        module: nn.Module,
-        z: Any,
-        args: Any,
-        mask: Any,
-        options: Options,
-    ) -> None:
+        self, f: Callable[..., Any], module: nn.Module, z: Any, args: Any, mask: Any, options: Options
+    ) -> None:  # fmt: skip
         self.layout, self.options, self.version = Layout.of(z), options, 0
         start = self.layout.vector(z).detach()
         self.device, self.dtype, self.f = start.device, start.dtype, f
@@ -155,20 +149,15 @@ class RecordedSolve:
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         own = iter(self.inputs)
         self.leaves = [next(own) if isinstance(t, Tensor) else t for t in leaves]
-        self.mask = (
-            None if mask is None else self.layout.mask_vector(mask, start).contiguous().clone()
-        )
+        mask = None if mask is None else self.layout.mask_vector(mask, start)
+        self.mask = None if mask is None else mask.contiguous().clone()
         self.z0 = start.clone()
         kinds = {*self.layout.dtypes, options.autocast if options.used else None} - {None}
-        given: dict[str, Any] = {
-            "mask": self.mask,
-            "sizes": self.layout.sizes,
-            "eps": max(torch.finfo(kind).eps for kind in kinds),
-        }
+        eps = max(torch.finfo(kind).eps for kind in kinds)
+        given: dict[str, Any] = {"mask": self.mask, "sizes": self.layout.sizes, "eps": eps}
         unit_free = isinstance(f, EnergyUpdate) and f.step_size is not None
         self.turns = Turns(self.z0, options.solver, options.max_steps, unit_free=unit_free, **given)
-        called: Any = f
-        called = called.joint if unit_free else called
+        called: Any = f.joint if isinstance(f, EnergyUpdate) and unit_free else f
         self.caller, self.modules = Caller(called, module), list(module.modules())
         runs: list[Callable[[], object]] = [self._start, self._turn, self._examine]
         if not isinstance(f, EnergyUpdate):  # those that are not solved have failed
@@ -224,11 +213,9 @@ class RecordedSolve:
             if isinstance(self.f, EnergyUpdate):
                 self.energy = self._energy(self.turns.kept.to(self.dtype))
                 failed = ~_descended(self.turns, self.energy_before, self.energy)
-            changed, unsolved = (
-                self.turns.changed(self.value),
-                self.turns.status != Status.CONVERGED,
-            )
-            self.examined = torch.stack((failed, changed, unsolved)).any(1)
+            unsolved = self.turns.status != Status.CONVERGED
+            found = (failed, self.turns.changed(self.value), unsolved)
+            self.examined = torch.stack(found).any(1)
 
     def _measure(self) -> None:
         """Evaluate the map once more, at the values of all samples."""
@@ -244,9 +231,8 @@ class RecordedSolve:
         self.point = self.turns.kept.to(self.dtype).detach().clone().requires_grad_()
         free = self.point if self.mask is None else self.point.where(self.mask, self.point.detach())
         with torch.enable_grad(), self._autocast(), within(recording=True):
-            image = functional_call(
-                self.caller, self.aliases, (self._state(free), *self.arguments())
-            )
+            inputs = (self._state(free), *self.arguments())
+            image = functional_call(self.caller, self.aliases, inputs)
             fixed = self.point.detach()
             if self.turns.unit_free:
                 value, slope = self.layout.vector(image[0]), image[2]
@@ -399,9 +385,7 @@ class _Recorded(torch.autograd.Function):
                 "a recorded solve has only first derivatives: call layer.compile(False) for second "
                 "derivatives (create_graph=True)"
             )
-        value, *tensors = (
-            ctx.saved_tensors
-        )  # raises where one of them has been changed in place since
+        value, *tensors = ctx.saved_tensors  # raises if one of them was changed in place
         found = iter(ctx.call.pull_back(value, tensors, cotangents[0]))
         return None, None, *(next(found) if t.requires_grad else None for t in tensors)
 
@@ -468,21 +452,13 @@ class Recorder:
         if chosen is None:
             return None
         # What is made in inference mode could not be used by a training later.
-        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        outside = torch.inference_mode(False) if inference else nullcontext()
-        with outside, torch.set_grad_enabled(grad), on_device(chosen.device):
+        grad = torch.is_grad_enabled()
+        with outside_inference(), torch.set_grad_enabled(grad), on_device(chosen.device):
             return self._recorded(f, z0, args, module, chosen, options)
 
     def rows(
-        self,
-        f: Any,
-        problem: Problem,
-        start: Tensor,
-        goal: Goal,
-        *,
-        module: nn.Module,
-        **options: Any,
-    ) -> RecordedRows | None:
+        self, f: Any, problem: Problem, start: Tensor, goal: Goal, *, module: nn.Module, **options: Any
+    ) -> RecordedRows | None:  # fmt: skip
         """The rows of a queue that begin at ``start`` (n, D); None where the turns are not recorded.
 
         Those of an energy are not, because a queue solves them by L-BFGS. The recording belongs to the queue,
@@ -520,8 +496,7 @@ class Recorder:
             recorded.replay("_linearise")
             own = chosen.adjoint.own_tolerance(goal.tolerance)
             call = _Call(recorded, recorded.version, solution.adjoint, own, mask, f)
-            value: Any = _Recorded.apply(call, solution.value, *tensors, *parameters)
-            solution.value = value
+            solution.value = _Recorded.apply(call, solution.value, *tensors, *parameters)
         set_bound(solution, f)
         solution.value = layout.tree(solution.value)
         apply_policy(solution, options["on_failure"], goal.what, f)
@@ -565,14 +540,8 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
     if not (adjoint is None or (type(adjoint) is Implicit and adjoint.solver is None)):
         return _refused(f"has the adjoint {adjoint}", f)
     device = next(t for t in pytree.tree_leaves((z0, args)) if isinstance(t, Tensor)).device
-    return Options(
-        solver or Anderson(),
-        options["max_steps"],
-        adjoint,
-        autocast_dtype(device.type),
-        True,
-        device,
-    )
+    solver, autocast = solver or Anderson(), autocast_dtype(device.type)
+    return Options(solver, options["max_steps"], adjoint, autocast, True, device)
 
 
 def _refused(reason: str, f: Any) -> None:

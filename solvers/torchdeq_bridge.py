@@ -112,9 +112,8 @@ class TorchDEQ(ExternalSolver):
         ended = torch.where(finite, int(Status.MAX_STEPS), int(Status.DIVERGED))
         status = torch.where(status == RUNNING, ended, status)
         status = torch.where(torch.isfinite(best.relative), status, int(Status.NONFINITE))
-        return Solution(
-            best.value, status, best.relative, best.norm, evaluations, evaluations, error=best.error
-        )
+        found = best.value, status, best.relative, best.norm, evaluations, evaluations
+        return Solution(*found, error=best.error)
 
 
 class _Finished(Exception):

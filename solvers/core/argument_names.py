@@ -26,11 +26,8 @@ OURS = {
 
 def closest_name(name: str, known: Collection[str]) -> str:
     """Return a question that suggests a known name of this meaning or spelling, or "" if there is none."""
-    close = (
-        [own]
-        if (own := OURS.get(name)) in known
-        else difflib.get_close_matches(name, sorted(known), 1)
-    )
+    own = OURS.get(name)
+    close = [own] if own in known else difflib.get_close_matches(name, sorted(known), 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 

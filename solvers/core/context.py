@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from solvers.core.modes import in_transform
+from solvers.core.modes import in_transform, outside_inference
 
 # A computed weight, and the parameters that it was computed from.
 Weight = tuple[Tensor, tuple[Tensor | None, ...]]
@@ -56,7 +56,7 @@ def weights_of(modules: Iterable[nn.Module]) -> dict[int, Weight]:
     """
     computed: dict[int, Weight] = {}
     inference = torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if inference else nullcontext():
+    with outside_inference():
         for module in modules:
             lists: Any = module._modules.get("parametrizations") or {}
             for name in getattr(module, "computed_once", ()) if lists else ():

@@ -47,11 +47,11 @@ def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         return tuple([map_tensors(function, *parts) for parts in zip(tree, *others, strict=True)])
     if tree is None:
         return None
-    return pytree.tree_map(
-        lambda leaf, *same: function(leaf, *same) if isinstance(leaf, Tensor) else leaf,
-        tree,
-        *others,
-    )
+
+    def mapped(leaf: Any, *same: Any) -> Any:
+        return function(leaf, *same) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(mapped, tree, *others)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,8 @@ class Layout:
         if self.only is not None:
             return vector.reshape(vector.shape[0], *self.only)
         parts, leaves = vector.split([prod(shape) for shape in self.shapes], dim=1), []
-        for part, shape, dtype, moved in zip(
-            parts, self.shapes, self.dtypes, self.last, strict=True
-        ):
+        kinds = zip(parts, self.shapes, self.dtypes, self.last, strict=True)
+        for part, shape, dtype, moved in kinds:
             part = part if len(parts) == 1 else part.to(dtype)
             leaf = part.reshape(vector.shape[0], *(shape[1:] + shape[:1] if moved else shape))
             leaves.append(leaf.movedim(-1, 1) if moved else leaf)
@@ -187,9 +186,8 @@ class Layout:
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    if tensor.dim() <= 3 or tensor.is_contiguous():
-        return False
-    return tensor.movedim(1, -1).is_contiguous()
+    usual = tensor.dim() <= 3 or tensor.is_contiguous()
+    return not usual and tensor.movedim(1, -1).is_contiguous()
 
 
 def _reorder(template: Any, state: Any) -> Any:
@@ -289,10 +287,10 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
     taken: dict[int, Tensor] = {}
 
     def rows(leaf: Tensor) -> Tensor:
-        if leaf.dim() > 0 and leaf.shape[0] == batch:
-            if id(leaf) not in taken:
-                taken[id(leaf)] = leaf.index_select(0, index)
-            return taken[id(leaf)]
-        return leaf
+        if leaf.dim() == 0 or leaf.shape[0] != batch:
+            return leaf
+        if id(leaf) not in taken:
+            taken[id(leaf)] = leaf.index_select(0, index)
+        return taken[id(leaf)]
 
     return map_tensors(rows, tree)

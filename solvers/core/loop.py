@@ -176,15 +176,9 @@ class Loop:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        first: Evaluation,
-        solver: Solver,
-        options: Options,
-        spent: Tensor | None = None,
-        *,
-        refilled: bool = False,
-    ) -> None:
+        self, problem: Problem, first: Evaluation, solver: Solver, options: Options,
+        spent: Tensor | None = None, *, refilled: bool = False,
+    ) -> None:  # fmt: skip
         self.problem, self.solver, self.options = problem, solver, options
         self.refilled = refilled
         self.count = 0  # turns
@@ -266,7 +260,9 @@ class Loop:
             failed = unrolled and bool((self.rows.status == Status.NONFINITE).any())
             # Where rows make evaluations of their own, a finished row must not make more.
             if failed or self.uneven or should_shrink(self.rows.status, self.trial.z):
-                self._take_out(~running)
+                ended = torch.nonzero(~running).flatten()
+                self.finished.append(select_rows(self.rows, ended))
+                self.keep(torch.nonzero(running).flatten())
             if failed:
                 # A recorded NaN would reach the gradients of weights that all rows share.
                 self.trial = self.current = self.problem.evaluate(self.trial.z)
@@ -381,11 +377,8 @@ class Loop:
         rows, point = self.rows, self.current
         if point is None or not bool(ended.any()):
             return
-        score, error = (
-            self.rule.score(point, rows.caps),
-            self.rule.error(point, rows.gains, self.solver.known),
-        )
-        last = _candidate(point, score, error)
+        error = self.rule.error(point, rows.gains, self.solver.known)
+        last = _candidate(point, self.rule.score(point, rows.caps), error)
         assert last.energy is not None and rows.best.energy is not None
         higher = rows.best.energy > last.energy + rounding(last.energy)
         rows.best = merge_rows(ended & higher, last, rows.best)
@@ -457,11 +450,9 @@ class Loop:
         candidate = self.solver.step(self.state, inputs)
         if inputs.products is not None:
             self.uneven = True  # from now on a row may pass by a number of evaluations
-            rows.extra_evaluations = torch.where(
-                rows.status == RUNNING,
-                rows.extra_evaluations + inputs.products,
-                rows.extra_evaluations,
-            )
+            extra = rows.extra_evaluations
+            extra = torch.where(rows.status == RUNNING, extra + inputs.products, extra)
+            rows.extra_evaluations = extra
         if inputs.gain is not None:
             newest = rows.gains[:, :, self.count % STEPS]
             newest[:] = torch.where(newest > 0, newest.maximum(inputs.gain[:, None]), 0.0)
@@ -470,19 +461,13 @@ class Loop:
             candidate = where_rows(accepted, candidate, shorter)
         return candidate
 
-    def _take_out(self, ended: Tensor) -> None:
-        """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
-        self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
-        self.keep(torch.nonzero(~ended).flatten())
-
     def keep(self, stay: Tensor) -> bool:
         """Let only the rows ``stay`` (n,) go on."""
         self.problem = self.problem.rows(stay, len(self.rows.status))
         taken = self.trial is self.current
         self.next = self.next[stay] if self.refilled else self.next
         self.last = None
-        names = ("rows", "growth", "trial", "current", "accepted", "state")
-        for name in names:
+        for name in ("rows", "growth", "trial", "current", "accepted", "state"):
             setattr(self, name, select_rows(getattr(self, name), stay))
         self.current = self.trial if taken else self.current
         return True
@@ -548,12 +533,11 @@ class Loop:
                 written(old.accepted, taken, False),
             )
         if options.callback is not None:
-            number = count
             residual = scatter_rows(residual, index, len(self.latest), torch.nan)
             if energy is not None:
                 energy = scatter_rows(energy, index, len(self.latest), torch.nan)
             value = self.problem.layout.tree(self.latest)
-            options.callback(Progress(number, residual, energy, len(index), value))
+            options.callback(Progress(count, residual, energy, len(index), value))
 
 
 def _candidate(point: Evaluation, score: Tensor, error: Tensor) -> Best:
@@ -566,10 +550,8 @@ def _candidate(point: Evaluation, score: Tensor, error: Tensor) -> Best:
 def _start(first: Evaluation, rule: Rule, window: int, spent: Tensor | None) -> Rows:
     """The rows of a whole batch before its first evaluation is judged."""
     norm = first.norm
-    infinite, status = (
-        torch.full_like(norm, torch.inf),
-        torch.full_like(norm, RUNNING, dtype=torch.int64),
-    )
+    infinite = torch.full_like(norm, torch.inf)
+    status = torch.full_like(norm, RUNNING, dtype=torch.int64)
     energy = None if first.energy is None else torch.full_like(first.energy, torch.nan)
     none, (batch, parts) = torch.zeros_like(status), first.norms.shape
     return Rows(

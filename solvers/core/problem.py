@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -117,11 +116,7 @@ class Descent(EnergyUpdate):
     symmetric = True
 
     def __init__(
-        self,
-        energy: Callable[..., Tensor],
-        step_size: float = 1.0,
-        *,
-        modulus: float | None = None,
+        self, energy: Callable[..., Tensor], step_size: float = 1.0, *, modulus: float | None = None
     ) -> None:
         require_instance("energy", energy, Callable, "callable")
         self.energy = energy
@@ -141,14 +136,13 @@ class Descent(EnergyUpdate):
             check_energy(value, leaves[0].shape[0])
             parts: Any = [None] * len(points)
             if value.requires_grad:
-                parts = torch.autograd.grad(
-                    value.sum(), points, create_graph=outer, allow_unused=True
-                )
+                options: Any = {"create_graph": outer, "allow_unused": True}
+                parts = torch.autograd.grad(value.sum(), points, **options)
         if all(part is None for part in parts):
             raise ValueError(
                 "energy must be a differentiable function of z, got a result without a graph"
             )
-        pairs = list(zip(points, parts, strict=True))
+        pairs = zip(points, parts, strict=True)
         found = [torch.zeros_like(t) if g is None else g for t, g in pairs]
         step_size: Any = self.step_size
         steps = [t - step_size * g for t, g in zip(points, found, strict=True)]
@@ -202,27 +196,14 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        f: Callable[..., Any],
-        energy: Callable[..., Tensor] | None,
-        z0: Any,
-        args: tuple[Any, ...],
-        mask: Any,
-        compact: bool,
-        layout: Layout | None = None,
-    ) -> Problem:
+        cls, f: Callable[..., Any], energy: Callable[..., Tensor] | None, z0: Any, args: tuple[Any, ...],
+        mask: Any, compact: bool, layout: Layout | None = None,
+    ) -> Problem:  # fmt: skip
         """The problem of a call of :func:`solvers.fixed_point` with these arguments."""
         layout, first = layout or Layout.of(z0), leaves_of(z0)[0]
-        return cls(
-            f,
-            layout,
-            args,
-            autocast_dtype(first.device.type),
-            energy=energy,
-            mask=None if mask is None else layout.mask_vector(mask, first),
-            symmetric=bool(getattr(f, "symmetric", False)),
-            compact=compact,
-        )
+        vector = None if mask is None else layout.mask_vector(mask, first)
+        autocast, symmetric = autocast_dtype(first.device.type), getattr(f, "symmetric", False)
+        return cls(f, layout, args, autocast, energy, vector, bool(symmetric), compact)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -244,8 +225,7 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Evaluation:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        value, energy, gradient = self.joint(z)
-        return self.point(z, value, energy, gradient)
+        return self.point(z, *self.joint(z))
 
     def point(
         self, z: Tensor, value: Tensor, energy: Tensor | None = None, gradient: Tensor | None = None
@@ -315,9 +295,9 @@ class Problem:
     def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
         tensors = [t for t in self.tensors if not t.is_inference()]
-        versions = list(map(_version, tensors))
+        versions = [t._version for t in tensors]
         point = self.evaluate(z)
-        if versions != list(map(_version, tensors)):
+        if versions != [t._version for t in tensors]:
             raise ValueError(OVERWRITES.format(self.called, "its inputs"))
         return point
 
@@ -374,27 +354,30 @@ class Problem:
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
-        return self._masked(z, energies=False)[0]
+        return self.masked_joint(z, energies=False)[0]
 
-    def masked_residual(self, z: Tensor) -> Tensor:
-        """:meth:`residual`, whose derivative is that of :meth:`masked_map` minus the identity."""
-        return self.masked_joint(z)[1]
+    def differentiated(self, z: Tensor) -> Tensor:
+        """What derivatives are taken of: ``f(z)``, or the residual where it is in units of its own.
 
-    def masked_joint(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """:meth:`masked_map`, :meth:`masked_residual` and what it was computed from, F(z) or a gradient."""
-        return self._masked(z, energies=True)
+        In small units the difference of the Jacobian of ``f`` to the identity would be lost in rounding.
+        """
+        return self.masked_joint(z, self.unit_free)[1]
 
-    def _masked(self, z: Tensor, energies: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def masked_joint(self, z: Tensor, energies: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:meth:`masked_map`, that or with ``energies`` the residual, and what this was computed from.
+
+        The derivative of the residual is that of :meth:`masked_map` minus the identity. It is computed from
+        F(z) or from a gradient.
+        """
         constant, free = z.detach(), z
         if self.mask is not None:
             free = torch.where(self.mask, z, constant)
         image, _, gradient = self.joint(free, energies)
-        residual = self.residual(free, image, gradient) if energies else image
+        output = self.residual(free, image, gradient) if energies else image
         if self.mask is not None:
             image = torch.where(self.mask, image, constant)
-            if energies:
-                residual = torch.where(self.mask, residual, constant - z)
-        return image, residual, gradient
+            output = torch.where(self.mask, output, constant - z) if energies else image
+        return image, output, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
@@ -439,13 +422,6 @@ class Problem:
             )
         return point, output
 
-    def differentiated(self, z: Tensor) -> Tensor:
-        """What derivatives are taken of: ``f(z)``, or the residual where it is in units of its own.
-
-        In small units the difference of the Jacobian of ``f`` to the identity would be lost in rounding.
-        """
-        return self.masked_residual(z) if self.unit_free else self.masked_map(z)
-
 
 def minus_identity(
     product: JacobianProduct, unit_free: bool, dtype: torch.dtype
@@ -474,7 +450,6 @@ def check_energy(energy: Any, batch: int) -> None:
         )
 
 
-_version = attrgetter("_version")  # of a tensor, which changes in place raise
 OVERWRITES = (
     "{} must not modify {} in place: it must return a new tensor (use z * 0.5 instead of "
     "z.mul_(0.5), ReLU() instead of ReLU(inplace=True), or call z.clone() first)"

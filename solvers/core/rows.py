@@ -46,10 +46,9 @@ class Recent:
         """The steps of the ``rows`` (k,) and the changes of their residuals, (k, m, D); None without any."""
         if len(self.points) < 2:
             return None
-        points, residuals = (
-            torch.stack([t[rows] for t in kept], 1) for kept in (self.points, self.residuals)
-        )
-        return points.diff(dim=1), residuals.diff(dim=1)
+        of = (self.points, self.residuals)
+        steps, changes = (torch.stack([t[rows] for t in kept], 1).diff(dim=1) for kept in of)
+        return steps, changes
 
 
 def should_shrink(status: Tensor, batch: Tensor) -> bool:
@@ -112,14 +111,9 @@ class Evaluation:
 
     def difference(self, last: Evaluation) -> tuple[Tensor, Tensor]:
         """(B, L) norms of the differences of z and of the residual to those of ``last``."""
-        z, residual = (
-            self.z.detach() - last.z.detach(),
-            self.residual.detach() - last.residual.detach(),
-        )
-        if self.view is not None and self.view_residual is not None:
-            assert last.view is not None and last.view_residual is not None
-            z, residual = self.view - last.view, self.view_residual - last.view_residual
-        moved, changed = part_norms(z, self.sizes), part_norms(residual, self.sizes)
+        names = ("z", "residual") if self.view is None else ("view", "view_residual")
+        pairs = [(getattr(self, name).detach(), getattr(last, name).detach()) for name in names]
+        moved, changed = (part_norms(new - old, self.sizes) for new, old in pairs)
         return moved.to(self.norms.dtype), changed.to(self.norms.dtype)
 
     def detached(self) -> Evaluation:
@@ -166,9 +160,8 @@ class Rows:
     limit: Tensor  # residual norm beyond which the sample diverges
     caps: Tensor  # (n, L) largest residual that may count as converged
     gains: Tensor  # (n, L, STEPS) |dz| / |dr| of the latest accepted steps; 0 where there was none
-    recent_norms: (
-        Tensor  # (n, W) residual norms of the latest accepted points; W is the solver's window
-    )
+    # (n, W) residual norms of the latest accepted points; W is the solver's window
+    recent_norms: Tensor
     milestone: Tensor  # best score at the last stall check
     energy_milestone: Tensor  # lowest energy there
     path: Tensor  # length of the steps since then
@@ -319,9 +312,8 @@ def scaled_norm(vector: Tensor) -> Tensor:
     if vector.dtype != torch.float64:
         return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float64).float()
     norm = torch.linalg.vector_norm(vector, dim=1)
-    if not on_cuda(vector) and bool(
-        ((norm > MODERATE_ABOVE[norm.dtype]) & (norm < math.inf)).all()
-    ):
+    moderate = None if on_cuda(vector) else (norm > MODERATE_ABOVE[norm.dtype]) & (norm < math.inf)
+    if moderate is not None and bool(moderate.all()):
         return norm
     largest = torch.linalg.vector_norm(vector, torch.inf, dim=1)
     # A power of two within the range of float64, also where the largest entry is subnormal.

@@ -93,9 +93,8 @@ def interpolation(current: Evaluation, trial: Evaluation, cubic: bool = True) ->
 
 FAR = 8.0  # |f(z)| against the start, beyond which a small relative residual needs a reason
 FALLEN = 0.5  # a force above this share of its peak is none
-DIVERGED_AT = (
-    1e3  # far beyond FAR, and the energy fallen far: a sample that did not converge has diverged
-)
+# Far beyond FAR, and the energy fallen far: a sample that did not converge has diverged.
+DIVERGED_AT = 1e3
 AHEAD = 0.1  # ... unless what its force promises over |f(z)| is less than this share of the fall
 
 

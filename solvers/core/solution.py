@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import (
-    require_choice,
-)
+from solvers.core.checks import require_choice
 from solvers.core.messages import reduce_error, warn_user
 
 POLICIES = ("warn", "raise", "ignore")
@@ -220,10 +218,7 @@ class Solution:
 
     def __repr__(self) -> str:
         """Return the summary and the shape of the value."""
-        shapes = pytree.tree_map(
-            lambda t: tuple(t.shape) if isinstance(t, Tensor) else t, self.value
-        )
-        shown = repr(shapes)
+        shown = repr(pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), self.value))
         if len(shown) > _LONGEST:
             shown = f"{len(pytree.tree_leaves(self.value))} tensors"
         try:
@@ -250,6 +245,7 @@ _NO_DESCENT = (
     "implicit_attn.check_energy), or its weights may be too large: bound them with "
     f"{_BOUND}, or normalise the input; see docs/guide/failing.md"
 )
+_INFINITE = "the derivative of a finite energy may be infinite, as that of sqrt or norm at 0"
 
 
 def check_on_failure(on_failure: str) -> None:
@@ -285,9 +281,7 @@ def apply_policy(
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("the energy may be unbounded below")
     if "NONFINITE" in failures and solution.energy is not None:
-        advice.append(
-            "the derivative of a finite energy may be infinite, as that of sqrt or norm at 0"
-        )
+        advice.append(_INFINITE)
     advice += told
     head, tail = f"{what} left samples unconverged", f"({'; '.join(advice)})"
     if on_failure == "raise":

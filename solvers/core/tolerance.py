@@ -105,12 +105,9 @@ class Goal:
     """
 
     def __init__(
-        self,
-        given: Tolerance | None,
-        state: torch.dtype,
-        autocast: torch.dtype | None,
+        self, given: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.given, self.state, self.device = given or _DEFAULT, state, device
         self.usual = isinstance(self.given, UsualTolerance)
         # autocast leaves float64 alone

@@ -30,11 +30,7 @@ def differs(norm: Tensor, before: Tensor, rounding: Tensor) -> Tensor:
 
 
 def verify(
-    solution: Solution,
-    point: Evaluation,
-    goal: Goal,
-    unit_free: bool,
-    among: Tensor | None = None,
+    solution: Solution, point: Evaluation, goal: Goal, unit_free: bool, among: Tensor | None = None
 ) -> None:
     """Report the residuals of ``point``, an evaluation at the returned value, in ``solution``.
 

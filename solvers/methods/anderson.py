@@ -14,14 +14,7 @@ from torch import Tensor
 from solvers.core.checks import require_count, require_number
 from solvers.core.loop import Solver, SolverInput
 from solvers.core.problem import Problem
-from solvers.core.rows import (
-    Evaluation,
-    combine,
-    inner_products,
-    put_rows,
-    small_dtype,
-    where_rows,
-)
+from solvers.core.rows import Evaluation, combine, inner_products, put_rows, small_dtype, where_rows
 
 
 @dataclass(frozen=True)

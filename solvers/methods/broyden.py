@@ -72,9 +72,8 @@ class Broyden(Solver):
         if state.replaced is not None:
             # The loop moved these rows by a fall-back step, which has no secant pair.
             state.restart(state.replaced)
-        state.replaced = None
-        if inputs.accepted is not None:
-            state.replaced = ~inputs.accepted
+        state.replaced = None if inputs.accepted is None else ~inputs.accepted
+        if state.replaced is not None:
             state.restart(state.replaced)
         start = current.residual if self.damping == 1.0 else self.damping * current.residual
         step = start if state.units.count == 0 else self._step(state, start)
@@ -89,12 +88,10 @@ class Broyden(Solver):
         count = state.units.count
         units, lengths = state.units.vectors[:, :count], state.lengths[:, :count]
         along = inner_products(units, start)  # (B, k): s_j . p_0 / |s_j|
-        last = along[:, -1]
-        product = start
+        last, product = along[:, -1], start
         if count > 1:
             weights = self._weights(state, along[:, :-1], lengths)
-            tail = units[:, 1:]
-            product = combine(start, weights, tail)
+            product = combine(start, weights, units[:, 1:])
             last = last + (weights * state.units.gram[:, count - 1, 1:count]).sum(1)
         # 1 - s.p / |s|^2 for the newest step; zero lengths mark a restarted row.
         newest = lengths[:, -1]

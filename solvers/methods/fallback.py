@@ -9,6 +9,7 @@ is followed by gradient steps with automatic step sizes.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ def solve_failed(problem: Problem, solution: Solution, options: Options) -> Solu
                 continue
             raise
         trace = _joined(solution, again, index, failed, number)
-        solution = _with(solution, again, index, failed, problem.unit_free)
-        solution.trace = trace
+        solution = replace(_with(solution, again, index, failed, problem.unit_free), trace=trace)
     return solution
 
 
@@ -80,10 +80,9 @@ def _with(
     merged = merge_rows(taken, replace(solution, **whole), solution)
     spent = torch.zeros_like(failed).index_copy(0, index, failed[index])
     evaluations = scatter_rows(again.evaluations, index, batch, 0)
+    steps = scatter_rows(again.steps, index, batch, 0)
     merged.evaluations = torch.where(spent, evaluations, solution.evaluations)
-    merged.steps = solution.steps + torch.where(
-        spent, scatter_rows(again.steps, index, batch, 0), 0
-    )
+    merged.steps = solution.steps + torch.where(spent, steps, 0)
     return merged
 
 
@@ -97,7 +96,9 @@ def _joined(
     spent = solution.evaluations[index]
     width = int((spent + second.residual.shape[1]).max())
 
-    def join(before: Tensor, after: Tensor, fill: float) -> Tensor:
+    def join(before: Tensor | None, after: Tensor | None, fill: float) -> Any:
+        if before is None or after is None:
+            return None
         wide = before.new_full((len(before), max(width, before.shape[1])), fill)
         wide[:, : before.shape[1]] = before
         for row, start, values in zip(index.tolist(), spent.tolist(), after, strict=True):
@@ -105,19 +106,12 @@ def _joined(
                 wide[row, start : start + len(values)] = values
         return wide
 
+    attempts, own = first.attempt, torch.full_like(second.residual, number, dtype=torch.int64)
+    if attempts is None:
+        attempts = torch.zeros_like(first.residual, dtype=torch.int64)
     return Trace(
         join(first.residual, second.residual, torch.nan),
-        None
-        if first.energy is None or second.energy is None
-        else join(first.energy, second.energy, torch.nan),
-        None
-        if first.accepted is None or second.accepted is None
-        else join(first.accepted, second.accepted, False),
-        join(
-            torch.zeros_like(first.residual, dtype=torch.int64)
-            if first.attempt is None
-            else first.attempt,
-            torch.full_like(second.residual, number, dtype=torch.int64),
-            -1,
-        ),
+        join(first.energy, second.energy, torch.nan),
+        join(first.accepted, second.accepted, False),
+        join(attempts, own, -1),
     )

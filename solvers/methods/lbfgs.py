@@ -69,8 +69,7 @@ class LBFGS(Solver):
         memory = self.memory or (MORE_PAIRS if point.z.shape[1] <= SMALL else PAIRS)
         pairs = History.empty(point.z, 2 * memory, 2 * FIRST_CAPACITY)
         gamma, length = _first_scales(point)
-        step_size = problem.gradient_step
-        return LBFGSState(pairs, gamma, point, point.residual, length, step_size)
+        return LBFGSState(pairs, gamma, point, point.residual, length, problem.gradient_step)
 
     def renew(self, state: LBFGSState, places: Tensor, point: Evaluation) -> None:
         """Empty the pairs of the rows, and let their next step be a first one."""
@@ -106,9 +105,9 @@ class LBFGS(Solver):
             state.length = torch.where(renew, 1.0, shorter)
         state.point, state.direction = current, direction
         if state.renewed is not None:
-            for name in ("gamma", "direction", "length"):
-                value = put_rows(getattr(state, name), getattr(first, name), state.renewed)
-                setattr(state, name, value)
+            state.gamma = put_rows(state.gamma, first.gamma, state.renewed)
+            state.direction = put_rows(state.direction, first.direction, state.renewed)
+            state.length = put_rows(state.length, first.length, state.renewed)
             state.renewed = None
         return state.candidate()
 
@@ -188,25 +187,18 @@ def _first_scales(point: Evaluation) -> tuple[Tensor, Tensor]:
     squares = (gradient * gradient).sum(1, dtype=dtype)
     along = -(point.residual * gradient).sum(1, dtype=dtype)
     gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
-    return gamma, _first_length(point, along)
-
-
-def _first_length(point: Evaluation, along: Tensor) -> Tensor:
-    """(B,) length of the first step along the residual r, ``along = -r.g``."""
     assert point.energy is not None
-    z, dtype = point.z.detach(), along.dtype
-    size = point.energy.detach().abs().to(dtype)
+    z, size = point.z.detach(), point.energy.detach().abs().to(dtype)
     # The energy may be near zero because of its additive constant. Only steps of about the state's size
     # or more are shortened here; the line search corrects short steps.
     extent = torch.linalg.vector_norm(z, dim=1, dtype=dtype).clamp_min(z.shape[1] ** 0.5)
     absurd = (along > ABSURD * size) & (size > 0) & (point.norm.to(dtype) > LONG * extent)
-    return torch.where(absurd, 2 * size / torch.where(absurd, along, 1.0), 1.0)
+    return gamma, torch.where(absurd, 2 * size / torch.where(absurd, along, 1.0), 1.0)
 
 
 def _almost_quadratic(trial: Evaluation, start: Evaluation, along: Tensor) -> Tensor:
     """(B,) bool: the energies of both points and their slopes lie on one parabola; ``along = s.y``."""
-    assert trial.energy is not None
-    assert start.energy is not None
+    assert trial.energy is not None and start.energy is not None
     change = (trial.energy - start.energy).detach().to(along.dtype)
     mean = slope_of(trial, start).to(along.dtype) + 0.5 * along
     noise = NOISE * start.energy.detach().abs().to(along.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from solvers.core.checks import require_kind, require_number
 from solvers.core.loop import DIVERGENCE, Solver, SolverInput
-from solvers.core.problem import JacobianProduct, Problem
+from solvers.core.problem import Problem
 from solvers.core.rows import Evaluation, merge_rows, scaled_norm, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
 from solvers.krylov import CG, GMRES, LINEAR, MINRES, LinearSolver
@@ -51,7 +51,6 @@ class Newton(Solver):
 
     searches: ClassVar[bool] = True
     known: ClassVar[int] = 1  # it knows all directions at a point
-    recordings: ClassVar[int] = 1  # evaluations per direction in addition to its products
 
     def __post_init__(self) -> None:
         linear = require_kind("linear", self.linear, LinearSolver, LINEAR, optional=True)
@@ -94,7 +93,7 @@ class Newton(Solver):
         """Solve ``(I - J) s = r`` inexactly in ``rows``, within the remaining evaluations."""
         base, problem = state.base, inputs.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
-        left = inputs.left - self.recordings - 1
+        left = inputs.left - 2
         wanted = rows & (left > 0) & torch.isfinite(base.norm)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
@@ -113,17 +112,13 @@ class Newton(Solver):
                 start = inputs.rows.limit[index] / DIVERGENCE
                 useless = useless | (scaled_norm(point.z + found) > REACH * start)
             step[index] = where_rows(useless, point.residual, found)
-            spent = (used + self.recordings * (used > 0)) * wanted[index]
+            spent = (used + (used > 0)) * wanted[index]  # with the evaluation that linearises
             inputs.products = torch.zeros_like(left)
             if problem.compact:
                 inputs.products = inputs.products.index_add(0, index, spent)
             else:
                 inputs.products += spent.amax()
         return step
-
-    def _product(self, problem: Problem, point: Evaluation) -> JacobianProduct:
-        """``v -> (I - J) v`` at ``point``."""
-        return problem.linearized(point.z)
 
     def _solve(
         self, problem: Problem, point: Evaluation, forcing: Tensor, left: Tensor, wanted: Tensor
@@ -142,7 +137,7 @@ class Newton(Solver):
             found = torch.linalg.solve_ex(matrix, right)[0][:, :, 0]
             usable = wanted & torch.isfinite(found).all(1)
             return found.masked_fill(~usable[:, None], 0), torch.where(wanted, size_of, 0)
-        product, dtype = self._product(problem, point), point.z.dtype
+        product, dtype = problem.linearized(point.z), point.z.dtype
         chosen: Any = self.linear  # an instance, since __post_init__
         # CG ends at directions in which an energy is concave; a symmetric root need not have an energy.
         symmetric = MINRES() if point.energy is None else CG()

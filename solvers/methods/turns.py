@@ -48,19 +48,10 @@ class Turns:
     """
 
     def __init__(
-        self,
-        like: Tensor,
-        solver: Anderson,
-        max_steps: int,
-        tolerance: Tolerance | None = None,
-        *,
-        mask: Tensor | None = None,
-        sizes: tuple[int, ...] = (),
-        eps: float | None = None,
-        unit_free: bool = False,
-        residuals: bool = False,
-        fused: bool | None = None,
-    ) -> None:
+        self, like: Tensor, solver: Anderson, max_steps: int, tolerance: Tolerance | None = None, *,
+        mask: Tensor | None = None, sizes: tuple[int, ...] = (), eps: float | None = None,
+        unit_free: bool = False, residuals: bool = False, fused: bool | None = None,
+    ) -> None:  # fmt: skip
         batch, size = like.shape
         self.max_steps, self.unit_free = max_steps, unit_free
         self.residuals = residuals or unit_free
@@ -74,15 +65,11 @@ class Turns:
         # A chunk of numbers belongs to one part of the state.
         bounds = [0, *accumulate(self.sizes)]
         starts = [list(range(low, high, self.chunk)) for low, high in pairwise(bounds)]
-        ends = [
-            [min(t + self.chunk, high) for t in own]
-            for own, high in zip(starts, bounds[1:], strict=True)
-        ]
-        table = [[*chain(*starts)], [*chain(*ends)]]
+        edges = [*chain(*starts), size]  # a chunk ends where the next one begins
+        table = [edges[:-1], edges[1:]]
         self.chunks = torch.tensor(table, dtype=torch.int32, device=like.device)
-        self.first_chunks = torch.tensor(
-            [0, *accumulate(map(len, starts))], dtype=torch.int32, device=like.device
-        )
+        firsts = [0, *accumulate(map(len, starts))]
+        self.first_chunks = torch.tensor(firsts, dtype=torch.int32, device=like.device)
         width, parts = _power_of_two(self.memory), len(self.sizes)
 
         def new(*shape: int, dtype: torch.dtype = wide) -> Tensor:
@@ -92,36 +79,21 @@ class Turns:
         self.steps, self.changes = new(2, batch, self.memory, size).unbind()
         # What is small is in float64, in which no square of a float32 number over- or underflows.
         small = torch.float64
-        shapes: dict[str, tuple[int, ...]] = {
-            "partial": (len(table[0]), 2 * width + 4),
-            "gram": (width, width),
-            "weights": (width,),
-            **dict.fromkeys(("norms", "caps"), (parts,)),
-            "gains": (parts, STEPS),
-            **dict.fromkeys(
-                (
-                    "score",
-                    "relative",
-                    "norm",
-                    "error",
-                    "room",
-                    "limit",
-                    "bound",
-                    "scale",
-                    "path",
-                ),
-                (),
-            ),
-        }
-        pieces = new(batch * sum(map(prod, shapes.values())), dtype=small)
-        sizes_of = [batch * prod(shape) for shape in shapes.values()]
-        for (name, shape), piece in zip(shapes.items(), pieces.split(sizes_of), strict=True):
-            setattr(self, name, piece.view(batch, *shape))
+        shapes: list[tuple[int, ...]] = [
+            (len(table[0]), 2 * width + 4), (width, width), (width,), (parts,), (parts,), (parts, STEPS),
+            *[()] * 9,
+        ]  # fmt: skip
+        lengths = [batch * prod(shape) for shape in shapes]
+        pieces = zip(new(sum(lengths), dtype=small).split(lengths), shapes, strict=True)
+        # ``partial`` has inner products of each chunk; ``room`` is by what ``error`` may grow.
+        (
+            self.partial, self.gram, self.weights, self.norms, self.caps, self.gains, self.score,
+            self.relative, self.norm, self.error, self.room, self.limit, self.bound, self.scale, self.path,
+        ) = [piece.view(batch, *shape) for piece, shape in pieces]  # fmt: skip
         counts = new(6 * batch + 1, dtype=torch.int32)
         self.counts, self.left = counts[:-1].view(6, batch), counts[-1:]
-        names = ("status", "evaluations", "flags", "rejections", "pairs", "near")
-        for name, row in zip(names, self.counts, strict=True):
-            setattr(self, name, row)
+        self.status, self.evaluations, self.flags, *rest = self.counts.unbind()
+        self.rejections, self.pairs, self.near = rest
         self.examined = torch.zeros(batch, dtype=torch.bool, device=like.device)
         ridge, tiny = solver.ridge(wide)
         self.eps = torch.finfo(like.dtype).eps if eps is None else eps
@@ -133,28 +105,6 @@ class Turns:
         )  # fmt: skip
         self.settings = torch.tensor(numbers, dtype=small, device=like.device)
         self.rule = Rule(Limits(*self.settings[:2]), self.eps, unit_free)
-
-    status: Tensor
-    evaluations: Tensor
-    flags: Tensor
-    rejections: Tensor
-    pairs: Tensor
-    near: Tensor
-    partial: Tensor  # inner products of each chunk
-    gram: Tensor
-    weights: Tensor
-    norms: Tensor
-    caps: Tensor
-    gains: Tensor
-    score: Tensor
-    relative: Tensor
-    norm: Tensor
-    error: Tensor
-    room: Tensor  # by which it may grow within the tolerance
-    limit: Tensor
-    bound: Tensor
-    scale: Tensor
-    path: Tensor
 
     def set_tolerance(self, tolerance: Tolerance) -> None:
         """Use another tolerance from the next turn on."""
@@ -257,9 +207,8 @@ def turn(s: Turns, value: Tensor) -> None:
     torch.where(newest, step[:, None], s.steps, out=s.steps)
     # Judge the row, part by part.
     sizes = s.sizes if len(s.sizes) > 1 else ()
-    norms, scales, moves, changed = (
-        part_norms64(t, sizes) for t in (residual, scale, moved, change)
-    )
+    vectors = (residual, scale, moved, change)
+    norms, scales, moves, changed = (part_norms64(t, sizes) for t in vectors)
     point = Evaluation(s.z, residual, norms, scales, sizes=sizes)
     norm, reference = point.norm, point.reference
     torch.where(first, DIVERGENCE * torch.maximum(norm, reference), s.limit, out=s.limit)
@@ -287,9 +236,8 @@ def turn(s: Turns, value: Tensor) -> None:
     gone = ~accepted & (s.rejections > 0) & (norm > s.limit)
     status = status.masked_fill(gone, int(Status.DIVERGED))
     status = status.masked_fill(converged, int(Status.CONVERGED))
-    status = torch.where(
-        (status == RUNNING) & (count >= s.max_steps), int(Status.MAX_STEPS), status
-    )
+    over = (status == RUNNING) & (count >= s.max_steps)
+    status = torch.where(over, int(Status.MAX_STEPS), status)
     wrong = relative_error(point, error)
     pairs = [
         (score, s.score), (relative, s.relative), (norm, s.norm), (wrong, s.error), (room, s.room),
@@ -353,10 +301,8 @@ def launches(device: torch.device) -> bool:
         torch.cuda.synchronize(device)
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        message = (
-            f"solvers run without Triton's kernels on {device}, which cannot be launched: {reason}"
-        )
-        warn_user(message, RuntimeWarning)
+        message = f"solvers run without Triton's kernels on {device}, which cannot be launched"
+        warn_user(f"{message}: {reason}", RuntimeWarning)
         return False
     return True
 

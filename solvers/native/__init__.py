@@ -132,17 +132,14 @@ def function(of: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[
 
 
 MOST = 64  # largest memory and number of parts, as in ``turns.h``
+NUMBERS = "score relative norm error limit bound scale milestone path"  # one a sample
 FIELDS = (  # of ``Turns`` of ``turns.h``, in its order
     (
-        "trial value next index sizes mask z residual steps changes gram best score relative norm error "
-        "limit bound scale milestone path norms caps gains anchor status evaluations rejected rejections "
-        "count fork",
+        f"trial value next index sizes mask z residual steps changes gram best {NUMBERS} norms caps gains "
+        "anchor status evaluations rejected rejections count fork",
         ctypes.c_void_p,
     ),
-    (
-        "threads rows size kept max_steps patience parts remembered",
-        ctypes.c_int64,
-    ),
+    ("threads rows size kept max_steps patience parts remembered", ctypes.c_int64),
     (
         "rtol atol damping ridge tiny divergence moderate eps fallen roundings progress drift",
         ctypes.c_double,
@@ -169,13 +166,9 @@ class Turns:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        first: Evaluation,
-        memory: int,
-        numbers: tuple[float, float, float],
+        self, problem: Problem, first: Evaluation, memory: int, numbers: tuple[float, float, float],
         options: Options,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rule, tolerance = options.rule(problem, first), options.tolerance
         self.problem, self.seen, self.trial = problem, first.z, first.z.contiguous()
         self.value, first.residual = first.z + first.residual, first.z
@@ -185,9 +178,7 @@ class Turns:
         parts = len(lengths)
         self.best, (z, residual) = torch.empty_like(start), start.new_empty(2, batch, size)
         steps, changes = start.new_empty(2, batch, kept, size).unbind()
-        names = (
-            "score", "relative", "norm", "error", "limit", "bound", "scale", "milestone", "path",
-        )  # fmt: skip
+        names = NUMBERS.split()
         self.numbers = start.new_empty(len(names), batch)
         singles = dict(zip(names, self.numbers.unbind(), strict=True))
         self.counts = start.new_zeros(5, batch, dtype=torch.int64)
@@ -219,7 +210,7 @@ class Turns:
     def evaluate(self) -> None:
         """Evaluate the map at the points ``trial``."""
         self.value = None  # freed before f allocates the next value
-        self.value, self.seen = self.problem.joint(self.trial, energies=False)[0], self.trial
+        self.value, self.seen = self.problem.image(self.trial), self.trial
 
     def move(self) -> int:
         """Judge the rows, and find the next point of each; return how many go on."""
@@ -229,9 +220,8 @@ class Turns:
         assert value.shape == trial.shape and value.dtype == trial.dtype
         following = torch.empty_like(trial)
         record = self.record
-        record.trial, record.value, record.next = (
-            trial.data_ptr(), value.data_ptr(), following.data_ptr(),
-        )  # fmt: skip
+        record.trial, record.value = trial.data_ptr(), value.data_ptr()
+        record.next = following.data_ptr()
         running = self.turn(self.at)
         self.trial = following
         return running
@@ -285,18 +275,14 @@ class Turns:
     def _solution(self, best: Tensor, counts: Tensor, numbers: Tensor) -> Solution:
         status, evaluations, rejected, *_ = counts.unbind()
         _, relative, norm, error, *_ = numbers.unbind()
-        return Solution(
-            best, status, relative, norm, evaluations - rejected, evaluations, error=error
-        )
+        steps = evaluations - rejected
+        return Solution(best, status, relative, norm, steps, evaluations, error=error)
 
 
 def solve_native(
-    problem: Problem,
-    first: Evaluation,
-    memory: int,
-    numbers: tuple[float, float, float],
+    problem: Problem, first: Evaluation, memory: int, numbers: tuple[float, float, float],
     options: Options,
-) -> tuple[Solution, Callable[[], Evaluation] | None]:
+) -> tuple[Solution, Callable[[], Evaluation] | None]:  # fmt: skip
     """Solve by :class:`Turns`, whose arguments these are.
 
     Returns:
