@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -614,7 +615,7 @@ def _differentiable(problem: Problem, image: Tensor, point: Tensor) -> bool:
     """
     module = module_of(problem.f)
     read = chain(problem.tensors, () if module is None else module.parameters())
-    trained = any(t.requires_grad for t in read)
+    trained = any(map(attrgetter("requires_grad"), read))
     if image.requires_grad:
         return trained or bool(captured_by(image, stop=type(point.grad_fn)))
     if trained:
@@ -629,7 +630,10 @@ def module_of(f: Any) -> nn.Module | None:
     """Return the module that ``f``, or its ``update``, ``energy`` or ``function``, is or is a method of."""
     while isinstance(f, partial):
         f = f.func
-    for part in (f, *(getattr(f, name, None) for name in ("update", "energy", "function"))):
+    parts = [f]
+    for name in ("update", "energy", "function"):
+        parts.append(getattr(f, name, None))
+    for part in parts:
         for home in (part, getattr(part, "__self__", None)):
             if isinstance(home, nn.Module):
                 return home

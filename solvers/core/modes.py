@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.core.layout import tensors_of
+from solvers.core.layout import leaves_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,7 +62,10 @@ def require_numbers(*trees: Any) -> None:
 def lacks_numbers(tree: Any) -> bool:
     """Return whether a tensor is fake or on "meta"."""
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    return any(leaf.is_meta or (fake and fake.is_fake(leaf)) for leaf in tensors_of(tree))
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Tensor) and (leaf.is_meta or (fake and fake.is_fake(leaf))):
+            return True
+    return False
 
 
 def in_transform() -> bool:
@@ -78,8 +81,8 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast off; free where it is off already."""
-    off = autocast_dtype(device) is None
-    return nullcontext() if off else torch.autocast(device, enabled=False)
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def outside_inference() -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -295,9 +296,10 @@ class Problem:
     def evaluate_first(self, z: Tensor) -> Evaluation:
         """:meth:`evaluate` at the start; raises ValueError if f works in place on its arguments."""
         tensors = [t for t in self.tensors if not t.is_inference()]
-        versions = [t._version for t in tensors]
+        version = attrgetter("_version")  # which changes in place raise
+        versions = list(map(version, tensors))
         point = self.evaluate(z)
-        if versions != [t._version for t in tensors]:
+        if versions != list(map(version, tensors)):
             raise ValueError(OVERWRITES.format(self.called, "its inputs"))
         return point
 

@@ -210,7 +210,7 @@ class Turns:
     def evaluate(self) -> None:
         """Evaluate the map at the points ``trial``."""
         self.value = None  # freed before f allocates the next value
-        self.value, self.seen = self.problem.image(self.trial), self.trial
+        self.value, self.seen = self.problem.joint(self.trial, energies=False)[0], self.trial
 
     def move(self) -> int:
         """Judge the rows, and find the next point of each; return how many go on."""
