@@ -1,4 +1,7 @@
-"""Linear systems ``A x = b`` for a batch, from products with ``A``: :func:`solvers.solve_linear`."""
+"""Linear systems ``A x = b`` for a batch, from products with ``A``: :func:`solvers.solve_linear`.
+
+The system of a backward pass is solved in ``adjoint.py``, by this function where a linear solver is named.
+"""
 
 from __future__ import annotations
 

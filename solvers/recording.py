@@ -155,7 +155,7 @@ class RecordedSolve:
         kinds = {*self.layout.dtypes, options.autocast if options.used else None} - {None}
         eps = max(torch.finfo(kind).eps for kind in kinds)
         given: dict[str, Any] = {"mask": self.mask, "sizes": self.layout.sizes, "eps": eps}
-        unit_free = isinstance(f, EnergyUpdate) and f.step_size is not None
+        unit_free = _unit_free(f)
         self.turns = Turns(self.z0, options.solver, options.max_steps, unit_free=unit_free, **given)
         called: Any = f.joint if isinstance(f, EnergyUpdate) and unit_free else f
         self.caller, self.modules = Caller(called, module), list(module.modules())
@@ -424,7 +424,8 @@ class Recorder:
     after one warning that names the operation. A batch in which a sample fails, or in which samples depend
     on each other, is solved by the ordinary loop, too. Where the map descends an energy, Anderson's method
     accelerates the gradient step, and the ordinary loop solves a batch in which a sample does not converge
-    or ends at a higher energy than it began. Recordings give first derivatives only.
+    or ends at a higher energy than it began. A gradient step that is judged by its residual alone (rtol = 0)
+    is not recorded. Recordings give first derivatives only.
 
     A recording holds what f reads besides its arguments, parameters and buffers as it was: numbers that are
     attributes of modules, and tensors in closures that need no gradient.
@@ -533,7 +534,7 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
     if masks is not None and masks.numbers:
         return _refused("contains a VariationalDropout", f)
     tolerance = read_tolerance("tolerance", options["tolerance"])
-    if isinstance(f, EnergyUpdate) and tolerance is not None and tolerance.rtol == 0:
+    if _unit_free(f) and tolerance is not None and tolerance.rtol == 0:
         return _refused("is judged by its residual alone (rtol = 0)", f)
     if not (solver is None or type(solver) is Anderson):
         return _refused(f"is solved by {type(solver).__name__}", f)
@@ -542,6 +543,11 @@ def _options(f: Any, options: dict[str, Any], z0: Any, args: Any) -> Options | N
     device = next(t for t in pytree.tree_leaves((z0, args)) if isinstance(t, Tensor)).device
     solver, autocast = solver or Anderson(), autocast_dtype(device.type)
     return Options(solver, options["max_steps"], adjoint, autocast, True, device)
+
+
+def _unit_free(f: Any) -> bool:
+    """Whether f is a gradient step of an energy, whose residual is in units of its own."""
+    return isinstance(f, EnergyUpdate) and f.step_size is not None
 
 
 def _refused(reason: str, f: Any) -> None:

@@ -242,7 +242,7 @@ class ConditionalAttention(HasHeads, ClosedForm):
 
         ``z`` is zero at masked tokens.
         """
-        rows = len(weight)
+        rows = weight.shape[0]
         y = F.linear(z, weight).view(*z.shape[:2], self.heads, rows // self.heads)
         y = y.transpose(1, 2).contiguous()  # (B, H, N, p)
         given, value = context.log_weights, context.value

@@ -159,7 +159,7 @@ def _judge(
             small = (own <= allowed) & (eps * scales <= cap)
             close, less = close & near, less & (own <= cap) & (steps_known >= 4)
             meets = meets & (near & (small | free))
-            units = tl.where(free, 1.0, tl.where(allowed == 0, tiny, allowed))
+            units = tl.where(allowed == 0, tiny, allowed)
             size_of = tl.where(scales == 0, tiny, scales)
             new_score = tl.maximum(new_score, tl.minimum(own / units, largest))
             new_relative = tl.maximum(new_relative, tl.minimum(own / size_of, largest))
@@ -167,6 +167,7 @@ def _judge(
             new_error = tl.maximum(new_error, relative_error)
             tl.store(norms + place, tl.where(accepted, own, before))
         before = (tl.load(nearby + row) != 0) & (first == 0)
+        new_score = tl.where(free, norm, new_score)
         meets = meets & ((free == 0) | before | less | (norm == 0))
         tl.store(nearby + row, tl.where(accepted, tl.where(close, 1, 0), tl.where(before, 1, 0)))
         walked = tl.where(first, 0.0, tl.load(path + row)) + length

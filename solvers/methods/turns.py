@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
@@ -228,7 +229,7 @@ def turn(s: Turns, value: Tensor) -> None:
     near, before = room >= 1, (s.near > 0) & ~first
     converged = accepted & rule.converged(point, s.caps, near, before, s.gains)
     s.near.copy_(torch.where(running & accepted, near.int(), s.near))
-    score, relative = rule.score(point, s.caps), point.relative().minimum(largest)
+    score = rule.score(point, s.caps)
     better = running & accepted & ((score < s.score) | converged)
     hopeless = ~accepted & (first | (s.rejections >= MAX_REJECTIONS))
     reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
@@ -238,7 +239,10 @@ def turn(s: Turns, value: Tensor) -> None:
     status = status.masked_fill(converged, int(Status.CONVERGED))
     over = (status == RUNNING) & (count >= s.max_steps)
     status = torch.where(over, int(Status.MAX_STEPS), status)
-    wrong = relative_error(point, error)
+    # What is reported keeps to the range of the state's dtype; an infinite error is an unknown one.
+    shown = replace(point, references=torch.where(scales == 0, tiny, scales))
+    relative, wrong = shown.relative().minimum(largest), relative_error(shown, error)
+    wrong = wrong.where(wrong == torch.inf, wrong.minimum(largest))
     pairs = [
         (score, s.score), (relative, s.relative), (norm, s.norm), (wrong, s.error), (room, s.room),
     ]  # fmt: skip

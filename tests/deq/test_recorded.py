@@ -17,6 +17,8 @@ import solvers
 from cases.deq import LAYERS, make, tokens
 from cases.energies import relative_error
 from implicit_attn import DEQ, EquilibriumBlock
+from implicit_attn.energies import FunctionEnergy, IdentityLagrangian
+from implicit_attn.updates import ActivationStep
 from solvers import Tolerance, recording
 from solvers.core.cuda import forced
 from solvers.recording import Recorder
@@ -296,6 +298,17 @@ def test_an_energy_judged_by_its_residual_alone_is_not_recorded(made: list[Any])
         layer(x)
     assert not made and layer.last.converged.all()
     assert (layer.last.residual_norm <= 1e-3).all()
+
+
+def test_other_steps_of_an_energy_are_recorded_with_an_absolute_tolerance(made: list[Any]) -> None:
+    energy = FunctionEnergy(lambda z, x: 0.1 * (z - x).square().flatten(1).sum(1))
+    tolerance = Tolerance(0.0, 1e-3)
+    layer: Any = DEQ(
+        ActivationStep(energy, IdentityLagrangian()), tolerance=tolerance, max_steps=80
+    )
+    layer.compile()
+    layer(tokens(2).float())
+    assert len(made) == 1 and layer.last.converged.all()
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.1])

@@ -98,6 +98,37 @@ def test_the_forms_of_the_rule_agree(name: str, seed: int, monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("fused", [False, True])
+def test_iterates_of_an_energy_are_compared_by_the_norm_of_all_parts(fused: bool) -> None:
+    """The largest part of the residual stays the same, while the others fall."""
+    if fused:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    start = torch.ones(1, 4)
+    options: dict[str, Any] = {"sizes": (2, 2), "unit_free": True, "fused": fused}
+    turns = Turns(start, Anderson(2), 9, Tolerance(1e-4), **options)
+    turns.start(start)
+    for residual in ([3.0, 0.0, 3.0, 0.0], [3.0, 0.0, 2.0, 0.0], [3.0, 0.0, 1.0, 0.0]):
+        turns.turn(torch.tensor([residual]))
+    torch.testing.assert_close(turns.score.float(), torch.tensor([10.0]).sqrt())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_relative_error_of_a_value_at_zero_is_finite(fused: bool) -> None:
+    """An infinite one would be an unknown one."""
+    if fused:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    start = torch.tensor([[1e-2, 2e-2, -3e-2, 5e-2]])
+    turns = Turns(start, Anderson(2, damping=0.5), 9, Tolerance(1e-4, 1e-4), fused=fused)
+    turns.start(start)
+    while int(turns.left) or not bool(turns.evaluations.any()):
+        turns.turn(torch.zeros_like(start))
+    found = turns.solution()
+    assert found.statuses == ["CONVERGED"]
+    assert found.error is not None and bool(torch.isfinite(found.error).all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["contraction", "saturating", "expanding"])
 def test_the_kernels_agree_with_the_turn_in_torch(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
