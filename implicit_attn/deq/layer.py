@@ -302,9 +302,8 @@ class DEQ(nn.Module):
             if rows and isinstance(start, Tensor) and start.numel():
                 return TokenRows(f, start, args).solve(start, mask, options)
             layout = Layout.of(start)
-            if (
-                f.places is None or z0 is not None or callable(self.init)
-            ):  # not made by an energy of ours
+            # An energy of the package makes its context and the start of what has been checked.
+            if f.places is None or z0 is not None or callable(self.init):
                 check_tensors(start, args)
             return solve_checked(f, start, layout, args, **options)
 
